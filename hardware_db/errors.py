@@ -1,0 +1,34 @@
+"""The one family of failures that people are expected to meet.
+
+Anything raised from here is printed as a single line (what, where, what to do) and ends the command with `exit_code`.
+Every other exception is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DsplanError(Exception):
+    """An expected failure: bad input, a missing piece, a broken file."""
+
+    exit_code = 2
+
+
+class UnknownName(DsplanError):
+    """A name that is not in a catalogue; the message offers the nearest ones."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
+        lowered = {candidate.lower(): candidate for candidate in known}
+        near = [lowered[match] for match in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)]
+        nearest = f"; nearest: {', '.join(near)}" if near else ""
+        super().__init__(f"unknown {what} {name!r}{nearest}{'; ' + hint if hint else ''}")
+        self.near = near
+
+
+class BrokenFile(DsplanError):
+    """A file dsplan was told to read and cannot use."""
+
+    def __init__(self, path: object, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{path}: {problem}{'; ' + remedy if remedy else ''}")

@@ -1,0 +1,138 @@
+"""ModelFacts: what the arithmetic needs to know of an architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlaFacts:
+    """Multi-head latent attention (DeepSeek-V2/V3): ranks and head widths."""
+
+    q_lora_rank: int | None = None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerFacts:
+    """The second tower of a two-tower model: CLIP's text side, the vision side of a vision-language model."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    vocab_size: int = 0
+    max_position_embeddings: int = 0
+    image_size: int = 0
+    patch_size: int = 0
+    model_type: str = ""
+    mm_tokens_per_image: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """An architecture in numbers; field names are those of the catalogue `catalogue.yaml`.
+
+    `parameters` is the exact count of the architecture built (tied weights once); `active_parameters` those one token
+    passes through. For encoder-decoders `num_layers` is the encoder's depth. `block_class` names the repeated module as
+    transformers calls it (`OPTDecoderLayer`), which FSDP wraps and checkpointing recomputes.
+    """
+
+    name: str
+    family: str
+    model_type: str
+    architecture: str
+    kind: str
+    parameters: int
+    active_parameters: int
+    block_class: str = ""
+    aliases: tuple[str, ...] = ()
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int = 0
+    max_position_embeddings: int = 0
+    encoder_layers: int = 0
+    decoder_layers: int = 0
+    tie_word_embeddings: bool = True
+    gated_mlp: bool = False
+    activation: str = "gelu"
+    norm: str = "layernorm"
+    norm_bias: bool = True
+    norms_per_layer: int = 2
+    final_norm: bool = True
+    qk_norm: bool | str = False
+    post_norm: bool = False
+    parallel_residual: bool = False
+    position_type: str = "learned"
+    learned_positions: bool = False
+    position_offset: int = 0
+    type_vocab_size: int = 0
+    rotary_pct: float = 1.0
+    rotary_dim: int = 0
+    sliding_window: int = 0
+    sliding_window_pattern: str = ""
+    relative_attention_num_buckets: int = 0
+    qkv_bias: bool = False
+    k_bias: bool = True
+    attn_out_bias: bool = False
+    mlp_bias: bool = False
+    lm_head_bias: bool = False
+    embedding_layernorm: bool = False
+    embedding_size: int = 0
+    word_embed_proj_dim: int = 0
+    mlm_transform: bool = False
+    pooler: bool = False
+    shared_layers: bool = False
+    share_att_key: bool = False
+    position_buckets: int = 0
+    layer_scale: bool = False
+    new_decoder_architecture: bool = False
+    num_ln_in_parallel_attn: int = 0
+    attention_sinks: bool = False
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    num_shared_experts: int = 0
+    shared_expert_intermediate_size: int = 0
+    shared_expert_gate: bool = False
+    first_k_dense: int = 0
+    expert_bias: bool = False
+    router_bias: bool = False
+    num_nextn_predict_layers: int = 0
+    mla: MlaFacts | None = None
+    image_size: int = 0
+    patch_size: int = 0
+    num_channels: int = 0
+    num_labels: int = 0
+    num_mel_bins: int = 0
+    max_source_positions: int = 0
+    max_target_positions: int = 0
+    projection_dim: int = 0
+    text: TowerFacts | None = None
+    vision: TowerFacts | None = None
+    dtype: str = ""
+    remote_code: bool = False
+    note: str = ""
+
+    @property
+    def total_layers(self) -> int:
+        """Transformer blocks over all towers that a step passes through."""
+        if self.kind.endswith("encoder-decoder"):
+            return (self.encoder_layers or self.num_layers) + self.decoder_layers
+        towers = (tower.num_layers for tower in (self.text, self.vision) if tower is not None)
+        return self.num_layers + sum(towers)
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 1

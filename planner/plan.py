@@ -1,0 +1,148 @@
+"""Plan: one complete decision, with what it costs and where every figure came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from planner import vocabulary as words
+from planner.errors import ContradictoryRequest
+from planner.parallel_dims import ParallelDims
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """How the job is run: the `plan` object of the JSON contract.
+
+    Raises:
+        ContradictoryRequest: a word is unknown, or micro-batch x accumulation x data-parallel ranks is not the global batch.
+    """
+
+    strategy: words.Strategy
+    backend: words.Backend
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    global_batch_size: int
+    sequence_length: int
+    precision: words.Precision
+    optimizer: words.Optimizer
+    attention: words.Attention = "sdpa"
+    activation_checkpointing: words.Checkpointing = "none"
+    offload: words.Offload = "none"
+
+    def __post_init__(self) -> None:
+        for name, allowed in _WORDS.items():
+            if getattr(self, name) not in allowed:
+                raise ContradictoryRequest(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name not in _WORDS and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ContradictoryRequest(f"{item.name} is {value!r}; it must be a whole number of at least 1")
+        product = self.micro_batch_size * self.gradient_accumulation_steps * self.dims.data_parallel
+        if product != self.global_batch_size:
+            raise ContradictoryRequest(
+                f"micro-batch {self.micro_batch_size} x accumulation {self.gradient_accumulation_steps} x"
+                f" {self.dims.data_parallel} data-parallel ranks = {product} is not the global batch"
+                f" {self.global_batch_size}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp * self.pp
+
+    @property
+    def dims(self) -> ParallelDims:
+        return ParallelDims(
+            dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp, pp=self.pp, world_size=self.world_size
+        )
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage, 0 for strategies that are not ZeRO."""
+        return words.ZERO_STAGES.get(self.strategy, 0)
+
+
+_WORDS: dict[str, tuple[str, ...]] = {
+    "strategy": words.STRATEGIES,
+    "backend": words.BACKENDS,
+    "precision": words.PRECISIONS,
+    "optimizer": words.OPTIMIZERS,
+    "attention": words.ATTENTIONS,
+    "activation_checkpointing": words.CHECKPOINTINGS,
+    "offload": words.OFFLOADS,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """Bytes on the busiest rank. The seven category figures are those alive at the peak and add up to it.
+
+    `phases` maps forward, loss, backward and step to their allocated peaks. `device_used_bytes` is what NVML shows for the
+    process; its upper bound decides the verdict.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    buffers_bytes: int
+    temporaries_bytes: int
+    peak_allocated_bytes: int
+    peak_phase: str
+    peak_reserved_bytes: int
+    device_overhead_bytes: int
+    device_used_bytes: int
+    device_used_upper_bytes: int
+    host_bytes_per_node: int
+    phases: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of one optimizer step. `exposed_communication_seconds` is the part of communication that nothing hides."""
+
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_communication_seconds: float
+    offload_seconds: float
+    optimizer_seconds: float
+    bubble_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Throughput:
+    """Rates that follow from a step time; `mfu` is a fraction of the dense peak, None where no peak is known."""
+
+    tokens_per_second_per_gpu: float
+    samples_per_second: float
+    tflops_per_gpu: float
+    mfu: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A configuration with its price. `to_dict` is the object that `estimate --json` prints; plan files hold the same.
+
+    `limited_by` says what keeps the plan from being faster; `runnable` whether `dsplan run` can run it today, with
+    `notes` holding the reason where it cannot.
+    """
+
+    model: Mapping[str, object]
+    cluster: Mapping[str, object]
+    configuration: Configuration
+    memory: MemoryEstimate
+    time: StepTime
+    throughput: Throughput
+    verdict: words.Verdict
+    limited_by: str
+    runnable: bool
+    notes: tuple[str, ...] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION

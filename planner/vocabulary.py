@@ -1,0 +1,35 @@
+"""The words that plans are made of, as the command line, the JSON and the engine spell them."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Strategy = Literal["single", "ddp", "fsdp", "fsdp-grad-op", "hsdp", "zero1", "zero2", "zero3"]
+Backend = Literal["torch", "deepspeed", "native"]
+Precision = Literal["fp32", "bf16", "fp16", "bf16-pure"]
+Optimizer = Literal["adamw", "adamw-fused", "adamw-forloop", "adamw-8bit", "sgd", "adafactor", "lion"]
+Attention = Literal["sdpa", "eager", "flash"]
+Checkpointing = Literal["none", "full", "selective"]
+Offload = Literal["none", "optimizer", "all", "nvme"]
+Task = Literal["causal-lm", "masked-lm", "seq-cls", "seq2seq", "image-cls"]
+Objective = Literal["throughput", "memory", "cost"]
+Verdict = Literal["fits", "tight", "does_not_fit"]
+Provenance = Literal["measured", "calibrated", "datasheet"]
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+TASKS: tuple[Task, ...] = get_args(Task)
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
+FSDP_STRATEGIES: frozenset[str] = frozenset({"fsdp", "fsdp-grad-op", "hsdp"})
+
+
+def default_backend(strategy: str) -> Backend:
+    """The backend that runs a strategy unless another is named: DeepSpeed for ZeRO, torch for the rest."""
+    return "deepspeed" if strategy in ZERO_STAGES else "torch"

@@ -1,0 +1,43 @@
+"""Workload: what the user wants done with the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner import vocabulary as words
+from planner.errors import ContradictoryRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One training job, independent of how it is spread over devices.
+
+    `sequence_length` is tokens per sample (patches for images, decoder tokens for speech), `source_length` the encoder's
+    length in encoder-decoders. `max_memory_bytes` caps every device, `host_memory_bytes` every node.
+
+    Raises:
+        ContradictoryRequest: a number is not positive or a word is not in the vocabulary.
+    """
+
+    task: words.Task
+    sequence_length: int
+    global_batch_size: int
+    precision: words.Precision = "bf16"
+    optimizer: words.Optimizer = "adamw"
+    attention: words.Attention = "sdpa"
+    source_length: int = 0
+    max_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "global_batch_size"):
+            if getattr(self, name) < 1:
+                raise ContradictoryRequest(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, allowed in (
+            ("task", words.TASKS),
+            ("precision", words.PRECISIONS),
+            ("optimizer", words.OPTIMIZERS),
+            ("attention", words.ATTENTIONS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ContradictoryRequest(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
