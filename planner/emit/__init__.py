@@ -1,0 +1,35 @@
+"""Plan -> the config files of the tools that run it; each format is a module with `emit(plan, options)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import cast
+
+from planner.emit.options import DEFAULTS, EmitOptions
+from planner.errors import UnknownName
+from planner.plan import Plan
+
+__all__ = ["FORMATS", "EmitOptions", "emit"]
+
+FORMATS: dict[str, str] = {
+    "deepspeed": "planner.emit.deepspeed:emit",
+    "accelerate": "planner.emit.accelerate:emit",
+    "huggingface": "planner.emit.huggingface:emit",
+    "torchrun": "planner.emit.torchrun:emit",
+}
+
+_Emitter = Callable[[Plan, EmitOptions], dict[str, str]]
+
+
+def emit(plan: Plan, format: str, options: EmitOptions = DEFAULTS) -> dict[str, str]:
+    """The files of one format, `{filename: text}`; the file to look at first comes first.
+
+    Raises:
+        UnknownName: the format is not in FORMATS; the message lists them.
+        ContradictoryRequest: the format has no form of this plan.
+    """
+    if format not in FORMATS:
+        raise UnknownName("format", format, FORMATS, hint=f"choose one of {', '.join(FORMATS)}")
+    module, _, function = FORMATS[format].partition(":")
+    return cast("_Emitter", getattr(import_module(module), function))(plan, options)

@@ -1,0 +1,189 @@
+"""Plan -> DeepSpeed JSON. Every number is explicit, none `auto`: the file works without HF Trainer.
+
+The plan's optimizer becomes torch's own implementation where there is one (`torch_adam`): the plan's memory was counted
+for that one, and it needs no compiler. Two cases need DeepSpeed's compiled kernels: optimizer offload on a GPU machine
+(`DeepSpeedCPUAdam`, which the plan's time was counted for), and Lion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from planner.emit.options import (
+    DEFAULTS,
+    EmitOptions,
+    is_zero,
+    model_number,
+    on_cpu,
+    refuse,
+    require_data_parallel_only,
+)
+from planner.plan import Plan
+from planner.zero_buckets import zero_buckets
+
+CONFIG_NAME = "deepspeed.json"
+_FORM = "a DeepSpeed config"
+
+
+def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
+    """`deepspeed.json` as text.
+
+    Raises:
+        ContradictoryRequest: DeepSpeed has no form of this plan.
+    """
+    return {CONFIG_NAME: as_json(deepspeed_config(plan, options))}
+
+
+def as_json(config: Mapping[str, object]) -> str:
+    return json.dumps(config, indent=2) + "\n"
+
+
+def deepspeed_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, object]:
+    """The config of a `single`, `ddp` (stage 0) or ZeRO plan as `deepspeed.initialize(config=...)` takes it.
+
+    Raises:
+        ContradictoryRequest: the plan is FSDP, uses tp or pp, or asks of a stage what it cannot do.
+    """
+    _refuse_what_deepspeed_lacks(plan)
+    configuration = plan.configuration
+    return {
+        "train_batch_size": configuration.global_batch_size,
+        "train_micro_batch_size_per_gpu": configuration.micro_batch_size,
+        "gradient_accumulation_steps": configuration.gradient_accumulation_steps,
+        "gradient_clipping": options.gradient_clipping,
+        **_precision(plan),
+        "zero_optimization": _zero_optimization(plan, options),
+        **_optimizer(plan, options),
+        **_activation_checkpointing(plan),
+        "wall_clock_breakdown": False,
+    }
+
+
+def _refuse_what_deepspeed_lacks(plan: Plan) -> None:
+    require_data_parallel_only(plan, _FORM)
+    configuration = plan.configuration
+    if not is_zero(plan):
+        if configuration.strategy not in ("single", "ddp"):
+            raise refuse(plan, _FORM, "(FSDP)", "emit it as accelerate or huggingface")
+        if configuration.precision == "bf16-pure":
+            raise refuse(plan, _FORM, "in bf16-pure", "choose ZeRO or emit it as huggingface")
+        if configuration.offload != "none":
+            raise refuse(plan, _FORM, f"with offload {configuration.offload}", "choose ZeRO")
+    elif configuration.dp_replicate > 1:
+        raise refuse(plan, _FORM, f"with dp_replicate {configuration.dp_replicate}", "ZeRO shards over all ranks")
+    elif configuration.offload in ("all", "nvme") and configuration.zero_stage < 3:
+        raise refuse(plan, _FORM, f"with offload {configuration.offload}", "only zero3 can offload parameters")
+
+
+def _precision(plan: Plan) -> dict[str, object]:
+    """Stage 0 runs autocast over fp32 weights like DDP does; ZeRO keeps 16-bit weights and an fp32 master copy."""
+    precision = plan.configuration.precision
+    if precision == "fp32":
+        return {}
+    if not is_zero(plan):
+        return {"torch_autocast": {"enabled": True, "dtype": "float16" if precision == "fp16" else "bfloat16"}}
+    if precision == "fp16":
+        scaling = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2}
+        return {"fp16": {"enabled": True, "auto_cast": True, **scaling, "min_loss_scale": 1}}
+    if precision == "bf16-pure":
+        return {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    return {"bf16": {"enabled": True}}
+
+
+def _zero_optimization(plan: Plan, options: EmitOptions) -> dict[str, object]:
+    stage = plan.configuration.zero_stage
+    if stage == 0:
+        return {"stage": 0}
+    buckets = zero_buckets(
+        stage, parameters=model_number(plan, "parameters"), hidden_size=model_number(plan, "hidden_size")
+    )
+    section: dict[str, object] = {
+        "stage": stage,
+        "overlap_comm": buckets.overlap_comm,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": buckets.reduce,
+        "allgather_bucket_size": buckets.allgather,
+    }
+    if stage == 3:
+        section |= {
+            "sub_group_size": buckets.sub_group,
+            "stage3_prefetch_bucket_size": buckets.prefetch,
+            "stage3_param_persistence_threshold": buckets.persistence_threshold,
+            "stage3_max_live_parameters": buckets.max_live,
+            "stage3_max_reuse_distance": buckets.max_reuse_distance,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    return section | _offload(plan, options)
+
+
+def _offload(plan: Plan, options: EmitOptions) -> dict[str, object]:
+    """`optimizer`: states to host memory; `all`: parameters too; `nvme`: both to disk (ZeRO-Infinity)."""
+    offload = plan.configuration.offload
+    if offload == "none":
+        return {}
+    place: dict[str, object] = {"device": "cpu", "pin_memory": not on_cpu(plan, options)}
+    if offload == "optimizer":
+        return {"offload_optimizer": {**place, "ratio": 1.0}}
+    if offload == "all":
+        return {"offload_optimizer": {**place, "ratio": 1.0}, "offload_param": place}
+    place |= {"device": "nvme", "nvme_path": options.nvme_path}
+    # Adam swaps four tensors per sub-group: parameter, gradient and two moments.
+    optimizer = {**place, "buffer_count": 4, "fast_init": False}
+    parameters = {**place, "buffer_count": 5, "buffer_size": _swap_buffer(plan), "max_in_cpu": 1_000_000_000}
+    return {"offload_optimizer": optimizer, "offload_param": parameters}
+
+
+def _swap_buffer(plan: Plan) -> int:
+    """Elements of one swap buffer: DeepSpeed's 1e8, or one rank's part of the embedding where that is larger.
+
+    DeepSpeed stops with an assertion when a parameter's partition is larger than a buffer.
+    """
+    vocabulary = plan.model.get("vocab_size")
+    embedding = vocabulary * model_number(plan, "hidden_size") if isinstance(vocabulary, int) else 0
+    return max(100_000_000, -(-embedding // plan.configuration.dims.data_parallel))
+
+
+def _optimizer(plan: Plan, options: EmitOptions) -> dict[str, object]:
+    """The optimizer section, or the permission to pass an optimizer that DeepSpeed cannot build from JSON."""
+    name = plan.configuration.optimizer
+    rates: dict[str, object] = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
+    if name in ("adamw", "adamw-fused", "adamw-forloop"):
+        moments = {"betas": [0.9, 0.999], "eps": 1e-8}
+        return {"optimizer": {"type": "AdamW", "params": {**rates, **moments, **_adam_implementation(plan, options)}}}
+    untested = {"zero_allow_untested_optimizer": True} if is_zero(plan) else {}
+    if name == "lion" and not on_cpu(plan, options):
+        return {"optimizer": {"type": "Lion", "params": {**rates, "betas": [0.9, 0.99]}}}
+    if name in ("sgd", "adafactor"):
+        return {"optimizer": {"type": {"sgd": "SGD", "adafactor": "Adafactor"}[name], "params": rates}, **untested}
+    return {**untested, **own_optimizer_under_offload(plan)}
+
+
+def _adam_implementation(plan: Plan, options: EmitOptions) -> dict[str, object]:
+    configuration = plan.configuration
+    # bf16 master weights on the host are stored by DeepSpeedCPUAdam only.
+    compiled = not on_cpu(plan, options) or configuration.precision == "bf16-pure"
+    if configuration.offload != "none" and compiled:
+        return {}
+    variants = {"adamw-fused": {"fused": True}, "adamw-forloop": {"foreach": False}}
+    return {"torch_adam": True, **variants.get(configuration.optimizer, {})}
+
+
+def own_optimizer_under_offload(plan: Plan) -> dict[str, object]:
+    """The permission an optimizer made by the script needs when its states are offloaded."""
+    return {} if plan.configuration.offload == "none" else {"zero_force_ds_cpu_optimizer": False}
+
+
+def _activation_checkpointing(plan: Plan) -> dict[str, object]:
+    """Settings of `deepspeed.checkpointing`; the model's own checkpointing is switched on in the model, not here."""
+    if plan.configuration.activation_checkpointing == "none":
+        return {}
+    return {
+        "activation_checkpointing": {
+            "partition_activations": False,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+            "synchronize_checkpoint_boundary": False,
+        }
+    }

@@ -1,0 +1,77 @@
+"""What a config needs beyond the plan, and what every format asks of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner import vocabulary as words
+from planner.errors import ContradictoryRequest
+from planner.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmitOptions:
+    """Settings of the run that do not change the plan; the defaults are those of HF Trainer.
+
+    `cpu` makes configs for a machine without GPUs; None takes it from the plan's cluster. `nvme_path` is where a plan
+    with offload `nvme` swaps to.
+    """
+
+    cpu: bool | None = None
+    nvme_path: str = "/local_nvme"
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.0
+    gradient_clipping: float = 1.0
+
+
+DEFAULTS = EmitOptions()
+
+
+def on_cpu(plan: Plan, options: EmitOptions) -> bool:
+    """Whether the config is for CPU ranks."""
+    return plan.cluster.get("vendor") == "cpu" if options.cpu is None else options.cpu
+
+
+def model_number(plan: Plan, key: str) -> int:
+    """A whole number of the plan's model object.
+
+    Raises:
+        ContradictoryRequest: the plan does not hold it.
+    """
+    value = plan.model.get(key)
+    if not isinstance(value, int):
+        raise ContradictoryRequest(f"the plan's model has no {key}; make the plan again with `dsplan recommend`")
+    return value
+
+
+def cluster_number(plan: Plan, key: str, default: int) -> int:
+    """A whole number of the plan's cluster object, `default` where the plan does not hold it."""
+    value = plan.cluster.get(key, default)
+    return value if isinstance(value, int) else default
+
+
+def model_word(plan: Plan, key: str) -> str:
+    """A word of the plan's model object, empty where the plan does not hold it."""
+    value = plan.model.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def refuse(plan: Plan, form: str, reason: str, remedy: str) -> ContradictoryRequest:
+    """The error for a plan that `form` cannot carry."""
+    return ContradictoryRequest(f"a {plan.configuration.strategy} plan {reason} cannot be written as {form}; {remedy}")
+
+
+def require_data_parallel_only(plan: Plan, form: str) -> None:
+    """Refuse plans that split layers or the stack of layers.
+
+    Raises:
+        ContradictoryRequest: tp or pp is above 1.
+    """
+    degrees = plan.configuration
+    if degrees.tp > 1 or degrees.pp > 1:
+        raise refuse(plan, form, f"with tp {degrees.tp} and pp {degrees.pp}", "emit it as torchrun")
+
+
+def is_zero(plan: Plan) -> bool:
+    """Whether the plan is one of the ZeRO stages."""
+    return plan.configuration.strategy in words.ZERO_STAGES

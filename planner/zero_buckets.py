@@ -1,0 +1,44 @@
+"""Bucket and prefetch sizes of ZeRO, shared by the memory model that counts them and the configs that set them.
+
+Stages 1 and 2 keep DeepSpeed's own 5e8 elements (`deepspeed/runtime/zero/config.py`), but never more than the model
+has: the buffers are allocated whole, and 1 GB of buffer for a 125M model would be waste. Stage 3 takes the sizes that
+transformers fills in for `auto` (`transformers/integrations/deepspeed.py`): hidden^2, 0.9 hidden^2 and 10 hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_DEEPSPEED_BUCKET = 500_000_000
+_DEEPSPEED_LIVE = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroBuckets:
+    """Elements, not bytes. With `overlap_comm` two reduce buckets are alive: one fills while the other is reduced.
+
+    `prefetch`, `persistence_threshold`, `max_live`, `max_reuse_distance` matter to stage 3 only.
+    """
+
+    reduce: int
+    allgather: int
+    overlap_comm: bool = True
+    prefetch: int = 0
+    persistence_threshold: int = 0
+    max_live: int = _DEEPSPEED_LIVE
+    max_reuse_distance: int = _DEEPSPEED_LIVE
+    sub_group: int = _DEEPSPEED_LIVE
+
+
+def zero_buckets(stage: int, *, parameters: int, hidden_size: int) -> ZeroBuckets:
+    """The sizes used for a model of `parameters` elements and width `hidden_size` at ZeRO `stage` 0 to 3."""
+    whole = min(_DEEPSPEED_BUCKET, parameters)
+    if stage < 3:
+        return ZeroBuckets(reduce=whole, allgather=whole)
+    square = hidden_size * hidden_size
+    return ZeroBuckets(
+        reduce=min(square, parameters),
+        allgather=whole,
+        prefetch=min(int(0.9 * square), parameters),
+        persistence_threshold=10 * hidden_size,
+    )
