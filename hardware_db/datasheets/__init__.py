@@ -1,0 +1,23 @@
+"""Accelerators, links and node types as data: the YAML files here, each figure with its source."""
+
+from hardware_db.datasheets.loader import (
+    devices,
+    find_device,
+    find_link,
+    find_node_type,
+    links,
+    nccl_latency_constants,
+    node_types,
+    sources,
+)
+
+__all__ = [
+    "devices",
+    "find_device",
+    "find_link",
+    "find_node_type",
+    "links",
+    "nccl_latency_constants",
+    "node_types",
+    "sources",
+]

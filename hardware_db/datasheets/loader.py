@@ -1,0 +1,121 @@
+"""Catalogue rows as values, by name. Reads the compiled JSON and builds only the values that are asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hardware_db.datasheets.names import normalise
+from hardware_db.device import Device, Link, NodeType
+from hardware_db.errors import BrokenFile, UnknownName
+
+_HERE = Path(__file__).parent
+_Value = TypeVar("_Value", Device, Link, NodeType)
+
+
+def find_device(name: str) -> Device:
+    """The accelerator with this name or alias; case, spaces, dashes and underscores do not count.
+
+    Raises:
+        UnknownName: no row answers to the name.
+    """
+    return _find("GPU", name, _devices(), Device, "`dsplan devices` lists them all")
+
+
+def find_link(name: str) -> Link:
+    """The link with this name or alias.
+
+    Raises:
+        UnknownName: no row answers to the name.
+    """
+    return _find("link", name, _interconnects()["links"], Link, "`dsplan devices` lists them all")
+
+
+def find_node_type(name: str) -> NodeType:
+    """The node type with this name or alias.
+
+    Raises:
+        UnknownName: no row answers to the name.
+    """
+    return _find("node type", name, _interconnects()["nodes"], NodeType, "`dsplan devices` lists them all")
+
+
+@lru_cache(maxsize=1)
+def devices() -> tuple[Device, ...]:
+    """Every accelerator, in the order of `devices.yaml`."""
+    return tuple(_build(Device, row) for row in _devices()["rows"])
+
+
+@lru_cache(maxsize=1)
+def links() -> tuple[Link, ...]:
+    """Every link, in the order of `interconnects.yaml`."""
+    return tuple(_build(Link, row) for row in _interconnects()["links"]["rows"])
+
+
+@lru_cache(maxsize=1)
+def node_types() -> tuple[NodeType, ...]:
+    """Every node type, in the order of `interconnects.yaml`."""
+    return tuple(_build(NodeType, row) for row in _interconnects()["nodes"]["rows"])
+
+
+@lru_cache(maxsize=1)
+def nccl_latency_constants() -> Mapping[str, Any]:
+    """NCCL's own latency table, microseconds by algorithm, protocol and kind of hop (`src/graph/tuning.cc`)."""
+    constants: Mapping[str, Any] = _interconnects()["latency_constants"]["nccl"]
+    return constants
+
+
+@lru_cache(maxsize=1)
+def sources() -> Mapping[str, str]:
+    """What the source keys of devices, links and node types stand for."""
+    return {**_interconnects()["sources"], **read_compiled(_HERE / "devices.json")["sources"]}
+
+
+def read_compiled(path: Path) -> dict[str, Any]:
+    """A compiled catalogue.
+
+    Raises:
+        BrokenFile: the file is missing or damaged.
+    """
+    try:
+        data: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise BrokenFile(path, "cannot be read as JSON", "reinstall, or run scripts/build_catalogues.py") from error
+    return data
+
+
+@lru_cache(maxsize=1)
+def _devices() -> dict[str, Any]:
+    table: dict[str, Any] = read_compiled(_HERE / "devices.json")["devices"]
+    return table
+
+
+@lru_cache(maxsize=1)
+def _interconnects() -> dict[str, Any]:
+    return read_compiled(_HERE / "interconnects.json")
+
+
+def _find(what: str, name: str, table: Mapping[str, Any], value_type: type[_Value], hint: str) -> _Value:
+    position = table["names"].get(normalise(name))
+    if position is None:
+        raise UnknownName(what, name, _spellings(table), hint=hint)
+    return _build(value_type, table["rows"][position])
+
+
+def _spellings(table: Mapping[str, Any]) -> list[str]:
+    return [spelling for row in table["rows"] for spelling in (row["name"], *row.get("aliases", ()))]
+
+
+def _build(value_type: type[_Value], row: Mapping[str, Any]) -> _Value:
+    return value_type(**{key: _frozen(given) for key, given in row.items()})
+
+
+def _frozen(given: Any) -> Any:
+    if isinstance(given, list):
+        return tuple(_frozen(item) for item in given)
+    if isinstance(given, dict):
+        return {key: _frozen(item) for key, item in given.items()}
+    return given
