@@ -1,0 +1,236 @@
+"""Measurement and RateMeasurement: what a run or a micro-benchmark found on one machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from datetime import datetime, timezone
+from typing import Literal, TypeAlias, cast, get_args
+
+from hardware_db.canonical import canonical_json, digest
+from hardware_db.errors import DsplanError
+from hardware_db.fingerprint import Fingerprint
+
+Outcome = Literal["completed", "failed", "out_of_memory", "interrupted"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+PLAN_KEY_VERSION = 1
+# Free memory and the figures derived from it differ from one run to the next without changing what the run does.
+VOLATILE_CLUSTER_FIELDS = frozenset({"assumed", "capacity_bytes", "probed", "rates"})
+
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
+_LARGEST_INTEGER = 2**63 - 1
+
+
+class RecordError(DsplanError):
+    """A figure or a word that a measurement cannot hold; `where` names it."""
+
+    def __init__(self, where: str, problem: str) -> None:
+        super().__init__(f"{where} {problem}")
+        self.where = where
+        self.problem = problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What a run showed on its busiest rank; None where nothing was measured.
+
+    Memory in bytes, `host_bytes` per node. `step_seconds` is the median optimizer step, `tokens_per_second` counts all
+    ranks, `steps` the optimizer steps done. A loss that is not finite is kept as None: JSON and SQL have no NaN.
+
+    Raises:
+        RecordError: a figure is negative, not finite, or beyond 64 bits.
+    """
+
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    device_used_bytes: int | None = None
+    host_bytes: int | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("first_loss", "last_loss"):
+            loss = getattr(self, name)
+            if loss is not None and not math.isfinite(loss):
+                object.__setattr__(self, name, None)
+        _check_figures(self, "measured", signed=("first_loss", "last_loss"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predicted:
+    """What the plan promised: bytes on the busiest rank, seconds per optimizer step; None where it promised nothing.
+
+    Raises:
+        RecordError: a figure is negative, not finite, or beyond 64 bits.
+    """
+
+    peak_allocated_bytes: int | None = None
+    step_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_figures(self, "predicted")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One real run.
+
+    `plan_json` is the object of `estimate --json` as canonical JSON, `created_at` UTC with microseconds and a final Z,
+    `source` is `run`, `import`, or `shipped:` and where the row was published.
+
+    Raises:
+        RecordError: a field is malformed, or the plan lacks model.name, plan.strategy or cluster.
+    """
+
+    id: str
+    created_at: str
+    plan_json: str
+    fingerprint: Fingerprint
+    outcome: Outcome
+    source: str
+    measured: Measured = field(default_factory=Measured)
+    predicted: Predicted = field(default_factory=Predicted)
+
+    def __post_init__(self) -> None:
+        _check_identity(self.id, self.created_at)
+        _check_figures(self.fingerprint.machine, "fingerprint.machine")
+        if self.outcome not in OUTCOMES:
+            raise RecordError("outcome", f"{self.outcome!r} is not one of {', '.join(OUTCOMES)}")
+        plan = self.plan
+        for section, name in (("model", "name"), ("plan", "strategy")):
+            if not isinstance(_section(plan, section).get(name), str):
+                raise RecordError(f"plan.{section}.{name}", "is missing or not a string")
+        _section(plan, "cluster")
+
+    @property
+    def plan(self) -> dict[str, object]:
+        """The plan as a fresh dictionary, every time it is asked for."""
+        return cast("dict[str, object]", json.loads(self.plan_json))
+
+    @property
+    def plan_key(self) -> str:
+        """The key of the plan's inputs; see `plan_key`."""
+        return plan_key(self.plan)
+
+    @property
+    def model(self) -> str:
+        return str(_section(self.plan, "model")["name"])
+
+    @property
+    def strategy(self) -> str:
+        return str(_section(self.plan, "plan")["strategy"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RateMeasurement:
+    """One point of a micro-benchmark: `kind` (matmul, memory, all_reduce …) ran at `value` `unit`.
+
+    `size` is the bytes moved per rank, for matmul the edge of the square matrices; None where the rate has no size.
+    `dtype` is empty where it does not matter; `ranks` is how many processes took part.
+
+    Raises:
+        RecordError: a field is malformed or a figure negative, not finite, or beyond 64 bits.
+    """
+
+    id: str
+    created_at: str
+    kind: str
+    value: float
+    unit: str
+    fingerprint: Fingerprint
+    source: str
+    dtype: str = ""
+    size: int | None = None
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        _check_identity(self.id, self.created_at)
+        _check_figures(self.fingerprint.machine, "fingerprint.machine")
+        _check_figures(self, "rate")
+        for name in ("kind", "unit"):
+            if not getattr(self, name):
+                raise RecordError(name, "is empty")
+
+
+Record: TypeAlias = Measurement | RateMeasurement
+
+
+def new_id() -> str:
+    """An id no other record has: 32 hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+def utc_now() -> str:
+    """Now, in the one form `created_at` takes, so that text order is time order."""
+    return datetime.now(timezone.utc).strftime(_TIME_FORMAT)
+
+
+def measure_run(
+    plan: Mapping[str, object], fingerprint: Fingerprint, *, outcome: Outcome, measured: Measured, source: str = "run"
+) -> Measurement:
+    """The measurement of a run that just ended; `plan` is the object of `estimate --json` and holds the predictions.
+
+    Raises:
+        RecordError: a figure is malformed or the plan lacks a section.
+    """
+    return Measurement(
+        id=new_id(),
+        created_at=utc_now(),
+        plan_json=canonical_json(plan),
+        fingerprint=fingerprint,
+        outcome=outcome,
+        source=source,
+        measured=measured,
+        predicted=Predicted(
+            peak_allocated_bytes=cast("int | None", _section(plan, "memory").get("peak_allocated_bytes")),
+            step_seconds=cast("float | None", _section(plan, "time").get("step_seconds")),
+        ),
+    )
+
+
+def plan_key(plan: Mapping[str, object]) -> str:
+    """The hash of what a plan's cost depends on: configuration, model and cluster, 32 hexadecimal digits.
+
+    Two plans with one key are the same job on the same kind of hardware. Estimates do not enter, nor do the cluster's
+    figures of the moment (VOLATILE_CLUSTER_FIELDS).
+    """
+    cluster = {name: value for name, value in _section(plan, "cluster").items() if name not in VOLATILE_CLUSTER_FIELDS}
+    inputs = {"model": _section(plan, "model"), "cluster": cluster, "plan": _section(plan, "plan")}
+    return digest({"plan_key_version": PLAN_KEY_VERSION, **inputs}, 32)
+
+
+def _section(plan: Mapping[str, object], name: str) -> Mapping[str, object]:
+    section = plan.get(name)
+    if not isinstance(section, Mapping):
+        raise RecordError(f"plan.{name}", "is missing or not an object")
+    return section
+
+
+def _check_identity(id: str, created_at: str) -> None:
+    if not re.fullmatch(r"[0-9a-f]{32}", id):
+        raise RecordError("id", f"{id!r} is not 32 hexadecimal digits")
+    try:
+        in_form = datetime.strptime(created_at, _TIME_FORMAT).strftime(_TIME_FORMAT) == created_at
+    except ValueError:
+        in_form = False
+    if not in_form:
+        raise RecordError("created_at", f"{created_at!r} is not a UTC time such as 2026-01-31T12:00:00.000000Z")
+
+
+def _check_figures(record: object, where: str, *, signed: tuple[str, ...] = ()) -> None:
+    for item in fields(record):  # type: ignore[arg-type]
+        figure = getattr(record, item.name)
+        if not isinstance(figure, int | float):
+            continue
+        # The bound comes first: `isfinite` overflows on an integer no float can hold.
+        too_large = abs(figure) > _LARGEST_INTEGER or not math.isfinite(figure)
+        if too_large or (figure < 0 and item.name not in signed):
+            raise RecordError(f"{where}.{item.name}", f"is {figure}; it must be from 0 to 2**63")

@@ -1,0 +1,119 @@
+"""Migrations of the database: append-only functions, each in its own transaction, counted in `PRAGMA user_version`.
+
+A released migration is never edited; a change of schema is the next function, and a database file of the schema before
+it goes to `tests/store/schemas/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from hardware_db.errors import BrokenFile
+
+if TYPE_CHECKING:
+    import sqlite3
+
+Migration: TypeAlias = "Callable[[sqlite3.Connection], None]"
+
+APPLICATION_ID = 0x6473706C
+"""`dspl` in ASCII, in the header of every dsplan database, so that no other program's file is mistaken for one."""
+
+
+def m001_measurements(connection: sqlite3.Connection) -> None:
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(
+        """CREATE TABLE fingerprints (
+            key TEXT PRIMARY KEY,
+            machine TEXT NOT NULL,
+            versions TEXT NOT NULL
+        )"""
+    )
+    connection.execute(
+        """CREATE TABLE measurements (
+            id TEXT PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            outcome TEXT NOT NULL,
+            source TEXT NOT NULL,
+            fingerprint TEXT NOT NULL REFERENCES fingerprints (key),
+            model TEXT NOT NULL COLLATE NOCASE,
+            strategy TEXT NOT NULL,
+            plan_key TEXT NOT NULL,
+            plan TEXT NOT NULL,
+            peak_allocated_bytes INTEGER,
+            peak_reserved_bytes INTEGER,
+            device_used_bytes INTEGER,
+            host_bytes INTEGER,
+            step_seconds REAL,
+            tokens_per_second REAL,
+            first_loss REAL,
+            last_loss REAL,
+            steps INTEGER NOT NULL,
+            predicted_peak_allocated_bytes INTEGER,
+            predicted_step_seconds REAL
+        )"""
+    )
+    connection.execute("CREATE INDEX measurements_by_time ON measurements (created_at)")
+    connection.execute("CREATE INDEX measurements_by_plan ON measurements (plan_key, fingerprint)")
+    connection.execute(
+        """CREATE TABLE rates (
+            id TEXT PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            source TEXT NOT NULL,
+            fingerprint TEXT NOT NULL REFERENCES fingerprints (key),
+            kind TEXT NOT NULL,
+            dtype TEXT NOT NULL,
+            size INTEGER,
+            ranks INTEGER NOT NULL,
+            value REAL NOT NULL,
+            unit TEXT NOT NULL
+        )"""
+    )
+    connection.execute("CREATE INDEX rates_by_fingerprint ON rates (fingerprint)")
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_measurements,)
+
+
+def migrate(connection: sqlite3.Connection, path: object, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Brings the database to the newest schema. `connection` is in autocommit mode; `path` is named in errors.
+
+    Raises:
+        BrokenFile: the file belongs to another program, or to a newer dsplan.
+    """
+    _check_owner(connection, path)
+    if _version(connection, path, len(migrations)) == len(migrations):
+        return
+    for number, migration in enumerate(migrations, start=1):
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            # Read under the lock: another process may have migrated while this one waited for it.
+            if _version(connection, path, len(migrations)) < number:
+                migration(connection)
+                connection.execute(f"PRAGMA user_version = {number}")
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+
+
+def _version(connection: sqlite3.Connection, path: object, newest: int) -> int:
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    if version > newest:
+        raise BrokenFile(
+            path,
+            f"database schema {version} was written by a newer dsplan, this one knows up to {newest}",
+            "upgrade dsplan, or set DSPLAN_HOME to another directory",
+        )
+    return version
+
+
+def _check_owner(connection: sqlite3.Connection, path: object) -> None:
+    owner = connection.execute("PRAGMA application_id").fetchone()[0]
+    if owner == APPLICATION_ID:
+        return
+    if owner != 0 or connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+        raise BrokenFile(
+            path, "is the SQLite database of another program", "move it away, or set DSPLAN_HOME to another directory"
+        )

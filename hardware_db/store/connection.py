@@ -1,0 +1,132 @@
+"""Connections to the database file, and its failures in the words of a person."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hardware_db.errors import BrokenFile
+from hardware_db.migrations import migrate
+
+BUSY_SECONDS = 60.0
+
+# Write-ahead logging keeps its index in memory shared by the processes of one host, so on a file system that several
+# hosts mount it would corrupt the file (sqlite.org/wal.html, "Overview", point 3); these get the rollback journal.
+NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "afs",
+        "9p",
+        "ceph",
+        "fuse.ceph",
+        "glusterfs",
+        "fuse.glusterfs",
+        "fuse.sshfs",
+    }
+    | {"lustre", "gpfs", "beegfs", "panfs", "wekafs"}
+)
+
+_HOME_REMEDY = "set DSPLAN_HOME to a directory you can write to"
+_BROKEN_REMEDY = "move it away and dsplan starts a new one; `dsplan db import` brings exports back"
+# What sqlite says -> what is wrong, what to do. The error codes that would be the better key came with Python 3.11.
+_FAILURES = {
+    "file is not a database": ("is not a SQLite database", _BROKEN_REMEDY),
+    "malformed": ("the database is damaged", _BROKEN_REMEDY),
+    "disk image": ("the database is damaged", _BROKEN_REMEDY),
+    "unable to open": ("cannot be opened", _HOME_REMEDY),
+    "readonly database": ("the database is read-only", _HOME_REMEDY),
+    "disk is full": ("the disk is full", f"free some space, or {_HOME_REMEDY}"),
+    "disk i/o": ("the disk could not be read or written", f"check the disk and its quota, or {_HOME_REMEDY}"),
+    "is locked": (
+        f"other processes kept the database locked for {BUSY_SECONDS:.0f} s",
+        "end the one that hangs and try again",
+    ),
+    "no such table": ("the database lacks a table", _BROKEN_REMEDY),
+    "no such column": ("the database lacks a column", _BROKEN_REMEDY),
+}
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Opens the database in autocommit mode at the newest schema, making directory and file where they are missing.
+
+    Raises:
+        BrokenFile: the file cannot be opened or written, is no dsplan database, or comes from a newer dsplan.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BrokenFile(path.parent, f"cannot be created ({error.strerror})", _HOME_REMEDY) from error
+    with clear_errors(path):
+        connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+        try:
+            connection.execute("PRAGMA foreign_keys = ON")
+            _set_journal(connection, "delete" if _file_system(path) in NETWORK_FILE_SYSTEMS else "wal")
+            migrate(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """One write transaction, which takes the write lock at once: a lock taken later cannot be waited for."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        # A full disk makes sqlite roll back by itself.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def clear_errors(path: Path) -> Iterator[None]:
+    """Turns sqlite's expected failures into one line that names the file and the remedy; the others pass.
+
+    Raises:
+        BrokenFile: the file, the disk or its permissions are at fault.
+    """
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        said = str(error).lower()
+        for words, (problem, remedy) in _FAILURES.items():
+            if words in said:
+                raise BrokenFile(path, problem, remedy) from error
+        raise
+
+
+def _set_journal(connection: sqlite3.Connection, mode: str) -> None:
+    """Changes the journal mode. Sqlite does not wait for the lock this needs, so processes that start at once retry."""
+    deadline = time.monotonic() + BUSY_SECONDS
+    while connection.execute("PRAGMA journal_mode").fetchone()[0] != mode:
+        try:
+            connection.execute(f"PRAGMA journal_mode = {mode}")
+            return
+        except sqlite3.OperationalError as error:
+            if "is locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def _file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the file system that holds `path`, empty where the platform has no list of mounts."""
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    held_by = {path.resolve(), *path.resolve().parents}
+    mounted = (line.split()[1:3] for line in lines if len(line.split()) > 2)
+    matches = [(len(point), kind) for point, kind in mounted if Path(point.replace("\\040", " ")) in held_by]
+    # Of two mounts on one point the later hides the earlier.
+    return max(enumerate(matches), key=lambda match: (match[1][0], match[0]))[1][1] if matches else ""

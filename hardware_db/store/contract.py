@@ -1,0 +1,86 @@
+"""The contract of every store of measurements."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from hardware_db.errors import DsplanError
+from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
+
+
+class Store(ABC):
+    """Measurements of runs and rates of micro-benchmarks, kept for good.
+
+    What every store holds to, and `tests/store` checks for each:
+
+    * Values leave and enter, never rows: what `get` returns equals what was added, and is frozen.
+    * Records are added and never changed. Adding an id that is already there changes nothing, so a run that is imported
+      twice, or by two people, counts once.
+    * `add` stores all of its records or, when it raises, none. Once it returned, the records survive the process.
+    * Any number of processes may add at once; each waits its turn and nothing is lost. One Store object belongs to the
+      process and the thread that opened it: open another after a fork.
+    * Lists come newest first, by `created_at`, then by id.
+    * A fingerprint argument is the key of a Fingerprint (that machine with those versions), or the key of its machine
+      alone (any versions).
+    * Expected failures (no record, a locked, full, read-only or broken file) are a DsplanError of one line.
+    """
+
+    @abstractmethod
+    def add(self, *records: Record) -> int:
+        """Stores the records in one transaction and returns how many were not there before."""
+
+    @abstractmethod
+    def get(self, id_prefix: str) -> Measurement:
+        """The measurement whose id starts so.
+
+        Raises:
+            DsplanError: no measurement starts so, or several do.
+        """
+
+    @abstractmethod
+    def list(
+        self,
+        *,
+        model: str | None = None,
+        strategy: str | None = None,
+        fingerprint: str | None = None,
+        outcome: Outcome | None = None,
+        limit: int | None = None,
+    ) -> tuple[Measurement, ...]:
+        """The newest `limit` measurements that match every filter given; model names match in any case."""
+
+    @abstractmethod
+    def find(self, plan_key: str, fingerprint: str) -> Measurement | None:
+        """The newest measurement of this plan there, whatever its outcome; None where it never ran."""
+
+    @abstractmethod
+    def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
+        """The rates measured there, or everywhere."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """How many measurements there are; rates are not counted."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the file. The store cannot be used afterwards; closing twice is harmless."""
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def single_match(id_prefix: str, matches: tuple[Measurement, ...]) -> Measurement:
+    """The only one of `matches`, of which two are enough to tell that there are several.
+
+    Raises:
+        DsplanError: there are none or several.
+    """
+    if not matches:
+        raise DsplanError(f"no measurement has an id that starts with {id_prefix!r}; see `dsplan db list`")
+    if len(matches) > 1:
+        ids = " and ".join(measurement.id for measurement in matches[:2])
+        raise DsplanError(f"several measurements have ids that start with {id_prefix!r}, such as {ids}")
+    return matches[0]

@@ -1,0 +1,67 @@
+"""The twin of the database that lives and dies with the process, for tests and for machines without a disk."""
+
+from __future__ import annotations
+
+from hardware_db.fingerprint import Fingerprint
+from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
+from hardware_db.store.contract import Store, single_match
+
+
+class MemoryStore(Store):
+    """Keeps the values themselves: they are frozen, so nobody can change them."""
+
+    def __init__(self) -> None:
+        self._measurements: dict[str, Measurement] = {}
+        self._rates: dict[str, RateMeasurement] = {}
+
+    def add(self, *records: Record) -> int:
+        before = len(self._measurements) + len(self._rates)
+        for record in records:
+            if isinstance(record, Measurement):
+                self._measurements.setdefault(record.id, record)
+            else:
+                self._rates.setdefault(record.id, record)
+        return len(self._measurements) + len(self._rates) - before
+
+    def get(self, id_prefix: str) -> Measurement:
+        return single_match(id_prefix, tuple(one for one in self.list() if one.id.startswith(id_prefix)))
+
+    def list(
+        self,
+        *,
+        model: str | None = None,
+        strategy: str | None = None,
+        fingerprint: str | None = None,
+        outcome: Outcome | None = None,
+        limit: int | None = None,
+    ) -> tuple[Measurement, ...]:
+        matches = [
+            one
+            for one in self._measurements.values()
+            if (model is None or one.model.lower() == model.lower())
+            and strategy in (None, one.strategy)
+            and outcome in (None, one.outcome)
+            and _made_on(one.fingerprint, fingerprint)
+        ]
+        return tuple(sorted(matches, key=_age, reverse=True)[:limit])
+
+    def find(self, plan_key: str, fingerprint: str) -> Measurement | None:
+        return next((one for one in self.list(fingerprint=fingerprint) if one.plan_key == plan_key), None)
+
+    def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
+        matches = [one for one in self._rates.values() if _made_on(one.fingerprint, fingerprint)]
+        return tuple(sorted(matches, key=_age, reverse=True))
+
+    def count(self) -> int:
+        return len(self._measurements)
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def _made_on(fingerprint: Fingerprint, key: str | None) -> bool:
+    return key in (None, fingerprint.key, fingerprint.machine.key)
+
+
+def _age(record: Record) -> tuple[str, str]:
+    return record.created_at, record.id

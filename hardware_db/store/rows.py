@@ -1,0 +1,82 @@
+"""Measurements and rates as rows of the database and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+from hardware_db.canonical import canonical_json
+from hardware_db.fingerprint import Fingerprint, MachineIdentity, Versions
+from hardware_db.measurement import Measured, Measurement, Predicted, RateMeasurement
+
+_IDENTITY = ("id", "created_at", "outcome", "source", "plan")
+_MEASURED = tuple(item.name for item in fields(Measured))
+_PREDICTED = tuple(item.name for item in fields(Predicted))
+_FIGURES = (*_MEASURED, *(f"predicted_{name}" for name in _PREDICTED))
+_DERIVED = ("fingerprint", "model", "strategy", "plan_key")
+_RATE = ("id", "created_at", "source", "kind", "dtype", "size", "ranks", "value", "unit")
+
+
+def _insert(table: str, columns: tuple[str, ...]) -> str:
+    return f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+
+
+def _select(table: str, columns: tuple[str, ...]) -> str:
+    return (
+        f"SELECT {', '.join(columns)}, machine, versions FROM {table}"
+        f" JOIN fingerprints ON fingerprints.key = {table}.fingerprint"
+    )
+
+
+INSERT_FINGERPRINT = _insert("fingerprints", ("key", "machine", "versions"))
+INSERT_MEASUREMENT = _insert("measurements", (*_IDENTITY, *_DERIVED, *_FIGURES))
+INSERT_RATE = _insert("rates", (*_RATE, "fingerprint"))
+SELECT_MEASUREMENTS = _select("measurements", (*_IDENTITY, *_FIGURES))
+SELECT_RATES = _select("rates", _RATE)
+
+
+def fingerprint_row(fingerprint: Fingerprint) -> tuple[str, str, str]:
+    """The row of INSERT_FINGERPRINT."""
+    return (
+        fingerprint.key,
+        canonical_json(asdict(fingerprint.machine)),
+        canonical_json(asdict(fingerprint.versions)),
+    )
+
+
+def measurement_row(record: Measurement) -> tuple[object, ...]:
+    """The row of INSERT_MEASUREMENT; model, strategy and plan key are columns only so that SQL can select by them."""
+    identity = (record.id, record.created_at, record.outcome, record.source, record.plan_json)
+    derived = (record.fingerprint.key, record.model, record.strategy, record.plan_key)
+    return (*identity, *derived, *asdict(record.measured).values(), *asdict(record.predicted).values())
+
+
+def rate_row(record: RateMeasurement) -> tuple[object, ...]:
+    """The row of INSERT_RATE."""
+    return (*(getattr(record, name) for name in _RATE), record.fingerprint.key)
+
+
+def measurement(row: tuple[Any, ...]) -> Measurement:
+    """The measurement of a row of SELECT_MEASUREMENTS."""
+    identity = row[: len(_IDENTITY)]
+    figures = row[len(_IDENTITY) : -2]
+    return Measurement(
+        id=identity[0],
+        created_at=identity[1],
+        outcome=identity[2],
+        source=identity[3],
+        plan_json=identity[4],
+        fingerprint=_fingerprint(*row[-2:]),
+        measured=Measured(**dict(zip(_MEASURED, figures, strict=False))),
+        predicted=Predicted(**dict(zip(_PREDICTED, figures[len(_MEASURED) :], strict=True))),
+    )
+
+
+def rate(row: tuple[Any, ...]) -> RateMeasurement:
+    """The rate of a row of SELECT_RATES."""
+    return RateMeasurement(**dict(zip(_RATE, row, strict=False)), fingerprint=_fingerprint(*row[-2:]))
+
+
+def _fingerprint(machine: str, versions: str) -> Fingerprint:
+    return Fingerprint(machine=MachineIdentity(**json.loads(machine)), versions=Versions(**json.loads(versions)))
