@@ -1,0 +1,38 @@
+"""dsplan: on these GPUs, how do I train this model fastest without running out of memory?
+
+Everything public is a name of this package; each is imported when it is first used, so that planning needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsplan.api import estimate, plan, recommend
+    from planner.errors import DsplanError
+    from planner.selector import HardwareSelector
+    from strategies.engine import initialize
+
+__version__ = "0.1.0"
+
+__all__ = ["DsplanError", "HardwareSelector", "__version__", "estimate", "initialize", "plan", "recommend"]
+
+_HOMES = {
+    "DsplanError": "hardware_db.errors",
+    "HardwareSelector": "planner.selector",
+    "estimate": "dsplan.api",
+    "initialize": "strategies.engine",
+    "plan": "dsplan.api",
+    "recommend": "dsplan.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dsplan' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

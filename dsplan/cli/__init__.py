@@ -1,0 +1,1 @@
+"""The command line: a file per command. A command module, and rich, are imported only when that command runs."""

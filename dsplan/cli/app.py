@@ -1,0 +1,70 @@
+"""The `dsplan` command: a table of commands, each loaded from its own file when it is called.
+
+A module of this package offers one command, either as a function named after it or as a `typer.Typer` named `app`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+COMMANDS: dict[str, str] = {
+    "probe": "dsplan.cli.probe:probe",
+    "models": "dsplan.cli.models:models",
+    "devices": "dsplan.cli.devices:devices",
+    "estimate": "dsplan.cli.estimate:estimate",
+    "recommend": "dsplan.cli.recommend:recommend",
+    "explain": "dsplan.cli.explain:explain",
+    "emit": "dsplan.cli.emit:emit",
+    "run": "dsplan.cli.run:run",
+    "db": "dsplan.cli.db:app",
+}
+
+
+class LazyGroup(TyperGroup):
+    """The commands of `COMMANDS`, imported by name."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
+
+
+def load_command(name: str) -> Any:
+    """The command object behind a name of `COMMANDS`."""
+    module, attribute = COMMANDS[name].split(":")
+    found = getattr(import_module(module), attribute)
+    app = found if isinstance(found, typer.Typer) else _single_command_app(found)
+    command = typer.main.get_command(app)
+    command.name = name
+    return command
+
+
+def build() -> Any:
+    """The whole command line as one command object."""
+    app = typer.Typer(cls=LazyGroup, add_completion=False, invoke_without_command=True, rich_markup_mode=None)
+    app.callback()(dsplan)
+    return typer.main.get_command(app)
+
+
+def dsplan(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Will it fit, and what is the fastest way to train it? Plans, configs and runs of distributed training."""
+    if version:
+        from dsplan import __version__
+
+        typer.echo(f"dsplan {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _single_command_app(function: Any) -> typer.Typer:
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(function)
+    return app

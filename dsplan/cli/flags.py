@@ -1,0 +1,124 @@
+"""Flags that several commands share, grouped as values.
+
+A command takes such a group as one parameter; `with_flags` spells the group out as options for typer.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from planner import vocabulary as words
+
+MOST_GPUS = 1_000_000
+MOST_TOKENS = 100_000_000
+MOST_SAMPLES = 1_000_000_000
+
+
+def _positive(value: float | None) -> float | None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise typer.BadParameter(f"{value} is not a size; write a number of GB above 0")
+    return value
+
+
+def _count(most: int, text: str) -> Any:
+    return typer.Option(min=1, max=most, help=text)
+
+
+def _gigabytes(text: str) -> Any:
+    return typer.Option(callback=_positive, help=text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFlags:
+    """Which model, and what it is trained for."""
+
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Catalogue name, Hub id, config.json, or package.module:factory.")
+    ] = None
+    model_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="A size such as 6.7B instead of a model.")
+    ] = None
+    task: Annotated[words.Task | None, typer.Option(help="What it is trained for; the model's own task by default.")] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareFlags:
+    """Which devices; with none of these flags, the probed machine."""
+
+    gpus: Annotated[int | None, _count(MOST_GPUS, "GPUs in total.")] = None
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="GPU, as `dsplan devices` lists it.")] = None
+    nodes: Annotated[int | None, _count(MOST_GPUS, "Nodes the GPUs are spread over.")] = None
+    node_type: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Machine type, as `dsplan devices --nodes` lists it.")
+    ] = None
+    cluster: Annotated[Path | None, typer.Option(metavar="FILE", help="A cluster written down in YAML.")] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkFlags:
+    """The training job, independent of how it is spread over devices."""
+
+    seq_len: Annotated[int | None, _count(MOST_TOKENS, "Tokens per sample.")] = None
+    global_batch: Annotated[int | None, _count(MOST_SAMPLES, "Samples per optimizer step, over all GPUs.")] = None
+    precision: Annotated[words.Precision, typer.Option(help="What is computed and stored in which type.")] = "bf16"
+    optimizer: Annotated[words.Optimizer, typer.Option(help="Optimizer, as torch runs it.")] = "adamw"
+    attention: Annotated[words.Attention, typer.Option(help="Attention implementation.")] = "sdpa"
+    max_memory_gb: Annotated[float | None, _gigabytes("Memory one GPU may use, GB (1e9 bytes).")] = None
+    host_memory_gb: Annotated[float | None, _gigabytes("Memory of one node's host, GB (1e9 bytes).")] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigurationFlags:
+    """One exact configuration, for `estimate`."""
+
+    strategy: Annotated[words.Strategy | None, typer.Option(help="How the states are spread.")] = None
+    backend: Annotated[words.Backend | None, typer.Option(help="Who runs the strategy.")] = None
+    micro_batch: Annotated[int | None, _count(MOST_SAMPLES, "Samples per forward pass on one GPU.")] = None
+    grad_accum: Annotated[int | None, _count(MOST_SAMPLES, "Forward passes per optimizer step.")] = None
+    checkpointing: Annotated[words.Checkpointing, typer.Option(help="Activations that are computed twice.")] = "none"
+    offload: Annotated[words.Offload, typer.Option(help="States that live in host memory or on NVMe.")] = "none"
+    tp: Annotated[int, _count(MOST_GPUS, "Tensor-parallel degree.")] = 1
+    pp: Annotated[int, _count(MOST_GPUS, "Pipeline-parallel degree.")] = 1
+
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`command` with every parameter that is a group of flags replaced by the group's fields.
+
+    Field types keep their `Annotated[..., typer.Option(...)]`, which is all that typer reads.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if hasattr(hint, "__dataclass_fields__")}
+
+    @functools.wraps(command)
+    def flat(**values: Any) -> Any:
+        packed = {}
+        for name, group in groups.items():
+            packed[name] = group(**{item.name: values.pop(item.name) for item in fields(group)})
+        return command(**packed, **values)
+
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        group = groups.get(name)
+        parameters += _spelled_out(group) if group else [parameter.replace(annotation=hints[name])]
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+def _spelled_out(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name])
+        for item in fields(group)
+    ]

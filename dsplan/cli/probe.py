@@ -1,0 +1,18 @@
+"""`dsplan probe`: what this machine has."""
+
+from __future__ import annotations
+
+from dsplan.cli.flags import JsonFlag
+
+
+def probe(json: JsonFlag = False) -> None:
+    """What is here: GPUs, links, host, free memory, other processes on the GPUs."""
+    from dsplan.render import machine as render
+    from dsplan.render.show import show, show_json
+    from hardware_db.probe import probe as look
+
+    machine = look()
+    if json:
+        show_json(render.as_json(machine))
+    else:
+        show(render.machine_blocks(machine))

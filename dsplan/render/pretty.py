@@ -1,0 +1,41 @@
+"""Blocks on a terminal, through rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text as RichText
+
+from dsplan.render.blocks import Bar, Block, Cell, Table
+
+_STYLES = {"": "", "heading": "bold", "good": "green", "warning": "yellow", "bad": "red", "faint": "dim"}
+
+
+def print_blocks(blocks: Iterable[Block]) -> None:
+    """Print to stdout, folded to the terminal's width."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    for block in blocks:
+        if isinstance(block, Table):
+            console.print(_table(block, unicode=console.encoding.startswith("utf")))
+        else:
+            console.print(RichText(block.text, style=_STYLES[block.style]))
+
+
+def _table(table: Table, *, unicode: bool) -> RichTable:
+    drawn = RichTable(title=table.title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in table.columns:
+        drawn.add_column(column.name, justify="right" if column.right else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(_cell(cell, unicode=unicode) for cell in row))
+    return drawn
+
+
+def _cell(cell: Cell, *, unicode: bool) -> RichText:
+    if not isinstance(cell, Bar):
+        return RichText(cell)
+    full, empty = ("█", "░") if unicode else ("#", ".")
+    colour = "red" if cell.share > 1 else "yellow" if cell.share > 0.9 else "green"
+    return RichText(full * cell.filled, style=colour) + RichText(empty * (cell.width - cell.filled), style="dim")
