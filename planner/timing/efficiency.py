@@ -1,0 +1,92 @@
+"""How much of a datasheet's peak real kernels reach, as a few named constants.
+
+A matrix product is priced as `flops / (peak x ceiling) + traffic / bandwidth`: efficiency becomes a curve that rises
+with the size of the product and needs no table. `GEMM_TRAFFIC` and `GEMM_CEILING["ampere"]` are fitted by
+`scripts/fit_efficiency.py` to the 697 products of `hardware_db/measurements/gemm_efficiency.csv`; that file and
+docs/cost-model-time.md say how well. Nothing here is a property of one model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hardware_db.device import Device
+from planner.cluster import Cluster
+from planner.vocabulary import Precision
+
+GEMM_CEILING = {
+    "volta": 0.72,
+    "turing": 0.72,
+    "ampere": 0.78,
+    "ada": 0.78,
+    "hopper": 0.68,
+    "blackwell": 0.60,
+    "cpu": 0.50,
+}
+"""Share of the dense peak that large products sustain, by architecture."""
+
+OTHER_GEMM_CEILING = 0.55
+"""The same for architectures without a measurement: below every one that has been measured."""
+
+GEMM_TRAFFIC = 0.75
+"""Times the bytes of its three matrices that a product moves through device memory, over the rate of a large copy."""
+
+ATTENTION_CEILING = 0.55
+"""Share of the peak of fused attention, over the products it really computes (half of them under a causal mask)."""
+
+MEMORY_CEILING = 0.85
+"""Share of the datasheet's memory bandwidth that elementwise kernels reach."""
+
+CPU_PEAK_PER_CORE = 64e9
+"""FLOP/s of one core of an unknown CPU in fp32: two 8-wide fused multiply-adds a cycle (AVX2) at 2 GHz."""
+
+CPU_BANDWIDTH = 20e9
+"""Bytes/s of an unknown CPU's memory: one channel of DDR4-2666 is 21.3e9."""
+
+KERNEL_LAUNCH_SECONDS = 6e-6
+"""Host time from one kernel to the next in eager torch: the floor under small layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRates:
+    """What one rank reaches: FLOP/s of products and of fused attention, bytes/s, seconds per launch, dtype widths.
+
+    `peak_flops` is the datasheet's dense peak of the compute dtype, None where unknown; `element_bytes` the width of an
+    activation.
+    """
+
+    peak_flops: float | None
+    gemm_flops: float
+    attention_flops: float
+    memory_bytes_per_s: float
+    launch_seconds: float
+    element_bytes: int
+
+
+def compute_dtype(device: Device, precision: Precision) -> str:
+    """The dtype that products run in: what was asked for, or fp32 where the device has no faster unit for it.
+
+    torch leaves TF32 off for matrix products unless told otherwise, so fp32 means fp32.
+    """
+    wanted = "bf16" if precision.startswith("bf16") else precision
+    peak, single = device.peak_flops(wanted), device.peak_flops("fp32")
+    return "fp32" if peak is None or (single is not None and single > peak) else wanted
+
+
+def device_rates(cluster: Cluster, precision: Precision) -> DeviceRates:
+    """Rates of one device of the cluster; a measured rate replaces the datasheet's wherever there is one."""
+    device, measured = cluster.device, cluster.rates
+    dtype = compute_dtype(device, precision)
+    peak = device.peak_flops(dtype)
+    floor = CPU_PEAK_PER_CORE * max(1, cluster.host_cores_per_node // max(1, cluster.gpus_per_node))
+    bandwidth = (device.memory_bandwidth_bytes_per_s or CPU_BANDWIDTH) * MEMORY_CEILING
+    ceiling = GEMM_CEILING.get("cpu" if device.is_cpu else device.architecture, OTHER_GEMM_CEILING)
+    gemm = measured.matmul_flops or (peak or floor) * ceiling
+    return DeviceRates(
+        peak_flops=peak,
+        gemm_flops=gemm,
+        attention_flops=gemm / ceiling * ATTENTION_CEILING,
+        memory_bytes_per_s=measured.memory_bytes_per_s or bandwidth,
+        launch_seconds=KERNEL_LAUNCH_SECONDS,
+        element_bytes=4 if precision == "fp32" else 2,
+    )

@@ -1,0 +1,80 @@
+"""Floating-point operations of one micro-batch.
+
+Two conventions, kept apart. *Executed* operations are what kernels compute: fused attention skips the masked half of a
+causal product, recomputation runs the forward twice. *Model* operations are what MFU counts: forward and backward once,
+attention in full, no recomputation (PaLM, arXiv 2204.02311, appendix B; llm-foundry and torchtitan count the same way).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.job import Job
+from planner.timing.stacks import Stack, stacks, unknown_architecture
+
+BACKWARD = 2.0
+"""Backward over forward: one product for the input's gradient, one for the weight's (arXiv 2001.08361, section 2.1)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """Token counts of one micro-batch on one rank: samples, tokens per sample in the main stack and in the source."""
+
+    samples: int
+    sequence: int
+    source: int
+
+
+def job_stacks(job: Job) -> tuple[Stack, ...]:
+    """The stacks of a job's model; one stack of all weights where the architecture has no transformer blocks."""
+    known = job.facts.hidden_size and job.facts.total_layers
+    return stacks(job.facts) if known else (unknown_architecture(job.counts),)
+
+
+def geometry(job: Job) -> Geometry:
+    """Lengths of one micro-batch; a source that was not named is as long as the sequence, or as the model's window."""
+    configuration, workload = job.configuration, job.workload
+    source = workload.source_length or job.facts.max_source_positions or configuration.sequence_length
+    return Geometry(samples=configuration.micro_batch_size, sequence=configuration.sequence_length, source=source)
+
+
+def attention_flops(stack: Stack, shape: Geometry) -> float:
+    """Forward operations of scores and weighted values of one block, no mask skipped: 4 x queries x keys x width."""
+    if not stack.attention_width:
+        return 0.0
+    length = stack.length(shape.sequence, shape.source)
+    keys = stack.context(length) + (shape.source if stack.reads_source else 0)
+    return 4.0 * shape.samples * length * keys * stack.attention_width
+
+
+def executed_attention_flops(stack: Stack, shape: Geometry) -> float:
+    """Forward operations that a fused kernel runs: half of the causal part of `attention_flops`."""
+    if not (stack.attention_width and stack.causal):
+        return attention_flops(stack, shape)
+    length = stack.length(shape.sequence, shape.source)
+    keys = stack.context(length) / 2 + (shape.source if stack.reads_source else 0)
+    return 4.0 * shape.samples * length * keys * stack.attention_width
+
+
+def head_width(job: Job) -> int:
+    """Columns of the output projection: the vocabulary for language models, labels for classifiers."""
+    if job.workload.task in ("seq-cls", "image-cls"):
+        return max(job.facts.num_labels, 2)
+    return job.facts.vocab_size
+
+
+def head_tokens(job: Job, shape: Geometry) -> int:
+    """Tokens that reach the output projection in one micro-batch: one per sample for classifiers."""
+    pooled = job.workload.task in ("seq-cls", "image-cls") or job.facts.kind == "vision-text"
+    return shape.samples * (1 if pooled else shape.sequence)
+
+
+def model_flops(job: Job) -> float:
+    """Model operations of one micro-batch on the whole model, forward and backward; embedding look-ups are free."""
+    shape = geometry(job)
+    forward = 0.0
+    for stack in job_stacks(job):
+        tokens = shape.samples * stack.length(shape.sequence, shape.source)
+        forward += stack.layers * (2.0 * stack.matmuls.active * tokens + attention_flops(stack, shape))
+    forward += 2.0 * job.facts.hidden_size * head_width(job) * head_tokens(job, shape)
+    return forward * (1 + BACKWARD)

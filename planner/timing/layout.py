@@ -1,0 +1,77 @@
+"""Who holds what, and who talks to whom: the quantities of a job that communication, optimizer and offload share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from planner.job import Job
+from planner.plan import Configuration
+from planner.timing.communication import Group, group
+from planner.vocabulary import FSDP_STRATEGIES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """One rank of the busiest pipeline stage.
+
+    `layers` blocks of `block` parameters and `root` parameters outside blocks, all divided by tp. Widths are bytes per
+    parameter of what is gathered, of what is reduced, and of a stored gradient.
+    """
+
+    layers: int
+    share_of_layers: float
+    block: float
+    root: float
+    shards: int
+    shard_group: Group
+    replica_group: Group
+    gather_bytes: int
+    reduce_bytes: int
+    gradient_bytes: int
+
+    @property
+    def parameters(self) -> float:
+        """Parameters of the stage on one tp rank, before sharding over data-parallel ranks."""
+        return self.layers * self.block + self.root
+
+    @property
+    def owned(self) -> float:
+        """Parameters whose optimizer states this rank holds."""
+        return self.parameters / self.shards
+
+
+def _widths(configuration: Configuration) -> tuple[int, int, int]:
+    """Bytes per parameter gathered, reduced, and kept as gradient, by what the backend does with a precision."""
+    if configuration.precision == "fp32":
+        return 4, 4, 4
+    if configuration.precision == "bf16-pure" or configuration.zero_stage:
+        return 2, 2, 2
+    return (2, 4, 4) if configuration.strategy in FSDP_STRATEGIES else (4, 4, 4)
+
+
+def layout(job: Job) -> Layout:
+    """The layout of a job's busiest stage."""
+    configuration, counts = job.configuration, job.counts
+    total_layers = max(1, job.facts.total_layers)
+    layers = math.ceil(total_layers / configuration.pp)
+    outside = counts.outside_blocks
+    if configuration.pp > 1:
+        outside = max(counts.embedding, counts.head) + counts.other
+    sharded = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage > 0
+    shards = configuration.dp_shard if sharded else 1
+    replicas = configuration.dp_replicate * configuration.dp_shard // shards
+    tp = configuration.tp
+    gather_bytes, reduce_bytes, gradient_bytes = _widths(configuration)
+    return Layout(
+        layers=layers,
+        share_of_layers=layers / total_layers,
+        block=counts.in_blocks / total_layers / tp,
+        root=outside / tp,
+        shards=shards,
+        shard_group=group(job.cluster, shards, tp),
+        replica_group=group(job.cluster, replicas, tp * shards),
+        gather_bytes=gather_bytes,
+        reduce_bytes=reduce_bytes,
+        gradient_bytes=gradient_bytes,
+    )
