@@ -1,0 +1,1 @@
+"""Micro-benchmarks: rates of this machine, measured. The modules below this package import torch."""

@@ -1,0 +1,1 @@
+"""Starting a training script under a plan: recognition, local launcher, run session."""

@@ -1,0 +1,120 @@
+"""From what was asked on the command line to a launch: every check that can be made before a process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from hardware_db.errors import DsplanError
+from hardware_db.paths import data_dir
+from hardware_db.probe import probe
+from planner import vocabulary as words
+from planner.errors import ContradictoryRequest, UnknownName
+from planner.plan import Plan
+from planner.plan_io import load_plan
+from strategies.launch.hooks.accepts import check_strategy
+from strategies.launch.recognise import Script, recognise
+from strategies.launch.session import run_directory
+from strategies.launch.spec import LaunchSpec
+
+# Two processes on a machine without GPUs: the smallest number that shows what a strategy does.
+_CPU_PROCESSES = 2
+_MOST_PROCESSES = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRequest:
+    """What `dsplan run` was asked: the script with its arguments, and a plan, a number of processes or a strategy."""
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    plan_file: Path | None = None
+    processes: int | None = None
+    strategy: str | None = None
+    run_directory: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A checked request. `plan` is None when the ranks will plan from the live model, or nothing will."""
+
+    spec: LaunchSpec
+    script: Script
+    plan: Plan | None
+
+
+def prepare(request: RunRequest) -> Launch:
+    """Check the request against this machine and lay out its run directory.
+
+    Raises:
+        DsplanError: the script, the plan, or this machine does not allow the run; one line says which and what to do.
+    """
+    script = recognise(request.script)
+    if request.plan_file is not None and request.strategy is not None:
+        raise ContradictoryRequest("--plan and --strategy cannot both decide; leave one out")
+    if request.strategy is not None and request.strategy not in words.STRATEGIES:
+        raise UnknownName("strategy", request.strategy, words.STRATEGIES, hint="one of " + ", ".join(words.STRATEGIES))
+    if importlib.util.find_spec("torch") is None:
+        raise DsplanError("torch is not installed here, and a run needs it; pip install 'dsplan[train]'")
+    plan = None if request.plan_file is None else load_plan(request.plan_file)
+    strategy = plan.configuration.strategy if plan else request.strategy
+    if strategy is not None:
+        check_strategy(script.kind, strategy)
+    processes = _processes(request, plan)
+    return Launch(spec=_spec(request, script, processes), script=script, plan=plan)
+
+
+def _processes(request: RunRequest, plan: Plan | None) -> int:
+    """Processes to start: the plan's world size, what was asked, one per GPU, or two on a machine without GPUs."""
+    if request.processes is not None and not 1 <= request.processes <= _MOST_PROCESSES:
+        raise DsplanError(f"--nproc {request.processes} is not a number of processes; use 1 to {_MOST_PROCESSES}")
+    gpus = len(probe().usable_gpus)
+    processes = _plan_processes(request, plan) if plan else request.processes or gpus or _CPU_PROCESSES
+    if gpus and processes > gpus:
+        remedy = f"make a plan with --gpus {gpus}" if plan else f"use --nproc {gpus} or fewer"
+        raise DsplanError(f"{processes} processes need {processes} GPUs and this machine has {gpus}; {remedy}")
+    return processes
+
+
+def _plan_processes(request: RunRequest, plan: Plan) -> int:
+    configuration = plan.configuration
+    if configuration.tp > 1 or configuration.pp > 1:
+        raise DsplanError(
+            f"{request.plan_file}: the plan splits layers (tp {configuration.tp}, pp {configuration.pp}), which"
+            " dsplan run cannot do yet; use a plan with tp 1 and pp 1, or `dsplan emit` it for another trainer"
+        )
+    nodes = int(str(plan.cluster.get("nodes") or 1))
+    if nodes > 1:
+        raise DsplanError(
+            f"{request.plan_file}: the plan spans {nodes} nodes and dsplan run starts one; launch it with the command"
+            " of `dsplan emit --format torchrun`"
+        )
+    if request.processes not in (None, configuration.world_size):
+        raise ContradictoryRequest(
+            f"--nproc {request.processes} contradicts {request.plan_file}, which is for {configuration.world_size}"
+            " processes; leave --nproc out"
+        )
+    return configuration.world_size
+
+
+def _spec(request: RunRequest, script: Script, processes: int) -> LaunchSpec:
+    directory = request.run_directory or run_directory(data_dir() / "runs", script.path)
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / "launch.json").exists():
+        raise DsplanError(f"{directory}: holds an earlier run; name another --run-dir")
+    directory = directory.resolve()
+    environment = {"DSPLAN_RUN_DIR": str(directory)}
+    if request.plan_file is not None:
+        environment["DSPLAN_PLAN"] = str(request.plan_file.resolve())
+    if request.strategy is not None:
+        environment["DSPLAN_STRATEGY"] = request.strategy
+    return LaunchSpec(
+        script=str(request.script),
+        arguments=request.arguments,
+        kind=script.kind,
+        accumulates=script.accumulates,
+        processes=processes,
+        run_directory=str(directory),
+        environment=environment,
+    )

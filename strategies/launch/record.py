@@ -1,0 +1,57 @@
+"""A finished run becomes a row of the database."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hardware_db.errors import DsplanError
+from hardware_db.fingerprint import fingerprint
+from hardware_db.measurement import Measured, measure_run
+from hardware_db.paths import database_path
+from hardware_db.probe import probe
+from hardware_db.store import open_store
+from planner.plan_io import plan_to_dict
+from strategies.launch.measured import MeasuredRun
+from strategies.launch.session import RunReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """Where a run was stored, as one sentence; the id is None where it was not, and the sentence says why."""
+
+    measurement_id: str | None
+    sentence: str
+
+
+def record_run(report: RunReport) -> Stored:
+    """Store a run with its outcome. A database that cannot be written undoes no training: the reason is told."""
+    if report.plan is None:
+        return Stored(measurement_id=None, sentence="not stored in the database: the run had no plan")
+    try:
+        measurement = measure_run(
+            plan_to_dict(report.plan),
+            fingerprint(probe()),
+            outcome=report.outcome.name,
+            measured=_measured(report.measured),
+        )
+        with open_store() as store:
+            store.add(measurement)
+    except DsplanError as error:
+        return Stored(measurement_id=None, sentence=f"not stored in the database: {error}")
+    return Stored(
+        measurement_id=measurement.id,
+        sentence=f"stored as {measurement.id[:8]} ({report.outcome.name}) in {database_path()}",
+    )
+
+
+def _measured(run: MeasuredRun) -> Measured:
+    return Measured(
+        peak_allocated_bytes=run.peak_allocated_bytes,
+        peak_reserved_bytes=run.peak_reserved_bytes,
+        host_bytes=None if run.peak_rss_bytes is None else run.peak_rss_bytes * run.ranks,
+        step_seconds=run.step_seconds,
+        tokens_per_second=run.tokens_per_second,
+        first_loss=run.first_loss,
+        last_loss=run.last_loss,
+        steps=run.steps,
+    )

@@ -1,0 +1,108 @@
+"""One run from start to end: start the ranks, tell what happens, say how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.plan import Plan
+from planner.plan_io import plan_from_dict
+from strategies.launch.events import Event, OutputLine, PlanMade, StepDone
+from strategies.launch.local import LocalLauncher
+from strategies.launch.measured import MeasuredRun, parse_row, read_metrics, summarise
+from strategies.launch.outcome import Outcome, judge
+from strategies.launch.spec import LaunchSpec, log_path
+from strategies.launch.tail import LineFollower
+
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReport:
+    """What a run was asked to do, how it ended, and what it measured. `plan` is None where nothing was planned."""
+
+    spec: LaunchSpec
+    outcome: Outcome
+    measured: MeasuredRun
+    plan: Plan | None
+
+
+class RunSession:
+    """A launched run. Iterate `events()` to its end, then ask for the `report()`."""
+
+    def __init__(self, spec: LaunchSpec, plan: Plan | None = None) -> None:
+        self._spec = spec
+        self._plan = plan
+        self._outcome: Outcome | None = None
+        self._metrics = LineFollower(spec.directory / "metrics-rank0.jsonl")
+        self._logs = [
+            (rank, stream, LineFollower(log_path(spec.directory, rank, stream)))
+            for rank in range(spec.processes)
+            for stream in ("stdout", "stderr")
+            if stream == "stderr" or rank == 0
+        ]
+
+    def events(self) -> Iterator[Event]:
+        """Start the ranks and give their lines, plan and steps until they ended. Ctrl-C ends them all."""
+        try:
+            with LocalLauncher(self._spec) as launcher:
+                while (status := launcher.poll()) is None:
+                    yield from self._new_events(final=False)
+                    time.sleep(_POLL_SECONDS)
+            yield from self._new_events(final=True)
+            self._outcome = judge(self._spec.directory, self._spec.processes, status)
+        except KeyboardInterrupt:
+            self._outcome = Outcome(name="interrupted", exit_code=130)
+            yield from self._new_events(final=True)
+
+    def report(self) -> RunReport:
+        """The finished run.
+
+        Raises:
+            RuntimeError: `events()` has not ended.
+        """
+        if self._outcome is None:
+            raise RuntimeError("the run has not ended")
+        measured = summarise(read_metrics(self._spec.directory, self._spec.processes))
+        return RunReport(spec=self._spec, outcome=self._outcome, measured=measured, plan=self._plan)
+
+    def _new_events(self, *, final: bool) -> Iterator[Event]:
+        for line in self._metrics.read_lines(final=final):
+            row = parse_row(line)
+            if row is not None:
+                yield from self._metric_event(row)
+        for rank, stream, follower in self._logs:
+            for line in follower.read_lines(final=final):
+                yield OutputLine(rank=rank, stream="stdout" if stream == "stdout" else "stderr", text=line)
+
+    def _metric_event(self, row: dict[str, Any]) -> Iterator[Event]:
+        if row.get("event") == "plan":
+            plan = {key: value for key, value in row.items() if key != "event"}
+            self._plan = plan_from_dict(plan)
+            yield PlanMade(plan=plan)
+        elif row.get("event") == "step":
+            yield StepDone(
+                step=int(row["step"]),
+                loss=row.get("loss"),
+                seconds=float(row["seconds"]),
+                samples=int(row.get("samples") or 0),
+                tokens=int(row.get("tokens") or 0),
+                peak_bytes=int(row.get("peak_bytes") or 0),
+                rss_bytes=int(row.get("rss_bytes") or 0),
+            )
+
+
+def run_directory(parent: Path, script: Path) -> Path:
+    """A new directory for one run under `parent`, named after the time and the script."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        path = parent / (f"{stamp}-{script.stem}" + (f"-{attempt}" if attempt else ""))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(path)

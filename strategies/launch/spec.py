@@ -1,0 +1,63 @@
+"""LaunchSpec: everything the launched processes need to know, handed to them as one file."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from strategies.launch.recognise import ScriptKind
+
+SPEC_FILE = "launch.json"
+RESULT_FILE = "result.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSpec:
+    """One launch on this node: the script with its arguments, its processes, and where they write.
+
+    `accumulates` says whether an accelerate script honours gradient accumulation; `environment` is added to the
+    processes' own.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    kind: ScriptKind
+    accumulates: bool = False
+    processes: int
+    run_directory: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.run_directory)
+
+    def save(self) -> Path:
+        """Write the spec into its run directory."""
+        path = self.directory / SPEC_FILE
+        write_json(path, asdict(self))
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> LaunchSpec:
+        """The spec that `save` wrote."""
+        raw = json.loads(path.read_text())
+        return cls(**{**raw, "arguments": tuple(raw["arguments"])})
+
+
+def log_path(directory: Path, rank: int, stream: str) -> Path:
+    """Where rank `rank`'s `stdout` or `stderr` goes."""
+    return directory / f"rank{rank}.{stream}.log"
+
+
+def failure_path(directory: Path, rank: int) -> Path:
+    """Where rank `rank` says why it failed."""
+    return directory / f"rank{rank}.failure.json"
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace `path` by `value` as JSON, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=1))
+    os.replace(temporary, path)
