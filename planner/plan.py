@@ -16,8 +16,12 @@ SCHEMA_VERSION = 1
 class Configuration:
     """How the job is run: the `plan` object of the JSON contract.
 
+    `sync_each_micro_batch` says that FSDP reduces gradients in every micro-batch, so that none are kept whole; False is
+    what `no_sync` (and HF Trainer) does: one reduction per step, at 4 bytes per parameter and rank more.
+
     Raises:
-        ContradictoryRequest: a word is unknown, or micro-batch x accumulation x data-parallel ranks is not the global batch.
+        ContradictoryRequest: a word is unknown, or micro-batch x accumulation x data-parallel ranks is not the global
+        batch.
     """
 
     strategy: words.Strategy
@@ -35,6 +39,7 @@ class Configuration:
     attention: words.Attention = "sdpa"
     activation_checkpointing: words.Checkpointing = "none"
     offload: words.Offload = "none"
+    sync_each_micro_batch: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in _WORDS.items():
@@ -42,6 +47,8 @@ class Configuration:
                 raise ContradictoryRequest(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         for item in fields(self):
             value = getattr(self, item.name)
+            if item.name == "sync_each_micro_batch":
+                continue
             if item.name not in _WORDS and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ContradictoryRequest(f"{item.name} is {value!r}; it must be a whole number of at least 1")
         product = self.micro_batch_size * self.gradient_accumulation_steps * self.dims.data_parallel
@@ -83,8 +90,9 @@ _WORDS: dict[str, tuple[str, ...]] = {
 class MemoryEstimate:
     """Bytes on the busiest rank. The seven category figures are those alive at the peak and add up to it.
 
-    `phases` maps forward, loss, backward and step to their allocated peaks. `device_used_bytes` is what NVML shows for the
-    process; its upper bound decides the verdict.
+    `phases` maps forward, loss, backward and step to their allocated peaks, `states` holds the resident
+    parameters_bytes, gradients_bytes and optimizer_bytes of the ZeRO arithmetic, whatever the peak's phase.
+    `device_used_bytes` is what NVML shows for the process; its upper bound decides the verdict.
     """
 
     parameters_bytes: int
@@ -101,11 +109,13 @@ class MemoryEstimate:
     device_used_upper_bytes: int
     host_bytes_per_node: int
     phases: Mapping[str, int] = field(default_factory=dict)
+    states: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step. `exposed_communication_seconds` is the part of communication that nothing hides."""
+    """Seconds of one optimizer step. `exposed_communication_seconds` is the part of communication that nothing
+    hides."""
 
     step_seconds: float
     compute_seconds: float

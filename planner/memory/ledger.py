@@ -1,0 +1,35 @@
+"""Ledger: device bytes by category, added up phase by phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """Bytes alive at one moment on one rank, by category."""
+
+    parameters: float = 0
+    gradients: float = 0
+    optimizer: float = 0
+    activations: float = 0
+    buffers: float = 0
+    temporaries: float = 0
+
+    def __add__(self, other: Ledger) -> Ledger:
+        return Ledger(
+            parameters=self.parameters + other.parameters,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+            activations=self.activations + other.activations,
+            buffers=self.buffers + other.buffers,
+            temporaries=self.temporaries + other.temporaries,
+        )
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.temporaries
+
+    def rounded(self) -> dict[str, int]:
+        """Whole bytes by category."""
+        return {item.name: round(getattr(self, item.name)) for item in fields(self)}

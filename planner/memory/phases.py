@@ -1,0 +1,94 @@
+"""Phases of one step, each a ledger; the largest is the peak."""
+
+from __future__ import annotations
+
+from planner.job import Job
+from planner.memory.activations import Activations, activations_of
+from planner.memory.ledger import Ledger
+from planner.memory.overhead import (
+    FRAGMENTATION,
+    FRAGMENTATION_UPPER,
+    device_overhead,
+    host_bytes,
+    library_workspace,
+)
+from planner.memory.recipe import Recipe, recipe_of
+from planner.memory.states import States, states_of
+from planner.memory.transients import Transients, transients_of
+from planner.plan import MemoryEstimate
+
+
+def memory_estimate(job: Job) -> MemoryEstimate:
+    """Bytes on the busiest rank in the steady state, by category and phase, and what the process uses beyond them."""
+    recipe = recipe_of(job.configuration)
+    states = states_of(job, recipe)
+    phases = _phases(job, recipe, states)
+    peak_phase = max(phases, key=lambda name: phases[name].total)
+    categories = phases[peak_phase].rounded()
+    allocated = sum(categories.values())
+    overhead = device_overhead(job)
+    reserved = allocated * (1 + FRAGMENTATION)
+    used = reserved + overhead.expected
+    upper = allocated * (1 + FRAGMENTATION_UPPER) + overhead.upper
+    return MemoryEstimate(
+        **{f"{name}_bytes": value for name, value in categories.items()},
+        peak_allocated_bytes=allocated,
+        peak_phase=peak_phase,
+        peak_reserved_bytes=round(reserved),
+        device_overhead_bytes=round(overhead.expected),
+        device_used_bytes=round(used),
+        device_used_upper_bytes=round(upper),
+        host_bytes_per_node=round(host_bytes(job, states, used)),
+        phases={name: round(ledger.total) for name, ledger in phases.items()},
+        states={
+            "parameters_bytes": round(states.parameters),
+            "gradients_bytes": round(states.gradients),
+            "optimizer_bytes": round(states.optimizer),
+        },
+    )
+
+
+def _phases(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
+    activations = activations_of(job, recipe)
+    transients = transients_of(job, recipe, states)
+    always = Ledger(
+        parameters=states.parameters,
+        optimizer=states.optimizer,
+        buffers=transients.resident,
+        temporaries=library_workspace(job),
+    )
+    all_gradients = Ledger(gradients=max(states.gradients, transients.accumulated))
+    waiting = all_gradients if job.configuration.gradient_accumulation_steps > 1 else Ledger()
+    forward = (
+        always + waiting + Ledger(activations=activations.kept, buffers=transients.forward, temporaries=transients.cast)
+    )
+    return {
+        "forward": forward,
+        "loss": forward + Ledger(activations=activations.loss),
+        "backward": _backward(job, recipe, always + waiting, (activations, transients, states)),
+        "step": always + Ledger(gradients=states.gradients, temporaries=transients.step),
+    }
+
+
+def _backward(job: Job, recipe: Recipe, before: Ledger, parts: tuple[Activations, Transients, States]) -> Ledger:
+    """The larger of backward's two ends: all activations and few gradients, or all gradients and one block's
+    tensors."""
+    activations, transients, states = parts
+    table = job.facts.vocab_size * job.facts.hidden_size / job.configuration.tp
+    shard = states.local / states.elements if states.gradients < recipe.gradient * states.elements else 1.0
+    head = recipe.gradient * (job.counts.head or table) * shard
+    start = before + Ledger(
+        gradients=0 if before.gradients else min(head, states.gradients),
+        activations=activations.kept + activations.working,
+        buffers=transients.backward,
+        temporaries=transients.cast_in_backward,
+    )
+    tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
+    embedding = recipe.compute * table * (2 if tied else 1) if table else 0.0
+    end = before + Ledger(
+        gradients=0 if before.gradients else states.gradients,
+        activations=activations.working,
+        buffers=transients.backward,
+        temporaries=embedding,
+    )
+    return max(start, end, key=lambda ledger: ledger.total)

@@ -1,0 +1,87 @@
+"""Bytes per parameter of each training recipe: what weights, gradients and optimizer states cost before sharding.
+
+Sources: ZeRO (Rajbhandari et al. 2020, section 3) for the mixed-precision recipe 2 + 2 + K; torch's autocast and AMP
+notes for weights that stay fp32; DeepSpeed 0.19 `stage_1_and_2.py`, which keeps an fp32 copy of its partition in every
+dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.plan import Configuration
+from planner.vocabulary import ZERO_STAGES
+
+# Bytes of optimizer state per parameter when states are fp32. bitsandbytes keeps two 8-bit moments plus one fp32 scale
+# per block of 256 values for each; adafactor's factored moments are counted from the matrices instead (see states.py).
+STATE_BYTES = {
+    "adamw": 8.0,
+    "adamw-fused": 8.0,
+    "adamw-forloop": 8.0,
+    "adamw-8bit": 2.0 + 2 * 4 / 256,
+    "sgd": 0.0,
+    "adafactor": 0.0,
+    "lion": 4.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Bytes per parameter, and the widths that activations and collectives use.
+
+    `weight`, `gradient`: of the tensors that live between steps; `master`: of an fp32 copy the optimizer keeps;
+    `state`: optimizer moments; `compute`: of the dtype matrices multiply in; `residual`: of the residual stream between
+    blocks; `gather` and `reduce`: of parameters and gradients on the wire. `autocast` marks fp32 weights cast on the
+    fly.
+    """
+
+    weight: int
+    gradient: int
+    master: int
+    state: float
+    compute: int
+    residual: int
+    gather: int
+    reduce: int
+    autocast: bool
+
+    @property
+    def optimizer(self) -> float:
+        """K of the ZeRO arithmetic: master copy and moments."""
+        return self.master + self.state
+
+
+def recipe_of(configuration: Configuration) -> Recipe:
+    """The recipe that a backend follows for a precision (DESIGN, "What a precision means")."""
+    state = STATE_BYTES[configuration.optimizer]
+    is_zero = configuration.strategy in ZERO_STAGES
+    precision = configuration.precision
+    if precision == "bf16-pure":
+        narrow_state = state if configuration.optimizer == "adamw-8bit" else state / 2
+        return Recipe(
+            weight=2,
+            gradient=2,
+            master=0,
+            state=narrow_state,
+            compute=2,
+            residual=2,
+            gather=2,
+            reduce=2,
+            autocast=False,
+        )
+    if precision == "fp32":
+        master = 4 if is_zero else 0
+        return Recipe(
+            weight=4, gradient=4, master=master, state=state, compute=4, residual=4, gather=4, reduce=4, autocast=False
+        )
+    if is_zero:
+        return Recipe(
+            weight=2, gradient=2, master=4, state=state, compute=2, residual=2, gather=2, reduce=2, autocast=False
+        )
+    if configuration.strategy in ("single", "ddp"):
+        return Recipe(
+            weight=4, gradient=4, master=0, state=state, compute=2, residual=4, gather=4, reduce=4, autocast=True
+        )
+    return Recipe(
+        weight=4, gradient=4, master=0, state=state, compute=2, residual=2, gather=2, reduce=4, autocast=False
+    )

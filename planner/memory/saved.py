@@ -1,0 +1,213 @@
+"""What autograd keeps of one transformer block until its backward, tensor by tensor, as transformers 5 implements it.
+
+Every figure was read off a saved-tensors trace of the real modules (`scripts/trace_saved.py` prints them) and follows
+from how the code is written, not from a textbook constant:
+
+* LayerNorm keeps its input and two statistics; transformers' RMSNorm also keeps the normalised copy, and computes in
+  fp32.
+* A linear layer keeps its input in the compute dtype. Under autocast every linear casts its own copy of an fp32 input,
+  so separate q, k and v projections keep three; in a pure 16-bit model they share one.
+* Flash-like attention keeps q, k, v, the output and a log-sum-exp; eager attention keeps the probabilities (fp32, and
+  once more in the compute dtype), with keys and values repeated to all heads.
+* Activations: ReLU keeps its output only, a fused GELU or SiLU its input, tanh-GELUs written in Python five
+  intermediates.
+* Dropout keeps a mask: one byte per element on a GPU, the tensor's own dtype on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.memory.recipe import Recipe
+from planner.models.facts import ModelFacts
+
+FUSED_QKV = frozenset(
+    {"gpt2", "gpt_neox", "bloom", "falcon", "mpt", "gpt_bigcode", "phi3", "codegen", "chatglm", "internlm2"}
+)
+FUSED_GATE_UP = frozenset({"phi3", "glm", "chatglm"})
+FP32_SCALED_NORM = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "olmo2"})
+# transformers 5 has no torch.nn.functional.scaled_dot_product_attention path for these, and falls back to eager.
+EAGER_ONLY = frozenset({"gptj", "codegen", "bloom", "mpt", "gemma2", "gpt_oss", "deberta-v2"})
+SOFTMAX_IN_COMPUTE_DTYPE = frozenset(
+    {"bert", "roberta", "xlm-roberta", "electra", "albert", "distilbert", "bart", "mbart"}
+)
+PYTHON_GELU = frozenset({"gelu_new", "gelu_fast", "quick_gelu"})
+ENCODER_DECODER_DROPOUTS = {"t5": (3, 5), "mt5": (3, 5)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """A stack of equal blocks seen by `tokens` tokens in samples of `length`; `memory_tokens` is what cross-attention
+    reads.
+
+    Widths are per device (already divided by tp).
+    """
+
+    layers: int
+    tokens: int
+    length: int
+    hidden: int
+    query: int
+    key_value: int
+    heads: int
+    intermediate: int
+    is_decoder: bool = False
+    memory_tokens: int = 0
+    memory_length: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """How an implementation behaves, resolved once from facts, recipe, attention kind and device."""
+
+    facts: ModelFacts
+    recipe: Recipe
+    eager: bool
+    mask_bytes: int
+
+    @property
+    def compute(self) -> int:
+        return self.recipe.compute
+
+    def norm_bytes(self) -> int:
+        """Bytes per element that a norm keeps besides its output."""
+        if self.facts.norm != "rmsnorm":
+            return self.recipe.residual
+        if self.recipe.residual == 4 or self.facts.model_type in FP32_SCALED_NORM:
+            return 8
+        return 4 + self.compute
+
+    def linear_inputs(self, consumers: int) -> int:
+        """Bytes per element of the input that `consumers` linear layers share."""
+        return self.compute * (consumers if self.recipe.autocast else 1)
+
+
+def block_bytes(rules: Rules, stack: Stack) -> float:
+    """Bytes that one block keeps for backward on one device."""
+    facts = rules.facts
+    attention = _attention(rules, stack, stack.tokens, stack.length)
+    blocks_norms = _norms(rules, stack)
+    mlp = _moe(rules, stack) if facts.is_moe else _mlp(rules, stack.tokens, stack.intermediate)
+    cross = 0.0
+    if stack.is_decoder and stack.memory_tokens:
+        cross = _attention(rules, stack, stack.memory_tokens, stack.memory_length)
+        cross += stack.tokens * stack.hidden * (rules.norm_bytes() + rules.linear_inputs(1))
+        cross += stack.memory_tokens * stack.hidden * (rules.linear_inputs(2) if rules.recipe.autocast else 0)
+    return blocks_norms + attention + mlp + cross + _dropout(rules, stack)
+
+
+def _norms(rules: Rules, stack: Stack) -> float:
+    """Norms and the inputs of the linear layers that follow them."""
+    facts = rules.facts
+    element = stack.tokens * stack.hidden
+    qkv = 1 if facts.model_type in FUSED_QKV else 3
+    gates = 2 if facts.gated_mlp and facts.model_type not in FUSED_GATE_UP else 1
+    norms = 1 if facts.parallel_residual and facts.norms_per_layer == 1 else max(facts.norms_per_layer, 2)
+    inputs = norms
+    if facts.parallel_residual and norms == 2 and facts.norm != "rmsnorm":
+        inputs = 1  # both norms read the same residual
+    kept = inputs * rules.norm_bytes()
+    if facts.is_moe and rules.recipe.autocast:
+        gates = 1  # the router casts; the experts' kernels run in fp32 (see _moe)
+    if norms == 1 and rules.recipe.autocast:
+        kept += rules.linear_inputs(qkv + gates)
+    elif norms == 1:
+        kept += rules.compute
+    else:
+        kept += rules.linear_inputs(qkv) + rules.linear_inputs(gates)
+    total = element * kept
+    if facts.qk_norm and facts.qk_norm != "per_head_layernorm":
+        total += stack.tokens * (stack.query + stack.key_value) * _qk_norm_bytes(rules)
+    return total
+
+
+def _qk_norm_bytes(rules: Rules) -> int:
+    if rules.facts.qk_norm == "full_projection" or rules.facts.model_type in FP32_SCALED_NORM:
+        return 8
+    return 4 + rules.compute
+
+
+def _attention(rules: Rules, stack: Stack, key_tokens: int, key_length: int) -> float:
+    """Projections, the attention itself and the input of the output projection."""
+    facts, compute = rules.facts, rules.compute
+    query = stack.tokens * stack.query * compute
+    keys = key_tokens * stack.key_value * compute
+    rotary_over_fused = facts.position_type == "rope" and facts.model_type in FUSED_QKV
+    output = query
+    if rules.eager:
+        pairs = stack.tokens * key_length * stack.heads
+        softmax_in_compute = facts.model_type in SOFTMAX_IN_COMPUTE_DTYPE and not rules.recipe.autocast
+        probabilities = compute if softmax_in_compute or compute == 4 else 4 + compute
+        if facts.attention_dropout > 0:
+            probabilities += rules.mask_bytes + compute
+        if facts.attn_logit_softcapping:
+            probabilities += compute
+        repeated_keys = key_tokens * stack.query * compute
+        return query + 2 * repeated_keys + output + pairs * probabilities
+    log_sum_exp = stack.tokens * stack.heads * 4
+    rotated = query + keys if rotary_over_fused else 0  # copies of q and k beside the fused projection
+    return query + 2 * keys + rotated + output + log_sum_exp
+
+
+def _mlp(rules: Rules, tokens: int, width: int) -> float:
+    """The feed-forward part, without its first linear's input."""
+    return tokens * width * rules.compute * _copies(rules.facts)
+
+
+def _copies(facts: ModelFacts) -> int:
+    """Tensors of the MLP's width that one feed-forward keeps."""
+    python_gelu = facts.activation in PYTHON_GELU
+    if facts.gated_mlp:
+        return 7 if python_gelu else 4
+    if facts.activation == "relu":
+        return 1
+    return 5 if python_gelu else 2
+
+
+def _moe(rules: Rules, stack: Stack) -> float:
+    """Routed experts on the permuted tokens, shared experts on all; grouped matrix products are not autocast."""
+    facts = rules.facts
+    width = facts.moe_intermediate_size or stack.intermediate
+    element = 4 if rules.recipe.autocast else rules.compute
+    routed = stack.tokens * facts.experts_per_token * (2 * stack.hidden + _copies(facts) * width) * element
+    router = stack.tokens * facts.num_experts * 4 + stack.tokens * facts.experts_per_token * (3 * 8 + 8 + 4)
+    shared_width = facts.shared_expert_intermediate_size or facts.num_shared_experts * width
+    shared = _mlp(rules, stack.tokens, shared_width) if shared_width else 0.0
+    return routed + router + shared
+
+
+def _dropout(rules: Rules, stack: Stack) -> float:
+    if rules.facts.hidden_dropout <= 0:
+        return 0.0
+    encoder, decoder = ENCODER_DECODER_DROPOUTS.get(rules.facts.model_type, (2, 3))
+    count = decoder if stack.is_decoder and stack.memory_tokens else encoder
+    kept = count * stack.tokens * stack.hidden * rules.mask_bytes
+    if rules.facts.model_type in ENCODER_DECODER_DROPOUTS:
+        kept += stack.tokens * stack.intermediate * rules.mask_bytes
+    return kept
+
+
+def selective_bytes(rules: Rules, stack: Stack) -> float:
+    """Bytes kept under selective checkpointing: the block's input and the outputs of matrix products and attention."""
+    facts, compute = rules.facts, rules.compute
+    gates = 2 if facts.gated_mlp else 1
+    projections = stack.query + 2 * stack.key_value + stack.query + stack.hidden
+    width = stack.intermediate
+    if facts.is_moe:
+        width = facts.experts_per_token * (facts.moe_intermediate_size or width)
+    kept = projections + gates * width + stack.hidden
+    return stack.tokens * (kept * compute + stack.hidden * rules.recipe.residual + stack.heads * 4)
+
+
+def working_bytes(rules: Rules, stack: Stack) -> float:
+    """Gradients alive inside one block's backward: the MLP's widest tensors, or the attention's, and the residual's."""
+    compute = rules.compute
+    gates = 3 if rules.facts.gated_mlp else 2
+    width = stack.intermediate
+    if rules.facts.is_moe:
+        width = rules.facts.experts_per_token * (rules.facts.moe_intermediate_size or width)
+    mlp = stack.tokens * width * gates * compute
+    attention = stack.tokens * (2 * stack.query + 2 * stack.key_value) * compute
+    if rules.eager:
+        attention += stack.tokens * stack.length * stack.heads * (4 + compute)
+    return max(mlp, attention) + 2 * stack.tokens * stack.hidden * rules.recipe.residual

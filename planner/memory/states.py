@@ -1,0 +1,117 @@
+"""Resident states: parameters, gradients and optimizer states of one rank, by the ZeRO arithmetic.
+
+With Psi parameters, N shards and K bytes of optimizer state (master copy included): a replica costs 4 Psi + K Psi,
+ZeRO-1 4 Psi + K Psi/N, ZeRO-2 2 Psi + (2 + K) Psi/N, ZeRO-3 and FSDP (4 + K) Psi/N in 16-bit training (Rajbhandari et
+al. 2020, figure 1); the 2s become 4s where weights and gradients are fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.job import Job
+from planner.memory.recipe import Recipe
+from planner.vocabulary import FSDP_STRATEGIES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """Bytes of one rank between steps, gradients as they are when backward ends; `host` is what offload moved away.
+
+    `elements` are the parameters this rank computes with (its tp and pp part), `local` the elements whose optimizer it
+    runs.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    host: float
+    nvme: float
+    elements: float
+    local: float
+
+
+def elements_on_stage(job: Job) -> float:
+    """Parameters of the largest pipeline stage on one tensor-parallel rank."""
+    counts, dims = job.counts, job.configuration
+    if dims.pp == 1:
+        return counts.total / dims.tp
+    layers = sum(block.repeats for block in counts.blocks) or 1
+    in_stage = counts.in_blocks * -(-layers // dims.pp) / layers
+    ends = max(counts.embedding, counts.head + counts.other)
+    if counts.head == 0:
+        ends = counts.embedding + counts.other  # a tied head needs the table on both end stages
+    return (in_stage + ends) / dims.tp
+
+
+def states_of(job: Job, recipe: Recipe) -> States:
+    """Resident states of the busiest rank."""
+    configuration = job.configuration
+    elements = elements_on_stage(job)
+    shards = configuration.dp_shard
+    local = elements / shards
+    shards_weights = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
+    shards_gradients = shards_weights or configuration.zero_stage == 2
+    parameters = recipe.weight * (local if shards_weights else elements)
+    gradients = recipe.gradient * (local if shards_gradients else elements)
+    optimizer = (recipe.master + state_bytes(job, recipe)) * local
+    return _offloaded(
+        job,
+        recipe,
+        States(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            host=0,
+            nvme=0,
+            elements=elements,
+            local=local,
+        ),
+    )
+
+
+def state_bytes(job: Job, recipe: Recipe) -> float:
+    """Bytes of optimizer moments per parameter; adafactor's are the row and column sums of its matrices, fp32."""
+    if job.configuration.optimizer != "adafactor":
+        return recipe.state
+    facts = job.facts
+    attention = 8 * facts.hidden_size
+    mlp = (3 if facts.gated_mlp else 2) * (facts.hidden_size + facts.intermediate_size)
+    rows = facts.total_layers * (attention + mlp * max(facts.num_experts, 1)) + facts.vocab_size + facts.hidden_size
+    return 4 * rows / max(job.counts.total, 1)
+
+
+def _offloaded(job: Job, recipe: Recipe, states: States) -> States:
+    """Move what the plan offloads from the device to the host or to NVMe.
+
+    ZeRO offload keeps the fp32 master, both moments and an fp32 gradient partition on the host (DeepSpeed 0.19,
+    `stage_1_and_2.py`, `stage3.py`); stages 2 and 3 free device gradients as they are copied, stage 1 keeps them.
+    FSDP2's CPU offload moves shards, gradients and states together.
+    """
+    offload = job.configuration.offload
+    if offload == "none":
+        return states
+    if job.configuration.strategy in FSDP_STRATEGIES:
+        host = states.parameters + states.gradients + states.optimizer
+        return _replace(states, parameters=0, gradients=0, optimizer=0, host=host)
+    moved = states.optimizer + 4 * states.local
+    gradients = states.gradients if job.configuration.zero_stage == 1 else 0
+    if offload == "optimizer":
+        return _replace(states, gradients=gradients, optimizer=0, host=moved)
+    weights = recipe.weight * states.local
+    if offload == "all":
+        return _replace(states, parameters=0, gradients=gradients, optimizer=0, host=moved + weights)
+    window = min(moved, 16.0 * job.counts.largest_block)
+    return _replace(states, parameters=0, gradients=gradients, optimizer=0, host=window, nvme=moved + weights)
+
+
+def _replace(states: States, *, optimizer: float, host: float, **changes: float) -> States:
+    return States(
+        parameters=changes.get("parameters", states.parameters),
+        gradients=changes.get("gradients", states.gradients),
+        optimizer=optimizer,
+        host=host,
+        nvme=changes.get("nvme", 0),
+        elements=states.elements,
+        local=states.local,
+    )
