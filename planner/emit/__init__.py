@@ -6,11 +6,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
-from planner.emit.options import DEFAULTS, EmitOptions
+from planner.emit.common import DEFAULTS, EmitOptions
+from planner.emit.duties import script_duties
 from planner.errors import UnknownName
 from planner.plan import Plan
 
-__all__ = ["FORMATS", "EmitOptions", "emit"]
+__all__ = ["FORMATS", "EmitOptions", "emit", "script_duties"]
 
 FORMATS: dict[str, str] = {
     "deepspeed": "planner.emit.deepspeed:emit",

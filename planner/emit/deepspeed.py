@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from planner.emit.options import (
+from planner.emit.common import (
     DEFAULTS,
     EmitOptions,
     is_zero,
@@ -58,6 +58,24 @@ def deepspeed_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, o
         **_activation_checkpointing(plan),
         "wall_clock_breakdown": False,
     }
+
+
+def config_without_optimizer(plan: Plan, form: str, options: EmitOptions = DEFAULTS) -> dict[str, object]:
+    """The config for accelerate and HF Trainer, where the script or the Trainer makes the optimizer.
+
+    On GPU machines accelerate itself replaces an offloaded torch AdamW by `DeepSpeedCPUAdam`.
+
+    Raises:
+        ContradictoryRequest: as `deepspeed_config`; or bf16 master weights would have to be made by that replacement,
+            which keeps fp32 moments.
+    """
+    if plan.configuration.precision == "bf16-pure" and plan.configuration.offload != "none":
+        raise refuse(plan, form, "in bf16-pure with offload", "emit it as deepspeed")
+    config = deepspeed_config(plan, options)
+    config.pop("optimizer", None)
+    if plan.configuration.offload != "none" and on_cpu(plan, options):
+        config["zero_force_ds_cpu_optimizer"] = False
+    return {**config, "zero_allow_untested_optimizer": True}
 
 
 def _refuse_what_deepspeed_lacks(plan: Plan) -> None:
@@ -157,7 +175,7 @@ def _optimizer(plan: Plan, options: EmitOptions) -> dict[str, object]:
         return {"optimizer": {"type": "Lion", "params": {**rates, "betas": [0.9, 0.99]}}}
     if name in ("sgd", "adafactor"):
         return {"optimizer": {"type": {"sgd": "SGD", "adafactor": "Adafactor"}[name], "params": rates}, **untested}
-    return {**untested, **own_optimizer_under_offload(plan)}
+    return {**untested, **({} if plan.configuration.offload == "none" else {"zero_force_ds_cpu_optimizer": False})}
 
 
 def _adam_implementation(plan: Plan, options: EmitOptions) -> dict[str, object]:
@@ -168,11 +186,6 @@ def _adam_implementation(plan: Plan, options: EmitOptions) -> dict[str, object]:
         return {}
     variants = {"adamw-fused": {"fused": True}, "adamw-forloop": {"foreach": False}}
     return {"torch_adam": True, **variants.get(configuration.optimizer, {})}
-
-
-def own_optimizer_under_offload(plan: Plan) -> dict[str, object]:
-    """The permission an optimizer made by the script needs when its states are offloaded."""
-    return {} if plan.configuration.offload == "none" else {"zero_force_ds_cpu_optimizer": False}
 
 
 def _activation_checkpointing(plan: Plan) -> dict[str, object]:

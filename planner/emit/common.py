@@ -44,10 +44,20 @@ def model_number(plan: Plan, key: str) -> int:
     return value
 
 
-def cluster_number(plan: Plan, key: str, default: int) -> int:
-    """A whole number of the plan's cluster object, `default` where the plan does not hold it."""
-    value = plan.cluster.get(key, default)
-    return value if isinstance(value, int) else default
+def node_layout(plan: Plan) -> tuple[int, int]:
+    """Nodes used and ranks on each; a plan smaller than a node takes part of one.
+
+    Raises:
+        ContradictoryRequest: the ranks do not fill whole nodes.
+    """
+    nodes, gpus = plan.cluster.get("nodes", 1), plan.cluster.get("gpus")
+    world = plan.configuration.world_size
+    if not isinstance(nodes, int) or not isinstance(gpus, int) or world <= gpus // nodes:
+        return 1, world
+    per_node = gpus // nodes
+    if world % per_node:
+        raise ContradictoryRequest(f"{world} ranks do not fill whole nodes of {per_node} GPUs; plan for {gpus} GPUs")
+    return world // per_node, per_node
 
 
 def model_word(plan: Plan, key: str) -> str:
@@ -58,7 +68,8 @@ def model_word(plan: Plan, key: str) -> str:
 
 def refuse(plan: Plan, form: str, reason: str, remedy: str) -> ContradictoryRequest:
     """The error for a plan that `form` cannot carry."""
-    return ContradictoryRequest(f"a {plan.configuration.strategy} plan {reason} cannot be written as {form}; {remedy}")
+    plan_words = " ".join(("a", plan.configuration.strategy, "plan", *reason.split()))
+    return ContradictoryRequest(f"{plan_words} cannot be written as {form}; {remedy}")
 
 
 def require_data_parallel_only(plan: Plan, form: str) -> None:

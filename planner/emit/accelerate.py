@@ -1,0 +1,121 @@
+"""Plan -> accelerate YAML, as `accelerate launch --config_file` reads it; ZeRO has its DeepSpeed JSON beside it."""
+
+from __future__ import annotations
+
+import yaml
+
+from planner import vocabulary as words
+from planner.emit.common import DEFAULTS, EmitOptions, is_zero, model_word, node_layout, on_cpu, refuse
+from planner.emit.deepspeed import CONFIG_NAME, as_json, config_without_optimizer
+from planner.emit.duties import as_comment, script_duties
+from planner.plan import Plan
+
+_FORM = "an accelerate config"
+_FILE = "accelerate.yaml"
+
+
+def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
+    """`accelerate.yaml`, and `deepspeed.json` beside it for ZeRO.
+
+    Raises:
+        ContradictoryRequest: accelerate has no form of this plan.
+    """
+    head = [f"# accelerate launch --config_file {_FILE} train.py", *_several_machines(plan)]
+    body = yaml.safe_dump(accelerate_config(plan, options), sort_keys=False)
+    files = {_FILE: "\n".join(head) + "\n" + as_comment(script_duties(plan, "accelerate", options)) + body}
+    if is_zero(plan):
+        files[CONFIG_NAME] = as_json(config_without_optimizer(plan, _FORM, options))
+    return files
+
+
+def accelerate_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, object]:
+    """The mapping of the YAML file.
+
+    Raises:
+        ContradictoryRequest: accelerate has no form of this plan.
+    """
+    _refuse_what_accelerate_lacks(plan)
+    nodes, _ = node_layout(plan)
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        **_distribution(plan, options),
+        "use_cpu": on_cpu(plan, options),
+        "num_machines": nodes,
+        "num_processes": plan.configuration.world_size,
+        "machine_rank": 0,
+        "rdzv_backend": "c10d" if nodes > 1 else "static",
+        "same_network": True,
+        "main_training_function": "main",
+    }
+
+
+def _several_machines(plan: Plan) -> list[str]:
+    nodes, _ = node_layout(plan)
+    if nodes == 1:
+        return []
+    return [
+        "# On every machine, add: --machine_rank RANK --main_process_ip ADDRESS_OF_RANK_0 --main_process_port 29500"
+    ]
+
+
+def _refuse_what_accelerate_lacks(plan: Plan) -> None:
+    configuration = plan.configuration
+    sharded = configuration.strategy in words.FSDP_STRATEGIES
+    if configuration.pp > 1:
+        raise refuse(plan, _FORM, f"with pp {configuration.pp}", "emit it as torchrun")
+    if configuration.tp > 1 and not sharded:
+        raise refuse(plan, _FORM, f"with tp {configuration.tp}", "accelerate combines tp with FSDP only")
+    if sharded:
+        require_whole_offload(plan, _FORM)
+    elif not is_zero(plan) and configuration.offload != "none":
+        raise refuse(plan, _FORM, f"with offload {configuration.offload}", "choose FSDP or ZeRO")
+
+
+def require_whole_offload(plan: Plan, form: str) -> None:
+    """FSDP2 moves parameters, gradients and optimizer states to the host together, and never to disk.
+
+    Raises:
+        ContradictoryRequest: the plan offloads the optimizer alone, or to NVMe.
+    """
+    offload = plan.configuration.offload
+    if offload not in ("none", "all"):
+        raise refuse(plan, form, f"with offload {offload}", "FSDP offloads all or nothing; choose ZeRO")
+
+
+def _distribution(plan: Plan, options: EmitOptions) -> dict[str, object]:
+    """The distributed type with its own section."""
+    if is_zero(plan):
+        # Precision and accumulation may not stand here as well: accelerate refuses a key that the JSON also holds.
+        section = {"deepspeed_config_file": CONFIG_NAME, "zero3_init_flag": plan.configuration.zero_stage == 3}
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
+    precision = {"mixed_precision": {"bf16": "bf16", "fp16": "fp16"}.get(plan.configuration.precision, "no")}
+    if plan.configuration.strategy in words.FSDP_STRATEGIES:
+        return {"distributed_type": "FSDP", **precision, "fsdp_config": _fsdp(plan), **_parallelism(plan)}
+    if plan.configuration.world_size == 1:
+        return {"distributed_type": "NO", **precision}
+    # MULTI_CPU would start ranks through mpirun only; MULTI_GPU with use_cpu starts them as torchrun does.
+    return {"distributed_type": "MULTI_GPU", **precision}
+
+
+def _fsdp(plan: Plan) -> dict[str, object]:
+    configuration = plan.configuration
+    block = model_word(plan, "block_class")
+    return {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": configuration.strategy != "fsdp-grad-op",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        **({"fsdp_transformer_layer_cls_to_wrap": block} if block else {}),
+        "fsdp_offload_params": configuration.offload == "all",
+        "fsdp_activation_checkpointing": configuration.activation_checkpointing != "none",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def _parallelism(plan: Plan) -> dict[str, object]:
+    configuration = plan.configuration
+    if configuration.dp_replicate == 1 and configuration.tp == 1:
+        return {}
+    sizes = {"dp_replicate": configuration.dp_replicate, "dp_shard": configuration.dp_shard, "tp": configuration.tp}
+    return {"parallelism_config": {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}}

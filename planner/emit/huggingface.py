@@ -1,0 +1,118 @@
+"""Plan -> the arguments of transformers 5's `TrainingArguments`, with a torchrun script beside them."""
+
+from __future__ import annotations
+
+import json
+
+from planner import vocabulary as words
+from planner.emit.accelerate import require_whole_offload
+from planner.emit.common import (
+    DEFAULTS,
+    EmitOptions,
+    is_zero,
+    model_word,
+    on_cpu,
+    refuse,
+    require_data_parallel_only,
+)
+from planner.emit.deepspeed import config_without_optimizer
+from planner.emit.duties import script_duties
+from planner.emit.torchrun import launch_script
+from planner.plan import Plan
+
+_FORM = "HF TrainingArguments"
+_OPTIMIZERS = {
+    "adamw": "adamw_torch",
+    "adamw-fused": "adamw_torch_fused",
+    "adamw-forloop": "adamw_torch",
+    "adamw-8bit": "adamw_bnb_8bit",
+    "sgd": "sgd",
+    "adafactor": "adafactor",
+    "lion": "lion_32bit",
+}
+
+
+def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
+    """`training_arguments.json` and `torchrun.sh`.
+
+    Raises:
+        ContradictoryRequest: TrainingArguments has no form of this plan.
+    """
+    duties = script_duties(plan, "huggingface", options)
+    arguments = json.dumps(training_arguments(plan, options), indent=2) + "\n"
+    return {"training_arguments.json": arguments, **launch_script(plan, duties)}
+
+
+def training_arguments(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, object]:
+    """Keyword arguments of `TrainingArguments`; JSON throughout.
+
+    Raises:
+        ContradictoryRequest: TrainingArguments has no form of this plan.
+    """
+    _refuse_what_trainer_lacks(plan)
+    configuration = plan.configuration
+    sixteen_bit = {"bf16": configuration.precision == "bf16", "fp16": configuration.precision == "fp16"}
+    if is_zero(plan) and configuration.precision == "bf16-pure":
+        sixteen_bit["bf16"] = True
+    return {
+        "per_device_train_batch_size": configuration.micro_batch_size,
+        "gradient_accumulation_steps": configuration.gradient_accumulation_steps,
+        **sixteen_bit,
+        "optim": _OPTIMIZERS[configuration.optimizer],
+        "learning_rate": options.learning_rate,
+        "weight_decay": options.weight_decay,
+        "max_grad_norm": options.gradient_clipping,
+        **_machine(plan, options),
+        **_checkpointing(plan),
+        **_sharding(plan, options),
+    }
+
+
+def _refuse_what_trainer_lacks(plan: Plan) -> None:
+    require_data_parallel_only(plan, _FORM)
+    configuration = plan.configuration
+    if configuration.strategy == "hsdp":
+        # TrainingArguments takes a ParallelismConfig object here, which JSON cannot hold.
+        raise refuse(plan, _FORM, "", "emit it as accelerate and start the Trainer script with accelerate launch")
+    if configuration.strategy in words.FSDP_STRATEGIES:
+        require_whole_offload(plan, _FORM)
+    elif not is_zero(plan) and configuration.offload != "none":
+        raise refuse(plan, _FORM, f"with offload {configuration.offload}", "choose FSDP or ZeRO")
+
+
+def _machine(plan: Plan, options: EmitOptions) -> dict[str, object]:
+    if not on_cpu(plan, options):
+        return {}
+    return {"use_cpu": True, **({"ddp_backend": "gloo"} if plan.configuration.world_size > 1 else {})}
+
+
+def _checkpointing(plan: Plan) -> dict[str, object]:
+    """FSDP recomputes inside its own wrapping; elsewhere the model does it, without re-entering autograd."""
+    wanted = plan.configuration.activation_checkpointing != "none"
+    if not wanted or plan.configuration.strategy in words.FSDP_STRATEGIES:
+        return {"gradient_checkpointing": False}
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+def _sharding(plan: Plan, options: EmitOptions) -> dict[str, object]:
+    if is_zero(plan):
+        return {"deepspeed": config_without_optimizer(plan, _FORM, options)}
+    if plan.configuration.strategy in words.FSDP_STRATEGIES:
+        return {"fsdp": True, "fsdp_config": fsdp_config(plan)}
+    return {}
+
+
+def fsdp_config(plan: Plan) -> dict[str, object]:
+    """The `fsdp_config` of TrainingArguments for FSDP2."""
+    configuration = plan.configuration
+    block = model_word(plan, "block_class")
+    return {
+        "version": 2,
+        "reshard_after_forward": configuration.strategy != "fsdp-grad-op",
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        **({"transformer_layer_cls_to_wrap": [block]} if block else {}),
+        "cpu_offload": configuration.offload == "all",
+        "activation_checkpointing": configuration.activation_checkpointing != "none",
+        "cpu_ram_efficient_loading": True,
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
