@@ -16,17 +16,15 @@ def devices(
     json: JsonFlag = False,
 ) -> None:
     """The catalogue of GPUs, links and machine types."""
-    from dsplan.render import catalogues
-    from dsplan.render.show import show, show_json
+    from dsplan.render.catalogues import devices_table, links_table, nodes_table, show_listing
     from hardware_db import datasheets
     from hardware_db.errors import DsplanError
 
     if links and nodes:
         raise DsplanError("--links and --nodes contradict each other; give one of them")
-    rows = datasheets.links() if links else datasheets.node_types() if nodes else datasheets.devices()
-    found = catalogues.matching(rows, filter)
-    if json:
-        show_json(catalogues.as_json(found))
+    if links:
+        show_listing(datasheets.links(), links_table, filter, json=json)
+    elif nodes:
+        show_listing(datasheets.node_types(), nodes_table, filter, json=json)
     else:
-        table = catalogues.links_table if links else catalogues.nodes_table if nodes else catalogues.devices_table
-        show(table(found))
+        show_listing(datasheets.devices(), devices_table, filter, json=json)

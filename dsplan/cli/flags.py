@@ -46,7 +46,7 @@ class ModelFlags:
     model_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="A size such as 6.7B instead of a model.")
     ] = None
-    task: Annotated[words.Task | None, typer.Option(help="What it is trained for; the model's own task by default.")] = None
+    task: Annotated[words.Task | None, typer.Option(help="What it is trained for; by default the model's own.")] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

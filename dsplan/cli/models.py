@@ -14,12 +14,7 @@ def models(
     json: JsonFlag = False,
 ) -> None:
     """The catalogue of model architectures."""
-    from dsplan.render import catalogues
-    from dsplan.render.show import show, show_json
+    from dsplan.render.catalogues import models_table, show_listing
     from planner.models import catalogue
 
-    found = catalogues.matching(catalogue.models(), filter)
-    if json:
-        show_json(catalogues.as_json(found))
-    else:
-        show(catalogues.models_table(found))
+    show_listing(catalogue.models(), models_table, filter, json=json)

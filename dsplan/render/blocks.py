@@ -40,6 +40,11 @@ class Column:
     right: bool = False
 
 
+def columns(*names: str) -> tuple[Column, ...]:
+    """Columns by heading; a leading `>` aligns one on the right: `columns("model", ">layers")`."""
+    return tuple(Column(name.removeprefix(">"), right=name.startswith(">")) for name in names)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
     """Rows under column headings; every row has one cell for each column."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from dsplan.render.blocks import Block, Column, Table, Text
+from dsplan.render.blocks import Block, Table, Text, columns
+from dsplan.render.show import show, show_json
 from hardware_db.device import Device, Link, NodeType
 from hardware_db.units import format_bytes, format_count
 from planner.models.facts import ModelFacts
@@ -16,43 +17,45 @@ Row = TypeVar("Row", Device, Link, NodeType, ModelFacts)
 _SEARCHED = ("name", "vendor", "architecture", "provider", "gpu", "scope", "family", "kind", "model_type")
 
 
-def matching(rows: Iterable[Row], text: str) -> list[Row]:
-    """The rows that have `text`, in any case, in their name, an alias or the group they belong to."""
+def show_listing(
+    rows: Iterable[Row], table: Callable[[Sequence[Row]], list[Block]], text: str, *, json: bool
+) -> None:
+    """Print the rows that have `text`, in any case, in their name, an alias or the group they belong to.
+
+    JSON holds every figure of the catalogue with its source; the table holds those that people compare.
+    """
     wanted = text.lower()
-    return [row for row in rows if any(wanted in word.lower() for word in _words(row))]
-
-
-def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The rows with every figure the catalogue holds and its source."""
-    return [{name: _plain(value) for name, value in asdict(row).items()} for row in rows]
+    found = [row for row in rows if any(wanted in word.lower() for word in _words(row))]
+    if json:
+        show_json([{name: _plain(value) for name, value in asdict(row).items()} for row in found])
+    else:
+        show(table(found))
 
 
 def models_table(rows: Sequence[ModelFacts]) -> list[Block]:
-    columns = (Column("model"), Column("family"), Column("kind"), Column("parameters", True), Column("active", True))
-    columns += (Column("layers", True), Column("hidden", True), Column("positions", True), Column("vocabulary", True))
-    table = Table(columns=columns, rows=[_model_row(row) for row in rows])
-    return _counted(table, "models")
+    headings = columns(
+        "model", "family", "kind", ">parameters", ">active", ">layers", ">hidden", ">positions", ">vocabulary"
+    )
+    return _counted(Table(columns=headings, rows=[_model_row(row) for row in rows]), "models")
 
 
 def devices_table(rows: Sequence[Device]) -> list[Block]:
-    columns = (Column("device"), Column("vendor"), Column("family"), Column("memory", True), Column("GB/s", True))
-    columns += (Column("fp32", True), Column("bf16 TFLOP/s", True), Column("NVLink GB/s", True), Column("watts", True))
-    table = Table(columns=columns, rows=[_device_row(row) for row in rows])
-    return _counted(table, "devices")
+    headings = columns(
+        "device", "vendor", "family", ">memory", ">GB/s", ">fp32", ">bf16 TFLOP/s", ">NVLink GB/s", ">watts"
+    )
+    return _counted(Table(columns=headings, rows=[_device_row(row) for row in rows]), "devices")
 
 
 def links_table(rows: Sequence[Link]) -> list[Block]:
-    columns = (Column("link"), Column("scope"), Column("per"), Column("GB/s peak", True), Column("GB/s p2p", True))
-    columns += (Column("all-reduce bus GB/s", True), Column("Gbit/s", True))
-    table = Table(columns=columns, rows=[_link_row(row) for row in rows])
-    return _counted(table, "links")
+    headings = columns("link", "scope", "per", ">GB/s peak", ">GB/s p2p", ">all-reduce bus GB/s", ">Gbit/s")
+    return _counted(Table(columns=headings, rows=[_link_row(row) for row in rows]), "links")
 
 
 def nodes_table(rows: Sequence[NodeType]) -> list[Block]:
-    columns = (Column("node type"), Column("provider"), Column("GPUs"), Column("inside"), Column("between"))
-    columns += (Column("Gbit/s", True), Column("cores", True), Column("RAM GiB", True), Column("NVMe GB", True))
-    table = Table(columns=columns, rows=[_node_row(row) for row in rows])
-    return _counted(table, "machine types")
+    headings = columns(
+        "node type", "provider", "GPUs", "inside", "between", ">Gbit/s", ">cores", ">RAM GiB", ">NVMe GB"
+    )
+    return _counted(Table(columns=headings, rows=[_node_row(row) for row in rows]), "machine types")
 
 
 def _words(row: Device | Link | NodeType | ModelFacts) -> Iterable[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from dsplan.render.blocks import Bar, Block, Cell, Column, Table, Text
+from dsplan.render.blocks import Bar, Block, Cell, Table, Text, columns
 from hardware_db.probe.machine import Disk, Gpu, GpuPair, Host, Machine, Nic, Software
 from hardware_db.units import format_bytes
 
@@ -36,10 +36,10 @@ def machine_blocks(machine: Machine) -> list[Block]:
 
 
 def _gpu_table(gpus: Iterable[Gpu]) -> Table:
-    columns = (Column("GPU", True), Column("name"), Column("in use"), Column("free", True), Column("total", True))
-    columns += (Column("processes", True), Column("SM MHz", True), Column("watts", True), Column("PCIe"))
-    columns += (Column("NVLinks", True),)
-    return Table(columns=columns, rows=[_gpu_row(gpu) for gpu in gpus])
+    headings = columns(
+        ">GPU", "name", "in use", ">free", ">total", ">processes", ">SM MHz", ">watts", "PCIe", ">NVLinks"
+    )
+    return Table(columns=headings, rows=[_gpu_row(gpu) for gpu in gpus])
 
 
 def _gpu_row(gpu: Gpu) -> list[Cell]:
@@ -75,12 +75,12 @@ def _pair_table(machine: Machine) -> Table:
     """Every GPU against every other: NVLink, or the nearest place where their PCIe paths meet."""
     indices = [gpu.index for gpu in machine.gpus]
     ways = {frozenset((pair.first, pair.second)): _way(pair) for pair in machine.pairs}
-    columns = (Column("to GPU", True), *(Column(str(index)) for index in indices))
+    headings = columns(">to GPU", *(str(index) for index in indices))
     rows = [
         [str(row), *("-" if row == column else ways.get(frozenset((row, column)), "?") for column in indices)]
         for row in indices
     ]
-    return Table(columns=columns, rows=rows)
+    return Table(columns=headings, rows=rows)
 
 
 def _way(pair: GpuPair) -> str:

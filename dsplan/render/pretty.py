@@ -25,9 +25,16 @@ def print_blocks(blocks: Iterable[Block]) -> None:
 
 
 def _table(table: Table, *, unicode: bool) -> RichTable:
-    drawn = RichTable(title=table.title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in table.columns:
-        drawn.add_column(column.name, justify="right" if column.right else "left", overflow="fold")
+    drawn = RichTable(
+        title=table.title or None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for index, column in enumerate(table.columns):
+        drawn.add_column(column.name, justify="right" if column.right else "left", no_wrap=index == 0)
     for row in table.rows:
         drawn.add_row(*(_cell(cell, unicode=unicode) for cell in row))
     return drawn

@@ -1,0 +1,126 @@
+"""One plan as text: where the bytes and the seconds go."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from dsplan.render.blocks import Bar, Block, Cell, Style, Table, Text, columns
+from hardware_db.units import format_bytes, format_count, format_seconds
+from planner.plan import Configuration, MemoryEstimate, Plan, StepTime
+
+VERDICT_STYLES: dict[str, Style] = {"fits": "good", "tight": "warning", "does_not_fit": "bad"}
+
+_BAR = 30
+_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporaries")
+
+
+def estimate_blocks(plan: Plan) -> list[Block]:
+    """Model, hardware and configuration; memory by category and phase; time by part; the verdict."""
+    blocks = [*header(plan), Text(text=describe(plan.configuration)), Text(text="")]
+    blocks += [memory_table(plan), phase_table(plan), time_table(plan.time), Text(text=_rates(plan))]
+    blocks += [Text(text=f"note: {note}", style="warning") for note in plan.notes]
+    blocks.append(Text(text=f"figures: {_provenance(plan)}", style="faint"))
+    return [*blocks, Text(text=verdict_line(plan), style=VERDICT_STYLES[plan.verdict])]
+
+
+def header(plan: Plan) -> list[Block]:
+    """Which model on which hardware, with what was assumed."""
+    model, cluster = cast("dict[str, Any]", plan.model), cast("dict[str, Any]", plan.cluster)
+    where = f"{cluster['gpus']} x {cluster['device']}"
+    nodes = f" on {cluster['nodes']} nodes" if cluster["nodes"] > 1 else ""
+    usable = f"{format_bytes(cluster['capacity_bytes'])} usable each"
+    blocks: list[Block] = [
+        Text(text=f"{model['name']}: {format_count(model['parameters'])} parameters", style="heading"),
+        Text(text=f"{where}{nodes}, {usable}"),
+    ]
+    if cluster.get("assumed"):
+        blocks.append(Text(text=f"assumed: {cluster['assumed']}", style="warning"))
+    return blocks
+
+
+def describe(configuration: Configuration) -> str:
+    """A configuration in one line, for headings."""
+    batch = (
+        f"micro-batch {configuration.micro_batch_size} x accumulation {configuration.gradient_accumulation_steps}"
+        f" = global batch {configuration.global_batch_size}"
+    )
+    words = [f"{configuration.strategy} ({configuration.backend})", dims_text(configuration), batch]
+    words += [f"sequence {configuration.sequence_length}", configuration.precision, configuration.optimizer]
+    words += [configuration.attention, f"checkpointing {configuration.activation_checkpointing}"]
+    return ", ".join([*words, f"offload {configuration.offload}"])
+
+
+def dims_text(configuration: Configuration) -> str:
+    """The parallel degrees above 1: `replicate 2 x shard 4`, or `1 GPU`."""
+    degrees = (
+        ("replicate", configuration.dp_replicate),
+        ("shard", configuration.dp_shard),
+        ("tp", configuration.tp),
+        ("pp", configuration.pp),
+    )
+    return " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "1 GPU"
+
+
+def memory_table(plan: Plan) -> Table:
+    """Bytes by category at the peak, then what torch reserves and what the driver shows, against the capacity."""
+    memory = plan.memory
+    capacity = cast("int", plan.cluster["capacity_bytes"])
+    parts = [(name, getattr(memory, f"{name}_bytes")) for name in _CATEGORIES]
+    parts += [("allocated", memory.peak_allocated_bytes), ("reserved", memory.peak_reserved_bytes)]
+    parts += [("overhead", memory.device_overhead_bytes), ("used", memory.device_used_bytes)]
+    parts += [("used at most", memory.device_used_upper_bytes)]
+    rows = [_row(name, size / capacity, format_bytes(size)) for name, size in parts]
+    title = f"memory of the busiest GPU at its peak ({memory.peak_phase}); a full bar is {format_bytes(capacity)}"
+    return Table(title=title, columns=columns("category", "share", ">size"), rows=rows)
+
+
+def phase_table(plan: Plan) -> Table:
+    """The allocated peak of each phase of a step, and the host's memory."""
+    capacity = cast("int", plan.cluster["capacity_bytes"])
+    rows = [_row(phase, size / capacity, format_bytes(size)) for phase, size in plan.memory.phases.items()]
+    title = f"allocated peak by phase; the host needs {_host(plan.memory)} per node"
+    return Table(title=title, columns=columns("phase", "share", ">size"), rows=rows)
+
+
+def time_table(time: StepTime) -> Table:
+    """Seconds of one optimizer step by part."""
+    hidden = time.communication_seconds - time.exposed_communication_seconds
+    parts = (
+        ("compute", time.compute_seconds),
+        ("communication", time.exposed_communication_seconds),
+        ("offload", time.offload_seconds),
+        ("optimizer", time.optimizer_seconds),
+        ("bubble", time.bubble_seconds),
+    )
+    rows = [_row(name, part / time.step_seconds, format_seconds(part)) for name, part in parts if part > 0]
+    title = f"one step takes {format_seconds(time.step_seconds)}; {format_seconds(hidden)} of communication is hidden"
+    return Table(title=title, columns=columns("part", "share", ">time"), rows=rows)
+
+
+def verdict_line(plan: Plan) -> str:
+    """Whether it fits, with the two figures that decide it."""
+    need = format_bytes(plan.memory.device_used_upper_bytes)
+    have = format_bytes(cast("int", plan.cluster["capacity_bytes"]))
+    words = {"fits": "fits", "tight": "tight", "does_not_fit": "does not fit"}
+    return f"verdict: {words[plan.verdict]}: needs at most {need} of {have} per GPU; limited by {plan.limited_by}"
+
+
+def _row(name: str, share: float, figure: str) -> list[Cell]:
+    return [name, Bar(share=share, width=_BAR), figure]
+
+
+def _rates(plan: Plan) -> str:
+    rates = plan.throughput
+    share = "" if rates.mfu is None else f", {rates.mfu:.1%} of the dense peak"
+    return (
+        f"throughput: {rates.tokens_per_second_per_gpu:,.0f} tokens/s per GPU,"
+        f" {rates.samples_per_second:.3g} samples/s, {rates.tflops_per_gpu:.3g} TFLOP/s per GPU{share}"
+    )
+
+
+def _host(memory: MemoryEstimate) -> str:
+    return format_bytes(memory.host_bytes_per_node)
+
+
+def _provenance(plan: Plan) -> str:
+    return ", ".join(f"{group} {source}" for group, source in plan.provenance.items()) or "datasheet"
