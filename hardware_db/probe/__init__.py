@@ -1,0 +1,68 @@
+"""What is here: GPUs, how they are joined, host, software. Missing or broken hardware is reported, never raised."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import replace
+
+from hardware_db.probe.amd import probe_amd
+from hardware_db.probe.apple import probe_apple
+from hardware_db.probe.host import probe_host
+from hardware_db.probe.machine import (
+    Disk,
+    Gpu,
+    GpuPair,
+    GpuProcess,
+    Host,
+    Machine,
+    MigDevice,
+    Nic,
+    Software,
+)
+from hardware_db.probe.nvml import probe_nvidia
+from hardware_db.probe.visible import with_visibility
+
+__all__ = [
+    "Disk",
+    "Gpu",
+    "GpuPair",
+    "GpuProcess",
+    "Host",
+    "Machine",
+    "MigDevice",
+    "Nic",
+    "Software",
+    "probe",
+    "probe_hardware",
+]
+
+
+def probe() -> Machine:
+    """This machine with the versions of its software."""
+    from hardware_db.probe.software import probe_software  # package metadata is slow to import
+
+    machine = probe_hardware()
+    found = probe_software()
+    known = machine.software
+    return replace(machine, software=replace(found, driver=known.driver, driver_cuda=known.driver_cuda))
+
+
+def probe_hardware() -> Machine:
+    """This machine as planning needs it: GPUs, topology and host, of the software only the driver."""
+    host = probe_host()
+    answer = probe_nvidia()
+    gpus, pairs = answer.gpus, answer.pairs
+    if not gpus:
+        gpus, pairs = probe_amd()
+    if not gpus:
+        gpus = probe_apple(host)
+    software = Software(python=platform.python_version(), driver=answer.driver, driver_cuda=answer.driver_cuda)
+    nothing = () if gpus or answer.messages else ("no GPU found here",)
+    return Machine(
+        host=host,
+        software=software,
+        gpus=with_visibility(gpus, os.environ),
+        pairs=pairs,
+        messages=(*answer.messages, *nothing),
+    )

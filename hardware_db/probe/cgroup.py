@@ -1,0 +1,88 @@
+"""What the control group of this process allows: memory and processor time, versions 1 and 2."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from hardware_db.probe.files import read_int, read_text
+
+_UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 where there is no limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """The tightest limits on the way from this process to the root; None where there is none.
+
+    `memory_left_bytes` is the limit less what cannot be reclaimed of what the group holds.
+    """
+
+    memory_bytes: int | None = None
+    memory_left_bytes: int | None = None
+    cpus: int | None = None
+
+
+def cgroup_limits(root: Path = Path("/")) -> Limits:
+    """The limits of the control groups this process is in."""
+    groups = _groups(root)
+    memory = [found for folder in groups["memory"] if (found := _memory(folder)) is not None]
+    cpus = [count for folder in groups["cpu"] if (count := _cpus(folder)) is not None]
+    return Limits(
+        memory_bytes=min((limit for limit, _ in memory), default=None),
+        memory_left_bytes=min((left for _, left in memory), default=None),
+        cpus=min(cpus, default=None),
+    )
+
+
+def _groups(root: Path) -> dict[str, list[Path]]:
+    """Directories that can limit memory and cpu: the group of this process and all above it."""
+    base = root / "sys/fs/cgroup"
+    found: dict[str, list[Path]] = {"memory": [], "cpu": []}
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        for wanted in found:
+            if wanted in controllers.split(","):
+                found[wanted] += _upwards(base / wanted, path)
+            elif controllers == "":
+                found[wanted] += _upwards(base, path) + _upwards(base / "unified", path)
+    return found
+
+
+def _upwards(base: Path, path: str) -> list[Path]:
+    """The group's directory and its parents; inside a container the path may name groups that are not mounted."""
+    relative = PurePosixPath(path.lstrip("/"))
+    return [base / parent for parent in (relative, *relative.parents)]
+
+
+def _memory(folder: Path) -> tuple[int, int] | None:
+    for limit_file, used_file, cache_key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit = read_int(folder / limit_file)
+        if limit is not None and limit < _UNLIMITED:
+            held = (read_int(folder / used_file) or 0) - _statistic(folder / "memory.stat", cache_key)
+            return limit, max(0, limit - max(0, held))
+    return None
+
+
+def _statistic(path: Path, key: str) -> int:
+    """One figure of memory.stat, 0 where it is not there."""
+    for line in (read_text(path) or "").splitlines():
+        name, _, number = line.partition(" ")
+        if name == key and number.strip().isdigit():
+            return int(number)
+    return 0
+
+
+def _cpus(folder: Path) -> int | None:
+    words = (read_text(folder / "cpu.max") or "").split()
+    quota, period = (words[0], words[1]) if len(words) == 2 else ("max", "0")
+    if quota.isdigit() and period.isdigit() and int(period):
+        return max(1, math.ceil(int(quota) / int(period)))
+    old_quota, old_period = read_int(folder / "cpu.cfs_quota_us"), read_int(folder / "cpu.cfs_period_us")
+    if old_quota and old_period and old_quota > 0:
+        return max(1, math.ceil(old_quota / old_period))
+    return None
