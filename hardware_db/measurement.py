@@ -131,7 +131,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RateMeasurement:
-    """One point of a micro-benchmark: `kind` (matmul, memory, all_reduce …) ran at `value` `unit`.
+    """One point of a micro-benchmark: `operation` (matmul, memory, all_reduce …) ran at `value` `unit`.
 
     `size` is the bytes moved per rank, for matmul the edge of the square matrices; None where the rate has no size.
     `dtype` is empty where it does not matter; `ranks` is how many processes took part.
@@ -142,7 +142,7 @@ class RateMeasurement:
 
     id: str
     created_at: str
-    kind: str
+    operation: str
     value: float
     unit: str
     fingerprint: Fingerprint
@@ -155,7 +155,7 @@ class RateMeasurement:
         _check_identity(self.id, self.created_at)
         _check_figures(self.fingerprint.machine, "fingerprint.machine")
         _check_figures(self, "rate")
-        for name in ("kind", "unit"):
+        for name in ("operation", "unit"):
             if not getattr(self, name):
                 raise RecordError(name, "is empty")
 

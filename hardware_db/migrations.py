@@ -61,7 +61,7 @@ def m001_measurements(connection: sqlite3.Connection) -> None:
             created_at TEXT NOT NULL,
             source TEXT NOT NULL,
             fingerprint TEXT NOT NULL REFERENCES fingerprints (key),
-            kind TEXT NOT NULL,
+            operation TEXT NOT NULL,
             dtype TEXT NOT NULL,
             size INTEGER,
             ranks INTEGER NOT NULL,

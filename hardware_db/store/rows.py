@@ -15,7 +15,7 @@ _MEASURED = tuple(item.name for item in fields(Measured))
 _PREDICTED = tuple(item.name for item in fields(Predicted))
 _FIGURES = (*_MEASURED, *(f"predicted_{name}" for name in _PREDICTED))
 _DERIVED = ("fingerprint", "model", "strategy", "plan_key")
-_RATE = ("id", "created_at", "source", "kind", "dtype", "size", "ranks", "value", "unit")
+_RATE = ("id", "created_at", "source", "operation", "dtype", "size", "ranks", "value", "unit")
 
 
 def _insert(table: str, columns: tuple[str, ...]) -> str:

@@ -1,0 +1,100 @@
+"""`dsplan db`: the runs that dsplan remembers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="List, show, export and import measured runs.",
+)
+
+_HOW_TO_FILL = "`dsplan run train.py` stores every run, `dsplan db import FILE` adds those of others."
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+@app.command("list")
+def list_measurements(
+    model: Annotated[str | None, typer.Option(help="Only runs of this model, named as `dsplan models` does.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="Only runs of this strategy.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many of the newest runs to show.")] = 20,
+    json: Json = False,
+) -> None:
+    """The newest runs, with measured against predicted memory and time."""
+    from dsplan.render.blocks import Text
+    from dsplan.render.measurements import measurement_table
+    from dsplan.render.show import show, show_json
+    from hardware_db.errors import UnknownName
+    from hardware_db.store import open_store
+    from hardware_db.store.documents import SCHEMA_VERSION, to_document
+    from planner.vocabulary import STRATEGIES
+
+    if strategy is not None and strategy not in STRATEGIES:
+        raise UnknownName("strategy", strategy, STRATEGIES, hint=f"the strategies are {', '.join(STRATEGIES)}")
+    with open_store() as store:
+        total = store.count()
+        # One more than asked for, to know whether there are older ones.
+        found = store.list(model=model, strategy=strategy, limit=limit + 1)
+    shown = found[:limit]
+    if json:
+        show_json({"schema_version": SCHEMA_VERSION, "measurements": [to_document(one) for one in shown]})
+    elif not total:
+        show([Text(text=f"The database is empty: {_HOW_TO_FILL}")])
+    elif not shown:
+        show([Text(text=f"None of the {total} stored runs matches; `dsplan db list` shows all.")])
+    else:
+        older = [Text(text="There are older ones; --limit shows more.", style="faint")] if len(found) > limit else []
+        show([measurement_table(shown), *older])
+
+
+@app.command("show")
+def show_measurement(
+    id: Annotated[str, typer.Argument(help="The id of a run, or enough of its first digits.")], json: Json = False
+) -> None:
+    """One run: its plan, its machine, what was predicted and what was measured."""
+    from dsplan.render.measurements import measurement_blocks
+    from dsplan.render.show import show, show_json
+    from hardware_db.store import open_store
+    from hardware_db.store.documents import to_document
+
+    with open_store() as store:
+        measurement = store.get(id)
+    if json:
+        show_json(to_document(measurement))
+    else:
+        show(measurement_blocks(measurement))
+
+
+@app.command("export")
+def export_database(
+    file: Annotated[Path | None, typer.Argument(help="The file to write; the terminal or pipe without one.")] = None,
+) -> None:
+    """All runs and machine rates as JSON lines."""
+    from hardware_db.files import replace_text
+    from hardware_db.store import open_store
+    from hardware_db.store.transfer import export_text
+
+    with open_store() as store:
+        text = export_text(store)
+    if file is None:
+        typer.echo(text, nl=False)
+    else:
+        replace_text(file, text)
+        typer.echo(f"{text.count(chr(10))} records written to {file}")
+
+
+@app.command("import")
+def import_database(file: Annotated[Path, typer.Argument(help="A file that `dsplan db export` wrote.")]) -> None:
+    """Add the records of an export; all of them or, when one is broken, none."""
+    from hardware_db.store import open_store
+    from hardware_db.store.transfer import import_file
+
+    with open_store() as store:
+        count = import_file(store, file)
+    typer.echo(f"{count.added} records imported, {count.skipped} were there already")

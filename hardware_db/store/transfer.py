@@ -1,0 +1,90 @@
+"""Export and import: a store as JSON lines, one record a line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hardware_db.errors import BrokenFile
+from hardware_db.measurement import Record, RecordError
+from hardware_db.store.contract import Store
+from hardware_db.store.documents import from_document, to_document
+
+_REMEDY = "correct or remove the line; nothing was imported"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportCount:
+    """How many records of a file were new, and how many the store had already."""
+
+    added: int
+    skipped: int
+
+
+def export_text(store: Store) -> str:
+    """Every measurement, then every rate, oldest first, as JSON lines; empty for an empty store."""
+    records: tuple[Record, ...] = (*reversed(store.list()), *reversed(store.rates()))
+    return "".join(f"{json.dumps(to_document(record), allow_nan=False)}\n" for record in records)
+
+
+def import_file(store: Store, path: Path) -> ImportCount:
+    """Adds the records of an export, all or none; those made elsewhere by `dsplan run` get the source `import`.
+
+    Raises:
+        BrokenFile: the file cannot be read, or a line (number, key and remedy are named) is no record.
+    """
+    records = read_export(path)
+    added = store.add(*(_as_imported(record) for record in records))
+    return ImportCount(added=added, skipped=len(records) - added)
+
+
+def read_export(path: Path) -> tuple[Record, ...]:
+    """The records of an export file; blank lines are skipped.
+
+    Raises:
+        BrokenFile: the file cannot be read, or a line (number, key and remedy are named) is no record.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise BrokenFile(
+            path, f"cannot be read ({error.strerror})", "name a file that `dsplan db export` wrote"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise BrokenFile(
+            path, f"is not UTF-8 text (byte {error.start})", "name a file that `dsplan db export` wrote"
+        ) from error
+    return tuple(_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _read_line(line: str, where: str) -> Record:
+    try:
+        document = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+        # Half a surrogate pair is legal in JSON and in nothing that stores or prints text.
+        json.dumps(document, ensure_ascii=False).encode()
+        return from_document(document)
+    except json.JSONDecodeError as error:
+        raise BrokenFile(where, f"is not JSON ({error.msg} at column {error.colno})", _REMEDY) from error
+    except UnicodeEncodeError as error:
+        raise BrokenFile(where, "holds half of a surrogate pair", _REMEDY) from error
+    except RecursionError as error:
+        raise BrokenFile(where, "is nested too deep", _REMEDY) from error
+    except RecordError as error:
+        raise BrokenFile(where, str(error), _REMEDY) from error
+
+
+def _refuse_constant(name: str) -> float:
+    raise RecordError(name, "is not JSON; write null for a figure that is not there")
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RecordError(next(name for name in names if names.count(name) > 1), "appears twice")
+    return found
+
+
+def _as_imported(record: Record) -> Record:
+    return replace(record, source="import") if record.source == "run" else record

@@ -1,0 +1,68 @@
+"""Records that the tests of the database share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hardware_db.canonical import canonical_json
+from hardware_db.fingerprint import Fingerprint, MachineIdentity, Versions
+from hardware_db.measurement import Measured, Measurement, Predicted, RateMeasurement
+
+A100 = Fingerprint(
+    machine=MachineIdentity(
+        device="NVIDIA A100-SXM4-80GB",
+        device_count=8,
+        device_memory_bytes=85_899_345_920,
+        driver="550.54.15",
+        cpu="AMD EPYC 7763",
+        cores=64,
+        link="nvswitch x12",
+    ),
+    versions=Versions(python="3.11.7", torch="2.6.0", cuda="12.4", nccl="2.21.5", dsplan="0.1.0"),
+)
+LAPTOP = Fingerprint(machine=MachineIdentity(cpu="laptop", cores=4), versions=Versions(python="3.10.12"))
+
+
+def plan(**changes: Any) -> dict[str, Any]:
+    """A plan in the JSON contract's form; `changes` replace fields of its configuration, or `model` its name."""
+    model = changes.pop("model", "opt-125m")
+    return {
+        "schema_version": 1,
+        "model": {"name": model, "parameters": 125_239_296},
+        "cluster": {"device": "A100", "gpus": 8, "nodes": 1, "capacity_bytes": 80 << 30},
+        "plan": {"strategy": "ddp", "backend": "torch", "dp_replicate": 8, "micro_batch_size": 4, **changes},
+        "memory": {"peak_allocated_bytes": 3_000_000_000},
+        "time": {"step_seconds": 0.25},
+    }
+
+
+def measurement(number: int, **changes: Any) -> Measurement:
+    """The measurement with id `number`, made `number` seconds after midnight; `changes` replace fields."""
+    values: dict[str, Any] = {
+        "id": f"{number:032x}",
+        "created_at": f"2026-01-31T00:00:{number:02d}.000000Z",
+        "plan_json": canonical_json(plan()),
+        "fingerprint": A100,
+        "outcome": "completed",
+        "source": "run",
+        "measured": Measured(peak_allocated_bytes=3_100_000_000, step_seconds=0.26, first_loss=10.8, steps=20),
+        "predicted": Predicted(peak_allocated_bytes=3_000_000_000, step_seconds=0.25),
+    }
+    return Measurement(**{**values, **changes})
+
+
+def rate(number: int, **changes: Any) -> RateMeasurement:
+    """The rate with id `number`, made `number` seconds after midnight; `changes` replace fields."""
+    values: dict[str, Any] = {
+        "id": f"{number:032x}",
+        "created_at": f"2026-01-31T00:00:{number:02d}.000000Z",
+        "operation": "all_reduce",
+        "value": 2.3e11,
+        "unit": "bytes/s",
+        "fingerprint": A100,
+        "source": "run",
+        "dtype": "bf16",
+        "size": 1 << 28,
+        "ranks": 8,
+    }
+    return RateMeasurement(**{**values, **changes})
