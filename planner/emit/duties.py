@@ -71,7 +71,7 @@ def _checkpointing(plan: Plan, format: str) -> tuple[str, ...]:
     if level == "none" or (in_file and level == "full"):
         return ()
     if level == "selective":
-        return ("recomputes attention only, as planned; whole blocks would take less memory and more time",)
+        return ("recomputes all but matrix products and attention; whole blocks would take less memory and more time",)
     return ("calls model.gradient_checkpointing_enable()",)
 
 
