@@ -26,9 +26,23 @@ def interconnects() -> str:
     return compile_interconnects()
 
 
+def architectures() -> str:
+    from planner.models.compile import compile_architectures
+
+    return compile_architectures()
+
+
+def models() -> str:
+    from planner.models.compile import compile_catalogue
+
+    return compile_catalogue()
+
+
 CATALOGUES: dict[str, Callable[[], str]] = {
     "hardware_db/datasheets/devices.json": devices,
     "hardware_db/datasheets/interconnects.json": interconnects,
+    "planner/models/architectures.json": architectures,
+    "planner/models/catalogue.json": models,
 }
 
 

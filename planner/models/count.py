@@ -1,50 +1,47 @@
-"""Exact parameter counts, component by component, from ModelFacts."""
+"""Exact parameter counts, component by component, from ModelFacts.
+
+The count is that of the class `facts.architecture` names as transformers 5.23 builds it, tied weights once, buffers not
+at all; `docs/adding-a-model.md` lists the three places where publishers count otherwise.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from planner.models.counting.decoder import count_decoder
+from planner.models.counting.encoder import count_encoder
+from planner.models.counting.encoder_decoder import count_encoder_decoder
+from planner.models.counting.moe import expert_parameters
+from planner.models.counting.vision import count_vision, count_vision_language, count_vision_text
+from planner.models.facts import ModelFacts
+from planner.models.parameter_counts import BlockCount, ParameterCounts
+
+__all__ = ["BlockCount", "ParameterCounts", "active_parameters", "count_parameters"]
+
+_COUNTERS = {
+    "decoder": count_decoder,
+    "encoder": count_encoder,
+    "encoder-decoder": count_encoder_decoder,
+    "speech-encoder-decoder": count_encoder_decoder,
+    "vision": count_vision,
+    "vision-text": count_vision_text,
+    "vision-language": count_vision_language,
+}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockCount:
-    """`repeats` consecutive transformer blocks of `parameters` each, of which `experts` belong to routed experts.
+def count_parameters(facts: ModelFacts) -> ParameterCounts:
+    """Parameters of the architecture by component.
 
-    `largest_matrix` is the largest single weight tensor of the block, elements.
+    Raises:
+        ValueError: the facts are of kind `custom` and carry no measured counts.
     """
+    if facts.measured_counts is not None:
+        return facts.measured_counts
+    if facts.kind not in _COUNTERS:
+        raise ValueError(f"{facts.name}: no count is known for kind {facts.kind!r}")
+    return _COUNTERS[facts.kind](facts)
 
-    name: str
-    repeats: int
-    parameters: int
-    experts: int = 0
-    largest_matrix: int = 0
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterCounts:
-    """Parameters of a model by component; weights that are tied count once, where they are first used.
-
-    `embedding`: token, position and type tables and patch projections; `head`: the untied part of the output head;
-    `other`: final norms, poolers, relative-position tables and the like.
-    """
-
-    embedding: int
-    blocks: tuple[BlockCount, ...]
-    head: int
-    other: int
-
-    @property
-    def in_blocks(self) -> int:
-        return sum(block.parameters * block.repeats for block in self.blocks)
-
-    @property
-    def total(self) -> int:
-        return self.embedding + self.in_blocks + self.head + self.other
-
-    @property
-    def largest_block(self) -> int:
-        return max((block.parameters for block in self.blocks), default=0)
-
-    @property
-    def outside_blocks(self) -> int:
-        """Parameters of the root unit that FSDP makes of everything outside the blocks."""
-        return self.embedding + self.head + self.other
+def active_parameters(facts: ModelFacts, counts: ParameterCounts | None = None) -> int:
+    """Parameters that one token passes through, embedding and head included: all but the experts it is not routed to."""
+    counts = counts or count_parameters(facts)
+    idle = max(facts.num_experts - facts.experts_per_token, 0) * expert_parameters(facts)
+    return counts.total - sum(block.repeats * idle for block in counts.blocks if block.experts)

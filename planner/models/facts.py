@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.models.parameter_counts import ParameterCounts
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlaFacts:
@@ -38,7 +40,12 @@ class ModelFacts:
 
     `parameters` is the exact count of the architecture built (tied weights once); `active_parameters` those one token
     passes through. For encoder-decoders `num_layers` is the encoder's depth. `block_class` names the repeated module as
-    transformers calls it (`OPTDecoderLayer`), which FSDP wraps and checkpointing recomputes.
+    transformers calls it (`OPTDecoderLayer`), which FSDP wraps and checkpointing recomputes; where two towers have blocks of
+    their own, both names with a comma between (`WhisperEncoderLayer,WhisperDecoderLayer`). `first_k_dense` counts the
+    mixture-of-experts model's layers that have a plain MLP, wherever they sit. `decoder_intermediate_size` is 0 where it is
+    the encoder's. `fused_qkv` and `fused_gate_up`: one weight holds all of these projections. The dropouts are the
+    probabilities active in training by default. `measured_counts` is set for kind `custom` only, where the counts come
+    from a real module and not from these figures.
     """
 
     name: str
@@ -56,6 +63,7 @@ class ModelFacts:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    decoder_intermediate_size: int = 0
     vocab_size: int = 0
     max_position_embeddings: int = 0
     encoder_layers: int = 0
@@ -79,6 +87,8 @@ class ModelFacts:
     sliding_window: int = 0
     sliding_window_pattern: str = ""
     relative_attention_num_buckets: int = 0
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
     qkv_bias: bool = False
     k_bias: bool = True
     attn_out_bias: bool = False
@@ -124,6 +134,7 @@ class ModelFacts:
     dtype: str = ""
     remote_code: bool = False
     note: str = ""
+    measured_counts: ParameterCounts | None = None
 
     @property
     def total_layers(self) -> int:

@@ -1,0 +1,122 @@
+"""The YAML files beside this one into the JSON that is read at run time; `scripts/build_catalogues.py` calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from hardware_db.datasheets.compile import read_yaml
+from hardware_db.datasheets.names import name_index
+from hardware_db.datasheets.schema import check_row
+from planner.errors import BrokenFile
+from planner.models.architectures import Architecture
+from planner.models.count import active_parameters, count_parameters
+from planner.models.facts import MlaFacts, ModelFacts, TowerFacts
+
+HERE = Path(__file__).parent
+PARTS: dict[str, type] = {"mla": MlaFacts, "text": TowerFacts, "vision": TowerFacts}
+BOOKKEEPING = frozenset({
+    "params_published", "params_published_text", "params_published_basis", "params_published_source",
+    "params_formula", "params_instantiated", "instantiated_class", "published_deviation_pct",
+    "active_params_published", "active_params_formula", "source",
+})  # fmt: skip
+_ENTRY_KEYS = frozenset(field.name for field in dataclasses.fields(Architecture)) - {"model_type"} | {"extends"}
+_SECTIONS = ("facts", "read", "defaults", "nested", "only")
+_FACTS = {field.name: field for field in dataclasses.fields(ModelFacts)}
+
+
+def compile_architectures(path: Path = HERE / "architectures.yaml") -> str:
+    """`architectures.yaml` as JSON text, with every `extends` resolved and the templates (`_name`) left out.
+
+    Raises:
+        BrokenFile: an entry has an unknown key, an unknown field of ModelFacts, or extends nothing.
+    """
+    entries = _read_entries(path)
+    resolved = {name: _resolve(name, entries, path) for name in entries}
+    return _json({name: entry for name, entry in resolved.items() if not name.startswith("_")})
+
+
+def compile_catalogue(path: Path = HERE / "catalogue.yaml", architectures: Path = HERE / "architectures.yaml") -> str:
+    """`catalogue.yaml` as JSON text: rows without the fields at their defaults, and the row of every name and alias.
+
+    Raises:
+        BrokenFile: a row has an unknown, missing or ill-typed key, no source, or a name that is already taken.
+    """
+    known = json.loads(compile_architectures(architectures))
+    rows = [
+        _row(row, position, known, path) for position, row in enumerate(read_yaml(path, {"models"})["models"])
+    ]
+    # A Hub id answers without its organisation too.
+    spelled = [{**row, "aliases": [*row["aliases"], row["name"].rpartition("/")[2]]} for row in rows]
+    return _json({"names": name_index(spelled, path), "rows": rows})
+
+
+def _row(row: Any, position: int, known: dict[str, Any], path: Path) -> dict[str, Any]:
+    if not isinstance(row, dict) or not row.get("source"):
+        raise BrokenFile(path, f"row {position} has no source", "cite where its figures come from")
+    figures = {"name": row.get("id"), **{key: value for key, value in row.items() if key not in {*BOOKKEEPING, "id"}}}
+    if row.get("model_type") not in known:
+        raise BrokenFile(path, f"row {row.get('id')!r} has model_type {row.get('model_type')!r}", "add its entry")
+    figures |= _from_architecture(known[row["model_type"]]) | {"parameters": 0, "active_parameters": 0}
+    parts = {key: PARTS[key](**row[key]) for key in PARTS if row.get(key)}
+    checked = check_row(figures | parts, ModelFacts, path, position)
+    facts = ModelFacts(**checked | {"aliases": tuple(checked.get("aliases", ()))})
+    counts = count_parameters(facts)
+    facts = dataclasses.replace(facts, parameters=counts.total, active_parameters=active_parameters(facts, counts))
+    return _without_defaults(facts)
+
+
+def _from_architecture(entry: dict[str, Any]) -> dict[str, Any]:
+    """What the architecture fixes and a row does not repeat."""
+    fused = {key: value for key, value in entry.get("facts", {}).items() if key.startswith("fused_")}
+    dropouts = {
+        fact: next((entry["defaults"][key] for key in entry["read"].get(fact, ()) if key in entry["defaults"]), 0.0)
+        for fact in ("hidden_dropout", "attention_dropout")
+    }
+    return {"block_class": entry["block_class"], **fused, **dropouts}
+
+
+def _without_defaults(facts: ModelFacts) -> dict[str, Any]:
+    given = {name: getattr(facts, name) for name in _FACTS}
+    short = {name: value for name, value in given.items() if value != _FACTS[name].default or name == "aliases"}
+    return {
+        name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+        for name, value in short.items()
+    }
+
+
+def _read_entries(path: Path) -> dict[str, Any]:
+    import yaml  # slow to import, and only the compiler of catalogues needs it
+
+    entries: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for name, entry in entries.items():
+        unknown = [key for key in entry if key not in _ENTRY_KEYS]
+        unknown += [fact for section in ("facts", "read") for fact in entry.get(section, {}) if fact not in _FACTS]
+        if unknown:
+            raise BrokenFile(path, f"entry {name!r} has unknown key {unknown[0]!r}", f"keys are {sorted(_ENTRY_KEYS)}")
+        if entry.get("extends", name) not in entries:
+            raise BrokenFile(path, f"entry {name!r} extends unknown {entry['extends']!r}", "name another entry")
+    return entries
+
+
+def _resolve(name: str, entries: dict[str, Any], path: Path) -> dict[str, Any]:
+    own = dict(entries[name])
+    base = _resolve(own.pop("extends"), entries, path) if "extends" in own else {}
+    merged = base | {key: value for key, value in own.items() if key not in _SECTIONS}
+    for section in _SECTIONS:
+        values = base.get(section, {}) | own.get(section, {})
+        if section == "read":
+            values = {fact: _spellings(keys) for fact, keys in values.items() if keys is not None}
+        if values:
+            merged[section] = values
+    return merged
+
+
+def _spellings(keys: str | list[str]) -> list[str]:
+    return [keys] if isinstance(keys, str) else keys
+
+
+def _json(data: dict[str, Any]) -> str:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")) + "\n"

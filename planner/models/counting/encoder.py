@@ -1,0 +1,79 @@
+"""Encoder-only language models: BERT and its relatives."""
+
+from __future__ import annotations
+
+from planner.models.counting.weights import NOTHING, Weights, attention, linear, matrix, mlp, norm, norms, vector
+from planner.models.facts import ModelFacts
+from planner.models.parameter_counts import BlockCount, ParameterCounts
+
+
+def count_encoder(facts: ModelFacts) -> ParameterCounts:
+    """An encoder with the head that its architecture's name says (`ForMaskedLM`, `ForPreTraining`, none for `Model`).
+
+    ALBERT's pooler belongs to `AlbertModel`; `AlbertForMaskedLM`, which the catalogue names, is built without it.
+    """
+    return ParameterCounts(
+        embedding=_embedding(facts).total,
+        blocks=_blocks(facts),
+        head=_head(facts).total,
+        other=(_relative_positions(facts) + _pooler(facts)).total + _final_norm(facts),
+    )
+
+
+def _embedding(facts: ModelFacts) -> Weights:
+    width = facts.embedding_size or facts.hidden_size
+    tables = matrix(facts.vocab_size + facts.type_vocab_size, width)
+    if facts.learned_positions:
+        tables += matrix(facts.max_position_embeddings, width)
+    if facts.embedding_layernorm:
+        tables += norm(facts, width)
+    # ALBERT maps from the embedding's width to the hidden width even where they are equal; ELECTRA only where they differ.
+    if facts.shared_layers or width != facts.hidden_size:
+        tables += linear(width, facts.hidden_size, bias=True)
+    return tables
+
+
+def _blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
+    block = attention(facts) + mlp(facts, facts.intermediate_size) + norms(facts, facts.norms_per_layer)
+    if facts.position_buckets and not facts.share_att_key:
+        block += linear(facts.hidden_size, facts.hidden_size, bias=True)
+        block += linear(facts.hidden_size, facts.hidden_size, bias=False)
+    repeats = 1 if facts.shared_layers else facts.num_layers
+    rest = BlockCount(name="encoder", repeats=repeats, parameters=block.total, largest_matrix=block.largest)
+    if facts.model_type != "modernbert":
+        return (rest,)
+    # ModernBERT's first layer has no norm before its attention: the embeddings were normalised just before.
+    first = BlockCount(
+        name="encoder", repeats=1, parameters=block.total - norm(facts).total, largest_matrix=block.largest
+    )
+    others = BlockCount(
+        name="encoder", repeats=facts.num_layers - 1, parameters=block.total, largest_matrix=block.largest
+    )
+    return (first, others)
+
+
+def _relative_positions(facts: ModelFacts) -> Weights:
+    """DeBERTa's table of relative positions [2 * buckets, hidden] and its norm."""
+    if not facts.position_buckets:
+        return NOTHING
+    return matrix(2 * facts.position_buckets, facts.hidden_size) + norm(facts)
+
+
+def _pooler(facts: ModelFacts) -> Weights:
+    return linear(facts.hidden_size, facts.hidden_size, bias=True) if facts.pooler else NOTHING
+
+
+def _final_norm(facts: ModelFacts) -> int:
+    return norm(facts).total if facts.model_type == "modernbert" else 0
+
+
+def _head(facts: ModelFacts) -> Weights:
+    hidden, width = facts.hidden_size, facts.embedding_size or facts.hidden_size
+    if facts.architecture.endswith("ForMaskedLM"):
+        head = linear(hidden, width, bias=facts.norm_bias) + norm(facts, width)
+        if not facts.tie_word_embeddings:
+            head += matrix(width, facts.vocab_size)
+        return head + vector(facts.vocab_size) if facts.lm_head_bias else head
+    if facts.architecture.endswith("ForPreTraining"):
+        return linear(hidden, hidden, bias=True) + linear(hidden, 1, bias=True)
+    return NOTHING

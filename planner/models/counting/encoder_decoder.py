@@ -1,0 +1,67 @@
+"""Encoder-decoders: T5, BART and its relatives, Whisper."""
+
+from __future__ import annotations
+
+from planner.models.counting.weights import NOTHING, Weights, attention, linear, matrix, mlp, norms
+from planner.models.facts import ModelFacts
+from planner.models.parameter_counts import BlockCount, ParameterCounts
+
+
+def count_encoder_decoder(facts: ModelFacts) -> ParameterCounts:
+    """Both stacks, the shared token table, and an untied head where there is one.
+
+    T5 and mT5: `tie_word_embeddings` false means that the published checkpoint stores a head of its own (flan-t5, mT5). A
+    model that transformers 5 builds from such a config is tied all the same, but `from_pretrained` finds two different
+    tensors in the checkpoint and keeps both, so the head is counted: it is in memory, and trained, in every fine-tuning.
+    """
+    untied = 0 if facts.tie_word_embeddings else facts.vocab_size * facts.hidden_size
+    positions, embedding_norms = _positions(facts), norms(facts, 2 if facts.embedding_layernorm else 0)
+    final_norms = norms(facts, 2 if _has_final_norms(facts) else 0)
+    relative = 2 * facts.relative_attention_num_buckets * facts.num_heads
+    return ParameterCounts(
+        embedding=facts.vocab_size * facts.hidden_size + (positions + embedding_norms + _audio_stem(facts)).total,
+        blocks=_blocks(facts),
+        head=untied,
+        other=final_norms.total + relative,
+    )
+
+
+def _has_final_norms(facts: ModelFacts) -> bool:
+    return facts.final_norm and not facts.post_norm
+
+
+def _positions(facts: ModelFacts) -> Weights:
+    """Position tables of both stacks.
+
+    Whisper has two lengths. Pegasus keeps its fixed sinusoids as (frozen) parameters, M2M-100 as buffers, which do not count.
+    """
+    hidden = facts.hidden_size
+    if facts.max_source_positions:
+        return matrix(facts.max_source_positions, hidden) + matrix(facts.max_target_positions, hidden)
+    if facts.learned_positions or facts.model_type == "pegasus":
+        one = matrix(facts.max_position_embeddings + facts.position_offset, hidden)
+        return one + one
+    return NOTHING
+
+
+def _audio_stem(facts: ModelFacts) -> Weights:
+    """Whisper's two convolutions of width 3 over the mel spectrogram."""
+    if not facts.num_mel_bins:
+        return NOTHING
+    hidden = facts.hidden_size
+    return linear(3 * facts.num_mel_bins, hidden, bias=True) + linear(3 * hidden, hidden, bias=True)
+
+
+def _blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
+    attend = attention(facts)
+    encoder = attend + mlp(facts, facts.intermediate_size) + norms(facts, 2)
+    decoder_width = facts.decoder_intermediate_size or facts.intermediate_size
+    decoder = attend + attend + mlp(facts, decoder_width) + norms(facts, 3)
+    return (
+        _block("encoder", facts.encoder_layers or facts.num_layers, encoder),
+        _block("decoder", facts.decoder_layers, decoder),
+    )
+
+
+def _block(name: str, repeats: int, weights: Weights) -> BlockCount:
+    return BlockCount(name=name, repeats=repeats, parameters=weights.total, largest_matrix=weights.largest)
