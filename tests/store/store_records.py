@@ -66,3 +66,11 @@ def rate(number: int, **changes: Any) -> RateMeasurement:
         "ranks": 8,
     }
     return RateMeasurement(**{**values, **changes})
+
+
+FROZEN = (
+    measurement(1),
+    measurement(2, outcome="out_of_memory", measured=Measured(), predicted=Predicted(), fingerprint=LAPTOP),
+    rate(3),
+)
+"""What every file in `schemas/` holds."""

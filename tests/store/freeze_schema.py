@@ -1,0 +1,37 @@
+"""Writes `schemas/schema-N.db`, a real database file of the present schema N, for the tests of later schemas.
+
+Run it once when a schema is released: `python tests/store/freeze_schema.py`. It refuses to replace a file.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMAS = Path(__file__).parent / "schemas"
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT))
+    from store_records import FROZEN
+
+    from hardware_db.migrations import MIGRATIONS
+    from hardware_db.store import open_store
+
+    path = SCHEMAS / f"schema-{len(MIGRATIONS)}.db"
+    if path.exists():
+        sys.exit(f"{path} exists; a released schema does not change, add a migration instead")
+    SCHEMAS.mkdir(exist_ok=True)
+    with open_store(path) as store:
+        store.add(*FROZEN)
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA journal_mode = delete")
+    connection.execute("PRAGMA page_size = 512")
+    connection.execute("VACUUM")
+    connection.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Bodies of the processes that the tests of the database start, run as `python store_processes.py NAME PATH NUMBER`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from store_records import A100, plan
+
+from hardware_db.measurement import Measured, measure_run
+from hardware_db.store import open_store, rows
+from hardware_db.store.connection import connect, transaction
+
+WRITES = 50
+
+
+def write_many(path: Path, number: int) -> None:
+    """Waits for the file `go`, so that all processes open the new database at once, then adds one run at a time."""
+    while not (path.parent / "go").exists():
+        time.sleep(0.001)
+    with open_store(path) as store:
+        for step in range(WRITES):
+            store.add(measure_run(plan(), A100, outcome="completed", measured=Measured(host_bytes=number, steps=step)))
+
+
+def die_after_adding(path: Path, number: int) -> None:
+    """Adds `number` runs and is killed without closing anything."""
+    store = open_store(path)
+    store.add(*(measure_run(plan(), A100, outcome="completed", measured=Measured()) for _ in range(number)))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_while_adding(path: Path, number: int) -> None:
+    """Is killed inside a transaction, after `number` of its records."""
+    connection = connect(path)
+    with transaction(connection):
+        for _ in range(number):
+            record = measure_run(plan(), A100, outcome="completed", measured=Measured())
+            connection.execute(rows.INSERT_FINGERPRINT, rows.fingerprint_row(A100))
+            connection.execute(rows.INSERT_MEASUREMENT, rows.measurement_row(record))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
