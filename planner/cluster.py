@@ -11,8 +11,8 @@ from hardware_db.device import Device, Link
 class Rates:
     """Measured rates of this machine, which replace datasheet figures where they are not None.
 
-    FLOP/s of large matrix products in the compute dtype, bytes/s of device memory and of host-device copies, bus bandwidth
-    of collectives in bytes/s and their latency in seconds, parameters/s of the CPU optimizer.
+    FLOP/s of large matrix products in the compute dtype, bytes/s of device memory and of host-device copies, bus
+    bandwidth of collectives in bytes/s and their latency in seconds, parameters/s of the CPU optimizer.
     """
 
     matmul_flops: float | None = None
@@ -27,8 +27,8 @@ class Rates:
 class Cluster:
     """`nodes` equal nodes of `gpus_per_node` devices.
 
-    `capacity_bytes` is what one process may use on one device (free now, where the machine was probed). `assumed` is the
-    sentence that says what was taken for granted, empty when everything was asked for or probed.
+    `capacity_bytes` is what one process may use on one device (free now, where the machine was probed). `assumed` is
+    the sentence that says what was taken for granted, empty when everything was asked for or probed.
     """
 
     device: Device

@@ -140,8 +140,9 @@ class Throughput:
 class Plan:
     """A configuration with its price. `to_dict` is the object that `estimate --json` prints; plan files hold the same.
 
-    `limited_by` says what keeps the plan from being faster; `runnable` whether `dsplan run` can run it today, with
-    `notes` holding the reason where it cannot.
+    `workload` holds what the configuration does not (task, limits), `alternatives` the plans it was chosen over with
+    the reason. `limited_by` says what keeps the plan from being faster; `runnable` whether `dsplan run` can run it
+    today, with `notes` holding the reason where it cannot.
     """
 
     model: Mapping[str, object]
@@ -155,4 +156,6 @@ class Plan:
     runnable: bool
     notes: tuple[str, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
+    workload: Mapping[str, object] = field(default_factory=dict)
+    alternatives: tuple[Mapping[str, object], ...] = ()
     schema_version: int = SCHEMA_VERSION

@@ -12,8 +12,8 @@ from planner.errors import ContradictoryRequest
 class Workload:
     """One training job, independent of how it is spread over devices.
 
-    `sequence_length` is tokens per sample (patches for images, decoder tokens for speech), `source_length` the encoder's
-    length in encoder-decoders. `max_memory_bytes` caps every device, `host_memory_bytes` every node.
+    `sequence_length` is tokens per sample (patches for images, decoder tokens for speech), `source_length` the
+    encoder's length in encoder-decoders. `max_memory_bytes` caps every device, `host_memory_bytes` every node.
 
     Raises:
         ContradictoryRequest: a number is not positive or a word is not in the vocabulary.

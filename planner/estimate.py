@@ -1,0 +1,184 @@
+"""Estimate: one exact configuration, priced and judged."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from planner import vocabulary as words
+from planner.cluster import Cluster
+from planner.errors import ContradictoryRequest
+from planner.job import Job
+from planner.memory import memory_estimate
+from planner.memory.recipe import recipe_of
+from planner.memory.saved import EAGER_ONLY
+from planner.memory.states import states_of
+from planner.plan import Configuration, MemoryEstimate, Plan, StepTime
+from planner.request import Request
+from planner.timing import step_time, throughput
+from planner.verdict import Judgement, judge, limited_by
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Priced:
+    """A job with its memory and whether that fits."""
+
+    job: Job
+    memory: MemoryEstimate
+    judgement: Judgement
+
+
+def price(request: Request, configuration: Configuration) -> Priced:
+    """Memory and verdict of a configuration; time is left to `plan_of`, since most candidates never need it."""
+    job = Job(
+        facts=request.facts,
+        counts=request.counts,
+        workload=request.workload,
+        cluster=request.cluster,
+        configuration=configuration,
+    )
+    memory = memory_estimate(job)
+    nvme = states_of(job, recipe_of(configuration)).nvme * request.cluster.gpus_per_node
+    return Priced(job=job, memory=memory, judgement=judge(job, memory, nvme))
+
+
+def estimate(request: Request, configuration: Configuration) -> Plan:
+    """The plan of one configuration on the request's cluster.
+
+    Raises:
+        ContradictoryRequest: the configuration's degrees do not use exactly the cluster's devices, or a degree does not
+            divide what it splits, or the strategy cannot do what is asked of it.
+    """
+    problem = impossible(request, configuration)
+    if problem:
+        raise ContradictoryRequest(problem)
+    priced = price(request, configuration)
+    return plan_of(priced, step_time(priced.job))
+
+
+def impossible(request: Request, configuration: Configuration) -> str:
+    """Why a configuration cannot be run by anything, in one sentence; empty when it can."""
+    gpus, strategy, offload = request.cluster.gpus, configuration.strategy, configuration.offload
+    if configuration.world_size != gpus:
+        return (
+            f"dp {configuration.dims.data_parallel} x tp {configuration.tp} x pp {configuration.pp} ="
+            f" {configuration.world_size} is not the {gpus} GPUs asked for"
+        )
+    if strategy == "single" and gpus > 1:
+        return f"strategy single uses one GPU, not {gpus}; use ddp, fsdp or zero1-3"
+    if offload != "none" and offload not in offloads_of(strategy):
+        possible = ", ".join(offloads_of(strategy)) or "none"
+        return f"--offload {offload} is not possible with {strategy}; possible: {possible}"
+    if (configuration.backend == "torch") == (strategy in words.ZERO_STAGES):
+        return f"backend {configuration.backend} does not run {strategy}; use {words.default_backend(strategy)}"
+    return _indivisible(request, configuration)
+
+
+def _indivisible(request: Request, configuration: Configuration) -> str:
+    heads, layers = request.facts.num_heads, request.facts.total_layers
+    if configuration.tp > 1 and heads % configuration.tp:
+        return f"--tp {configuration.tp} does not divide the {heads} attention heads of {request.facts.name}"
+    if configuration.pp > layers:
+        return f"--pp {configuration.pp} is more than the {layers} blocks of {request.facts.name}"
+    return ""
+
+
+def offloads_of(strategy: str) -> tuple[words.Offload, ...]:
+    """What a strategy can offload, `none` left out."""
+    if strategy == "zero3":
+        return ("optimizer", "all", "nvme")
+    if strategy in ("zero1", "zero2"):
+        return ("optimizer",)
+    return ("all",) if strategy in words.FSDP_STRATEGIES else ()
+
+
+def plan_of(priced: Priced, time: StepTime) -> Plan:
+    """The whole plan, with notes and provenance."""
+    job, configuration = priced.job, priced.job.configuration
+    blocked = unrunnable(configuration)
+    notes = [note for note in (blocked, priced.judgement.reason, *_remarks(job)) if note]
+    return Plan(
+        model=_model(job),
+        cluster=_cluster(job),
+        workload={
+            "task": job.workload.task,
+            "source_length": job.workload.source_length,
+            "max_memory_bytes": job.workload.max_memory_bytes,
+            "host_memory_bytes": job.workload.host_memory_bytes,
+        },
+        configuration=configuration,
+        memory=priced.memory,
+        time=time,
+        throughput=throughput(job, time),
+        verdict=priced.judgement.verdict,
+        limited_by=limited_by(time),
+        runnable=not blocked,
+        notes=tuple(notes),
+        provenance=_provenance(job.cluster),
+    )
+
+
+def unrunnable(configuration: Configuration) -> str:
+    """Why `dsplan run` cannot run a configuration today; empty when it can."""
+    if configuration.tp > 1 or configuration.pp > 1:
+        return f"dsplan run cannot yet run tp {configuration.tp} x pp {configuration.pp}; the plan can be emitted"
+    if configuration.backend == "native":
+        return "dsplan run has no native ZeRO in this version; the same plan runs with --backend deepspeed"
+    return ""
+
+
+def _remarks(job: Job) -> list[str]:
+    facts, device, configuration = job.facts, job.cluster.device, job.configuration
+    remarks = []
+    if configuration.attention != "eager" and facts.model_type in EAGER_ONLY:
+        remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
+    if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:
+        remarks.append(f"{device.name} has no bf16 units; fp16 is its fast precision")
+    return remarks
+
+
+def _model(job: Job) -> dict[str, object]:
+    facts = job.facts
+    return {
+        "name": facts.name,
+        "family": facts.family,
+        "model_type": facts.model_type,
+        "kind": facts.kind,
+        "parameters": job.counts.total,
+        "trainable_parameters": job.counts.total,
+        "active_parameters": facts.active_parameters,
+        "hidden_size": facts.hidden_size,
+        "num_layers": facts.num_layers,
+        "vocab_size": facts.vocab_size,
+        "block_class": facts.block_class,
+    }
+
+
+def _cluster(job: Job) -> dict[str, object]:
+    cluster = job.cluster
+    return {
+        "device": cluster.device.name,
+        "gpus": cluster.gpus,
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "capacity_bytes": cluster.capacity_bytes,
+        "intra_link": cluster.intra_link.name if cluster.intra_link else None,
+        "inter_link": cluster.inter_link.name if cluster.inter_link else None,
+        "nics_per_node": cluster.nics_per_node,
+        "host_memory_bytes_per_node": cluster.host_memory_bytes_per_node,
+        "nvme_bytes_per_node": cluster.nvme_bytes_per_node,
+        "node_type": cluster.node_type,
+        "assumed": cluster.assumed,
+        "probed": cluster.probed,
+    }
+
+
+def _provenance(cluster: Cluster) -> dict[str, str]:
+    rates = asdict(cluster.rates)
+    groups = {
+        "compute": "matmul_flops",
+        "communication": "collective_bytes_per_s",
+        "offload": "host_link_bytes_per_s",
+        "optimizer": "cpu_optimizer_parameters_per_s",
+    }
+    known = {group: "calibrated" if rates[rate] is not None else "datasheet" for group, rate in groups.items()}
+    return {"memory": "datasheet", **known}

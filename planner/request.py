@@ -1,0 +1,116 @@
+"""Request: a question with every default filled in and said aloud."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from hardware_db.units import GB
+from planner import vocabulary as words
+from planner.cluster import Cluster
+from planner.errors import ContradictoryRequest
+from planner.models.count import count_parameters
+from planner.models.facts import ModelFacts
+from planner.models.parameter_counts import ParameterCounts
+from planner.models.tasks import default_sequence_length, default_task
+from planner.workload import Workload
+
+SAMPLES_PER_GPU = 8
+"""Global batch per GPU that is planned for when none is asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkOptions:
+    """What the user said of the work; None where they said nothing. GB are 1e9 bytes."""
+
+    task: words.Task | None = None
+    seq_len: int | None = None
+    source_len: int | None = None
+    global_batch: int | None = None
+    precision: words.Precision | None = None
+    optimizer: words.Optimizer = "adamw"
+    attention: words.Attention = "sdpa"
+    max_memory_gb: float | None = None
+    host_memory_gb: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What to plan: model, work, devices, and how plans are to be ranked.
+
+    `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None.
+    """
+
+    facts: ModelFacts
+    counts: ParameterCounts
+    workload: Workload
+    cluster: Cluster
+    defaults: tuple[str, ...] = ()
+    objective: words.Objective = "throughput"
+    top: int = 5
+    allow_unrunnable: bool = False
+    strategies: tuple[words.Strategy, ...] | None = None
+
+
+def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: object) -> Request:
+    """A request from what the user said; `ranking` are the fields of Request that say how to rank.
+
+    Raises:
+        ContradictoryRequest: a number is out of range, or the sequence is longer than the model has positions for.
+    """
+    counts = count_parameters(facts)
+    defaults: list[str] = [cluster.assumed] if cluster.assumed else []
+    workload = Workload(
+        task=options.task or default_task(facts),
+        sequence_length=_sequence_length(facts, options, defaults),
+        global_batch_size=_global_batch(cluster, options, defaults),
+        precision=options.precision or _precision(cluster, defaults),
+        optimizer=options.optimizer,
+        attention=options.attention,
+        source_length=options.source_len or 0,
+        max_memory_bytes=_bytes("--max-memory-gb", options.max_memory_gb),
+        host_memory_bytes=_bytes("--host-memory-gb", options.host_memory_gb),
+    )
+    request = Request(facts=facts, counts=counts, workload=workload, cluster=cluster, defaults=tuple(defaults))
+    return replace(request, **ranking)  # type: ignore[arg-type]
+
+
+def _sequence_length(facts: ModelFacts, options: WorkOptions, defaults: list[str]) -> int:
+    if options.seq_len is None:
+        length = default_sequence_length(facts)
+        defaults.append(f"sequence length {length} (--seq-len)")
+        return length
+    longest = facts.max_position_embeddings
+    if facts.learned_positions and longest and options.seq_len > longest:
+        raise ContradictoryRequest(
+            f"--seq-len {options.seq_len} is more than the {longest} learned positions of {facts.name};"
+            f" use at most {longest}"
+        )
+    return options.seq_len
+
+
+def _global_batch(cluster: Cluster, options: WorkOptions, defaults: list[str]) -> int:
+    if options.global_batch is not None:
+        return options.global_batch
+    batch = SAMPLES_PER_GPU * cluster.gpus
+    defaults.append(f"global batch {batch} (--global-batch)")
+    return batch
+
+
+def _precision(cluster: Cluster, defaults: list[str]) -> words.Precision:
+    device = cluster.device
+    precision: words.Precision = "bf16"
+    if device.is_cpu:
+        precision = "fp32"
+    elif not device.supports_bf16:
+        precision = "fp16" if (device.peak_flops("fp16") or 0) > (device.peak_flops("fp32") or 0) else "fp32"
+    defaults.append(f"precision {precision} (--precision)")
+    return precision
+
+
+def _bytes(flag: str, gigabytes: float | None) -> int | None:
+    if gigabytes is None:
+        return None
+    if not math.isfinite(gigabytes) or gigabytes <= 0:
+        raise ContradictoryRequest(f"{flag} {gigabytes} is not a memory size; give GB above 0")
+    return round(gigabytes * GB)
