@@ -20,7 +20,10 @@ class MlaFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerFacts:
-    """The second tower of a two-tower model: CLIP's text side, the vision side of a vision-language model."""
+    """The second tower of a two-tower model: CLIP's text side, the vision side of a vision-language model.
+
+    `pooling_head`: SigLIP's attention pooling, which Gemma 3's checkpoints leave out.
+    """
 
     hidden_size: int
     num_layers: int
@@ -32,6 +35,7 @@ class TowerFacts:
     patch_size: int = 0
     model_type: str = ""
     mm_tokens_per_image: int = 0
+    pooling_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,8 +36,8 @@ def _embedding(facts: ModelFacts) -> Weights:
 def _blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
     block = attention(facts) + mlp(facts, facts.intermediate_size) + norms(facts, facts.norms_per_layer)
     if facts.position_buckets and not facts.share_att_key:
-        block += linear(facts.hidden_size, facts.hidden_size, bias=True)
-        block += linear(facts.hidden_size, facts.hidden_size, bias=False)
+        positions = linear(facts.hidden_size, facts.hidden_size, bias=True)
+        block += positions + positions
     repeats = 1 if facts.shared_layers else facts.num_layers
     rest = BlockCount(name="encoder", repeats=repeats, parameters=block.total, largest_matrix=block.largest)
     if facts.model_type != "modernbert":
@@ -68,12 +68,38 @@ def _final_norm(facts: ModelFacts) -> int:
 
 
 def _head(facts: ModelFacts) -> Weights:
-    hidden, width = facts.hidden_size, facts.embedding_size or facts.hidden_size
-    if facts.architecture.endswith("ForMaskedLM"):
-        head = linear(hidden, width, bias=facts.norm_bias) + norm(facts, width)
-        if not facts.tie_word_embeddings:
-            head += matrix(width, facts.vocab_size)
-        return head + vector(facts.vocab_size) if facts.lm_head_bias else head
-    if facts.architecture.endswith("ForPreTraining"):
-        return linear(hidden, hidden, bias=True) + linear(hidden, 1, bias=True)
+    built = facts.architecture
+    if built.endswith("ForMaskedLM"):
+        return _masked_lm_head(facts)
+    if built.endswith("ForPreTraining"):
+        return _pretraining_head(facts)
+    if built.endswith("ForSequenceClassification"):
+        return _dense(facts) + linear(facts.hidden_size, facts.num_labels, bias=True)
+    if built.endswith(("ForTokenClassification", "ForQuestionAnswering")):
+        outputs = 2 if built.endswith("ForQuestionAnswering") else facts.num_labels
+        dense = _dense(facts) if facts.model_type == "modernbert" else NOTHING
+        return dense + linear(facts.hidden_size, outputs, bias=True)
     return NOTHING
+
+
+def _masked_lm_head(facts: ModelFacts) -> Weights:
+    """A projection to the embedding's width, its norm, and the bias of the decoder that is tied to the embedding."""
+    width = facts.embedding_size or facts.hidden_size
+    head = linear(facts.hidden_size, width, bias=facts.norm_bias) + norm(facts, width)
+    if not facts.tie_word_embeddings:
+        head += matrix(width, facts.vocab_size)
+    return head + vector(facts.vocab_size) if facts.lm_head_bias else head
+
+
+def _pretraining_head(facts: ModelFacts) -> Weights:
+    """ELECTRA's discriminator; for BERT and ALBERT the masked-LM head, a pooler and the sentence-order classifier."""
+    dense = linear(facts.hidden_size, facts.hidden_size, bias=True)
+    if facts.model_type == "electra":
+        return dense + linear(facts.hidden_size, 1, bias=True)
+    return _masked_lm_head(facts) + dense + linear(facts.hidden_size, 2, bias=True)
+
+
+def _dense(facts: ModelFacts) -> Weights:
+    """The layer before a classifier (BERT calls it the pooler); ModernBERT's has a norm and no bias."""
+    dense = linear(facts.hidden_size, facts.hidden_size, bias=facts.norm_bias)
+    return dense + norm(facts) if facts.model_type == "modernbert" else dense

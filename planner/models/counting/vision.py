@@ -71,6 +71,7 @@ def count_vision_language(facts: ModelFacts) -> ParameterCounts:
         mlp_bias=True,
         qk_norm=False,
     )
+    pooled = facts.vision.pooling_head
     width, patches = siglip.hidden_size, _patches(facts.vision.image_size, facts.vision.patch_size)
     tower = _patch_projection(facts, width, facts.vision.patch_size) + vector(width) + matrix(patches, width)
     projector = matrix(width, facts.hidden_size) + vector(width)
@@ -78,8 +79,14 @@ def count_vision_language(facts: ModelFacts) -> ParameterCounts:
         embedding=language.embedding + tower.total,
         blocks=(*language.blocks, _vision_block(siglip, "vision", siglip.num_layers)),
         head=language.head,
-        other=language.other + norm(siglip).total + projector.total,
+        other=language.other + norm(siglip).total + projector.total + (_pooling_head(siglip) if pooled else 0),
     )
+
+
+def _pooling_head(tower: ModelFacts) -> int:
+    """SigLIP's head: one learned query, a multi-head attention with fused inputs, a norm and an MLP."""
+    query = vector(tower.hidden_size)
+    return (query + attention(tower) + norm(tower) + mlp(tower, tower.intermediate_size)).total
 
 
 def _as_tower(facts: ModelFacts, tower: TowerFacts) -> ModelFacts:
