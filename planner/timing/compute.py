@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.job import Job
+from planner.memory.saved import EAGER_ONLY
 from planner.timing.efficiency import GEMM_TRAFFIC, DeviceRates
 from planner.timing.flops import (
     BACKWARD,
@@ -20,34 +21,11 @@ from planner.timing.flops import (
 )
 from planner.timing.stacks import Stack
 
-LAYER_NORM_PASSES = 2.0
-"""Reads and writes of the hidden state by one fused layer norm."""
+USUAL_MATMULS = 7
+"""Weight products of a dense gated block; those beyond are an expert's and cost the host a launch each."""
 
-RMS_NORM_PASSES = 9.0
-"""The same for an RMS norm written in torch operations with an fp32 inside (transformers' modules)."""
-
-RESIDUAL_PASSES = 3.0
-"""One residual addition reads two tensors and writes one."""
-
-DROPOUT_PASSES = 2.5
-"""Read, write, and a mask of one byte."""
-
-ACTIVATION_PASSES = 2.0
-GATED_PASSES = 5.0
-COMPOSITE_ACTIVATION_PASSES = 18.0
-"""One kernel; activation and product; the eight kernels of `gelu_new`, a read and a write or more each."""
-
-ROTARY_PASSES = 10.0
-"""Rotating queries and keys: negate, concatenate, two products, one sum."""
-
-EAGER_SCORE_BYTES = 20.0
-"""Traffic of one attention score through product, scale, mask, fp32 softmax, cast and product without fusion."""
-
-KERNELS_OUTSIDE_MATMULS = {"layernorm": 8, "rmsnorm": 26}
-"""Kernels of a block besides its weight products: norms, residuals, activation, attention, rotation."""
-
-LOSS_BYTES_PER_LOGIT = 30.0
-"""Traffic of a logit through cast, shift, log-softmax and nll in fp32, forward and backward."""
+ATTENTION_BACKWARD = 3.0
+"""Fused attention: backward over forward time. Five products for two, at 5/6 of the forward's rate (see docs)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,25 +61,25 @@ def gemm_seconds(flops: float, moved_elements: float, rates: DeviceRates) -> flo
 
 def _elementwise_bytes(stack: Stack, rates: DeviceRates, tp: int) -> float:
     """Bytes per token that the forward of one block moves outside products; norms and residuals are not split by tp."""
-    norm = RMS_NORM_PASSES if stack.root_mean_square_norm else LAYER_NORM_PASSES
-    hidden = stack.norms * norm + 2 * RESIDUAL_PASSES + (2 * DROPOUT_PASSES if stack.dropout else 0)
-    activation = GATED_PASSES if stack.gated else ACTIVATION_PASSES
-    if stack.composite_activation:
-        activation += COMPOSITE_ACTIVATION_PASSES - ACTIVATION_PASSES
-    split = activation * stack.mlp_width
+    code = rates.code
+    norm = code.rms_norm_passes if stack.root_mean_square_norm else code.layer_norm_passes
+    hidden = stack.norms * norm + 2 * code.residual_passes + (2 * code.dropout_passes if stack.dropout else 0)
+    activation = code.composite_activation_passes if stack.composite_activation else code.activation_passes
+    split = (code.gated_passes if stack.gated else activation) * stack.mlp_width
     if stack.rotary:
-        split += ROTARY_PASSES * (stack.attention_width + stack.key_value_width)
+        split += code.rotary_passes * (stack.attention_width + stack.key_value_width)
     return (hidden * stack.hidden + split / tp) * rates.element_bytes
 
 
 def _attention_seconds(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) -> float:
     """Forward of attention in one block on one tp rank."""
     tp = job.configuration.tp
-    if job.configuration.attention != "eager":
-        return executed_attention_flops(stack, shape) / tp / rates.attention_flops
     full = attention_flops(stack, shape)
+    if job.configuration.attention != "eager" and job.facts.model_type not in EAGER_ONLY:
+        executed = executed_attention_flops(stack, shape) if rates.code.skips_masked else full
+        return executed / tp / rates.attention_flops
     scores = full / (4.0 * stack.attention_width) * stack.heads if stack.attention_width else 0.0
-    return (full / rates.gemm_flops + scores * EAGER_SCORE_BYTES / rates.memory_bytes_per_s) / tp
+    return (full / rates.gemm_flops + scores * rates.code.score_bytes / rates.memory_bytes_per_s) / tp
 
 
 def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
@@ -113,19 +91,21 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     products = gemm_seconds(2.0 * matmuls.active * tokens / tp, moved, rates)
     elementwise = tokens * _elementwise_bytes(stack, rates, tp) / rates.memory_bytes_per_s
     attention = _attention_seconds(stack, job, shape, rates)
-    others = 0
-    if stack.norms:
-        others = KERNELS_OUTSIDE_MATMULS["rmsnorm" if stack.root_mean_square_norm else "layernorm"]
-    launch = (matmuls.kernels + others) * rates.launch_seconds
-    forward = max(products + elementwise + attention, launch)
-    backward = max(BACKWARD * (products + elementwise) + ATTENTION_BACKWARD * attention, BACKWARD * launch)
+    host = _host_seconds(stack, job, rates)
+    forward = max(products + elementwise + attention, host)
+    backward = max(BACKWARD * (products + elementwise) + ATTENTION_BACKWARD * attention, BACKWARD * host)
     checkpointing = job.configuration.activation_checkpointing
-    recomputed = {"none": 0.0, "full": forward, "selective": elementwise + attention}[checkpointing]
+    selective = elementwise + rates.code.selective_products * products
+    recomputed = {"none": 0.0, "full": forward, "selective": selective}[checkpointing]
     return Passes(forward=forward, backward=backward, recomputed=recomputed)
 
 
-ATTENTION_BACKWARD = 2.5
-"""Fused attention's backward runs five products for the forward's two (FlashAttention-2, arXiv 2307.08691)."""
+def _host_seconds(stack: Stack, job: Job, rates: DeviceRates) -> float:
+    """Launching the forward of one block: nothing on the device can be faster than its host."""
+    if not stack.norms:
+        return stack.matmuls.kernels * rates.code.kernel_host_seconds
+    experts = max(0, stack.matmuls.kernels - USUAL_MATMULS) * rates.code.kernel_host_seconds
+    return rates.code.block_host_seconds + experts
 
 
 def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
@@ -134,5 +114,5 @@ def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     tokens, width, hidden = head_tokens(job, shape), head_width(job), job.facts.hidden_size
     moved = (width * hidden + tokens * width) / tp + tokens * hidden
     product = gemm_seconds(2.0 * tokens * width * hidden / tp, moved, rates)
-    loss = tokens * width / tp * LOSS_BYTES_PER_LOGIT / rates.memory_bytes_per_s
+    loss = tokens * width / tp * rates.code.loss_bytes / rates.memory_bytes_per_s
     return Passes(forward=product + loss / 2, backward=BACKWARD * product + loss / 2)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hardware_db.units import MIB
 from planner.cluster import Cluster
 from planner.job import Job
 from planner.timing.communication import collective_seconds
 from planner.timing.compute import Passes
+from planner.timing.implementation import Implementation
 from planner.timing.layout import Layout
 from planner.timing.overlap import exposed_seconds
 
@@ -30,8 +31,10 @@ class Communication:
         return Communication(total=self.total * factor, exposed=self.exposed * factor)
 
 
-def data_parallel(job: Job, where: Layout, passes: Passes) -> Communication:
+def data_parallel(job: Job, where: Layout, passes: Passes, code: Implementation) -> Communication:
     """Communication of the whole step, given the compute of one micro-batch on one rank."""
+    if not code.hides_reductions:
+        passes = replace(passes, backward=0.0, recomputed=0.0)
     strategy = job.configuration.strategy
     if strategy == "zero1" or strategy == "zero2":
         return _sharded_optimizer(job, where, passes)

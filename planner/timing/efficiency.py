@@ -12,18 +12,20 @@ from dataclasses import dataclass
 
 from hardware_db.device import Device
 from planner.cluster import Cluster
+from planner.timing.implementation import TRANSFORMERS, Implementation
 from planner.vocabulary import Precision
 
 GEMM_CEILING = {
-    "volta": 0.72,
+    "volta": 0.78,
     "turing": 0.72,
     "ampere": 0.78,
+    "ampere SXM4": 0.82,
     "ada": 0.78,
-    "hopper": 0.68,
+    "hopper": 0.64,
     "blackwell": 0.60,
     "cpu": 0.50,
 }
-"""Share of the dense peak that large products sustain, by architecture."""
+"""Share of the dense peak that large products sustain, by architecture, and by form where forms differ."""
 
 OTHER_GEMM_CEILING = 0.55
 """The same for architectures without a measurement: below every one that has been measured."""
@@ -31,8 +33,11 @@ OTHER_GEMM_CEILING = 0.55
 GEMM_TRAFFIC = 0.75
 """Times the bytes of its three matrices that a product moves through device memory, over the rate of a large copy."""
 
-ATTENTION_CEILING = 0.55
-"""Share of the peak of fused attention, over the products it really computes (half of them under a causal mask)."""
+ATTENTION_CEILING = {"ampere": 0.55, "hopper": 0.34, "blackwell": 0.42}
+"""Share of the peak that fused attention's forward reaches over the products it really computes, by architecture."""
+
+OTHER_ATTENTION_CEILING = 0.34
+"""The same for architectures without a measurement: the lowest that has been measured."""
 
 MEMORY_CEILING = 0.85
 """Share of the datasheet's memory bandwidth that elementwise kernels reach."""
@@ -43,13 +48,10 @@ CPU_PEAK_PER_CORE = 64e9
 CPU_BANDWIDTH = 20e9
 """Bytes/s of an unknown CPU's memory: one channel of DDR4-2666 is 21.3e9."""
 
-KERNEL_LAUNCH_SECONDS = 6e-6
-"""Host time from one kernel to the next in eager torch: the floor under small layers."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRates:
-    """What one rank reaches: FLOP/s of products and of fused attention, bytes/s, seconds per launch, dtype widths.
+    """What one rank reaches: FLOP/s of products and of fused attention, bytes/s, and how its code runs a block.
 
     `peak_flops` is the datasheet's dense peak of the compute dtype, None where unknown; `element_bytes` the width of an
     activation.
@@ -59,8 +61,8 @@ class DeviceRates:
     gemm_flops: float
     attention_flops: float
     memory_bytes_per_s: float
-    launch_seconds: float
     element_bytes: int
+    code: Implementation
 
 
 def compute_dtype(device: Device, precision: Precision) -> str:
@@ -73,20 +75,21 @@ def compute_dtype(device: Device, precision: Precision) -> str:
     return "fp32" if peak is None or (single is not None and single > peak) else wanted
 
 
-def device_rates(cluster: Cluster, precision: Precision) -> DeviceRates:
+def device_rates(cluster: Cluster, precision: Precision, code: Implementation = TRANSFORMERS) -> DeviceRates:
     """Rates of one device of the cluster; a measured rate replaces the datasheet's wherever there is one."""
     device, measured = cluster.device, cluster.rates
     dtype = compute_dtype(device, precision)
     peak = device.peak_flops(dtype)
     floor = CPU_PEAK_PER_CORE * max(1, cluster.host_cores_per_node // max(1, cluster.gpus_per_node))
     bandwidth = (device.memory_bandwidth_bytes_per_s or CPU_BANDWIDTH) * MEMORY_CEILING
-    ceiling = GEMM_CEILING.get("cpu" if device.is_cpu else device.architecture, OTHER_GEMM_CEILING)
+    kind = "cpu" if device.is_cpu else device.architecture
+    ceiling = GEMM_CEILING.get(f"{kind} {device.form}") or GEMM_CEILING.get(kind, OTHER_GEMM_CEILING)
     gemm = measured.matmul_flops or (peak or floor) * ceiling
     return DeviceRates(
         peak_flops=peak,
         gemm_flops=gemm,
-        attention_flops=gemm / ceiling * ATTENTION_CEILING,
+        attention_flops=gemm / ceiling * ATTENTION_CEILING.get(kind, OTHER_ATTENTION_CEILING),
         memory_bytes_per_s=measured.memory_bytes_per_s or bandwidth,
-        launch_seconds=KERNEL_LAUNCH_SECONDS,
         element_bytes=4 if precision == "fp32" else 2,
+        code=code,
     )

@@ -45,7 +45,7 @@ def optimizer_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
     seconds = where.owned * size / rates.memory_bytes_per_s
     if configuration.optimizer == "adamw-forloop":
         launches = FORLOOP_KERNELS * TENSORS_PER_BLOCK * where.layers
-        seconds = max(seconds, launches * rates.launch_seconds)
+        seconds = max(seconds, launches * rates.code.kernel_host_seconds)
     return seconds
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.models.count import ParameterCounts
 from planner.models.facts import ModelFacts, TowerFacts
+from planner.models.parameter_counts import ParameterCounts
 from planner.timing.memo import memo_by_identity
 
 _LOCAL_SHARE = {

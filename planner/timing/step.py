@@ -13,23 +13,28 @@ from planner.timing.compute import Passes, block_passes, head_passes
 from planner.timing.data_parallel import Communication, data_parallel
 from planner.timing.efficiency import DeviceRates, device_rates
 from planner.timing.flops import geometry, job_stacks, model_flops
+from planner.timing.implementation import TRANSFORMERS, Implementation
 from planner.timing.layout import Layout, layout
 from planner.timing.model_parallel import boundary_seconds, tensor_parallel_seconds
 from planner.timing.offload import offload_cost
 from planner.timing.optimizer import optimizer_seconds, parameter_traffic_seconds
 
 
-def step_time(job: Job) -> StepTime:
-    """Seconds of one optimizer step in the steady state, on the busiest rank."""
+def step_time(job: Job, code: Implementation = TRANSFORMERS) -> StepTime:
+    """Seconds of one optimizer step in the steady state, on the busiest rank.
+
+    `code` says whose modules run; other implementations than transformers' serve to check the model against what others
+    measured.
+    """
     configuration = job.configuration
     steps = configuration.gradient_accumulation_steps
-    rates = device_rates(job.cluster, configuration.precision)
+    rates = device_rates(job.cluster, configuration.precision, code)
     where = layout(job)
     whole, stage = _stage_passes(job, where, rates)
     reductions = tensor_parallel_seconds(job, where, rates)
     boundary = boundary_seconds(job, rates)
     always_visible = steps * (reductions + 2 * boundary)
-    communication = data_parallel(job, where, stage) + Communication(total=always_visible, exposed=always_visible)
+    communication = data_parallel(job, where, stage, code) + Communication(total=always_visible, exposed=always_visible)
     offload = offload_cost(job, where, stage)
     compute = steps * stage.total + parameter_traffic_seconds(job, where, rates)
     optimizer = offload.cpu_optimizer or optimizer_seconds(job, where, rates)

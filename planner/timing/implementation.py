@@ -1,0 +1,52 @@
+"""How a code base runs a transformer block: what it fuses, what it skips, what the host costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """Counts that belong to code rather than to devices; docs/cost-model-time.md derives each one.
+
+    Passes are elements read or written per element of the tensor, in the compute dtype, by one forward.
+    `score_bytes` is the traffic of one attention score that is not fused away, `loss_bytes` of one logit from cast to
+    gradient. `skips_masked` says whether fused attention leaves out the masked half of a causal product,
+    `hides_reductions` whether gradients are reduced behind the backward, `selective_products` which share of the weight
+    products selective checkpointing runs again.
+    """
+
+    layer_norm_passes: float = 2.0
+    rms_norm_passes: float = 18.0
+    residual_passes: float = 3.0
+    dropout_passes: float = 2.5
+    activation_passes: float = 2.0
+    composite_activation_passes: float = 20.0
+    gated_passes: float = 5.0
+    rotary_passes: float = 10.0
+    score_bytes: float = 24.0
+    loss_bytes: float = 30.0
+    skips_masked: bool = True
+    hides_reductions: bool = True
+    selective_products: float = 0.0
+    block_host_seconds: float = 0.8e-3
+    kernel_host_seconds: float = 10e-6
+
+
+TRANSFORMERS = Implementation()
+"""transformers' modules in eager torch, attention through SDPA or flash: what dsplan's own runs are."""
+
+COMPILED = Implementation(
+    rms_norm_passes=2.0, residual_passes=1.0, gated_passes=3.0, rotary_passes=3.0, composite_activation_passes=2.0
+)
+"""The same under torch.compile, which fuses a norm, a gate or a rotation into one kernel each."""
+
+TORCHTITAN = replace(TRANSFORMERS, selective_products=0.5)
+TORCHTITAN_COMPILED = replace(COMPILED, selective_products=0.5)
+"""torchtitan's operator-wise selective checkpointing keeps every second weight product and recomputes the others."""
+
+LLM_FOUNDRY = Implementation(skips_masked=False)
+"""MPT in llm-foundry: attention takes the time of the whole product, as its 65,536-token rows show."""
+
+MEGATRON = Implementation(score_bytes=14.0, hides_reductions=False)
+"""Megatron-DeepSpeed: scale, mask and softmax fused in 16 bit, gradients reduced after the backward."""

@@ -1,0 +1,193 @@
+"""Published training rows as jobs, for the scripts that check and fit the time model."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hardware_db.datasheets import find_device, find_link
+from planner.cluster import Cluster
+from planner.job import Job
+from planner.models.facts import ModelFacts
+from planner.models.parameter_counts import BlockCount, ParameterCounts
+from planner.plan import Configuration
+from planner.timing.implementation import (
+    COMPILED,
+    LLM_FOUNDRY,
+    MEGATRON,
+    TORCHTITAN,
+    TORCHTITAN_COMPILED,
+    TRANSFORMERS,
+    Implementation,
+)
+from planner.workload import Workload
+
+MEASUREMENTS = Path(__file__).resolve().parent.parent / "hardware_db" / "measurements"
+TRANSFORMER_OF_VTRAIN = {"ffn": "", "vocab": "50257", "gated": "no", "norm": "layernorm", "position": "learned"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedRun:
+    """A measured step: `alike` groups runs that differ only in their plan."""
+
+    source: str
+    model: str
+    job: Job
+    measured_seconds: float
+    alike: str
+    code: Implementation
+
+
+def _architecture(row: Mapping[str, str]) -> tuple[ModelFacts, ParameterCounts]:
+    hidden, layers, heads = int(row["hidden"]), int(row["layers"]), int(row["heads"])
+    kv_heads = int(row.get("kv_heads") or heads)
+    vocabulary, gated = int(row["vocab"]), row["gated"] == "yes"
+    width = int(row["ffn"] or 4 * hidden)
+    head_dim = hidden // heads
+    block = 2 * hidden * head_dim * (heads + kv_heads) + (3 if gated else 2) * hidden * width
+    tied = row.get("tied", "yes") == "yes"
+    counts = ParameterCounts(
+        embedding=vocabulary * hidden,
+        blocks=(BlockCount(name="block", repeats=layers, parameters=block),),
+        head=0 if tied else vocabulary * hidden,
+        other=2 * hidden,
+    )
+    facts = ModelFacts(
+        name=row["model"],
+        family="published",
+        model_type="published",
+        architecture="published",
+        kind="decoder",
+        parameters=counts.total,
+        active_parameters=counts.total,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=width,
+        vocab_size=vocabulary,
+        gated_mlp=gated,
+        norm=row["norm"],
+        position_type=row["position"],
+        tie_word_embeddings=tied,
+    )
+    return facts, counts
+
+
+def _cluster(row: Mapping[str, str]) -> Cluster:
+    device = find_device(row["device"])
+    if row.get("memory_bandwidth_gbs"):
+        device = replace(device, memory_bandwidth_gbs=float(row["memory_bandwidth_gbs"]))
+    gpus, per_node = int(row["gpus"]), int(row["gpus_per_node"])
+    return Cluster(
+        device=device,
+        nodes=-(-gpus // per_node),
+        gpus_per_node=per_node,
+        capacity_bytes=device.capacity_bytes or 0,
+        intra_link=find_link(row["intra_link"]),
+        inter_link=find_link(row["inter_link"]) if row["inter_link"] else None,
+        nics_per_node=int(row["nics"]),
+    )
+
+
+def _run(row: Mapping[str, str]) -> PublishedRun:
+    facts, counts = _architecture(row)
+    sequence = int(row["sequence_length"])
+    shard, replicas = int(row["dp_shard"]), int(row["dp_replicate"])
+    batch = int(row["micro_batch"]) * int(row["grad_accum"]) * shard * replicas
+    configuration = Configuration(
+        strategy=row["strategy"],  # type: ignore[arg-type]
+        backend=row["backend"],  # type: ignore[arg-type]
+        dp_shard=shard,
+        dp_replicate=replicas,
+        tp=int(row["tp"]),
+        pp=int(row["pp"]),
+        micro_batch_size=int(row["micro_batch"]),
+        gradient_accumulation_steps=int(row["grad_accum"]),
+        global_batch_size=batch,
+        sequence_length=sequence,
+        precision=row["precision"],  # type: ignore[arg-type]
+        optimizer=row["optimizer"],  # type: ignore[arg-type]
+        attention=row["attention"],  # type: ignore[arg-type]
+        activation_checkpointing=row["checkpointing"],  # type: ignore[arg-type]
+    )
+    workload = Workload(
+        task="causal-lm", sequence_length=sequence, global_batch_size=batch, precision=configuration.precision
+    )
+    job = Job(facts=facts, counts=counts, workload=workload, cluster=_cluster(row), configuration=configuration)
+    gpus = int(row["gpus"])
+    seconds = (
+        float(row["step_seconds"])
+        if row.get("step_seconds")
+        else (batch * sequence / float(row["tokens_per_s_per_gpu"]) / gpus)
+    )
+    return PublishedRun(
+        source=row["source"],
+        model=row["model"],
+        job=job,
+        measured_seconds=seconds,
+        alike=" ".join(
+            str(part)
+            for part in (
+                row["source"],
+                *(facts.hidden_size, facts.num_layers, facts.num_heads, sequence),
+                *(batch, gpus, configuration.precision),
+            )
+        ),
+        code=_code(row),
+    )
+
+
+def _code(row: Mapping[str, str]) -> Implementation:
+    """Whose modules a row ran."""
+    if row["source"].startswith("llmfoundry"):
+        return LLM_FOUNDRY
+    if row["source"].startswith(("bigscience", "vtrain")):
+        return MEGATRON
+    compiled = row["compiled"] == "y"
+    if row["source"].startswith("torch"):
+        return TORCHTITAN_COMPILED if compiled else TORCHTITAN
+    return COMPILED if compiled else TRANSFORMERS
+
+
+def _vtrain_row(row: Mapping[str, str]) -> dict[str, str]:
+    """A row of tp_dp_pp_a100.csv in the columns of published_training.csv; what its files leave out stands here."""
+    gpus, dp, micro_batch = int(row["n_gpus"]), int(row["dp"]), int(row["micro_batch"])
+    return TRANSFORMER_OF_VTRAIN | {
+        "source": "vtrain_a100",
+        "model": f"gpt {row['hidden']}x{row['layers']}",
+        "hidden": row["hidden"],
+        "layers": row["layers"],
+        "heads": row["heads"],
+        "sequence_length": row["seq_len"],
+        "device": "A100-SXM4-80GB",
+        "gpus": str(gpus),
+        "gpus_per_node": str(min(8, gpus)),
+        "intra_link": "nvlink3-a100",
+        "inter_link": "ib-hdr",
+        "nics": "4",
+        "strategy": "zero1",
+        "backend": "deepspeed",
+        "dp_replicate": "1",
+        "dp_shard": str(dp),
+        "tp": row["tp"],
+        "pp": row["pp"],
+        "micro_batch": str(micro_batch),
+        "grad_accum": str(int(row["global_batch"]) // micro_batch // dp),
+        "checkpointing": "full",
+        "precision": "fp16",
+        "optimizer": "adamw-fused",
+        "attention": "eager",
+        "step_seconds": str(float(row["iteration_ms"]) / 1e3),
+    }
+
+
+def published_runs() -> Iterator[PublishedRun]:
+    """Every run of the two files, in file order."""
+    with (MEASUREMENTS / "published_training.csv").open(newline="") as lines:
+        yield from map(_run, csv.DictReader(lines))
+    with (MEASUREMENTS / "tp_dp_pp_a100.csv").open(newline="") as lines:
+        yield from (_run(_vtrain_row(row)) for row in csv.DictReader(lines))
