@@ -28,7 +28,7 @@ class NvmlAnswer:
 
 
 def probe_nvidia() -> NvmlAnswer:
-    """Every NVIDIA GPU of this machine; none, with a sentence about why, where there is a driver that cannot be asked."""
+    """Every NVIDIA GPU here; none, with a sentence about why, where a driver is installed that cannot be asked."""
     if not driver_library_loads():
         return NvmlAnswer()
     try:

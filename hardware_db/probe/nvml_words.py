@@ -1,4 +1,4 @@
-"""NVML's numbers as words; the numbers are those of nvml.h (event reasons, topology levels, P2P status, nvmlReturn_t)."""
+"""NVML's numbers as words, as nvml.h gives them: event reasons, topology levels, P2P status, nvmlReturn_t."""
 
 from __future__ import annotations
 

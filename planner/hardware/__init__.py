@@ -1,0 +1,1 @@
+"""Clusters by where they come from: the catalogue (nodes), a file (cluster_file), this machine (probed)."""
