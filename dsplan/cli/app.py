@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from hardware_db.errors import UnknownName
+
 COMMANDS: dict[str, str] = {
     "probe": "dsplan.cli.probe:probe",
     "models": "dsplan.cli.models:models",
@@ -31,16 +33,24 @@ class LazyGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return load_command(cmd_name) if cmd_name in COMMANDS else None
+        return load_command(cmd_name)
 
 
 def load_command(name: str) -> Any:
-    """The command object behind a name of `COMMANDS`."""
+    """The command object behind a name of `COMMANDS`.
+
+    Raises:
+        UnknownName: there is no such command.
+    """
+    if name not in COMMANDS:
+        raise UnknownName("command", name, COMMANDS, hint="`dsplan --help` lists them all")
     module, attribute = COMMANDS[name].split(":")
     found = getattr(import_module(module), attribute)
     app = found if isinstance(found, typer.Typer) else _single_command_app(found)
     command = typer.main.get_command(app)
     command.name = name
+    # `dsplan db` alone is bad input like any other, told in one line.
+    command.no_args_is_help = False
     return command
 
 

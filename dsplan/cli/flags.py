@@ -20,6 +20,7 @@ from planner import vocabulary as words
 MOST_GPUS = 1_000_000
 MOST_TOKENS = 100_000_000
 MOST_SAMPLES = 1_000_000_000
+MOST_PLANS = 1000
 
 
 def _positive(value: float | None) -> float | None:
@@ -43,9 +44,9 @@ class ModelFlags:
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Catalogue name, Hub id, config.json, or package.module:factory.")
     ] = None
-    model_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="A size such as 6.7B instead of a model.")
-    ] = None
+    model_size: Annotated[str | None, typer.Option(metavar="SIZE", help="A size such as 6.7B instead of a model.")] = (
+        None
+    )
     task: Annotated[words.Task | None, typer.Option(help="What it is trained for; by default the model's own.")] = None
 
 
@@ -67,8 +68,9 @@ class WorkFlags:
     """The training job, independent of how it is spread over devices."""
 
     seq_len: Annotated[int | None, _count(MOST_TOKENS, "Tokens per sample.")] = None
+    source_len: Annotated[int | None, _count(MOST_TOKENS, "Encoder tokens per sample, for encoder-decoders.")] = None
     global_batch: Annotated[int | None, _count(MOST_SAMPLES, "Samples per optimizer step, over all GPUs.")] = None
-    precision: Annotated[words.Precision, typer.Option(help="What is computed and stored in which type.")] = "bf16"
+    precision: Annotated[words.Precision | None, typer.Option(help="Types of arithmetic and storage.")] = None
     optimizer: Annotated[words.Optimizer, typer.Option(help="Optimizer, as torch runs it.")] = "adamw"
     attention: Annotated[words.Attention, typer.Option(help="Attention implementation.")] = "sdpa"
     max_memory_gb: Annotated[float | None, _gigabytes("Memory one GPU may use, GB (1e9 bytes).")] = None
@@ -79,14 +81,30 @@ class WorkFlags:
 class ConfigurationFlags:
     """One exact configuration, for `estimate`."""
 
-    strategy: Annotated[words.Strategy | None, typer.Option(help="How the states are spread.")] = None
+    strategy: Annotated[
+        words.Strategy | None, typer.Option(help="How the states are spread; single on one GPU, ddp on several.")
+    ] = None
     backend: Annotated[words.Backend | None, typer.Option(help="Who runs the strategy.")] = None
-    micro_batch: Annotated[int | None, _count(MOST_SAMPLES, "Samples per forward pass on one GPU.")] = None
+    micro_batch: Annotated[int | None, _count(MOST_SAMPLES, "Samples per forward pass and GPU; 1 if left open.")] = None
     grad_accum: Annotated[int | None, _count(MOST_SAMPLES, "Forward passes per optimizer step.")] = None
     checkpointing: Annotated[words.Checkpointing, typer.Option(help="Activations that are computed twice.")] = "none"
     offload: Annotated[words.Offload, typer.Option(help="States that live in host memory or on NVMe.")] = "none"
     tp: Annotated[int, _count(MOST_GPUS, "Tensor-parallel degree.")] = 1
     pp: Annotated[int, _count(MOST_GPUS, "Pipeline-parallel degree.")] = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankingFlags:
+    """What is shown of the plans, and in which order."""
+
+    objective: Annotated[words.Objective, typer.Option(help="What the first plan is best at.")] = "throughput"
+    top: Annotated[int, _count(MOST_PLANS, "How many plans to show.")] = 5
+    all_plans: Annotated[
+        bool, typer.Option("--all-plans", help="Rank plans that `dsplan run` cannot run yet (tp, pp) by merit alone.")
+    ] = False
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write every shown plan and its configs into this directory.")
+    ] = None
 
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -110,7 +128,8 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     parameters = []
     for name, parameter in inspect.signature(command).parameters.items():
         group = groups.get(name)
-        parameters += _spelled_out(group) if group else [parameter.replace(annotation=hints[name])]
+        one = parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        parameters += _spelled_out(group) if group else [one]
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat

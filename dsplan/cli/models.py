@@ -15,6 +15,6 @@ def models(
 ) -> None:
     """The catalogue of model architectures."""
     from dsplan.render.catalogues import models_table, show_listing
-    from planner.models import catalogue
+    from planner.models.catalogue import models as all_models
 
-    show_listing(catalogue.models(), models_table, filter, json=json)
+    show_listing(all_models(), models_table, filter, json=json)

@@ -17,9 +17,7 @@ Row = TypeVar("Row", Device, Link, NodeType, ModelFacts)
 _SEARCHED = ("name", "vendor", "architecture", "provider", "gpu", "scope", "family", "kind", "model_type")
 
 
-def show_listing(
-    rows: Iterable[Row], table: Callable[[Sequence[Row]], list[Block]], text: str, *, json: bool
-) -> None:
+def show_listing(rows: Iterable[Row], table: Callable[[Sequence[Row]], list[Block]], text: str, *, json: bool) -> None:
     """Print the rows that have `text`, in any case, in their name, an alias or the group they belong to.
 
     JSON holds every figure of the catalogue with its source; the table holds those that people compare.

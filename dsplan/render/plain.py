@@ -17,7 +17,7 @@ def _table(table: Table) -> str:
     widths = [max(len(row[index]) for row in cells) for index in range(len(table.columns))]
     lines = [_line(row, widths, table) for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([table.title, *lines] if table.title else lines)
+    return "\n".join(["", table.title, *lines] if table.title else lines)
 
 
 def _line(row: Sequence[str], widths: Sequence[int], table: Table) -> str:

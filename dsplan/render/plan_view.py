@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from dsplan.render.blocks import Bar, Block, Cell, Style, Table, Text, columns
@@ -14,17 +15,17 @@ _BAR = 30
 _CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporaries")
 
 
-def estimate_blocks(plan: Plan) -> list[Block]:
+def plan_blocks(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
     """Model, hardware and configuration; memory by category and phase; time by part; the verdict."""
-    blocks = [*header(plan), Text(text=describe(plan.configuration)), Text(text="")]
+    blocks = [*header(plan, taken_for_granted), Text(text=describe(plan.configuration))]
     blocks += [memory_table(plan), phase_table(plan), time_table(plan.time), Text(text=_rates(plan))]
     blocks += [Text(text=f"note: {note}", style="warning") for note in plan.notes]
     blocks.append(Text(text=f"figures: {_provenance(plan)}", style="faint"))
     return [*blocks, Text(text=verdict_line(plan), style=VERDICT_STYLES[plan.verdict])]
 
 
-def header(plan: Plan) -> list[Block]:
-    """Which model on which hardware, with what was assumed."""
+def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
+    """Which model on which hardware, with what nobody asked for."""
     model, cluster = cast("dict[str, Any]", plan.model), cast("dict[str, Any]", plan.cluster)
     where = f"{cluster['gpus']} x {cluster['device']}"
     nodes = f" on {cluster['nodes']} nodes" if cluster["nodes"] > 1 else ""
@@ -33,9 +34,8 @@ def header(plan: Plan) -> list[Block]:
         Text(text=f"{model['name']}: {format_count(model['parameters'])} parameters", style="heading"),
         Text(text=f"{where}{nodes}, {usable}"),
     ]
-    if cluster.get("assumed"):
-        blocks.append(Text(text=f"assumed: {cluster['assumed']}", style="warning"))
-    return blocks
+    assumed = "; ".join(taken_for_granted) or cluster.get("assumed")
+    return [*blocks, Text(text=f"assumed: {assumed}", style="warning")] if assumed else blocks
 
 
 def describe(configuration: Configuration) -> str:
@@ -51,14 +51,12 @@ def describe(configuration: Configuration) -> str:
 
 
 def dims_text(configuration: Configuration) -> str:
-    """The parallel degrees above 1: `replicate 2 x shard 4`, or `1 GPU`."""
-    degrees = (
-        ("replicate", configuration.dp_replicate),
-        ("shard", configuration.dp_shard),
-        ("tp", configuration.tp),
-        ("pp", configuration.pp),
-    )
-    return " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "1 GPU"
+    """The parallel degrees above 1: `dp 8`, `dp 2x4 tp 2` (copies x shards), or `1 GPU`."""
+    copies, shards = configuration.dp_replicate, configuration.dp_shard
+    data_parallel = f"{copies}x{shards}" if copies > 1 and shards > 1 else str(copies * shards)
+    degrees = (("tp", configuration.tp), ("pp", configuration.pp))
+    words = [f"dp {data_parallel}"] if copies * shards > 1 else []
+    return " ".join([*words, *(f"{name} {degree}" for name, degree in degrees if degree > 1)]) or "1 GPU"
 
 
 def memory_table(plan: Plan) -> Table:

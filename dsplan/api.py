@@ -1,0 +1,58 @@
+"""The planning half of the public Python names; keywords are the fields of `dsplan.question.Question`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from dsplan.question import Question
+from planner import estimate as pricing
+from planner import search, vocabulary
+from planner.errors import NothingFits
+from planner.exact import ExactOptions, exact
+from planner.plan import Plan
+
+
+def recommend(
+    *,
+    objective: vocabulary.Objective = "throughput",
+    top: int = 5,
+    all_plans: bool = False,
+    **question: Any,
+) -> search.Recommendation:
+    """Ranked plans: `recommend(model="opt-6.7b", gpus=8).plans[0]`.
+
+    Raises:
+        DsplanError: the model, the hardware or a number is not one that can be planned with.
+    """
+    request = Question(**question).request(objective=objective, top=top, allow_unrunnable=all_plans)
+    return search.recommend(request)
+
+
+def plan(**question: Any) -> Plan:
+    """The best plan: `plan(model="opt-6.7b", gpus=8)`. Takes what `recommend` takes.
+
+    Raises:
+        NothingFits: no plan fits; the message names the first remedy.
+        DsplanError: the model, the hardware or a number is not one that can be planned with.
+    """
+    answer = recommend(**question)
+    if answer.plans:
+        return answer.plans[0]
+    closest = answer.closest.notes[0] if answer.closest and answer.closest.notes else "nothing comes close"
+    remedy = f"; {answer.remedies[0].change} ({answer.remedies[0].flag})" if answer.remedies else ""
+    raise NothingFits(f"no plan fits: {closest}{remedy}")
+
+
+def estimate(**asked: Any) -> Plan:
+    """Memory and time of one configuration: `estimate(model="opt-6.7b", gpus=8, strategy="zero3", micro_batch=2)`.
+
+    Takes the fields of `Question` and of `planner.exact.ExactOptions`.
+
+    Raises:
+        DsplanError: the model, the hardware, a number or the configuration is not possible.
+    """
+    exactly = {item.name for item in fields(ExactOptions)}
+    options = ExactOptions(**{name: value for name, value in asked.items() if name in exactly})
+    question = Question(**{name: value for name, value in asked.items() if name not in exactly - {"global_batch"}})
+    return pricing.estimate(*exact(question.request(), options))

@@ -1,0 +1,67 @@
+"""Question: what a person asks, in the words of the command line, on its way to the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner import vocabulary as words
+from planner.request import Request, WorkOptions, make_request
+from planner.resolve_cluster import HardwareRequest, resolve_cluster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """Model, hardware and work; a field is named as its flag (`gpus` is `--gpus`) and None where nothing was said.
+
+    `model` is a catalogue name, a Hub id, the path of a `config.json` or `package.module:factory`; `model_size` a size
+    such as `6.7B` in its place. Without any hardware the machine is probed. GB are 1e9 bytes.
+    """
+
+    model: str | None = None
+    model_size: str | None = None
+    task: words.Task | None = None
+    gpus: int | None = None
+    gpu: str | None = None
+    nodes: int | None = None
+    node_type: str | None = None
+    cluster: str | Path | None = None
+    seq_len: int | None = None
+    source_len: int | None = None
+    global_batch: int | None = None
+    precision: words.Precision | None = None
+    optimizer: words.Optimizer = "adamw"
+    attention: words.Attention = "sdpa"
+    max_memory_gb: float | None = None
+    host_memory_gb: float | None = None
+
+    def request(self, **ranking: Any) -> Request:
+        """The planner's request; `ranking` are its fields that say how plans are ranked.
+
+        Raises:
+            DsplanError: the model, the hardware or a number is not one that can be planned with.
+        """
+        from planner.models.resolve import resolve_model
+
+        facts = resolve_model(self.model, model_size=self.model_size)
+        hardware = HardwareRequest(
+            gpus=self.gpus,
+            gpu=self.gpu,
+            nodes=self.nodes,
+            node_type=self.node_type,
+            cluster_file=None if self.cluster is None else str(self.cluster),
+            memory_gb=self.max_memory_gb,
+        )
+        work = WorkOptions(
+            task=self.task,
+            seq_len=self.seq_len,
+            source_len=self.source_len,
+            global_batch=self.global_batch,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            attention=self.attention,
+            max_memory_gb=self.max_memory_gb,
+            host_memory_gb=self.host_memory_gb,
+        )
+        return make_request(facts, resolve_cluster(hardware), work, **ranking)

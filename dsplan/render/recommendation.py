@@ -1,0 +1,103 @@
+"""Ranked plans as a table, what was rejected and why, and remedies when nothing fits."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from dsplan.render.blocks import Bar, Block, Cell, Table, Text, columns
+from dsplan.render.plan_view import describe, dims_text, header, verdict_line
+from hardware_db.units import format_seconds, gib
+from planner.plan import Plan
+from planner.plan_io import plan_to_dict
+from planner.search import Recommendation
+from planner.workload import Workload
+
+
+def recommendation_blocks(answer: Recommendation) -> list[Block]:
+    """Model, hardware and work; the ranked plans or the closest miss with remedies; the strategies that lost."""
+    shown = answer.plans[0] if answer.plans else answer.closest
+    blocks: list[Block] = [] if shown is None else header(shown, answer.request.defaults)
+    blocks += [Text(text=_work(answer.request.workload)), Text(text="")]
+    blocks += [plans_table(answer.plans), *_footnotes(answer.plans)] if answer.plans else _nothing_fits(answer)
+    return blocks + _rejected(answer)
+
+
+def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
+    """What `recommend --json` prints: `plans` best first and `rejected`; `closest` and `remedies` when nothing fits."""
+    return {
+        "schema_version": answer.plans[0].schema_version if answer.plans else 1,
+        "plans": [plan_to_dict(plan) for plan in answer.plans],
+        "rejected": [{"strategy": item.strategy, "reason": item.reason} for item in answer.rejected],
+        "closest": None if answer.closest is None else plan_to_dict(answer.closest),
+        "remedies": [{"change": item.change, "flag": item.flag, "plan": item.plan} for item in answer.remedies],
+        "defaults": list(answer.request.defaults),
+    }
+
+
+def plans_table(plans: tuple[Plan, ...]) -> Table:
+    """One row per plan, best first."""
+    headings = columns(
+        "#", "strategy", "degrees", "batch", "recompute", "offload", ">GiB", "memory", ">step", ">tokens/s/GPU", ">MFU"
+    )
+    rows = [_row(rank, plan) for rank, plan in enumerate(plans, start=1)]
+    return Table(columns=(*headings, *columns("limited by")), rows=rows)
+
+
+def alternatives_table(plan: Plan) -> list[Block]:
+    """What a plan was chosen over, as its file remembers it."""
+    if not plan.alternatives:
+        return []
+    rows = [[str(item.get("strategy", "")), str(item.get("reason", ""))] for item in plan.alternatives]
+    return [Table(title="chosen over", columns=columns("strategy", "why not"), rows=rows)]
+
+
+def _row(rank: int, plan: Plan) -> list[Cell]:
+    configuration, memory, rates = plan.configuration, plan.memory, plan.throughput
+    capacity = cast("int", plan.cluster["capacity_bytes"])
+    return [
+        f"{rank}{'' if plan.runnable else '*'}",
+        f"{configuration.strategy} ({configuration.backend})",
+        dims_text(configuration),
+        f"{configuration.micro_batch_size} x {configuration.gradient_accumulation_steps}",
+        configuration.activation_checkpointing,
+        configuration.offload,
+        f"{gib(memory.device_used_bytes):.1f}",
+        Bar(share=memory.device_used_upper_bytes / capacity),
+        format_seconds(plan.time.step_seconds),
+        f"{rates.tokens_per_second_per_gpu:,.0f}",
+        "-" if rates.mfu is None else f"{rates.mfu:.0%}",
+        plan.limited_by,
+    ]
+
+
+def _footnotes(plans: tuple[Plan, ...]) -> list[Block]:
+    capacity = gib(cast("int", plans[0].cluster["capacity_bytes"]))
+    note = f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; step and rates: predicted"
+    notes = [Text(text=note, style="faint")]
+    if any(not plan.runnable for plan in plans):
+        notes.append(Text(text="* can be emitted for other trainers; dsplan run cannot run it yet", style="faint"))
+    return list(notes)
+
+
+def _work(workload: Workload) -> str:
+    words = [workload.task, f"sequence {workload.sequence_length}", f"global batch {workload.global_batch_size}"]
+    return ", ".join([*words, workload.precision, workload.optimizer, f"{workload.attention} attention"])
+
+
+def _nothing_fits(answer: Recommendation) -> list[Block]:
+    blocks: list[Block] = [Text(text="no plan fits", style="bad")]
+    if answer.closest is not None:
+        blocks.append(Text(text=f"closest: {describe(answer.closest.configuration)}"))
+        blocks.append(Text(text=verdict_line(answer.closest)))
+    for number, item in enumerate(answer.remedies, start=1):
+        blocks.append(Text(text=f"  {number}. {item.change} ({item.flag}): {item.plan}"))
+    if not answer.remedies:
+        blocks.append(Text(text="no single change that was tried makes it fit; combine a smaller model with more GPUs"))
+    return blocks
+
+
+def _rejected(answer: Recommendation) -> list[Block]:
+    if not answer.rejected:
+        return []
+    rows = [[item.strategy, item.reason] for item in answer.rejected]
+    return [Table(title="not shown above", columns=columns("strategy", "why"), rows=rows)]
