@@ -38,7 +38,8 @@ class WorkOptions:
 class Request:
     """What to plan: model, work, devices, and how plans are to be ranked.
 
-    `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None.
+    `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None;
+    so does `micro_batch`, for scripts that cut their batches themselves.
     """
 
     facts: ModelFacts
@@ -50,6 +51,7 @@ class Request:
     top: int = 5
     allow_unrunnable: bool = False
     strategies: tuple[words.Strategy, ...] | None = None
+    micro_batch: int | None = None
 
 
 def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: object) -> Request:

@@ -158,7 +158,8 @@ def _explore(request: Request, shape: Shape, fitting: dict[str, list[_Timed]], m
 
 def _micro_batches(request: Request, shape: Shape) -> tuple[int, ...]:
     batch = request.workload.global_batch_size
-    return divisors(batch // shape.data_parallel) if batch % shape.data_parallel == 0 else ()
+    sizes = divisors(batch // shape.data_parallel) if batch % shape.data_parallel == 0 else ()
+    return sizes if request.micro_batch is None else tuple(size for size in sizes if size == request.micro_batch)
 
 
 def _largest(request: Request, shape: Shape, micros: tuple[int, ...], smallest: Priced) -> Iterable[_Timed]:

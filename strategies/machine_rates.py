@@ -9,13 +9,11 @@ from hardware_db.fingerprint import Fingerprint
 from hardware_db.measurement import RateMeasurement, new_id, utc_now
 from hardware_db.microbench.quick import quick_rates
 from hardware_db.store import open_store
-from planner import vocabulary as words
-from planner.cluster import Rates
-from planner.machine_rates import rates_from_measurements
+from strategies.agree import on_rank_zero
 
 
-def measured_rates(fingerprint: Fingerprint, device: torch.device, *, precision: words.Precision) -> Rates:
-    """The rates of this machine for the world that runs, the same on every rank.
+def machine_rates(fingerprint: Fingerprint, device: torch.device) -> tuple[RateMeasurement, ...]:
+    """What was measured of this machine with as many ranks as run now, newest first, the same on every rank.
 
     Every rank must call this together. Where rank 0 finds nothing stored for this machine, these versions and this
     number of ranks, all measure for about two seconds and rank 0 stores what it measured.
@@ -23,19 +21,22 @@ def measured_rates(fingerprint: Fingerprint, device: torch.device, *, precision:
     Raises:
         DsplanError: the database cannot be read or written.
     """
-    stored = _from_rank_zero(_read(fingerprint) if _rank() == 0 else ())
+    stored = on_rank_zero(lambda: _read(fingerprint))
     if not stored:
         measured = _measure(fingerprint, device)
-        if _rank() == 0:
-            with open_store() as store:
-                store.add(*measured)
-        stored = _from_rank_zero(measured)
-    return rates_from_measurements(stored, ranks=_world_size(), precision=precision)
+        stored = on_rank_zero(lambda: _store(measured))
+    return stored
 
 
 def _read(fingerprint: Fingerprint) -> tuple[RateMeasurement, ...]:
     with open_store() as store:
         return tuple(rate for rate in store.rates(fingerprint.key) if rate.ranks == _world_size())
+
+
+def _store(measured: tuple[RateMeasurement, ...]) -> tuple[RateMeasurement, ...]:
+    with open_store() as store:
+        store.add(*measured)
+    return measured
 
 
 def _measure(fingerprint: Fingerprint, device: torch.device) -> tuple[RateMeasurement, ...]:
@@ -54,20 +55,6 @@ def _measure(fingerprint: Fingerprint, device: torch.device) -> tuple[RateMeasur
         )
         for rate in quick_rates(device)
     )
-
-
-def _from_rank_zero(rates: tuple[RateMeasurement, ...]) -> tuple[RateMeasurement, ...]:
-    """Rank 0's value, on every rank."""
-    if _world_size() == 1:
-        return rates
-    box: list[object] = [rates]
-    dist.broadcast_object_list(box, src=0)
-    received = box[0]
-    return received if isinstance(received, tuple) else ()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _world_size() -> int:

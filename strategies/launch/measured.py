@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The first steps pay for allocator growth, lazy optimizer states and kernel selection; a short run keeps what it has.
+# The first steps pay for allocator growth, lazy optimizer states and kernel selection.
 _WARM_UP_STEPS = 2
 
 
@@ -17,8 +17,9 @@ _WARM_UP_STEPS = 2
 class MeasuredRun:
     """What a run measured.
 
-    `step_seconds` is the median of rank 0's steps after warm-up; `peak_allocated_bytes` the largest over all ranks;
-    `tokens_per_second` counts the tokens of all ranks. None where the script gave no such figure.
+    `step_seconds` is the median of rank 0's steps after warm-up that no memory tracker slowed down;
+    `peak_allocated_bytes` the largest over all ranks; `tokens_per_second` counts the tokens of all ranks. None where
+    the run gave no such figure.
     """
 
     steps: int
@@ -56,9 +57,9 @@ def summarise(metrics: Sequence[Sequence[Mapping[str, Any]]]) -> MeasuredRun:
     """The figures of a run from the rows of every rank."""
     steps = [[row for row in rows if row.get("event") == "step"] for rows in metrics]
     first = steps[0] if steps else []
-    settled = first[_WARM_UP_STEPS:] or first
+    settled = [row for row in first[_WARM_UP_STEPS:] if row.get("measured_by") != "storage-tracker"]
     seconds = statistics.median(row["seconds"] for row in settled) if settled else None
-    settled_ranks = [rows[_WARM_UP_STEPS:] or rows for rows in steps if rows]
+    settled_ranks = [rows[_WARM_UP_STEPS:] for rows in steps]
     losses = [row["loss"] for row in first if row.get("loss") is not None]
     return MeasuredRun(
         steps=len(first),
@@ -78,7 +79,7 @@ def _rate(ranks: Sequence[Sequence[Mapping[str, Any]]], key: str, seconds: float
     """Units of `key` per second: the mean of each rank's steps, summed over ranks, over the step time."""
     if not seconds:
         return None
-    per_step = sum(statistics.fmean(row.get(key) or 0 for row in rows) for rows in ranks)
+    per_step = sum(statistics.fmean(row.get(key) or 0 for row in rows) for rows in ranks if rows)
     return per_step / seconds if per_step else None
 
 

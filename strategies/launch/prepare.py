@@ -58,18 +58,18 @@ def prepare(request: RunRequest) -> Launch:
     if importlib.util.find_spec("torch") is None:
         raise DsplanError("torch is not installed here, and a run needs it; pip install 'dsplan[train]'")
     plan = None if request.plan_file is None else load_plan(request.plan_file)
+    gpus = len(probe().usable_gpus)
     strategy = plan.configuration.strategy if plan else request.strategy
     if strategy is not None:
-        check_strategy(script.kind, strategy)
-    processes = _processes(request, plan)
-    return Launch(spec=_spec(request, script, processes), script=script, plan=plan)
+        check_strategy(script.kind, strategy, gpus=gpus > 0)
+    processes = _processes(request, plan, gpus)
+    return Launch(spec=_spec(request, script, processes, gpus), script=script, plan=plan)
 
 
-def _processes(request: RunRequest, plan: Plan | None) -> int:
+def _processes(request: RunRequest, plan: Plan | None, gpus: int) -> int:
     """Processes to start: the plan's world size, what was asked, one per GPU, or two on a machine without GPUs."""
     if request.processes is not None and not 1 <= request.processes <= _MOST_PROCESSES:
         raise DsplanError(f"--nproc {request.processes} is not a number of processes; use 1 to {_MOST_PROCESSES}")
-    gpus = len(probe().usable_gpus)
     processes = _plan_processes(request, plan) if plan else request.processes or gpus or _CPU_PROCESSES
     if gpus and processes > gpus:
         remedy = f"make a plan with --gpus {gpus}" if plan else f"use --nproc {gpus} or fewer"
@@ -98,13 +98,16 @@ def _plan_processes(request: RunRequest, plan: Plan) -> int:
     return configuration.world_size
 
 
-def _spec(request: RunRequest, script: Script, processes: int) -> LaunchSpec:
+def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> LaunchSpec:
     directory = request.run_directory or run_directory(data_dir() / "runs", script.path)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / "launch.json").exists():
         raise DsplanError(f"{directory}: holds an earlier run; name another --run-dir")
     directory = directory.resolve()
     environment = {"DSPLAN_RUN_DIR": str(directory)}
+    if not gpus:
+        # Without these, accelerate leaves every CPU rank alone with its own copy, and DeepSpeed looks for a GPU.
+        environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
     if request.plan_file is not None:
         environment["DSPLAN_PLAN"] = str(request.plan_file.resolve())
     if request.strategy is not None:

@@ -1,0 +1,195 @@
+"""accelerate scripts: the plan becomes the environment that `accelerate launch` would have set.
+
+Without a plan file the model is first known in `Accelerator.prepare`. The accelerator is then made anew, in place and
+with the arguments the script gave, under that environment; ranks and process group stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from torch.utils.data import DataLoader
+
+from planner import vocabulary as words
+from planner.emit.accelerate import emit
+from planner.emit.common import EmitOptions
+from planner.plan import Plan
+from strategies.launch.hooks.live import LiveJob, given_plan, plan_live, sequence_length, watch
+from strategies.launch.hooks.loader import with_batch_size
+from strategies.launch.hooks.patch import patch
+from strategies.launch.hooks.say import say, say_replaced
+from strategies.launch.spec import LaunchSpec
+from strategies.monitor import RunMonitor
+
+# Arguments of Accelerator that would win over the environment.
+_FROM_PLAN = (
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "gradient_accumulation_plugin",
+    "fsdp_plugin",
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "parallelism_config",
+)
+_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+_GIVEN = "_dsplan_given"
+
+
+def install(spec: LaunchSpec) -> None:
+    """Patch `Accelerator` of this process."""
+    plan = given_plan()
+    start, prepare = Accelerator.__init__, Accelerator.prepare
+
+    @functools.wraps(start)
+    def init(self: Any, *positional: Any, **named: Any) -> None:
+        given = inspect.signature(start).bind(self, *positional, **named).arguments
+        given.pop("self")
+        setattr(self, _GIVEN, given)
+        if plan is None:
+            start(self, **given)
+        else:
+            _start_under(plan, self, start, spec)
+
+    @functools.wraps(prepare)
+    def prepare_under_plan(self: Any, *objects: Any, **named: Any) -> Any:
+        model = next((item for item in objects if isinstance(item, torch.nn.Module)), None)
+        if model is None or hasattr(self, "_dsplan_monitor"):
+            return prepare(self, *objects, **named)
+        made = plan
+        if made is None:
+            made = plan_live(_live_job(self, objects, spec))
+            _start_under(made, self, start, spec)
+        batched = [_batched(item, made, spec) for item in objects]
+        result = prepare(self, *batched, **named)
+        self._dsplan_monitor = watch(made, planned=plan is None, device=self.device)
+        _watch(self, result if isinstance(result, tuple) else (result,), self._dsplan_monitor)
+        return result
+
+    patch(Accelerator, "__init__", init)
+    patch(Accelerator, "prepare", prepare_under_plan)
+
+
+def launch_environment(plan: Plan, directory: Path) -> dict[str, str]:
+    """What `accelerate launch` sets for this plan, worked out by accelerate's own functions from the emitted config."""
+    options = EmitOptions(cpu=not torch.cuda.is_available())
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in emit(plan, options).items():
+        (directory / name).write_text(text)
+    command = ["--config_file", str(directory / "accelerate.yaml"), "script.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+    if arguments.use_deepspeed:
+        arguments.deepspeed_config_file = str(directory / arguments.deepspeed_config_file)
+        _, environment = prepare_deepspeed_cmd_env(arguments)
+    else:
+        environment = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in environment.items() if name.startswith(_PREFIXES)}
+
+
+def _start_under(plan: Plan, accelerator: Any, start: Any, spec: LaunchSpec) -> None:
+    """Make `accelerator`, or make it anew, in place and under the plan."""
+    given: dict[str, Any] = getattr(accelerator, _GIVEN)
+    configuration = plan.configuration
+    for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_DEEPSPEED", "ACCELERATE_USE_"))]:
+        del os.environ[name]
+    os.environ.update(launch_environment(plan, spec.directory / f"accelerate-rank{os.environ['RANK']}"))
+    os.environ["ACCELERATE_USE_CPU"] = str(not torch.cuda.is_available())
+    steps = configuration.gradient_accumulation_steps
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(steps)
+    kept = {name: value for name, value in given.items() if name not in _FROM_PLAN}
+    planned: dict[str, Any] = {"gradient_accumulation_steps": steps}
+    planned["mixed_precision"] = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    say_replaced({name: value for name, value in given.items() if name in _FROM_PLAN}, planned)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    start(accelerator, **kept)
+    setattr(accelerator, _GIVEN, given)
+
+
+def _live_job(accelerator: Any, objects: tuple[Any, ...], spec: LaunchSpec) -> LiveJob:
+    loader = _training_loader(objects)
+    precision = str(accelerator.mixed_precision)
+    optimizer = next((item for item in objects if isinstance(item, torch.optim.Optimizer)), None)
+    return LiveJob(
+        module=next(item for item in objects if isinstance(item, torch.nn.Module)),
+        kind=spec.kind,
+        micro_batch_size=getattr(loader, "batch_size", None) or 1,
+        gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
+        sequence_length=sequence_length(getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)),
+        precision=precision if precision in ("bf16", "fp16") else "fp32",  # type: ignore[arg-type]
+        optimizer=_optimizer_name(optimizer),
+        # Without `accumulate` in the script nothing would accumulate, and an unusual loader cannot be cut anew.
+        fixed_batch=not spec.accumulates or loader is None or with_batch_size(loader, 1) is None,
+    )
+
+
+def _optimizer_name(optimizer: torch.optim.Optimizer | None) -> words.Optimizer:
+    if isinstance(optimizer, torch.optim.SGD):
+        return "sgd"
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return "adafactor"
+    fused = optimizer is not None and optimizer.defaults.get("fused")
+    return "adamw-fused" if fused else "adamw"
+
+
+def _training_loader(objects: tuple[Any, ...]) -> DataLoader[Any] | None:
+    """The first loader handed to `prepare`, which by custom is the training data."""
+    return next((item for item in objects if isinstance(item, DataLoader)), None)
+
+
+def _batched(item: Any, plan: Plan, spec: LaunchSpec) -> Any:
+    """A loader cut into the plan's micro-batches; anything else as it is."""
+    size = plan.configuration.micro_batch_size
+    if not isinstance(item, DataLoader) or item.batch_size in (size, None) or not spec.accumulates:
+        return item
+    cut = with_batch_size(item, size)
+    if cut is None:
+        say(f"a data loader with a batch sampler of its own keeps its batches; the plan counts {size} samples")
+        return item
+    say_replaced({"batch_size": item.batch_size}, {"batch_size": size})
+    return cut
+
+
+def _watch(accelerator: Any, prepared: tuple[Any, ...], monitor: RunMonitor) -> None:
+    """Tell the monitor of forward passes, losses and optimizer steps."""
+    backward = accelerator.backward
+
+    def noted_backward(loss: torch.Tensor, **named: Any) -> None:
+        monitor.loss_is(loss)
+        backward(loss, **named)
+        if accelerator.distributed_type == "DEEPSPEED" and accelerator.sync_gradients:
+            # DeepSpeed's engine steps inside accelerate's backward.
+            monitor.step_ended()
+
+    def noted_forward(module: torch.nn.Module, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        if module.training:
+            monitor.forward_starts(module, (positional, named))
+
+    patch(accelerator, "backward", noted_backward)
+    for item in prepared:
+        if isinstance(item, torch.nn.Module):
+            item.register_forward_pre_hook(noted_forward, with_kwargs=True)
+        elif isinstance(item, AcceleratedOptimizer) and accelerator.distributed_type != "DEEPSPEED":
+            _watch_optimizer(accelerator, item, monitor)
+
+
+def _watch_optimizer(accelerator: Any, optimizer: Any, monitor: RunMonitor) -> None:
+    step = optimizer.step
+
+    def noted_step(*positional: Any, **named: Any) -> Any:
+        result = step(*positional, **named)
+        if accelerator.sync_gradients:
+            monitor.step_ended()
+        return result
+
+    patch(optimizer, "step", noted_step)

@@ -1,0 +1,146 @@
+"""Planning inside the ranks of a script that does not call dsplan: from the model it just made, on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hardware_db.fingerprint import fingerprint
+from hardware_db.probe import probe
+from planner import vocabulary as words
+from planner.cluster import Rates
+from planner.errors import NothingFits
+from planner.hardware.probed import probed_cluster
+from planner.machine_rates import rates_from_measurements
+from planner.models.live import facts_from_module
+from planner.plan import Plan
+from planner.plan_io import load_plan, plan_to_dict
+from planner.request import WorkOptions, make_request
+from planner.search import recommend
+from strategies.agree import on_rank_zero
+from strategies.errors import CannotRun
+from strategies.launch.hooks.accepts import accepted
+from strategies.launch.recognise import ScriptKind
+from strategies.machine_rates import machine_rates
+from strategies.monitor import RUN_DIRECTORY, RunMonitor
+
+_SAMPLES_LOOKED_AT = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveJob:
+    """A script's own settings at the moment its model is known.
+
+    The global batch they make is kept. With `fixed_batch` the micro-batch is kept as well, because the script cuts it.
+    """
+
+    module: nn.Module
+    kind: ScriptKind
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    sequence_length: int
+    precision: words.Precision
+    optimizer: words.Optimizer
+    fixed_batch: bool = False
+
+
+def given_plan() -> Plan | None:
+    """The plan of `dsplan run --plan`, None where the ranks plan themselves."""
+    path = os.environ.get("DSPLAN_PLAN")
+    return load_plan(path) if path else None
+
+
+def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> int:
+    """Tokens per sample: the longest of the first samples, padded by the script's collator where it has one.
+
+    Raises:
+        CannotRun: the data shows no token ids to measure.
+    """
+    samples = _first_samples(dataset)
+    shown = [collate(samples)] if collate is not None and samples else samples
+    longest = max((_tokens(item) for item in shown), default=0)
+    if longest == 0:
+        raise CannotRun("the training data shows no token ids to plan for; make a plan and run it with --plan")
+    return longest
+
+
+def _first_samples(dataset: Any) -> list[Any]:
+    if dataset is None:
+        return []
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return [dataset[index] for index in range(min(_SAMPLES_LOOKED_AT, len(dataset)))]
+    return list(itertools.islice(iter(dataset), _SAMPLES_LOOKED_AT))
+
+
+def _tokens(item: Any) -> int:
+    """The length of the token ids in a sample or a batch of them; 0 where there are none."""
+    if isinstance(item, Mapping):
+        return _tokens(item.get("input_ids"))
+    if isinstance(item, torch.Tensor):
+        return item.shape[-1] if item.dim() and not item.is_floating_point() else 0
+    if isinstance(item, Sequence) and item and not isinstance(item, str):
+        return len(item) if isinstance(item[0], int) else _tokens(item[0])
+    return 0
+
+
+def plan_live(job: LiveJob) -> Plan:
+    """The plan for a script's model on this machine, the same on every rank; every rank must call this together.
+
+    Raises:
+        DsplanError: the model cannot be read, nothing fits, or the database is broken; the same on every rank.
+    """
+    measured = machine_rates(fingerprint(probe()), _device())
+    rates = rates_from_measurements(measured, ranks=_world_size(), precision=job.precision)
+    return on_rank_zero(lambda: _plan(job, rates))
+
+
+def _plan(job: LiveJob, rates: Rates) -> Plan:
+    ranks = _world_size()
+    cluster = replace(probed_cluster(probe(), ranks=ranks), rates=rates)
+    options = WorkOptions(
+        seq_len=job.sequence_length,
+        global_batch=job.micro_batch_size * job.gradient_accumulation_steps * ranks,
+        precision=job.precision,
+        optimizer=job.optimizer,
+    )
+    asked = os.environ.get("DSPLAN_STRATEGY")
+    strategies = tuple(name for name in accepted(job.kind, gpus=torch.cuda.is_available()) if asked in (None, name))
+    request = make_request(facts_from_module(job.module), cluster, options, strategies=strategies, top=1)
+    if job.fixed_batch:
+        request = replace(request, micro_batch=job.micro_batch_size)
+    found = recommend(request)
+    if not found.plans:
+        closest = found.closest.notes[0] if found.closest and found.closest.notes else "no strategy fits"
+        remedy = f"; {found.remedies[0].change}" if found.remedies else ""
+        raise NothingFits(f"no plan fits this machine: {closest}{remedy}")
+    return found.plans[0]
+
+
+def watch(plan: Plan, *, planned: bool, device: torch.device) -> RunMonitor:
+    """A monitor that writes this rank's metrics, headed by the plan where it was made here."""
+    monitor = RunMonitor(
+        Path(os.environ[RUN_DIRECTORY]),
+        rank=int(os.environ["RANK"]),
+        device=device,
+        sequence_length=plan.configuration.sequence_length,
+    )
+    if planned and os.environ["RANK"] == "0":
+        monitor.plan_made(plan_to_dict(plan))
+    return monitor
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def _world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
