@@ -20,7 +20,9 @@ def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
     Raises:
         ContradictoryRequest: accelerate has no form of this plan.
     """
-    head = [f"# accelerate launch --config_file {_FILE} train.py", *_several_machines(plan)]
+    # `use_cpu` alone starts the ranks but leaves each of them a world of its own (accelerate 1.15).
+    setting = "ACCELERATE_USE_CPU=true " if on_cpu(plan, options) else ""
+    head = [f"# {setting}accelerate launch --config_file {_FILE} train.py", *_several_machines(plan)]
     body = yaml.safe_dump(accelerate_config(plan, options), sort_keys=False)
     files = {_FILE: "\n".join(head) + "\n" + as_comment(script_duties(plan, "accelerate", options)) + body}
     if is_zero(plan):
@@ -34,7 +36,7 @@ def accelerate_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, 
     Raises:
         ContradictoryRequest: accelerate has no form of this plan.
     """
-    _refuse_what_accelerate_lacks(plan)
+    _refuse_what_accelerate_lacks(plan, options)
     nodes, _ = node_layout(plan)
     return {
         "compute_environment": "LOCAL_MACHINE",
@@ -59,9 +61,11 @@ def _several_machines(plan: Plan) -> list[str]:
     ]
 
 
-def _refuse_what_accelerate_lacks(plan: Plan) -> None:
+def _refuse_what_accelerate_lacks(plan: Plan, options: EmitOptions) -> None:
     configuration = plan.configuration
     sharded = configuration.strategy in words.FSDP_STRATEGIES
+    if on_cpu(plan, options) and (sharded or is_zero(plan)):
+        raise refuse(plan, _FORM, "for CPU ranks", "accelerate shards on GPUs only; use `dsplan run`")
     if configuration.pp > 1:
         raise refuse(plan, _FORM, f"with pp {configuration.pp}", "emit it as torchrun")
     if configuration.tp > 1 and not sharded:

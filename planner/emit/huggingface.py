@@ -62,7 +62,7 @@ def training_arguments(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str,
         "learning_rate": options.learning_rate,
         "weight_decay": options.weight_decay,
         "max_grad_norm": options.gradient_clipping,
-        **_machine(plan, options),
+        **({"use_cpu": True} if on_cpu(plan, options) else {}),
         **_checkpointing(plan),
         **_sharding(plan, options),
     }
@@ -80,17 +80,15 @@ def _refuse_what_trainer_lacks(plan: Plan) -> None:
         raise refuse(plan, _FORM, f"with offload {configuration.offload}", "choose FSDP or ZeRO")
 
 
-def _machine(plan: Plan, options: EmitOptions) -> dict[str, object]:
-    if not on_cpu(plan, options):
-        return {}
-    return {"use_cpu": True, **({"ddp_backend": "gloo"} if plan.configuration.world_size > 1 else {})}
-
-
 def _checkpointing(plan: Plan) -> dict[str, object]:
-    """FSDP recomputes inside its own wrapping; elsewhere the model does it, without re-entering autograd."""
+    """FSDP recomputes inside its own wrapping; elsewhere the model does it, without re-entering autograd.
+
+    The name is the one that every transformers 5 takes; 5.23 also has `activation_checkpointing` and warns that the old
+    name goes with version 6.
+    """
     wanted = plan.configuration.activation_checkpointing != "none"
     if not wanted or plan.configuration.strategy in words.FSDP_STRATEGIES:
-        return {"gradient_checkpointing": False}
+        return {}
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 

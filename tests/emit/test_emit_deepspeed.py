@@ -13,7 +13,8 @@ from planner.emit import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from planner.plan import Plan
 
-OFFLOADS = {"zero1": ("none", "optimizer"), "zero2": ("none", "optimizer"), "zero3": ("none", "optimizer", "all", "nvme")}
+STATES = ("none", "optimizer")
+OFFLOADS = {"zero1": STATES, "zero2": STATES, "zero3": (*STATES, "all", "nvme")}
 
 
 def grid() -> list[Plan]:
@@ -26,7 +27,7 @@ def grid() -> list[Plan]:
     for precision, optimizer, checkpointing in words:
         chosen = {"precision": precision, "optimizer": optimizer, "activation_checkpointing": checkpointing}
         plans += [make_plan(strategy, **chosen) for strategy in ("single", "ddp")]
-        plans += [make_plan(strategy, offload=offload, **chosen) for strategy in OFFLOADS for offload in OFFLOADS[strategy]]
+        plans += [make_plan(stage, offload=place, **chosen) for stage, places in OFFLOADS.items() for place in places]
     return plans + [make_plan(strategy, precision="bf16-pure") for strategy in OFFLOADS]
 
 
