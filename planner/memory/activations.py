@@ -8,7 +8,6 @@ from planner.job import Job
 from planner.memory.recipe import Recipe
 from planner.memory.saved import (
     EAGER_ONLY,
-    SOFTMAX_IN_COMPUTE_DTYPE,
     Rules,
     Stack,
     block_bytes,
@@ -56,7 +55,7 @@ def _rules(job: Job, recipe: Recipe) -> Rules:
         or facts.model_type in EAGER_ONLY
         or (on_cpu and facts.attention_dropout > 0)
     )
-    return Rules(facts=facts, recipe=recipe, eager=eager, mask_bytes=recipe.compute if on_cpu else 1)
+    return Rules(facts=facts, recipe=recipe, eager=eager, on_cpu=on_cpu)
 
 
 def _kept_per_block(rules: Rules, stack: Stack, checkpointing: str) -> float:
@@ -91,7 +90,7 @@ def _loss(job: Job, recipe: Recipe, last: Stack) -> tuple[float, float]:
     if job.workload.task in ("seq-cls", "image-cls") or facts.kind in ("vision", "vision-text") or not facts.vocab_size:
         return 0.0, 0.0
     logits = last.tokens * facts.vocab_size / job.configuration.tp
-    plain = facts.model_type in SOFTMAX_IN_COMPUTE_DTYPE or facts.kind != "decoder"
+    plain = facts.kind not in ("decoder", "vision-language")
     if plain and not recipe.autocast:
         return logits * 3 * recipe.compute, logits * recipe.compute
     if plain:

@@ -1,7 +1,7 @@
 """What autograd keeps of one transformer block until its backward, tensor by tensor, as transformers 5 implements it.
 
-Every figure was read off a saved-tensors trace of the real modules (`scripts/trace_saved.py` prints them) and follows
-from how the code is written, not from a textbook constant:
+Every figure was read off a saved-tensors trace of the real modules (`tests/memory/saved_tensors.py` takes it) and
+follows from how the code is written, not from a textbook constant:
 
 * LayerNorm keeps its input and two statistics; transformers' RMSNorm also keeps the normalised copy, and computes in
   fp32.
@@ -28,11 +28,28 @@ FUSED_GATE_UP = frozenset({"phi3", "glm", "chatglm"})
 FP32_SCALED_NORM = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "olmo2"})
 # transformers 5 has no torch.nn.functional.scaled_dot_product_attention path for these, and falls back to eager.
 EAGER_ONLY = frozenset({"gptj", "codegen", "bloom", "mpt", "gemma2", "gpt_oss", "deberta-v2"})
-SOFTMAX_IN_COMPUTE_DTYPE = frozenset(
-    {"bert", "roberta", "xlm-roberta", "electra", "albert", "distilbert", "bart", "mbart"}
+# Their eager softmax runs in the dtype of the scores; the others ask for fp32.
+SOFTMAX_IN_SCORE_DTYPE = frozenset(
+    {
+        "bert",
+        "roberta",
+        "xlm-roberta",
+        "electra",
+        "albert",
+        "distilbert",
+        "bart",
+        "mbart",
+        "gpt2",
+        "falcon",
+        "t5",
+        "mt5",
+    }
 )
+FP32_SCORES = frozenset({"gptj", "codegen"})
+# Rotated queries made by concatenation are laid out head by head, so the attention's output is copied once more.
+CONCATENATED_ROTARY = frozenset({"phi", "phi3", "gpt_neox", "stablelm", "glm"})
+T5_FAMILY = frozenset({"t5", "mt5"})
 PYTHON_GELU = frozenset({"gelu_new", "gelu_fast", "quick_gelu"})
-ENCODER_DECODER_DROPOUTS = {"t5": (3, 5), "mt5": (3, 5)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +80,12 @@ class Rules:
     facts: ModelFacts
     recipe: Recipe
     eager: bool
-    mask_bytes: int
+    on_cpu: bool
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes per element of a dropout mask."""
+        return self.recipe.compute if self.on_cpu else 1
 
     @property
     def compute(self) -> int:
@@ -75,6 +97,8 @@ class Rules:
             return self.recipe.residual
         if self.recipe.residual == 4 or self.facts.model_type in FP32_SCALED_NORM:
             return 8
+        if self.facts.model_type in T5_FAMILY:
+            return 4 + 2 * self.compute  # the variance's fp32 copy, the input, the normalised copy
         return 4 + self.compute
 
     def linear_inputs(self, consumers: int) -> int:
@@ -136,17 +160,26 @@ def _attention(rules: Rules, stack: Stack, key_tokens: int, key_length: int) -> 
     output = query
     if rules.eager:
         pairs = stack.tokens * key_length * stack.heads
-        softmax_in_compute = facts.model_type in SOFTMAX_IN_COMPUTE_DTYPE and not rules.recipe.autocast
-        probabilities = compute if softmax_in_compute or compute == 4 else 4 + compute
-        if facts.attention_dropout > 0:
-            probabilities += rules.mask_bytes + compute
-        if facts.attn_logit_softcapping:
-            probabilities += compute
         repeated_keys = key_tokens * stack.query * compute
-        return query + 2 * repeated_keys + output + pairs * probabilities
+        upcast = stack.query * (stack.tokens + key_tokens) * (4 - compute) if facts.model_type in FP32_SCORES else 0
+        if rules.recipe.autocast:
+            upcast = 0
+        return query + 2 * repeated_keys + output + upcast + pairs * _probability_bytes(rules)
     log_sum_exp = stack.tokens * stack.heads * 4
     rotated = query + keys if rotary_over_fused else 0  # copies of q and k beside the fused projection
-    return query + 2 * keys + rotated + output + log_sum_exp
+    copied = query if facts.model_type in CONCATENATED_ROTARY else 0
+    return query + 2 * keys + rotated + output + copied + log_sum_exp
+
+
+def _probability_bytes(rules: Rules) -> int:
+    """Bytes per query-key pair that eager attention keeps: probabilities, their copy for the product, dropout, soft
+    cap."""
+    facts, compute = rules.facts, rules.compute
+    fp32_softmax = facts.model_type not in SOFTMAX_IN_SCORE_DTYPE or (rules.recipe.autocast and not rules.on_cpu)
+    kept = 4 + compute if fp32_softmax and compute == 2 else compute
+    if facts.attention_dropout > 0:
+        kept += rules.mask_bytes + compute
+    return kept + (compute if facts.attn_logit_softcapping else 0)
 
 
 def _mlp(rules: Rules, tokens: int, width: int) -> float:
@@ -173,17 +206,20 @@ def _moe(rules: Rules, stack: Stack) -> float:
     router = stack.tokens * facts.num_experts * 4 + stack.tokens * facts.experts_per_token * (3 * 8 + 8 + 4)
     shared_width = facts.shared_expert_intermediate_size or facts.num_shared_experts * width
     shared = _mlp(rules, stack.tokens, shared_width) if shared_width else 0.0
+    if shared_width and rules.recipe.autocast:
+        shared += stack.tokens * stack.hidden * rules.compute * (3 if facts.shared_expert_gate else 2)
+    if facts.shared_expert_gate:
+        shared += stack.tokens * stack.hidden * rules.compute
     return routed + router + shared
 
 
 def _dropout(rules: Rules, stack: Stack) -> float:
     if rules.facts.hidden_dropout <= 0:
         return 0.0
-    encoder, decoder = ENCODER_DECODER_DROPOUTS.get(rules.facts.model_type, (2, 3))
-    count = decoder if stack.is_decoder and stack.memory_tokens else encoder
+    count = 3 if stack.is_decoder and stack.memory_tokens else 2
     kept = count * stack.tokens * stack.hidden * rules.mask_bytes
-    if rules.facts.model_type in ENCODER_DECODER_DROPOUTS:
-        kept += stack.tokens * stack.intermediate * rules.mask_bytes
+    if rules.facts.model_type in T5_FAMILY:  # dropout between the two products: a mask, and its output beside ReLU's
+        kept += stack.tokens * stack.intermediate * (rules.mask_bytes + rules.compute)
     return kept
 
 
