@@ -25,6 +25,9 @@ from planner.timing.implementation import (
 from planner.workload import Workload
 
 MEASUREMENTS = Path(__file__).resolve().parent.parent / "hardware_db" / "measurements"
+MEGATRON_SOURCES = ("bigscience", "vtrain")
+"""Megatron-LM trains with its default hidden dropout of 0.1 unless told otherwise."""
+
 TRANSFORMER_OF_VTRAIN = {"ffn": "", "vocab": "50257", "gated": "no", "norm": "layernorm", "position": "learned"}
 
 
@@ -73,6 +76,7 @@ def _architecture(row: Mapping[str, str]) -> tuple[ModelFacts, ParameterCounts]:
         norm=row["norm"],
         position_type=row["position"],
         tie_word_embeddings=tied,
+        hidden_dropout=0.1 if row["source"].startswith(MEGATRON_SOURCES) else 0.0,
     )
     return facts, counts
 
@@ -145,7 +149,7 @@ def _code(row: Mapping[str, str]) -> Implementation:
     """Whose modules a row ran."""
     if row["source"].startswith("llmfoundry"):
         return LLM_FOUNDRY
-    if row["source"].startswith(("bigscience", "vtrain")):
+    if row["source"].startswith(MEGATRON_SOURCES):
         return MEGATRON
     compiled = row["compiled"] == "y"
     if row["source"].startswith("torch"):

@@ -18,11 +18,11 @@ from planner.vocabulary import Precision
 GEMM_CEILING = {
     "volta": 0.78,
     "turing": 0.72,
-    "ampere": 0.78,
-    "ampere SXM4": 0.82,
+    "ampere": 0.77,
+    "ampere SXM4": 0.84,
     "ada": 0.78,
-    "hopper": 0.64,
-    "blackwell": 0.60,
+    "hopper": 0.66,
+    "blackwell": 0.50,
     "cpu": 0.50,
 }
 """Share of the dense peak that large products sustain, by architecture, and by form where forms differ."""
@@ -30,10 +30,10 @@ GEMM_CEILING = {
 OTHER_GEMM_CEILING = 0.55
 """The same for architectures without a measurement: below every one that has been measured."""
 
-GEMM_TRAFFIC = 0.75
+GEMM_TRAFFIC = 0.95
 """Times the bytes of its three matrices that a product moves through device memory, over the rate of a large copy."""
 
-ATTENTION_CEILING = {"ampere": 0.55, "hopper": 0.34, "blackwell": 0.42}
+ATTENTION_CEILING = {"ampere": 0.53, "hopper": 0.34, "blackwell": 0.40}
 """Share of the peak that fused attention's forward reaches over the products it really computes, by architecture."""
 
 OTHER_ATTENTION_CEILING = 0.34
@@ -44,6 +44,9 @@ MEMORY_CEILING = 0.85
 
 CPU_PEAK_PER_CORE = 64e9
 """FLOP/s of one core of an unknown CPU in fp32: two 8-wide fused multiply-adds a cycle (AVX2) at 2 GHz."""
+
+FP32_SHARE_OF_16_BIT = 1 / 16
+"""Peak of fp32 over that of 16 bit where the datasheet has no fp32 figure: A100's 19.5 over 312."""
 
 CPU_BANDWIDTH = 20e9
 """Bytes/s of an unknown CPU's memory: one channel of DDR4-2666 is 21.3e9."""
@@ -75,20 +78,33 @@ def compute_dtype(device: Device, precision: Precision) -> str:
     return "fp32" if peak is None or (single is not None and single > peak) else wanted
 
 
+def assumed_peak(cluster: Cluster) -> float:
+    """FLOP/s in fp32 of a device whose datasheet has no such figure."""
+    tensor = cluster.device.peak_flops("bf16") or cluster.device.peak_flops("fp16")
+    if tensor:
+        return tensor * FP32_SHARE_OF_16_BIT
+    return CPU_PEAK_PER_CORE * max(1, cluster.host_cores_per_node // max(1, cluster.gpus_per_node))
+
+
+def ceilings(device: Device) -> tuple[float, float]:
+    """Shares of the peak that weight products and fused attention reach."""
+    kind = "cpu" if device.is_cpu else device.architecture
+    products = GEMM_CEILING.get(f"{kind} {device.form}") or GEMM_CEILING.get(kind, OTHER_GEMM_CEILING)
+    return products, ATTENTION_CEILING.get(kind, OTHER_ATTENTION_CEILING)
+
+
 def device_rates(cluster: Cluster, precision: Precision, code: Implementation = TRANSFORMERS) -> DeviceRates:
     """Rates of one device of the cluster; a measured rate replaces the datasheet's wherever there is one."""
     device, measured = cluster.device, cluster.rates
     dtype = compute_dtype(device, precision)
     peak = device.peak_flops(dtype)
-    floor = CPU_PEAK_PER_CORE * max(1, cluster.host_cores_per_node // max(1, cluster.gpus_per_node))
+    products, attention = ceilings(device)
+    gemm = measured.matmul_flops or (peak or assumed_peak(cluster)) * products
     bandwidth = (device.memory_bandwidth_bytes_per_s or CPU_BANDWIDTH) * MEMORY_CEILING
-    kind = "cpu" if device.is_cpu else device.architecture
-    ceiling = GEMM_CEILING.get(f"{kind} {device.form}") or GEMM_CEILING.get(kind, OTHER_GEMM_CEILING)
-    gemm = measured.matmul_flops or (peak or floor) * ceiling
     return DeviceRates(
         peak_flops=peak,
         gemm_flops=gemm,
-        attention_flops=gemm / ceiling * ATTENTION_CEILING.get(kind, OTHER_ATTENTION_CEILING),
+        attention_flops=gemm * attention / products,
         memory_bytes_per_s=measured.memory_bytes_per_s or bandwidth,
         element_bytes=4 if precision == "fp32" else 2,
         code=code,

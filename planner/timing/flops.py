@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.job import Job
-from planner.timing.stacks import Stack, stacks, unknown_architecture
+from planner.memory.towers import source_length
+from planner.timing.stacks import KINDS, Stack, measured_stacks, stacks
 
 BACKWARD = 2.0
 """Backward over forward: one product for the input's gradient, one for the weight's (arXiv 2001.08361, section 2.1)."""
@@ -26,16 +27,25 @@ class Geometry:
 
 
 def job_stacks(job: Job) -> tuple[Stack, ...]:
-    """The stacks of a job's model; one stack of all weights where the architecture has no transformer blocks."""
-    known = job.facts.hidden_size and job.facts.total_layers
-    return stacks(job.facts) if known else (unknown_architecture(job.counts),)
+    """The stacks of a job's model; for a module of unknown architecture those that its parameter counts suggest."""
+    if job.facts.kind in KINDS:
+        return stacks(job.facts)
+    return measured_stacks(job.facts, job.counts, causal=job.workload.task == "causal-lm")
+
+
+def executed_layers(job: Job) -> int:
+    """Blocks that a step passes through, shared weights as often as they are used."""
+    return max(1, sum(stack.layers for stack in job_stacks(job) if stack.norms))
 
 
 def geometry(job: Job) -> Geometry:
-    """Lengths of one micro-batch; a source that was not named is as long as the sequence, or as the model's window."""
-    configuration, workload = job.configuration, job.workload
-    source = workload.source_length or job.facts.max_source_positions or configuration.sequence_length
-    return Geometry(samples=configuration.micro_batch_size, sequence=configuration.sequence_length, source=source)
+    """Lengths of one micro-batch."""
+    configuration = job.configuration
+    return Geometry(
+        samples=configuration.micro_batch_size,
+        sequence=configuration.sequence_length,
+        source=source_length(job),
+    )
 
 
 def attention_flops(stack: Stack, shape: Geometry) -> float:
@@ -58,6 +68,8 @@ def executed_attention_flops(stack: Stack, shape: Geometry) -> float:
 
 def head_width(job: Job) -> int:
     """Columns of the output projection: the vocabulary for language models, labels for classifiers."""
+    if job.facts.kind == "vision-text":
+        return job.facts.projection_dim
     if job.workload.task in ("seq-cls", "image-cls"):
         return max(job.facts.num_labels, 2)
     return job.facts.vocab_size

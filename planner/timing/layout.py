@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from planner.job import Job
 from planner.plan import Configuration
 from planner.timing.communication import Group, group
+from planner.timing.flops import executed_layers
 from planner.vocabulary import FSDP_STRATEGIES
 
 
@@ -53,7 +54,7 @@ def _widths(configuration: Configuration) -> tuple[int, int, int]:
 def layout(job: Job) -> Layout:
     """The layout of a job's busiest stage."""
     configuration, counts = job.configuration, job.counts
-    total_layers = max(1, job.facts.total_layers)
+    total_layers = executed_layers(job)
     layers = math.ceil(total_layers / configuration.pp)
     outside = counts.outside_blocks
     if configuration.pp > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.models.facts import ModelFacts, TowerFacts
@@ -16,6 +16,11 @@ _LOCAL_SHARE = {
     "alternate global/local": 1 / 2,
 }
 """Share of layers whose attention is local, by `ModelFacts.sliding_window_pattern`; all of them without a pattern."""
+
+KINDS = frozenset(
+    {"decoder", "encoder", "encoder-decoder", "speech-encoder-decoder", "vision", "vision-text", "vision-language"}
+)
+"""Values of `ModelFacts.kind` whose blocks `stacks` can derive."""
 
 LengthOf = Literal["sequence", "source", "fixed"]
 
@@ -213,10 +218,11 @@ def stacks(facts: ModelFacts) -> tuple[Stack, ...]:
     """The stacks one step passes through, the one that ends in the output head last."""
     if facts.kind.endswith("encoder-decoder"):
         encoder_layers = facts.encoder_layers or facts.num_layers
+        decoder = replace(facts, intermediate_size=facts.decoder_intermediate_size or facts.intermediate_size)
         return (
             _main(facts, layers=encoder_layers, causal=False, reads_source=False, length_of="source"),
             _cross_keys_and_values(facts),
-            _main(facts, layers=facts.decoder_layers, causal=True, reads_source=True, length_of="sequence"),
+            _main(decoder, layers=facts.decoder_layers, causal=True, reads_source=True, length_of="sequence"),
         )
     images = _image_tower(facts.vision)
     if facts.kind == "vision-text":
@@ -231,10 +237,26 @@ def stacks(facts: ModelFacts) -> tuple[Stack, ...]:
     return (*images, main)
 
 
-def unknown_architecture(counts: ParameterCounts) -> Stack:
-    """A module of which only the parameter count is known: every weight multiplies every token once."""
-    return Stack(
-        layers=1,
-        matmuls=Matmuls(active=counts.total, stored=counts.total, unsplit_width=0, split_width=0, kernels=1),
-        norms=0,
+def measured_stacks(facts: ModelFacts, counts: ParameterCounts, *, causal: bool) -> tuple[Stack, ...]:
+    """A module known by its parameters only: every weight of a block multiplies every token once.
+
+    Products are taken to be as wide as those of a block with an MLP of four hidden widths. Without repeated blocks the
+    whole module is one stack.
+    """
+    if not counts.blocks:
+        whole = Matmuls(active=counts.total, stored=counts.total, unsplit_width=0, split_width=0, kernels=1)
+        return (Stack(layers=1, matmuls=whole, norms=0),)
+    usual = _dense(facts.hidden_size, facts.hidden_size, facts.hidden_size, 4 * facts.hidden_size, False)
+    return tuple(
+        Stack(
+            layers=block.repeats,
+            matmuls=replace(usual, active=block.parameters, stored=block.parameters),
+            hidden=facts.hidden_size,
+            mlp_width=4 * facts.hidden_size,
+            attention_width=facts.hidden_size if facts.num_heads else 0,
+            key_value_width=facts.hidden_size if facts.num_heads else 0,
+            heads=facts.num_heads,
+            causal=causal,
+        )
+        for block in counts.blocks
     )

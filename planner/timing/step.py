@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import math
-
 from planner.job import Job
 from planner.plan import StepTime, Throughput
 from planner.timing.compute import Passes, block_passes, head_passes
 from planner.timing.data_parallel import Communication, data_parallel
 from planner.timing.efficiency import DeviceRates, device_rates
-from planner.timing.flops import geometry, job_stacks, model_flops
+from planner.timing.flops import executed_layers, geometry, job_stacks, model_flops
 from planner.timing.implementation import TRANSFORMERS, Implementation
 from planner.timing.layout import Layout, layout
 from planner.timing.model_parallel import boundary_seconds, tensor_parallel_seconds
@@ -60,8 +58,8 @@ def _stage_passes(job: Job, where: Layout, rates: DeviceRates) -> tuple[Passes, 
     head = head_passes(job, shape, rates)
     if job.configuration.pp == 1:
         return blocks + head, blocks + head
-    layers = max(1, job.facts.total_layers)
-    last = blocks * (math.floor(layers / job.configuration.pp) / layers) + head
+    layers = executed_layers(job)
+    last = blocks * (layers // job.configuration.pp / layers) + head
     fullest = blocks * where.share_of_layers
     return blocks + head, max(last, fullest, key=lambda passes: passes.total)
 
