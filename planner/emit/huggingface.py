@@ -49,7 +49,7 @@ def training_arguments(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str,
     Raises:
         ContradictoryRequest: TrainingArguments has no form of this plan.
     """
-    _refuse_what_trainer_lacks(plan)
+    _refuse_what_trainer_lacks(plan, options)
     configuration = plan.configuration
     sixteen_bit = {"bf16": configuration.precision == "bf16", "fp16": configuration.precision == "fp16"}
     if is_zero(plan) and configuration.precision == "bf16-pure":
@@ -68,7 +68,7 @@ def training_arguments(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str,
     }
 
 
-def _refuse_what_trainer_lacks(plan: Plan) -> None:
+def _refuse_what_trainer_lacks(plan: Plan, options: EmitOptions) -> None:
     require_data_parallel_only(plan, _FORM)
     configuration = plan.configuration
     if configuration.strategy == "hsdp":
@@ -76,6 +76,8 @@ def _refuse_what_trainer_lacks(plan: Plan) -> None:
         raise refuse(plan, _FORM, "", "emit it as accelerate and start the Trainer script with accelerate launch")
     if configuration.strategy in words.FSDP_STRATEGIES:
         require_whole_offload(plan, _FORM)
+        if on_cpu(plan, options):
+            raise refuse(plan, _FORM, "for CPU ranks", "Trainer would run it as DDP there; use `dsplan run`")
     elif not is_zero(plan) and configuration.offload != "none":
         raise refuse(plan, _FORM, f"with offload {configuration.offload}", "choose FSDP or ZeRO")
 

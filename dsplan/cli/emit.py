@@ -1,0 +1,59 @@
+"""`dsplan emit`: a plan as the config files of another tool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsplan.cli.flags import JsonFlag
+
+
+def emit(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `dsplan recommend --out` wrote.")],
+    format: Annotated[
+        str, typer.Option(metavar="NAME", help="deepspeed, accelerate, huggingface or torchrun.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the files there; by default the first one is printed.")
+    ] = None,
+    nvme_path: Annotated[
+        str, typer.Option(metavar="DIR", help="Where a plan with NVMe offload swaps to on every node.")
+    ] = "/local_nvme",
+    json: JsonFlag = False,
+) -> None:
+    """Write a plan as the config of DeepSpeed, accelerate, HF Trainer or torchrun."""
+    from dsplan.render.show import show_json
+    from planner.emit import EmitOptions, script_duties
+    from planner.emit import emit as emit_plan
+    from planner.plan_io import load_plan
+
+    found, options = load_plan(plan), EmitOptions(nvme_path=nvme_path)
+    files = emit_plan(found, format, options)
+    if out is not None:
+        _write(files, out)
+    if json:
+        show_json({"format": format, "files": files, "script": list(script_duties(found, format, options))})
+        return
+    if out is None:
+        typer.echo(next(iter(files.values())), nl=False)
+    else:
+        typer.echo("\n".join(str(out / name) for name in files))
+    typer.echo("The plan holds for a script that", err=True)
+    for duty in script_duties(found, format, options):
+        typer.echo(f"  - {duty}", err=True)
+
+
+def _write(files: Mapping[str, str], directory: Path) -> None:
+    from hardware_db.errors import BrokenFile
+    from hardware_db.files import replace_text
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cannot be made ({error.strerror})"
+        raise BrokenFile(directory, problem, "give --out a directory you can write to") from error
+    for name, text in files.items():
+        replace_text(directory / name, text)

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# zero3 on 8 ranks: bash torchrun.sh train.py ARGUMENTS
+# The plan holds for a script that
+#  - loads the model with dtype=torch.float16, attn_implementation='sdpa'
+set -euo pipefail
+
+exec torchrun --standalone --nnodes=1 --nproc-per-node=8 "$@"
