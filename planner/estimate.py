@@ -157,6 +157,7 @@ def _cluster(job: Job) -> dict[str, object]:
     cluster = job.cluster
     return {
         "device": cluster.device.name,
+        "vendor": cluster.device.vendor,
         "gpus": cluster.gpus,
         "nodes": cluster.nodes,
         "gpus_per_node": cluster.gpus_per_node,
