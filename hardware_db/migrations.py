@@ -75,13 +75,29 @@ def m001_measurements(connection: sqlite3.Connection) -> None:
 MIGRATIONS: tuple[Migration, ...] = (m001_measurements,)
 
 
-def migrate(connection: sqlite3.Connection, path: object, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Brings the database to the newest schema. `connection` is in autocommit mode; `path` is named in errors.
+def check_owner(connection: sqlite3.Connection, path: object) -> None:
+    """Refuses the database of another program, before anything in it is changed. `path` is named in the error.
 
     Raises:
-        BrokenFile: the file belongs to another program, or to a newer dsplan.
+        BrokenFile: the database is neither empty nor dsplan's.
     """
-    _check_owner(connection, path)
+    # One transaction, so that both answers describe one moment: another process may be making the tables just now.
+    connection.execute("BEGIN")
+    owner = connection.execute("PRAGMA application_id").fetchone()[0]
+    is_empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
+    connection.execute("COMMIT")
+    if owner != APPLICATION_ID and (owner != 0 or not is_empty):
+        raise BrokenFile(
+            path, "is the SQLite database of another program", "move it away, or set DSPLAN_HOME to another directory"
+        )
+
+
+def migrate(connection: sqlite3.Connection, path: object, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Brings the database to the newest schema. `connection` is in autocommit mode; `path` is named in the error.
+
+    Raises:
+        BrokenFile: the file was written by a newer dsplan.
+    """
     if _version(connection, path, len(migrations)) == len(migrations):
         return
     for number, migration in enumerate(migrations, start=1):
@@ -107,13 +123,3 @@ def _version(connection: sqlite3.Connection, path: object, newest: int) -> int:
             "upgrade dsplan, or set DSPLAN_HOME to another directory",
         )
     return version
-
-
-def _check_owner(connection: sqlite3.Connection, path: object) -> None:
-    owner = connection.execute("PRAGMA application_id").fetchone()[0]
-    if owner == APPLICATION_ID:
-        return
-    if owner != 0 or connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
-        raise BrokenFile(
-            path, "is the SQLite database of another program", "move it away, or set DSPLAN_HOME to another directory"
-        )

@@ -26,7 +26,7 @@ def list_measurements(
     limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many of the newest runs to show.")] = 20,
     json: Json = False,
 ) -> None:
-    """The newest runs, with measured against predicted memory and time."""
+    """The newest runs: memory, time, and the predictions' errors."""
     from dsplan.render.blocks import Text
     from dsplan.render.measurements import measurement_table
     from dsplan.render.show import show, show_json
@@ -57,7 +57,7 @@ def list_measurements(
 def show_measurement(
     id: Annotated[str, typer.Argument(help="The id of a run, or enough of its first digits.")], json: Json = False
 ) -> None:
-    """One run: its plan, its machine, what was predicted and what was measured."""
+    """One run: plan, machine, predicted and measured figures."""
     from dsplan.render.measurements import measurement_blocks
     from dsplan.render.show import show, show_json
     from hardware_db.store import open_store
@@ -91,7 +91,7 @@ def export_database(
 
 @app.command("import")
 def import_database(file: Annotated[Path, typer.Argument(help="A file that `dsplan db export` wrote.")]) -> None:
-    """Add the records of an export; all of them or, when one is broken, none."""
+    """Add the records of an export, all or none."""
     from hardware_db.store import open_store
     from hardware_db.store.transfer import import_file
 

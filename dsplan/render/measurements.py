@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import cast
 
 from dsplan.render.blocks import Block, Column, Table, Text
-from hardware_db.measurement import Measurement
+from hardware_db.measurement import Measurement, utc_now
 from hardware_db.units import format_bytes, format_seconds
 
 _SHORT_ID = 8
@@ -15,9 +15,9 @@ _MISSING = "-"
 
 
 def measurement_table(measurements: Iterable[Measurement]) -> Table:
-    """One row a run, in the order given."""
+    """One row a run, in the order given; percentages say how far the prediction was from what was measured."""
     words = (Column(name) for name in ("id", "UTC", "model", "strategy", "outcome"))
-    figures = (Column(name, right=True) for name in ("peak", "predicted", "step", "predicted", "tokens/s"))
+    figures = (Column(name, right=True) for name in ("peak, error", "step, error"))
     return Table(columns=(*words, *figures), rows=[_row(one) for one in measurements])
 
 
@@ -30,7 +30,7 @@ def measurement_blocks(measurement: Measurement) -> list[Block]:
             "run",
             {
                 "id": measurement.id,
-                "time": _time(measurement, seconds=True),
+                "UTC": measurement.created_at[:19].replace("T", " "),
                 "source": measurement.source,
                 "steps": measurement.measured.steps,
                 "first loss": measurement.measured.first_loss,
@@ -48,15 +48,12 @@ def _row(measurement: Measurement) -> list[str]:
     measured, predicted = measurement.measured, measurement.predicted
     return [
         measurement.id[:_SHORT_ID],
-        _time(measurement),
+        _short_time(measurement.created_at),
         measurement.model,
         measurement.strategy,
         _words(measurement.outcome),
-        _figure(format_bytes, measured.peak_allocated_bytes),
-        _figure(format_bytes, predicted.peak_allocated_bytes),
-        _figure(format_seconds, measured.step_seconds),
-        _figure(format_seconds, predicted.step_seconds),
-        _figure(_rate, measured.tokens_per_second),
+        _with_error(format_bytes, measured.peak_allocated_bytes, predicted.peak_allocated_bytes),
+        _with_error(format_seconds, measured.step_seconds, predicted.step_seconds),
     ]
 
 
@@ -103,8 +100,15 @@ def _rate(per_second: float) -> str:
     return f"{per_second:,.0f}"
 
 
-def _time(measurement: Measurement, *, seconds: bool = False) -> str:
-    return measurement.created_at[: 19 if seconds else 16].replace("T", " ")
+def _with_error(form: Callable[[float], str], measured: float | None, predicted: float | None) -> str:
+    error = _error(measured, predicted)
+    return _figure(form, measured) if error == _MISSING else f"{_figure(form, measured)} {error}"
+
+
+def _short_time(created_at: str) -> str:
+    """Month, day and minute this year, the date alone before: what `ls -l` does, to leave room for the figures."""
+    this_year = created_at[:4] == utc_now()[:4]
+    return created_at[5:16].replace("T", " ") if this_year else created_at[:10]
 
 
 def _words(name: str) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile
-from hardware_db.migrations import migrate
+from hardware_db.migrations import check_owner, migrate
 
 BUSY_SECONDS = 60.0
 
@@ -66,6 +66,7 @@ def connect(path: Path) -> sqlite3.Connection:
     with clear_errors(path):
         connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
         try:
+            check_owner(connection, path)
             connection.execute("PRAGMA foreign_keys = ON")
             _set_journal(connection, "delete" if _file_system(path) in NETWORK_FILE_SYSTEMS else "wal")
             migrate(connection, path)

@@ -16,16 +16,36 @@ from hardware_db.measurement import Measured, measure_run
 from hardware_db.store import open_store, rows
 from hardware_db.store.connection import connect, transaction
 
+PROCESSES = 8
 WRITES = 50
+DATABASES = 20
 
 
 def write_many(path: Path, number: int) -> None:
-    """Waits for the file `go`, so that all processes open the new database at once, then adds one run at a time."""
-    while not (path.parent / "go").exists():
-        time.sleep(0.001)
+    """Adds one run at a time to the database that all processes make at once."""
+    _meet(path, number)
     with open_store(path) as store:
         for step in range(WRITES):
             store.add(measure_run(plan(), A100, outcome="completed", measured=Measured(host_bytes=number, steps=step)))
+
+
+def make_many(path: Path, number: int) -> None:
+    """Makes one new database after the other, each at the same moment as all other processes."""
+    for turn in range(DATABASES):
+        database = path.parent / str(turn) / path.name
+        database.parent.mkdir(exist_ok=True)
+        _meet(database, number)
+        open_store(database).close()
+
+
+def _meet(path: Path, number: int) -> None:
+    """Waits until all processes have come to `path`, but not for ever: one of them may have failed."""
+    deadline = time.monotonic() + 20
+    (path.parent / f"here-{number}").touch()
+    while len(list(path.parent.glob("here-*"))) < PROCESSES:
+        if time.monotonic() > deadline:
+            sys.exit("the other processes did not come")
+        time.sleep(0.001)
 
 
 def die_after_adding(path: Path, number: int) -> None:

@@ -177,6 +177,15 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, make: Callable[[Path], None]
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_the_database_of_another_program_is_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "dsplan.db"
+    _of_another_program(path)
+    before = path.read_bytes()
+    with pytest.raises(BrokenFile):
+        open_store(path)
+    assert path.read_bytes() == before
+
+
 def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:
     path = tmp_path / "dsplan.db"
     path.touch()

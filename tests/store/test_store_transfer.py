@@ -131,7 +131,7 @@ def test_a_broken_line_is_named_and_nothing_is_imported(store: Store, exported: 
 def test_files_that_cannot_be_read(store: Store, tmp_path: Path) -> None:
     with pytest.raises(BrokenFile, match="cannot be read"):
         import_file(store, tmp_path)
-    with pytest.raises(BrokenFile, match="missing.jsonl: cannot be read"):
+    with pytest.raises(BrokenFile, match=r"missing\.jsonl: cannot be read"):
         import_file(store, tmp_path / "missing.jsonl")
     (tmp_path / "binary").write_bytes(b"abc\xff\xfe")
     with pytest.raises(BrokenFile, match=re.escape("is not UTF-8 text (byte 3)")):
