@@ -8,28 +8,34 @@ from pathlib import Path
 from hardware_db.errors import BrokenFile
 from hardware_db.files import replace_text
 from planner.emit import FORMATS, emit
+from planner.errors import ContradictoryRequest
 from planner.plan import Plan
 from planner.plan_io import save_plan
 
 
 def write_plans(plans: Sequence[Plan], directory: Path) -> None:
-    """`plan-1.yaml` and the configs of every format in `plan-1/`, and so on down the ranking.
+    """`plan-1.yaml` and in `plan-1/FORMAT/` its configs, and so on down the ranking.
+
+    A format that has no form of a plan (FSDP as a DeepSpeed config) is left out.
 
     Raises:
         BrokenFile: the directory or a file cannot be written.
     """
     for rank, plan in enumerate(plans, start=1):
-        _make(directory / f"plan-{rank}")
+        _make(directory)
         save_plan(plan, directory / f"plan-{rank}.yaml")
-        for name, text in _configs(plan).items():
-            replace_text(directory / f"plan-{rank}" / name, text)
+        for format in FORMATS:
+            _write_configs(plan, format, directory / f"plan-{rank}" / format)
 
 
-def _configs(plan: Plan) -> dict[str, str]:
-    files: dict[str, str] = {}
-    for format in FORMATS:
-        files |= emit(plan, format)
-    return files
+def _write_configs(plan: Plan, format: str, directory: Path) -> None:
+    try:
+        files = emit(plan, format)
+    except ContradictoryRequest:
+        return
+    _make(directory)
+    for name, text in files.items():
+        replace_text(directory / name, text)
 
 
 def _make(directory: Path) -> None:

@@ -1,0 +1,52 @@
+"""Blocks as plain text and on terminals of any width and encoding."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from dsplan.render.blocks import Bar, Block, Table, Text, columns
+from dsplan.render.plain import plain_text
+from dsplan.render.pretty import print_blocks
+
+BLOCKS: list[Block] = [
+    Text(text="opt-6.7b: 6.66B parameters", style="heading"),
+    Table(
+        title="memory",
+        columns=columns("category", "share", ">size"),
+        rows=[["parameters", Bar(share=0.5), "9.3 GiB"], ["über", Bar(share=1.7), "80.0 GiB"]],
+    ),
+]
+
+
+def test_plain_text_is_aligned_ascii_apart_from_the_words() -> None:
+    assert plain_text(BLOCKS) == (
+        "opt-6.7b: 6.66B parameters\n"
+        "\n"
+        "memory\n"
+        "category    share           size\n"
+        "----------  ----------  --------\n"
+        "parameters  #####.....   9.3 GiB\n"
+        "über        ##########  80.0 GiB\n"
+    )
+
+
+@pytest.mark.parametrize("share", [-1.0, 0.0, 0.04, 0.5, 1.0, 7.0])
+def test_a_bar_never_leaves_its_width(share: float) -> None:
+    assert 0 <= Bar(share=share).filled <= 10
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("width", ["1", "20", "80", "300"])
+def test_terminals_of_any_width_and_encoding(monkeypatch: pytest.MonkeyPatch, encoding: str, width: str) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding, errors="backslashreplace"))
+    monkeypatch.setenv("COLUMNS", width)
+    print_blocks(BLOCKS)
+    sys.stdout.flush()
+    drawn = raw.getvalue().decode(encoding)
+    if int(width) >= 80:
+        assert "9.3 GiB" in drawn
+        assert ("█████░░░░░" if encoding == "utf-8" else "#####.....") in drawn
