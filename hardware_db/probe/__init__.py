@@ -64,5 +64,15 @@ def probe_hardware() -> Machine:
         software=software,
         gpus=with_visibility(gpus, os.environ),
         pairs=pairs,
-        messages=(*answer.messages, *nothing),
+        messages=(*answer.messages, *_ecc_messages(gpus), *nothing),
+    )
+
+
+def _ecc_messages(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+    """Errors that memory protection could not repair have ended a process or will; a healthy GPU has none."""
+    return tuple(
+        f"GPU {gpu.index} has {gpu.ecc_uncorrected_errors} uncorrected ECC errors since the driver was loaded; "
+        "reset it, and have it replaced if they come back"
+        for gpu in gpus
+        if gpu.ecc_uncorrected_errors
     )

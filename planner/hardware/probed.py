@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hardware_db.datasheets import find_link, links
 from hardware_db.device import Device, Link
-from hardware_db.probe import Gpu, Host, Machine
+from hardware_db.probe import Gpu, GpuProcess, Host, Machine
 from hardware_db.probe.as_device import cpu_device, gpu_device, mig_device
 from hardware_db.topology import probed_link
 from hardware_db.units import format_bytes
@@ -140,11 +140,13 @@ def _uneven(gpus: tuple[Gpu, ...]) -> list[str]:
     usable = gpu_device(least).capacity_bytes or least.total_bytes or 0
     if _free(least) >= _UNEVEN * usable and _free(least) >= _UNEVEN * _free(most):
         return []
-    holders = [
-        f"process {process.pid} holds {format_bytes(process.used_bytes or 0)}" for process in least.processes or ()
-    ]
+    holders = [f"process {process.pid} holds {_held(process)}" for process in least.processes or ()]
     because = f" ({', '.join(holders)})" if holders else ""
     return [f"GPU {least.index} has only {format_bytes(_free(least))} free{because}: every rank is planned for that"]
+
+
+def _held(process: GpuProcess) -> str:
+    return "an unknown amount" if process.used_bytes is None else format_bytes(process.used_bytes)
 
 
 def _network(host: Host, device: Device, layout: Layout) -> tuple[Link | None, int, str]:
