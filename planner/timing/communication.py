@@ -32,6 +32,10 @@ UNKNOWN_INTER_BYTES_PER_S = 1.0 * GB
 DEFAULT_BASE_US, DEFAULT_STEP_US, DEFAULT_INTER_STEP_US = 6.6, 5.7, 14.0
 """NCCL's own tuning constants: a collective's fixed cost, a ring step over PCIe, a step between nodes (tuning.cc)."""
 
+COLLECTIVE_LAUNCH_SECONDS = 20e-6
+"""Launching a collective, on top of NCCL's constants: what 1 MiB all-reduces over 2 to 8 A100s take more than those say
+(`hardware_db/measurements/all_reduce_nvlink.csv`)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fabric:
@@ -116,7 +120,7 @@ def fabric(cluster: Cluster) -> Fabric:
     return Fabric(
         intra=intra,
         inter={name: _inter(cluster, name) for name in COLLECTIVES},
-        base=_latency(link, "base", DEFAULT_BASE_US),
+        base=COLLECTIVE_LAUNCH_SECONDS + _latency(link, "base", DEFAULT_BASE_US),
         intra_step=_latency(link, "per_step", DEFAULT_STEP_US),
         inter_step=_latency(cluster.inter_link, "per_step", DEFAULT_INTER_STEP_US),
         measured_latency=cluster.rates.collective_latency_s,

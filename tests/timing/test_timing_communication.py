@@ -1,0 +1,129 @@
+"""Collectives: exact cases, measured NCCL times, and the groups that ranks form."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from timing_cases import cluster
+
+from hardware_db.device import Link
+from planner.cluster import Cluster, Rates
+from planner.timing.communication import (
+    COLLECTIVE_LAUNCH_SECONDS,
+    COLLECTIVES,
+    RING_SHARE_OF_LINK,
+    Group,
+    collective_seconds,
+    group,
+    neighbour_seconds,
+)
+from planner.timing.overlap import SLOWDOWN, exposed_seconds
+
+MEASURED = Path(__file__).parents[2] / "hardware_db" / "measurements" / "all_reduce_nvlink.csv"
+SIZE = 1 << 30
+BASE = COLLECTIVE_LAUNCH_SECONDS + 6.6e-6
+
+
+def test_all_reduce_inside_a_node_by_hand() -> None:
+    node = cluster()
+    expected = BASE + 2 * 7 * 3.4e-6 + 2 * 7 / 8 * SIZE / 234.9e9
+    assert collective_seconds(node, "all_reduce", SIZE, group(node, 8, 1)) == pytest.approx(expected)
+
+
+def test_all_gather_between_nodes_leaves_through_the_nics() -> None:
+    two = cluster(nodes=2)
+    expected = BASE + 7 * 3.4e-6 + 14e-6 + 15 / 16 * SIZE / (4 * 21.6e9)
+    assert collective_seconds(two, "all_gather", SIZE, group(two, 16, 1)) == pytest.approx(expected)
+
+
+def test_replicas_of_one_shard_share_the_nics() -> None:
+    two = cluster(nodes=2)
+    members = group(two, 2, 8)
+    assert members == Group(size=2, per_node=1, nodes=2, sharing=8)
+    expected = BASE + 2 * 14e-6 + 2 * 1 / 2 * SIZE * 8 / (4 * 22.08e9)
+    assert collective_seconds(two, "all_reduce", SIZE, members) == pytest.approx(expected)
+
+
+def test_tensor_parallel_neighbours_sit_in_one_node() -> None:
+    assert group(cluster(nodes=4), 4, 1) == Group(size=4, per_node=4, nodes=1, sharing=2)
+    assert group(cluster(nodes=4), 16, 2) == Group(size=16, per_node=4, nodes=4, sharing=2)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert collective_seconds(cluster(), "all_reduce", SIZE, group(cluster(), 1, 1)) == 0
+
+
+def test_measured_rates_replace_the_datasheet() -> None:
+    rates = Rates(collective_bytes_per_s=1e9, collective_latency_s=1e-3)
+    pair = replace(cluster(2), rates=rates)
+    assert collective_seconds(pair, "all_reduce", 1e9, group(pair, 2, 1)) == pytest.approx(1e-3 + 1.0)
+
+
+def test_a_link_without_a_measurement_gets_a_share_of_its_rate() -> None:
+    bare = Link(name="bare", scope="intra", theoretical_gbs_per_direction=100)
+    pair = replace(cluster(2), intra_link=bare)
+    seconds = collective_seconds(pair, "all_gather", SIZE, group(pair, 2, 1))
+    assert seconds == pytest.approx(SIZE / 2 / (100e9 * RING_SHARE_OF_LINK), rel=1e-2)
+
+
+def test_a_pipeline_boundary_between_nodes_shares_the_nics_with_the_whole_node() -> None:
+    two = cluster(nodes=2)
+    assert neighbour_seconds(two, 1e9, 8) == pytest.approx(14e-6 + 8e9 / (4 * 21.6e9))
+    assert neighbour_seconds(two, 1e9, 1) < neighbour_seconds(two, 1e9, 8)
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_measured_a100_all_reduces(ranks: int) -> None:
+    with MEASURED.open(newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["device"] == "a100" and int(row["n_gpus"]) == ranks]
+    node = cluster(ranks)
+    members = group(node, ranks, 1)
+    ratios = [
+        collective_seconds(node, "all_reduce", int(row["bytes"]), members) / float(row["seconds"]) for row in rows
+    ]
+    assert len(ratios) > 40
+    assert statistics.median(abs(ratio - 1) for ratio in ratios) < 0.25
+
+
+@given(
+    name=st.sampled_from(COLLECTIVES),
+    size=st.floats(1, 1e11),
+    nodes=st.integers(1, 64),
+    factor=st.floats(1, 100),
+)
+def test_a_faster_network_is_never_slower(name: str, size: float, nodes: int, factor: float) -> None:
+    slow = cluster(nodes=nodes)
+    fast = _sped_up(slow, factor)
+    members = group(slow, slow.gpus, 1)
+    assert collective_seconds(fast, name, size, members) <= collective_seconds(slow, name, size, members)  # type: ignore[arg-type]
+
+
+@given(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 10))
+def test_exposed_communication_is_bounded_and_grows(
+    compute: float, communication: float, startup: float, more: float
+) -> None:
+    exposed = exposed_seconds(compute, communication, startup)
+    assert 0 <= exposed <= communication + 1e-9
+    assert exposed_seconds(compute, communication + more, startup) >= exposed - 1e-9
+
+
+def test_communication_that_fits_behind_compute_only_slows_it() -> None:
+    assert exposed_seconds(10.0, 4.0) == pytest.approx((SLOWDOWN - 1) * 4)
+    assert exposed_seconds(10.0, 4.0, 4.0) == 4.0
+    assert exposed_seconds(0.0, 4.0) == 4.0
+
+
+def _sped_up(where: Cluster, factor: float) -> Cluster:
+    def faster(link: Link | None) -> Link | None:
+        if link is None:
+            return None
+        figures = {key: value and value * factor for key, value in link.busbw_gbs.items()}
+        return replace(link, busbw_gbs=figures)
+
+    return replace(where, intra_link=faster(where.intra_link), inter_link=faster(where.inter_link))

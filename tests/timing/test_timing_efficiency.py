@@ -1,0 +1,110 @@
+"""Rates of devices, and the constants against the measurements they were fitted to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from timing_cases import cluster
+
+from hardware_db.datasheets import devices, find_device
+from hardware_db.device import Device
+from planner.cluster import Rates
+from planner.timing import efficiency
+from planner.timing.compute import ATTENTION_BACKWARD
+from planner.timing.efficiency import GEMM_CEILING, GEMM_TRAFFIC, compute_dtype, device_rates
+from planner.vocabulary import PRECISIONS
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def fits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import fit_efficiency
+
+    return fit_efficiency
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import check_published
+
+    return check_published
+
+
+@pytest.mark.parametrize("device", devices(), ids=lambda device: device.name)
+def test_every_device_has_rates(device: Device) -> None:
+    for precision in PRECISIONS:
+        rates = device_rates(replace(cluster(), device=device), precision)
+        assert 1e9 < rates.gemm_flops < 3e15
+        assert 1e9 < rates.attention_flops < 3e15
+        assert 1e9 < rates.memory_bytes_per_s < 1e13
+        assert rates.peak_flops is None or rates.gemm_flops < rates.peak_flops
+
+
+def test_a_cpu_without_figures_counts_cores() -> None:
+    unknown = Device(name="CPU", vendor="cpu", architecture="x86")
+    two = replace(cluster(2), device=unknown, host_cores_per_node=8)
+    rates = device_rates(two, "fp32")
+    assert rates.peak_flops is None
+    assert rates.gemm_flops == 4 * 64e9 * GEMM_CEILING["cpu"]
+
+
+def test_bf16_on_a_device_without_it_runs_at_fp32() -> None:
+    volta = find_device("V100-SXM2-16GB")
+    assert compute_dtype(volta, "bf16") == "fp32"
+    assert compute_dtype(volta, "fp16") == "fp16"
+    assert compute_dtype(find_device("P40"), "fp16") == "fp32"
+    assert compute_dtype(find_device("A100-SXM4-80GB"), "bf16-pure") == "bf16"
+
+
+def test_fp32_means_fp32_not_tf32() -> None:
+    assert device_rates(cluster(), "fp32").peak_flops == 19.5e12
+
+
+def test_measured_rates_replace_datasheet_ones() -> None:
+    measured = replace(cluster(), rates=Rates(matmul_flops=1e13, memory_bytes_per_s=5e11))
+    rates = device_rates(measured, "bf16")
+    assert rates.gemm_flops == 1e13
+    assert rates.memory_bytes_per_s == 5e11
+
+
+def test_product_constants_are_the_fitted_ones(fits: ModuleType) -> None:
+    for name, key in (("A100-PCIE-80GB", "ampere"), ("B200-SXM-180GB", "blackwell")):
+        rows = [row for row in fits.products() if row.device == name]
+        assert GEMM_CEILING[key] == pytest.approx(fits.fit_gemm(rows[::2]), abs=0.02)
+        assert fits.gemm_error(rows[1::2], GEMM_CEILING[key], GEMM_TRAFFIC) < 0.08
+
+
+def test_attention_constants_are_the_fitted_ones(fits: ModuleType) -> None:
+    found = fits.attention_ceilings()
+    forward, backward = found["A100-PCIE-80GB"]
+    assert efficiency.ATTENTION_CEILING["ampere"] == pytest.approx(forward, abs=0.01)
+    assert pytest.approx(backward, rel=0.05) == ATTENTION_BACKWARD
+    assert efficiency.ATTENTION_CEILING["blackwell"] == pytest.approx(found["B200-SXM-180GB"][0], abs=0.02)
+
+
+def test_published_runs_are_predicted_as_documented(check: ModuleType) -> None:
+    rows = check.scored(check.published_runs())
+    largest_median = {"llmfoundry": 0.10, "torchtitan": 0.12, "fms": 0.06, "internevo": 0.08, "vtrain": 0.08}
+    for source, bound in largest_median.items():
+        errors = [row.error for row in rows if row.run.source.startswith(source)]
+        assert check.percentile(errors, 0.5) < bound, source
+
+
+def test_plans_that_share_everything_else_are_put_in_order(check: ModuleType) -> None:
+    rows = [row for row in check.scored(check.published_runs()) if row.run.source == "vtrain_a100"]
+    found = check.correlations(rows)
+    assert len(found) == 62
+    assert sum(found) / len(found) > 0.95
+
+
+def test_rank_correlation_by_hand(check: ModuleType) -> None:
+    assert check.rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert check.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert check.ranks([5, 1, 5]) == [2.5, 1, 2.5]
+    assert check.rank_correlation([1, 1], [1, 2]) == 0
