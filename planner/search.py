@@ -6,32 +6,18 @@ that fits (memory grows with it), so the global batch is always the one asked fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from planner import vocabulary as words
-from planner.candidates import Shape, divisors, inapplicable, shapes
+from planner.candidates import Shape, divisors, shapes
 from planner.errors import ContradictoryRequest
 from planner.estimate import Priced, plan_of, price, unrunnable
-from planner.plan import Configuration, Plan, StepTime
+from planner.plan import Configuration, Plan
+from planner.ranking import Rejection, Timed, compared, group_name, rank, rejections, score, strategy_name
 from planner.remedies import Remedy, remedies
 from planner.request import Request
 from planner.timing import step_time
-
-PREFERENCE = {"single": 0.0, "ddp": 0.0, "fsdp": 0.03, "fsdp-grad-op": 0.03, "hsdp": 0.03, "zero1": 0.06, "zero2": 0.06}
-PREFERENCE_OTHERWISE = 0.08
-PREFERENCE_OFFLOAD = 0.02
-"""How much faster a strategy must be predicted than a simpler one to go before it. Predictions are no closer to the truth
-than this (docs/cost-model-time.md), and what they leave out (hooks, flattening, host work) grows in the same order."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rejection:
-    """A strategy that is not among the plans; `plan` is its best one where it fits, else its closest miss."""
-
-    strategy: str
-    reason: str
-    plan: Plan | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,16 +31,6 @@ class Recommendation:
     remedies: tuple[Remedy, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Timed:
-    priced: Priced
-    time: StepTime
-
-    @property
-    def configuration(self) -> Configuration:
-        return self.priced.job.configuration
-
-
 def recommend(request: Request) -> Recommendation:
     """Rank every plan that fits.
 
@@ -62,20 +38,17 @@ def recommend(request: Request) -> Recommendation:
         ContradictoryRequest: the global batch cannot be split over the GPUs.
     """
     _check_batch(request)
-    fitting: dict[str, list[_Timed]] = {}
+    fitting: dict[str, list[Timed]] = {}
     missing: dict[str, Priced] = {}
-    for shape in shapes(request):
-        _explore(request, shape, fitting, missing)
-    best = [min(group, key=_score(request)) for group in fitting.values()]
-    ranked = _runnable_first(request, sorted(best, key=_score(request)))
-    shown = ranked[: request.top]
-    rejected = _rejections(request, shown, ranked, missing)
-    if shown:
-        alternatives = tuple({"strategy": item.strategy, "reason": item.reason} for item in rejected)
-        plans = tuple(plan_of(item.priced, item.time) for item in shown)
-        others = tuple({"strategy": describe(plan), "reason": _slower(plan, plans[0])} for plan in plans[1:])
-        first = replace(plans[0], alternatives=others + alternatives)
-        return Recommendation(request=request, plans=(first, *plans[1:]), rejected=rejected)
+    for option in _options(request):
+        for shape in shapes(option):
+            _explore(option, shape, fitting, missing)
+    best = [min(group, key=lambda item: score(item, request.objective)) for group in fitting.values()]
+    ranked = rank(request, best)
+    rejected = rejections(request, ranked, missing)
+    if ranked:
+        plans = _with_alternatives(request, tuple(item.plan for item in ranked[: request.top]), rejected)
+        return Recommendation(request=request, plans=plans, rejected=rejected)
     if not missing:
         raise ContradictoryRequest(
             f"global batch {request.workload.global_batch_size} cannot be split over {request.cluster.gpus} GPUs"
@@ -105,7 +78,7 @@ def can_fit(request: Request) -> Priced | None:
 
 def describe(plan: Plan) -> str:
     """A plan's strategy with its degrees and offload, as tables name it."""
-    return _group(plan.configuration)
+    return group_name(plan.configuration)
 
 
 def configuration_of(request: Request, shape: Shape, micro_batch: int) -> Configuration:
@@ -130,6 +103,13 @@ def configuration_of(request: Request, shape: Shape, micro_batch: int) -> Config
     )
 
 
+def _with_alternatives(request: Request, plans: tuple[Plan, ...], rejected: tuple[Rejection, ...]) -> tuple[Plan, ...]:
+    """The plans, the first of them knowing what it was chosen over."""
+    others = [{"strategy": describe(plan), "reason": compared(request, plan, plans[0])} for plan in plans[1:]]
+    others += [{"strategy": item.strategy, "reason": item.reason} for item in rejected]
+    return (replace(plans[0], alternatives=tuple(others)), *plans[1:])
+
+
 def _check_batch(request: Request) -> None:
     batch, gpus = request.workload.global_batch_size, request.cluster.gpus
     if batch % gpus and not request.allow_unrunnable:
@@ -141,18 +121,35 @@ def _check_batch(request: Request) -> None:
         )
 
 
-def _explore(request: Request, shape: Shape, fitting: dict[str, list[_Timed]], missing: dict[str, Priced]) -> None:
+def _options(request: Request) -> Iterator[Request]:
+    """The request itself; where cost counts, also on half the GPUs, a quarter and so on: GPU-seconds are what is
+    paid."""
+    yield request
+    cluster = request.cluster
+    while request.objective == "cost" and cluster.gpus > 1 and cluster.gpus % 2 == 0:
+        if cluster.nodes % 2 == 0:
+            cluster = replace(cluster, nodes=cluster.nodes // 2)
+        elif cluster.nodes == 1:
+            host = cluster.host_memory_bytes_per_node // 2
+            cluster = replace(cluster, gpus_per_node=cluster.gpus_per_node // 2, host_memory_bytes_per_node=host)
+        else:
+            return
+        yield replace(request, cluster=cluster)
+
+
+def _explore(request: Request, shape: Shape, fitting: dict[str, list[Timed]], missing: dict[str, Priced]) -> None:
     """Price the micro-batches of one shape, and file what was found under its strategy."""
     micros = _micro_batches(request, shape)
     if not micros:
         return
     smallest = price(request, configuration_of(request, shape, micros[0]))
     if smallest.judgement.verdict == "does_not_fit":
-        known = missing.get(shape.strategy)
+        name = strategy_name(smallest.job.configuration)
+        known = missing.get(name)
         if known is None or smallest.judgement.pressure < known.judgement.pressure:
-            missing[shape.strategy] = smallest
+            missing[name] = smallest
         return
-    group = fitting.setdefault(_group(smallest.job.configuration), [])
+    group = fitting.setdefault(group_name(smallest.job.configuration), [])
     group.extend(_largest(request, shape, micros, smallest))
 
 
@@ -162,7 +159,7 @@ def _micro_batches(request: Request, shape: Shape) -> tuple[int, ...]:
     return sizes if request.micro_batch is None else tuple(size for size in sizes if size == request.micro_batch)
 
 
-def _largest(request: Request, shape: Shape, micros: tuple[int, ...], smallest: Priced) -> Iterable[_Timed]:
+def _largest(request: Request, shape: Shape, micros: tuple[int, ...], smallest: Priced) -> Iterable[Timed]:
     """The largest micro-batch that fits and the one below it; in a pipeline every one, since smaller ones shrink the
     bubble."""
     low, high, found = 0, len(micros) - 1, {0: smallest}
@@ -176,74 +173,4 @@ def _largest(request: Request, shape: Shape, micros: tuple[int, ...], smallest: 
     wanted = range(low + 1) if shape.pp > 1 else range(max(low - 1, 0), low + 1)
     for index in wanted:
         priced = found.get(index) or price(request, configuration_of(request, shape, micros[index]))
-        yield _Timed(priced=priced, time=step_time(priced.job))
-
-
-def _score(request: Request) -> Callable[[_Timed], tuple[float, float]]:
-    """What the objective makes smallest, then memory, so that equal plans always rank in the same order."""
-
-    def score(item: _Timed) -> tuple[float, float]:
-        memory = float(item.priced.memory.device_used_bytes)
-        preference = PREFERENCE.get(item.configuration.strategy, PREFERENCE_OTHERWISE)
-        if item.configuration.offload != "none":
-            preference += PREFERENCE_OFFLOAD
-        seconds = item.time.step_seconds * (1 + preference)
-        return (memory, seconds) if request.objective == "memory" else (seconds, memory)
-
-    return score
-
-
-def _runnable_first(request: Request, ranked: list[_Timed]) -> list[_Timed]:
-    if request.allow_unrunnable:
-        return ranked
-    first = next((item for item in ranked if not unrunnable(item.configuration)), None)
-    return ranked if first is None else [first, *(item for item in ranked if item is not first)]
-
-
-def _group(configuration: Configuration) -> str:
-    """Plans of one group compete with each other; the best of each is shown."""
-    parts: list[str] = [configuration.strategy]
-    if configuration.tp > 1 or configuration.pp > 1:
-        parts.append("tp/pp")
-    if configuration.offload != "none":
-        parts.append(f"offload {configuration.offload}")
-    return " + ".join(parts)
-
-
-def _rejections(
-    request: Request, shown: list[_Timed], ranked: list[_Timed], missing: dict[str, Priced]
-) -> tuple[Rejection, ...]:
-    rejected = []
-    seen = {item.configuration.strategy for item in ranked}
-    for item in ranked[len(shown) :]:
-        plan = plan_of(item.priced, item.time)
-        reason = _slower(plan, plan_of(shown[0].priced, shown[0].time))
-        rejected.append(Rejection(strategy=_group(item.configuration), reason=reason, plan=plan))
-    for strategy in words.STRATEGIES:
-        reason = inapplicable(request, strategy)
-        if reason:
-            rejected.append(Rejection(strategy=strategy, reason=reason))
-        elif strategy in missing and strategy not in seen:
-            priced = missing[strategy]
-            plan = plan_of(priced, step_time(priced.job))
-            rejected.append(Rejection(strategy=strategy, reason=_miss(priced), plan=plan))
-    return tuple(rejected)
-
-
-def _miss(priced: Priced) -> str:
-    """Why a strategy's closest configuration does not fit."""
-    configuration = priced.job.configuration
-    savers = []
-    if configuration.activation_checkpointing != "none":
-        savers.append(f"{configuration.activation_checkpointing} checkpointing")
-    if configuration.offload != "none":
-        savers.append(f"offload {configuration.offload}")
-    with_what = f" with {' and '.join(savers)}" if savers else ""
-    return f"{priced.judgement.reason} even at micro-batch {configuration.micro_batch_size}{with_what}"
-
-
-def _slower(plan: Plan, first: Plan) -> str:
-    ratio = plan.time.step_seconds / first.time.step_seconds
-    if ratio < 1:
-        return f"{1 / ratio:.2f}x as fast, but {plan.notes[0]}" if not plan.runnable else f"{1 / ratio:.2f}x as fast"
-    return f"fits, {ratio:.2f}x the step time, limited by {plan.limited_by}"
+        yield Timed(priced=priced, time=step_time(priced.job))

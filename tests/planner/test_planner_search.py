@@ -1,0 +1,115 @@
+"""What the search promises: plans fit, the batch stays, the best is first, every loser has its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from planner import vocabulary as words
+from planner.errors import ContradictoryRequest
+from planner.search import Recommendation, can_fit, recommend
+from tests.planner.questions import question
+
+
+def every(answer: Recommendation) -> list[str]:
+    return [plan.configuration.strategy for plan in answer.plans] + [item.strategy for item in answer.rejected]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    model=some.sampled_from(["gpt2", "opt-1.3b", "llama-3-8b", "bert-large", "t5-3b", "mixtral-8x7b"]),
+    gpu=some.sampled_from(["rtx4090", "a100-40gb", "h100"]),
+    gpus=some.sampled_from([1, 2, 8, 16]),
+    per_gpu=some.sampled_from([1, 3, 8]),
+    objective=some.sampled_from(words.OBJECTIVES),
+)
+def test_every_plan_fits_and_keeps_the_batch(model: str, gpu: str, gpus: int, per_gpu: int, objective: str) -> None:
+    request = question(model, gpu, gpus, global_batch=gpus * per_gpu, objective=objective)
+    answer = recommend(request)
+    for plan in answer.plans:
+        configuration = plan.configuration
+        assert plan.verdict in ("fits", "tight")
+        assert plan.memory.device_used_upper_bytes <= request.cluster.capacity_bytes
+        product = configuration.micro_batch_size * configuration.gradient_accumulation_steps
+        assert product * configuration.dims.data_parallel == gpus * per_gpu
+    if answer.plans:
+        assert answer.plans[0].runnable
+    else:
+        assert answer.closest is not None
+        assert answer.closest.verdict == "does_not_fit"
+    named = {name.split(" + ")[0] for name in every(answer)}
+    assert named == set(words.STRATEGIES)
+
+
+def test_the_micro_batch_is_the_largest_that_fits() -> None:
+    request = question("opt-1.3b", "a100-40gb", 8, global_batch=512, strategies=("ddp",))
+    found = {}
+    for plan in recommend(replace(request, top=10)).plans:
+        found[plan.configuration.activation_checkpointing] = plan.configuration.micro_batch_size
+    (micro,) = found.values()
+    doubled = recommend(replace(request, micro_batch=2 * micro))
+    slower = [plan for plan in doubled.plans if plan.configuration.activation_checkpointing in found]
+    assert not slower
+
+
+def test_a_small_model_on_one_fast_node_is_replicated() -> None:
+    assert recommend(question("opt-125m", "a100-80gb", 8)).plans[0].configuration.strategy == "ddp"
+
+
+def test_a_large_model_is_sharded_and_ddp_says_what_it_lacks() -> None:
+    answer = recommend(question("opt-6.7b", "a100-80gb", 8))
+    assert answer.plans[0].configuration.strategy in ("fsdp", "zero2", "zero3", "fsdp-grad-op", "zero1")
+    (ddp,) = [item for item in answer.rejected if item.strategy == "ddp"]
+    assert "needs up to" in ddp.reason
+    assert ddp.plan is not None
+    assert ddp.plan.verdict == "does_not_fit"
+
+
+def test_nothing_fits_is_an_answer_whose_remedies_hold() -> None:
+    request = question("llama-2-70b", "rtx4090", 1)
+    request = replace(request, cluster=replace(request.cluster, nvme_bytes_per_node=0))
+    answer = recommend(request)
+    assert not answer.plans
+    assert answer.closest is not None
+    assert answer.remedies
+    more = [remedy for remedy in answer.remedies if remedy.flag.startswith("--gpus")]
+    gpus = int(more[0].flag.split()[1])
+    assert can_fit(question("llama-2-70b", "rtx4090", gpus, global_batch=gpus)) is not None
+
+
+def test_a_batch_that_cannot_be_split_names_its_neighbours() -> None:
+    with pytest.raises(ContradictoryRequest, match="60 cannot be split evenly over 8 GPUs; use 56 or 64"):
+        recommend(question("opt-1.3b", "a100-80gb", 8, global_batch=60))
+
+
+def test_objectives_rank_by_what_they_name() -> None:
+    fast = recommend(question("opt-1.3b", "a100-80gb", 8)).plans[0]
+    small = recommend(question("opt-1.3b", "a100-80gb", 8, objective="memory")).plans[0]
+    cheap = recommend(question("opt-1.3b", "a100-80gb", 8, objective="cost")).plans[0]
+    assert small.memory.device_used_bytes < fast.memory.device_used_bytes
+    assert cheap.configuration.world_size < 8
+    seconds = fast.time.step_seconds * fast.configuration.world_size
+    assert cheap.time.step_seconds * cheap.configuration.world_size < seconds
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    assert recommend(question("gpt2", "a100-80gb", 4)) == recommend(question("gpt2", "a100-80gb", 4))
+
+
+def test_a_thousand_gpus_rank_tensor_and_pipeline_plans_but_put_a_runnable_one_first() -> None:
+    answer = recommend(question("llama-2-70b", "h100", 1024, top=30))
+    assert answer.plans[0].runnable
+    assert any(plan.configuration.tp > 1 for plan in answer.plans)
+    for plan in answer.plans:
+        model_parallel = plan.configuration.tp * plan.configuration.pp > 1
+        assert plan.runnable != model_parallel
+        assert not model_parallel or "cannot yet run" in plan.notes[0]
+
+
+def test_a_memory_cap_is_kept() -> None:
+    capped = recommend(question("opt-1.3b", "a100-80gb", 8, max_memory_gb=16.0))
+    assert capped.plans
+    assert all(plan.memory.device_used_upper_bytes <= 16e9 for plan in capped.plans)
