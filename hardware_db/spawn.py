@@ -51,7 +51,7 @@ class PoolSettings:
 
     world_size: int
     backend: str = "gloo"
-    timeout_seconds: float = 60.0
+    timeout_seconds: float = 120.0
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class RankPool:
         world_size: int,
         *,
         backend: str = "gloo",
-        timeout_seconds: float = 60.0,
+        timeout_seconds: float = 120.0,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = PoolSettings(

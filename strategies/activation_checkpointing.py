@@ -1,0 +1,62 @@
+"""Activation checkpointing: which tensors a block keeps for backward and which it computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from strategies.blocks import repeated_blocks
+from strategies.errors import CannotRun
+
+_aten = torch.ops.aten
+# Results of matrix products and attention: costly to compute again, cheap to keep. The rest is computed again.
+_KEPT = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def checkpoint_activations(model: nn.Module, kind: str) -> None:
+    """Make the model's blocks recompute in backward: `full` everything, `selective` all but matmuls and attention.
+
+    A Hugging Face model switches on its own checkpointing for `full`.
+
+    Raises:
+        CannotRun: no repeated block was found to checkpoint.
+    """
+    if kind == "none":
+        return
+    if kind == "full" and getattr(model, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        return
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise CannotRun(
+            f"activation checkpointing {kind!r} found no stack of like blocks (a ModuleList of one class) in"
+            f" {type(model).__name__}; choose 'none' or put the blocks in a ModuleList"
+        )
+    for block in blocks:
+        # The forward of the instance, not a module around it: parameters keep their names in checkpoints.
+        block.forward = _recomputing(block.forward, kind)  # type: ignore[method-assign]
+
+
+def _recomputing(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    options = {"context_fn": _selective_contexts} if kind == "selective" else {}
+    return partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_products)
+
+
+def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,137 @@
+"""Checkpoints of the torch strategies: whole named parameters through `torch.distributed.checkpoint`.
+
+    directory/latest                     the name of the newest complete checkpoint
+    directory/step-00000120/             one checkpoint
+        .metadata, *.distcp              model and optimizer, each rank its shards
+        state.json                       counters, scaler, scheduler, client_state
+
+A checkpoint is written under a temporary name and renamed when every rank has written its part, then `latest` is
+replaced: whoever reads sees the old checkpoint or the new one. Nothing in a checkpoint is unpickled without limits:
+`.metadata`, which torch pickles, is read by an unpickler that builds only torch's own metadata classes, tensors are read
+with `weights_only`, the rest is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from strategies.checkpoint_reading import SafeLoadPlanner, SafeReader
+from strategies.errors import BrokenFile, CannotRun
+
+_LATEST = "latest"
+_STATE = "state.json"
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """What a checkpoint holds beside tensors: the engine's `progress` and the script's `client_state`, both JSON."""
+
+    progress: dict[str, Any]
+    client_state: dict[str, Any]
+
+
+def save(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, content: Content) -> Path:
+    """Write one checkpoint from every rank and return its path.
+
+    Raises:
+        CannotRun: `client_state` or the scheduler's state is not JSON.
+    """
+    text = _as_json(content)
+    final = directory / f"step-{content.progress['global_steps']:08d}"
+    temporary = directory / f".{final.name}.tmp"
+    _on_rank_0(lambda: _make_empty(temporary))
+    model_state, optimizer_state = get_state_dict(module, optimizer, options=_OPTIONS)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), no_dist=not _is_distributed())
+    _on_rank_0(lambda: _publish(temporary, final, text))
+    return final
+
+
+def load(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Path, Content] | None:
+    """Restore the latest checkpoint into module and optimizer; None where `directory` has none.
+
+    Raises:
+        BrokenFile: `latest` names a checkpoint that is not there, or its parts cannot be read.
+    """
+    latest = directory / _LATEST
+    if not latest.is_file():
+        return None
+    path = directory / latest.read_text().strip()
+    content = _read_content(path)
+    model_state, optimizer_state = get_state_dict(module, optimizer, options=_OPTIONS)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, storage_reader=SafeReader(path), planner=SafeLoadPlanner(), no_dist=not _is_distributed())
+    set_state_dict(
+        module,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=_OPTIONS,
+    )
+    return path, content
+
+
+def _read_content(path: Path) -> Content:
+    try:
+        values = json.loads((path / _STATE).read_text())
+        return Content(progress=values["progress"], client_state=values["client_state"])
+    except (OSError, ValueError, KeyError) as problem:
+        raise BrokenFile(
+            path / _STATE, f"cannot be read ({problem})", f"name an earlier step in {path.parent / _LATEST}"
+        ) from None
+
+
+def _as_json(content: Content) -> str:
+    try:
+        return json.dumps({"progress": content.progress, "client_state": content.client_state}, indent=2) + "\n"
+    except TypeError as problem:
+        raise CannotRun(
+            f"client_state and the scheduler's state must be JSON (numbers, texts, lists, dicts): {problem}"
+        ) from None
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _publish(temporary: Path, final: Path, text: str) -> None:
+    (temporary / _STATE).write_text(text)
+    if final.exists():
+        # A folder cannot be replaced in one move; `latest` still names it, but its successor is complete and next door.
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    pointer = final.parent / f".{_LATEST}.tmp"
+    pointer.write_text(final.name + "\n")
+    os.replace(pointer, final.parent / _LATEST)
+
+
+def _on_rank_0(work: Callable[[], None]) -> None:
+    """Run on rank 0 while the others wait, and fail everywhere when it fails there."""
+    problem: list[BaseException | None] = [None]
+    if not _is_distributed() or dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as error:
+            problem = [error]
+    if _is_distributed():
+        dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise problem[0]
+
+
+def _is_distributed() -> bool:
+    return dist.is_initialized()

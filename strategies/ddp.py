@@ -1,0 +1,30 @@
+"""Replicated data parallelism: torch's DistributedDataParallel with its defaults."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from strategies.environment import ensure_group
+from strategies.precision import autocast
+from strategies.torch_engine import TorchStrategy
+
+
+class ReplicatedDataParallel(TorchStrategy):
+    """Every rank holds the whole model; gradients are averaged in buckets while backward runs."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        ensure_group(self.environment)
+        device = self.environment.device
+        return DistributedDataParallel(model.to(device), device_ids=[device] if device.type == "cuda" else None)
+
+    def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
+        # DDP decides in forward whether the following backward reduces, so only forward needs to be inside.
+        wrapper = cast("DistributedDataParallel", module)
+        return nullcontext() if reduces else wrapper.no_sync()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        return autocast(self.configuration.precision, self.environment.device)

@@ -1,0 +1,134 @@
+"""ZeRO stages 1 to 3 through DeepSpeed: its engine behind the calls of ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner.emit.deepspeed import deepspeed_config
+from planner.emit.common import EmitOptions
+from strategies.activation_checkpointing import checkpoint_activations
+from strategies.base import Engine, Strategy, TrainingParts
+from strategies.environment import ensure_group
+from strategies.errors import BackendMissing
+from strategies.optimizers import OPTIMIZERS, trainable_parameters
+
+# Sections a plan decides; whatever else a script's config says is DeepSpeed's to read.
+_PLANNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16")
+
+
+class DeepSpeedZero(Strategy):
+    """Stage 1 shards optimizer states, stage 2 gradients too, stage 3 parameters too."""
+
+    def engine(self, parts: TrainingParts) -> DeepSpeedEngine:
+        library = _library(self.environment.device, self.configuration.strategy)
+        ensure_group(self.environment)
+        checkpoint_activations(parts.model, self.configuration.activation_checkpointing)
+        config = engine_config(parts, on_cpu=self.environment.device.type == "cpu")
+        optimizer = self._optimizer(parts, config)
+        if optimizer is not None:
+            config.pop("optimizer", None)
+            config["zero_allow_untested_optimizer"] = True
+        engine, wrapped, _, scheduler = library.initialize(
+            model=parts.model,
+            optimizer=optimizer,
+            model_parameters=trainable_parameters(parts.model, parts.model_parameters),
+            lr_scheduler=parts.lr_scheduler,
+            config=config,
+        )
+        return DeepSpeedEngine(engine, wrapped, scheduler, strategy=self, parts=parts)
+
+    def _optimizer(self, parts: TrainingParts, config: Mapping[str, Any]) -> Any:
+        """The script's optimizer, or torch's for the plan's name; None where DeepSpeed must make its own.
+
+        DeepSpeed makes it when the script's config has an `optimizer` section, and under offload, where its CPU
+        optimizer is what the plan's time was counted for.
+        """
+        if parts.optimizer is not None:
+            return parts.optimizer
+        if "optimizer" in parts.script_config or (self.configuration.offload != "none" and "optimizer" in config):
+            return None
+        return OPTIMIZERS[self.configuration.optimizer](trainable_parameters(parts.model, parts.model_parameters))
+
+
+class DeepSpeedEngine(Engine):
+    """DeepSpeed's engine, which scales, clips, accumulates, steps and saves by itself."""
+
+    def __init__(
+        self, engine: Any, optimizer: Any, scheduler: Any, *, strategy: DeepSpeedZero, parts: TrainingParts
+    ) -> None:
+        super().__init__(parts.plan, strategy.environment)
+        self.strategy = strategy
+        self.module = engine
+        self.optimizer = optimizer
+        self.lr_scheduler = scheduler
+
+    @property
+    def global_steps(self) -> int:
+        return int(self._deepspeed.global_steps)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return bool(self._deepspeed.is_gradient_accumulation_boundary())
+
+    def save_checkpoint(self, directory: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
+        tag = f"step-{self.global_steps:08d}"
+        self._deepspeed.save_checkpoint(str(directory), tag=tag, client_state=dict(client_state or {}))
+        return Path(directory, tag)
+
+    def load_checkpoint(self, directory: str | Path) -> tuple[Path | None, dict[str, Any]]:
+        path, client_state = self._deepspeed.load_checkpoint(str(directory))
+        return (None, {}) if path is None else (Path(path).parent, dict(client_state))
+
+    @property
+    def _deepspeed(self) -> Any:
+        return self.module
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self._deepspeed.backward(loss)
+
+    def _step(self) -> None:
+        self._deepspeed.step()
+
+
+def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
+    """The plan as DeepSpeed's config, with what the script's own config adds to it.
+
+    The plan decides stage, batch and precision; details of these and every other key are the script's where it has them.
+    """
+    script = parts.script_config
+    # The script's clipping, and 1e-3, torch's default for AdamW, for the optimizers that DeepSpeed makes.
+    options = EmitOptions(cpu=on_cpu, gradient_clipping=parts.gradient_clipping, learning_rate=1e-3)
+    config = deepspeed_config(parts.plan, options)
+    zero = {**_section(config, "zero_optimization"), **_section(script, "zero_optimization")}
+    zero["stage"] = parts.plan.configuration.zero_stage
+    details = {name: {**_section(script, name), **_section(config, name)} for name in ("bf16", "fp16") if name in config}
+    own = {key: value for key, value in script.items() if key not in _PLANNED}
+    return {**config, **own, **details, "zero_optimization": zero, "gradient_clipping": parts.gradient_clipping}
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name, {})
+    return section if isinstance(section, Mapping) else {}
+
+
+def _library(device: torch.device, strategy: str) -> Any:
+    if device.type == "cpu":
+        # DeepSpeed looks for an accelerator when it is imported; without one it must be told.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        library = import_module("deepspeed")
+    except ImportError as problem:
+        remedy = "pip install dsplan[deepspeed], or use the same sharding without it: strategy 'fsdp'"
+        raise BackendMissing(f"strategy {strategy!r} needs DeepSpeed ({problem}); {remedy}") from None
+    if device.type == "cpu":
+        # Its shared-memory collectives serve inference alone, and would be compiled before the first step.
+        library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return library

@@ -1,0 +1,114 @@
+"""`dsplan.initialize`: from a module to an engine that trains it, under whichever plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from planner import vocabulary as words
+from planner.plan import Plan
+from planner.plan_io import plan_to_dict
+from strategies.base import Engine, OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
+from strategies.data import ShardedLoader
+from strategies.environment import Environment, join
+from strategies.errors import CannotRun
+from strategies.monitor import RUN_DIRECTORY, RunMonitor
+from strategies.planning import Wishes, describe, given_plan
+from strategies.registry import find_strategy
+from strategies.script_config import read_config
+
+QUIET = "DSPLAN_QUIET"
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Scheduler | SchedulerFactory | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    *,
+    plan: Plan | str | Path | None = None,
+    strategy: words.Strategy | None = None,
+    backend: words.Backend | None = None,
+) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Scheduler | None]:
+    """Place a model under a plan and return (engine, optimizer, dataloader, scheduler); called on every rank.
+
+    The plan is, in this order: the file that `dsplan run --plan` hands over, `plan=`, or one made now from the module and
+    this machine within what `strategy=`, `backend=` and `config=` ask for. Rank 0 prints a plan that was made now, unless
+    DSPLAN_QUIET is set.
+
+    Args:
+        model: on any device, whole and with the weights to start from; rank 0's weights count.
+        optimizer: an optimizer of the model's parameters, a function parameters -> optimizer, or None for the plan's.
+        model_parameters: what a new optimizer trains (parameters or groups); None for all that require gradients.
+        training_data: a dataset with a length; the dataloader returned gives this rank's micro-batches of it.
+        lr_scheduler: a scheduler of `optimizer` or a function optimizer -> scheduler; the engine steps it.
+        config: a DeepSpeed-style dictionary or JSON file. Every strategy reads `train_batch_size` (the global batch, the
+            same under every plan), `train_micro_batch_size_per_gpu`, `gradient_accumulation_steps`,
+            `gradient_clipping`, `bf16`, `fp16` and `zero_optimization.stage`; ZeRO hands all of it to DeepSpeed.
+
+    Raises:
+        DsplanError: what was asked for cannot be planned or run here; one line with the remedy.
+    """
+    script = read_config(config)
+    environment = join()
+    wishes = Wishes(
+        plan=plan, strategy=strategy, backend=backend, config=script, optimizer=optimizer, training_data=training_data
+    )
+    settled = given_plan(wishes, environment)
+    is_new = settled is None
+    if settled is None:
+        from strategies.live_plan import make_plan  # with the planner's search, which a given plan does not need
+
+        settled = make_plan(model, wishes, environment)
+    _agree(settled, strategy, backend)
+    if settled.configuration.backend == "torch":
+        script.refuse_deepspeed_keys(settled.configuration.strategy)
+    parts = TrainingParts(
+        model=model,
+        plan=settled,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        gradient_clipping=script.gradient_clipping,
+        script_config=script.values,
+    )
+    engine = find_strategy(settled.configuration, environment).engine(parts)
+    loader = None if training_data is None else ShardedLoader(training_data, settled.configuration, environment)
+    _report(engine, environment, is_new=is_new)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _agree(plan: Plan, strategy: str | None, backend: str | None) -> None:
+    """The plan against what the script names beside it.
+
+    Raises:
+        CannotRun: they differ.
+    """
+    chosen = plan.configuration
+    for word, asked, has in (("strategy", strategy, chosen.strategy), ("backend", backend, chosen.backend)):
+        if asked is not None and asked != has:
+            raise CannotRun(f"{word}={asked!r} was asked for and the plan has {has!r}; leave {word}= out or plan again")
+
+
+def _report(engine: Engine, environment: Environment, *, is_new: bool) -> None:
+    """Print a plan that was made now, or leave it and the metrics to `dsplan run`, which shows them itself."""
+    directory = os.environ.get(RUN_DIRECTORY)
+    if directory:
+        engine.monitor = RunMonitor(
+            Path(directory),
+            rank=environment.rank,
+            device=environment.device,
+            sequence_length=engine.configuration.sequence_length,
+        )
+        if is_new and environment.is_main:
+            engine.monitor.plan_made(plan_to_dict(engine.plan))
+    elif is_new and environment.is_main and not os.environ.get(QUIET):
+        print(describe(engine.plan), flush=True)

@@ -1,0 +1,68 @@
+"""Sharded data parallelism: torch's FSDP2 (`fully_shard`) over the repeated blocks and the root, with its defaults."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from strategies.blocks import repeated_blocks
+from strategies.environment import ensure_group
+from strategies.precision import sharding_policy
+from strategies.torch_engine import TorchStrategy
+
+
+class FullShard(TorchStrategy):
+    """Parameters, gradients and optimizer states sharded; blocks are gathered when needed and freed after use."""
+
+    reshard_after_forward = True
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        ensure_group(self.environment)
+        _broadcast_from_rank_0(model, self.environment.device)
+        mesh = self.mesh()
+        policy = sharding_policy(self.configuration.precision)
+        for block in repeated_blocks(model):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
+        # The root keeps torch's default: it is needed first in backward, so it stays gathered after forward.
+        root: nn.Module = fully_shard(model, mesh=mesh, mp_policy=policy)
+        return root
+
+    def mesh(self) -> DeviceMesh:
+        """All ranks share one copy of the states."""
+        return init_device_mesh(
+            self.environment.device.type, (self.environment.world_size,), mesh_dim_names=("dp_shard",)
+        )
+
+    def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
+        # Without synchronisation every rank holds whole fp32 gradients until the last micro-batch.
+        cast("FSDPModule", module).set_requires_gradient_sync(reduces)
+        return nullcontext()
+
+
+class ShardGradOp(FullShard):
+    """Gradients and optimizer states sharded; parameters stay gathered from forward to the end of backward."""
+
+    reshard_after_forward = False
+
+
+class HybridShard(FullShard):
+    """Groups of `dp_shard` ranks share one copy of the states; `dp_replicate` groups hold copies of each other."""
+
+    def mesh(self) -> DeviceMesh:
+        degrees = (self.configuration.dp_replicate, self.configuration.dp_shard)
+        return init_device_mesh(self.environment.device.type, degrees, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
+    """Give every rank the weights of rank 0, as DDP does, one tensor at a time so that a device never holds them all."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        here = tensor.detach().to(device)
+        dist.broadcast(here, 0)
+        if here.device != tensor.device:
+            tensor.data.copy_(here)

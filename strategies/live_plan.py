@@ -1,0 +1,162 @@
+"""A plan made on the spot: from the live module, the probed machine, and what the script asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hardware_db.fingerprint import fingerprint
+from hardware_db.measurement import RateMeasurement
+from hardware_db.probe import probe
+from planner import vocabulary as words
+from planner.errors import NothingFits
+from planner.machine_rates import rates_from_measurements
+from planner.models.live import facts_from_module
+from planner.plan import Plan
+from planner.plan_io import plan_from_dict, plan_to_dict
+from planner.request import Request, WorkOptions, make_request
+from planner.resolve_cluster import probed_cluster
+from planner.search import recommend
+from strategies.environment import Environment
+from strategies.errors import CannotRun, UnknownName
+from strategies.machine_rates import machine_rates
+from strategies.planning import Wishes
+from strategies.script_config import ScriptConfig
+
+STRATEGY = "DSPLAN_STRATEGY"
+
+_OPTIMIZER_NAMES: dict[type, words.Optimizer] = {
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adamw",
+    torch.optim.SGD: "sgd",
+    torch.optim.Adafactor: "adafactor",
+}
+_ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
+
+
+def make_plan(model: nn.Module, wishes: Wishes, environment: Environment) -> Plan:
+    """A plan for the live module on this machine, made on rank 0 and the same on every rank.
+
+    Raises:
+        NothingFits: no strategy (of those asked for) trains the model in the memory there is.
+        UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
+    """
+    measured = machine_rates(fingerprint(probe()), environment.device)
+    answer: list[Any] = [None, None]
+    if environment.is_main:
+        try:
+            answer[0] = json.dumps(plan_to_dict(_planned(model, wishes, environment, measured)))
+        except Exception as problem:
+            # Every rank must hear of it: the others wait for the plan.
+            answer[1] = problem
+    if environment.world_size > 1:
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return plan_from_dict(json.loads(answer[0]))
+
+
+def _planned(
+    model: nn.Module, wishes: Wishes, environment: Environment, measured: Sequence[RateMeasurement]
+) -> Plan:
+    strategy = _wished_strategy(wishes, environment)
+    request = _request(model, wishes, environment, strategy)
+    request = replace(request, micro_batch=_micro_batch(wishes.config, environment))
+    return best_plan(with_measured_rates(request, measured))
+
+
+def best_plan(request: Request) -> Plan:
+    """The first plan of the search.
+
+    Raises:
+        NothingFits: there is none; the message holds the closest miss and the first remedy.
+        ContradictoryRequest: the batch cannot be split as asked.
+    """
+    found = recommend(request)
+    if not found.plans:
+        reasons = [*(found.closest.notes[:1] if found.closest else ()), *(item.change for item in found.remedies[:1])]
+        raise NothingFits(f"no plan fits this machine: {'; '.join(reasons)}")
+    return found.plans[0]
+
+
+def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -> Request:
+    """The request with the cluster's rates as they were measured here, for the precision it computes in."""
+    rates = rates_from_measurements(measured, ranks=request.cluster.gpus, precision=request.workload.precision)
+    return replace(request, cluster=replace(request.cluster, rates=rates))
+
+
+def _request(
+    model: nn.Module, wishes: Wishes, environment: Environment, strategy: words.Strategy | None
+) -> Request:
+    options = WorkOptions(
+        seq_len=_sequence_length(wishes.training_data),
+        global_batch=wishes.config.global_batch_size(environment.world_size),
+        precision=wishes.config.precision,
+        optimizer=_optimizer_name(wishes.optimizer),
+        attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
+    )
+    cluster = probed_cluster(probe(), ranks=environment.world_size)
+    return make_request(facts_from_module(model), cluster, options, strategies=_candidates(strategy))
+
+
+def _candidates(strategy: words.Strategy | None) -> tuple[words.Strategy, ...]:
+    """What the search may choose from: what was asked for, or all that the installed libraries can run."""
+    if strategy is not None:
+        return (strategy,)
+    has_deepspeed = find_spec("deepspeed") is not None
+    return tuple(name for name in words.STRATEGIES if has_deepspeed or name not in words.ZERO_STAGES)
+
+
+def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy | None:
+    """`dsplan run --strategy`, `strategy=`, or the ZeRO stage of the config, in this order."""
+    name = os.environ.get(STRATEGY) or wishes.strategy
+    if name is None and wishes.config.zero_stage is not None:
+        unsharded = "ddp" if environment.world_size > 1 else "single"
+        name = {0: unsharded, 1: "zero1", 2: "zero2", 3: "zero3"}[wishes.config.zero_stage]
+    if name is None and wishes.backend == "deepspeed":
+        name = "zero2"
+    if name is not None and name not in words.STRATEGIES:
+        raise UnknownName("strategy", name, words.STRATEGIES, hint=f"choose one of {', '.join(words.STRATEGIES)}")
+    return name  # type: ignore[return-value]
+
+
+def _micro_batch(config: ScriptConfig, environment: Environment) -> int | None:
+    """The micro-batch where the config decides it: by name, or through global batch and accumulation."""
+    if config.micro_batch_size is not None or config.gradient_accumulation_steps is None:
+        return config.micro_batch_size
+    if config.train_batch_size is None:
+        return None
+    ranks = config.gradient_accumulation_steps * environment.world_size
+    if config.train_batch_size % ranks:
+        raise CannotRun(
+            f"config: train_batch_size {config.train_batch_size} is not a multiple of gradient_accumulation_steps"
+            f" {config.gradient_accumulation_steps} x {environment.world_size} ranks; change one of them"
+        )
+    return config.train_batch_size // ranks
+
+
+def _optimizer_name(optimizer: object) -> words.Optimizer:
+    """The plan's name of the script's optimizer (instance or class); AdamW where it is another kind of function."""
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    name = _OPTIMIZER_NAMES.get(kind, "adamw")
+    defaults: Mapping[str, Any] = getattr(optimizer, "defaults", {})
+    if name == "adamw" and defaults.get("fused"):
+        return "adamw-fused"
+    return "adamw-forloop" if name == "adamw" and defaults.get("foreach") is False else name
+
+
+def _sequence_length(training_data: Any) -> int | None:
+    """The length of the first sample's first token tensor; None where there is no such thing."""
+    if training_data is None or not hasattr(training_data, "__getitem__"):
+        return None
+    tensors = (leaf for leaf in tree_leaves(training_data[0]) if isinstance(leaf, torch.Tensor))
+    return next((t.shape[0] for t in tensors if t.dim() == 1 and not t.dtype.is_floating_point), None)

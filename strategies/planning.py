@@ -1,0 +1,76 @@
+"""Which plan an engine runs: the one that `dsplan run` or the script gives, checked against the job that runs it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hardware_db.units import format_bytes, format_seconds
+from planner import vocabulary as words
+from planner.plan import Plan
+from planner.plan_io import load_plan
+from strategies.environment import Environment
+from strategies.errors import CannotRun
+from strategies.script_config import ScriptConfig
+
+PLAN_FILE = "DSPLAN_PLAN"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What the script asked for; None where it left the choice to the plan."""
+
+    plan: Plan | str | Path | None = None
+    strategy: words.Strategy | None = None
+    backend: words.Backend | None = None
+    config: ScriptConfig
+    optimizer: object = None
+    training_data: Any = None
+
+
+def given_plan(wishes: Wishes, environment: Environment) -> Plan | None:
+    """The plan of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`); None where there is neither.
+
+    Raises:
+        BrokenFile: the file is not a plan.
+        CannotRun: the plan is for another number of ranks or another global batch than the script's.
+    """
+    source = os.environ.get(PLAN_FILE) or wishes.plan
+    if source is None:
+        return None
+    plan = source if isinstance(source, Plan) else load_plan(source)
+    where = "the plan" if isinstance(source, Plan) else str(source)
+    configuration = plan.configuration
+    if configuration.world_size != environment.world_size:
+        raise CannotRun(
+            f"{where} is for {configuration.world_size} ranks and this job has {environment.world_size}; start"
+            f" {configuration.world_size} ranks or plan again for {environment.world_size}"
+        )
+    asked = wishes.config.global_batch_size(configuration.dims.data_parallel)
+    if asked is not None and asked != configuration.global_batch_size:
+        raise CannotRun(
+            f"{where} has global batch {configuration.global_batch_size} and the script's config asks for {asked};"
+            f" plan again with --global-batch {asked} or change train_batch_size"
+        )
+    return plan
+
+
+def describe(plan: Plan) -> str:
+    """The plan in a few plain lines."""
+    chosen, memory = plan.configuration, plan.memory
+    ranks = chosen.dims.data_parallel
+    extras = "".join(
+        f", {label} {value}"
+        for label, value in (("checkpointing", chosen.activation_checkpointing), ("offload", chosen.offload))
+        if value != "none"
+    )
+    return (
+        f"dsplan: {chosen.strategy} ({chosen.backend}) on {chosen.world_size} x {plan.cluster.get('device')},"
+        f" {chosen.precision}, {chosen.optimizer}{extras}\n"
+        f"dsplan: micro-batch {chosen.micro_batch_size} x accumulation {chosen.gradient_accumulation_steps} x"
+        f" {ranks} ranks = global batch {chosen.global_batch_size}\n"
+        f"dsplan: predicted {format_bytes(memory.peak_allocated_bytes)} at the peak ({memory.peak_phase}),"
+        f" {format_seconds(plan.time.step_seconds)} per step"
+    )

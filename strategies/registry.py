@@ -1,0 +1,59 @@
+"""Strategies by name, imported on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import cast
+
+from planner.plan import Configuration
+from strategies.base import Strategy
+from strategies.environment import Environment
+from strategies.errors import CannotRun, UnknownName
+
+STRATEGIES: dict[str, str] = {
+    "single": "strategies.single:Single",
+    "ddp": "strategies.ddp:ReplicatedDataParallel",
+    "fsdp": "strategies.fsdp:FullShard",
+    "fsdp-grad-op": "strategies.fsdp:ShardGradOp",
+    "hsdp": "strategies.fsdp:HybridShard",
+    "zero1": "strategies.deepspeed:DeepSpeedZero",
+    "zero2": "strategies.deepspeed:DeepSpeedZero",
+    "zero3": "strategies.deepspeed:DeepSpeedZero",
+}
+
+
+def find_strategy(configuration: Configuration, environment: Environment) -> Strategy:
+    """The strategy that runs a configuration.
+
+    Raises:
+        UnknownName: no strategy of that name; the message lists them.
+        CannotRun: the configuration asks for what no strategy of this version does.
+        BackendMissing: the strategy needs a library that is not installed.
+    """
+    name = configuration.strategy
+    if name not in STRATEGIES:
+        raise UnknownName("strategy", name, STRATEGIES, hint=f"choose one of {', '.join(STRATEGIES)}")
+    _refuse_what_cannot_run(configuration)
+    module, _, attribute = STRATEGIES[name].partition(":")
+    kind = cast("type[Strategy]", getattr(import_module(module), attribute))
+    return kind(configuration, environment)
+
+
+def _refuse_what_cannot_run(configuration: Configuration) -> None:
+    if configuration.tp > 1 or configuration.pp > 1:
+        raise CannotRun(
+            f"the plan has tp {configuration.tp} and pp {configuration.pp}: this version plans tensor and pipeline"
+            " parallelism but does not run them; choose a plan with tp 1 and pp 1"
+        )
+    if configuration.backend == "native":
+        raise CannotRun("backend 'native' is not in this version; use backend 'deepspeed' or strategy 'fsdp'")
+    home = "deepspeed" if configuration.zero_stage else "torch"
+    if configuration.backend != home:
+        raise CannotRun(
+            f"backend {configuration.backend!r} does not run strategy {configuration.strategy!r}; use {home!r}"
+        )
+    if home == "torch" and configuration.offload != "none":
+        raise CannotRun(
+            f"strategy {configuration.strategy!r} does not offload ({configuration.offload!r}) in this version;"
+            " use zero2 or zero3, or offload 'none'"
+        )

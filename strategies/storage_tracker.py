@@ -1,0 +1,95 @@
+"""The true peak of live tensor bytes on devices that have no allocator statistics, which is the CPU.
+
+A dispatch mode sees every operation. A storage that an operation returns is alive from then until Python's weak reference
+to it dies; a storage that an operation reads and that was never seen before was alive all along (weights, optimizer
+states, DDP's buckets, which live in C++ and are found when gradients are copied into them). Scratch memory inside a
+kernel is not seen. Sizes are rounded up to 512 bytes as CUDA's allocator does, so that figures compare.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_ROUNDING = 512
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts live bytes between `__enter__` and `__exit__`; `existing` are tensors alive at the start.
+
+    `peak_bytes` is the largest sum of live storages, `live_bytes` the present one, both in bytes.
+    """
+
+    def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._resize = torch.UntypedStorage.resize_
+        for tensor in existing:
+            self._observe(tensor, was_alive=True)
+
+    def __enter__(self) -> StorageTracker:
+        tracker = self
+
+        # FSDP2 frees and restores gathered parameters by resizing their storage, which is not an operation.
+        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            tracker._resize(storage, size)
+            tracker._measure(storage)
+            return storage
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
+        self._sizes.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in _PLAIN for kind in types):
+            # A tensor subclass such as DTensor: its own dispatch runs plain operations, which come back here.
+            return NotImplemented
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._observe(leaf, was_alive=True)
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._observe(leaf, was_alive=False)
+        return result
+
+    def _observe(self, tensor: torch.Tensor, *, was_alive: bool) -> None:
+        for part in _plain_parts(tensor):
+            storage = part.untyped_storage()
+            if storage.device.type != "meta":
+                new = weakref.ref(storage) not in self._sizes
+                # What existed at every moment so far was alive at the peak so far as well.
+                self._measure(storage, raises_past_peak=new and was_alive)
+
+    def _measure(self, storage: torch.UntypedStorage, *, raises_past_peak: bool = False) -> None:
+        """Take the storage's present size into the account."""
+        reference = weakref.ref(storage, self._died)
+        size = -(-storage.nbytes() // _ROUNDING) * _ROUNDING
+        added = size - self._sizes.pop(reference, 0)
+        self._sizes[reference] = size
+        self.live_bytes += added
+        self.peak_bytes = max(self.peak_bytes + added * raises_past_peak, self.live_bytes)
+
+    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        self.live_bytes -= self._sizes.pop(reference, 0)
+
+
+def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors a tensor is made of: a DTensor's local shard, a wrapper subclass's parts, or itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _plain_parts(getattr(tensor, name))]
