@@ -19,8 +19,15 @@ Outcome = Literal["completed", "failed", "out_of_memory", "interrupted"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 PLAN_KEY_VERSION = 1
-# Free memory and the figures derived from it differ from one run to the next without changing what the run does.
-VOLATILE_CLUSTER_FIELDS = frozenset({"assumed", "capacity_bytes", "probed", "rates"})
+# What is free now and which limits the planner was given decide which configuration is chosen, not what a chosen one does.
+CIRCUMSTANCES: Mapping[str, frozenset[str]] = {
+    "model": frozenset(),
+    "cluster": frozenset(
+        {"assumed", "capacity_bytes", "host_memory_bytes_per_node", "nvme_bytes_per_node", "probed", "rates"}
+    ),
+    "workload": frozenset({"max_memory_bytes", "host_memory_bytes"}),
+    "plan": frozenset(),
+}
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
 _LARGEST_INTEGER = 2**63 - 1
@@ -197,13 +204,15 @@ def measure_run(
 
 
 def plan_key(plan: Mapping[str, object]) -> str:
-    """The hash of what a plan's cost depends on: configuration, model and cluster, 32 hexadecimal digits.
+    """The hash of a plan's inputs: model, cluster, workload and configuration, 32 hexadecimal digits.
 
-    Two plans with one key are the same job on the same kind of hardware. Estimates do not enter, nor do the cluster's
-    figures of the moment (VOLATILE_CLUSTER_FIELDS).
+    Two plans with one key are the same job on the same kind of hardware. Estimates do not enter, nor do CIRCUMSTANCES.
     """
-    cluster = {name: value for name, value in _section(plan, "cluster").items() if name not in VOLATILE_CLUSTER_FIELDS}
-    inputs = {"model": _section(plan, "model"), "cluster": cluster, "plan": _section(plan, "plan")}
+    sections = {"workload": {}, **plan}
+    inputs = {
+        name: {key: value for key, value in _section(sections, name).items() if key not in left_out}
+        for name, left_out in CIRCUMSTANCES.items()
+    }
     return digest({"plan_key_version": PLAN_KEY_VERSION, **inputs}, 32)
 
 

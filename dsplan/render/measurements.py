@@ -51,7 +51,7 @@ def _row(measurement: Measurement) -> list[str]:
         _short_time(measurement.created_at),
         measurement.model,
         measurement.strategy,
-        _words(measurement.outcome),
+        "OOM" if measurement.outcome == "out_of_memory" else measurement.outcome,
         _with_error(format_bytes, measured.peak_allocated_bytes, predicted.peak_allocated_bytes),
         _with_error(format_seconds, measured.step_seconds, predicted.step_seconds),
     ]

@@ -15,11 +15,12 @@ _DISTRIBUTIONS = {
     "deepspeed": ("deepspeed",),
     "transformers": ("transformers",),
     "accelerate": ("accelerate",),
+    "dsplan": ("dsplan",),
 }
 
 
 def probe_software() -> Software:
-    """Python, torch and the CUDA (or ROCm) it was built for, NCCL, deepspeed, transformers, accelerate."""
+    """Python, torch and the CUDA (or ROCm) it was built for, NCCL, deepspeed, transformers, accelerate, dsplan."""
     installed = {package: _version(names) for package, names in _DISTRIBUTIONS.items()}
     return Software(
         python=platform.python_version(),

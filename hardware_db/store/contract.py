@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TypeVar
 
 from hardware_db.errors import DsplanError
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
+
+
+Opened = TypeVar("Opened", bound="Store")
 
 
 class Store(ABC):
@@ -65,7 +69,7 @@ class Store(ABC):
     def close(self) -> None:
         """Lets go of the file. The store cannot be used afterwards; closing twice is harmless."""
 
-    def __enter__(self) -> Store:
+    def __enter__(self: Opened) -> Opened:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -30,6 +30,7 @@ def plan(**changes: Any) -> dict[str, Any]:
         "schema_version": 1,
         "model": {"name": model, "parameters": 125_239_296},
         "cluster": {"device": "A100", "gpus": 8, "nodes": 1, "capacity_bytes": 80 << 30},
+        "workload": {"task": "causal-lm", "source_length": 0},
         "plan": {"strategy": "ddp", "backend": "torch", "dp_replicate": 8, "micro_batch_size": 4, **changes},
         "memory": {"peak_allocated_bytes": 3_000_000_000},
         "time": {"step_seconds": 0.25},

@@ -57,10 +57,10 @@ def test_an_empty_database_says_how_to_fill_it(capsys: pytest.CaptureFixture[str
 def test_list_is_aligned_text_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsplan.render.measurements.utc_now", lambda: "2026-06-01T00:00:00.000000Z")
     assert _out(capsys, "list") == (
-        "id        UTC          model     strategy  outcome        peak, error  step, error\n"
-        "--------  -----------  --------  --------  -------------  -----------  -----------\n"
-        "00000000  01-31 00:00  opt-125m  ddp       out of memory            -            -\n"
-        "00000000  01-31 00:00  opt-125m  ddp       completed      2.9 GiB -3%   260 ms -4%\n"
+        "id        UTC          model     strategy  outcome    peak, error  step, error\n"
+        "--------  -----------  --------  --------  ---------  -----------  -----------\n"
+        "00000000  01-31 00:00  opt-125m  ddp       OOM                  -            -\n"
+        "00000000  01-31 00:00  opt-125m  ddp       completed  2.9 GiB -3%   260 ms -4%\n"
     )
 
 

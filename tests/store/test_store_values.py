@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from store_records import A100, measurement, plan, rate
 
+from dsplan.api import plan as best_plan
 from hardware_db.canonical import canonical_json
 from hardware_db.errors import DsplanError
 from hardware_db.fingerprint import Fingerprint, MachineIdentity, Versions, fingerprint
-from hardware_db.measurement import VOLATILE_CLUSTER_FIELDS, Measured, measure_run, plan_key
+from hardware_db.measurement import CIRCUMSTANCES, Measured, measure_run, plan_key
 from hardware_db.probe.machine import Gpu, Host, Machine, MigDevice, Software
+from planner.plan_io import plan_to_dict
 
 GIB = 1 << 30
 
@@ -73,18 +75,29 @@ def test_a_figure_out_of_range_names_the_field(figure: float) -> None:
 
 
 def test_the_plan_key_changes_with_every_input_and_only_with_inputs() -> None:
-    base = {**plan(), "cluster": {**plan()["cluster"], "assumed": "", "probed": True, "rates": {}}}
+    base = plan()
+    for section, left_out in CIRCUMSTANCES.items():
+        base[section] = {**base[section], **dict.fromkeys(left_out)}
     key = plan_key(base)
     keys = {key}
-    for section in ("model", "cluster", "plan"):
+    for section, left_out in CIRCUMSTANCES.items():
+        assert set(base[section]) > left_out
         for name in base[section]:
             changed = plan_key({**base, section: {**base[section], name: "changed"}})
-            if section == "cluster" and name in VOLATILE_CLUSTER_FIELDS:
-                assert changed == key, name
+            if name in left_out:
+                assert changed == key, f"{section}.{name}"
             else:
                 assert changed not in keys, f"{section}.{name}"
                 keys.add(changed)
     assert plan_key({**base, "memory": {}, "time": {}, "schema_version": 2}) == key
+
+
+def test_a_real_plan_has_its_key_from_every_field_of_its_configuration() -> None:
+    real = plan_to_dict(best_plan(model="opt-125m", gpus=2, gpu="a100-80"))
+    assert set(CIRCUMSTANCES) <= set(real)
+    key = plan_key(real)
+    for name in real["plan"]:
+        assert plan_key({**real, "plan": {**real["plan"], name: "changed"}}) != key, name
 
 
 def test_the_plan_key_does_not_depend_on_the_order_of_keys() -> None:
@@ -93,7 +106,7 @@ def test_the_plan_key_does_not_depend_on_the_order_of_keys() -> None:
 
 
 def test_the_plan_key_is_the_same_in_every_release() -> None:
-    assert plan_key(plan()) == "2974be1efee53d77a8645e895b6806d5"
+    assert plan_key(plan()) == "95d6c048703d3b2c23ee7eb9c59fc2d2"
 
 
 def test_canonical_json_refuses_what_json_cannot_say() -> None:
