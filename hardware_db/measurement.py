@@ -19,7 +19,7 @@ Outcome = Literal["completed", "failed", "out_of_memory", "interrupted"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 PLAN_KEY_VERSION = 1
-# What is free now and which limits the planner was given decide which configuration is chosen, not what a chosen one does.
+# What is free now and the limits the planner was given decide which configuration is chosen, not what it then does.
 CIRCUMSTANCES: Mapping[str, frozenset[str]] = {
     "model": frozenset(),
     "cluster": frozenset(

@@ -8,7 +8,6 @@ from typing import TypeVar
 from hardware_db.errors import DsplanError
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
 
-
 Opened = TypeVar("Opened", bound="Store")
 
 
