@@ -170,6 +170,10 @@ def scaled(link: Link, factor: float) -> Link:
 
 def _without_node_type(device: Device, layout: Layout, bytes_per_device: int) -> Cluster:
     gpus = layout.gpus_per_node
+    unified = device.form == "SoC"  # the host's memory is the device's
+    ratio = 1.0 if unified else _HOST_MEMORY_PER_GPU_MEMORY
+    memory = "memory shared with the host" if unified else f"host memory of {ratio:g} times the device's per GPU"
+    between = f", {_PLAIN_NETWORK} between nodes" if layout.nodes > 1 else ""
     return Cluster(
         device=device,
         nodes=layout.nodes,
@@ -177,12 +181,9 @@ def _without_node_type(device: Device, layout: Layout, bytes_per_device: int) ->
         capacity_bytes=bytes_per_device,
         intra_link=default_link(device, gpus),
         inter_link=find_link(_PLAIN_NETWORK),
-        host_memory_bytes_per_node=round(bytes_per_device * gpus * _HOST_MEMORY_PER_GPU_MEMORY),
+        host_memory_bytes_per_node=round(bytes_per_device * gpus * ratio),
         host_cores_per_node=gpus * _CORES_PER_GPU,
-        assumed=(
-            f"no node type of the catalogue carries {device.name}: assumed {_CORES_PER_GPU} cores and host memory of "
-            f"{_HOST_MEMORY_PER_GPU_MEMORY:g} times the device's per GPU, and {_PLAIN_NETWORK} between nodes"
-        ),
+        assumed=f"no node type of the catalogue carries {device.name}: assumed {_CORES_PER_GPU} cores, {memory}{between}",
     )
 
 

@@ -89,6 +89,9 @@ def cpu_cluster(host: Host, ranks: int, nodes: int = 1) -> Cluster:
     whole = cpu_device(host)
     peaks = {kind: None if peak is None else peak / ranks for kind, peak in whole.peak_tflops_dense.items()}
     available = host.memory_available_bytes or host.memory_total_bytes or 0
+    remarks = [f"{_PLAIN_NETWORK} between nodes"] if nodes > 1 else []
+    if not _speed(whole):
+        remarks.append("the processor's clock is hidden: times are a guess")
     return Cluster(
         device=replace(whole, peak_tflops_dense=peaks),
         nodes=nodes,
@@ -97,7 +100,7 @@ def cpu_cluster(host: Host, ranks: int, nodes: int = 1) -> Cluster:
         inter_link=find_link(_PLAIN_NETWORK) if nodes > 1 else None,
         host_memory_bytes_per_node=available,
         host_cores_per_node=host.usable_cores or 1,
-        assumed=f"{_PLAIN_NETWORK} between nodes" if nodes > 1 else "",
+        assumed="; ".join(remarks),
         probed=True,
     )
 
@@ -122,7 +125,8 @@ def _remarks(machine: Machine, gpus: tuple[Gpu, ...], device: Device) -> list[st
         remarks.append(f"the GPUs differ ({mix}): every rank is planned as {device.name}")
     remarks += _uneven(gpus)
     if not device.source:
-        remarks.append(f"{device.name} is not in the catalogue: its peaks are derived from its cores and clocks")
+        how = "its peaks are derived from its cores and clocks" if _speed(device) else "its times are a guess"
+        remarks.append(f"{device.name} is not in the catalogue: {how}")
     for gpu in machine.gpus:
         if gpu.lost:
             remarks.append(f"GPU {gpu.index} does not answer and is left out")

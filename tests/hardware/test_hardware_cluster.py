@@ -144,7 +144,9 @@ def test_every_device_resolves_alone_and_by_eight() -> None:
 
 def test_a_device_without_any_node_type_says_what_was_assumed() -> None:
     cluster = resolve(gpu="p40", gpus=4)
-    assert cluster.assumed.startswith("no node type of the catalogue carries P40: assumed 6 cores")
+    assert cluster.assumed == (
+        "no node type of the catalogue carries P40: assumed 6 cores, host memory of 1.5 times the device's per GPU"
+    )
     assert cluster.host_memory_bytes_per_node == round(cluster.capacity_bytes * 4 * 1.5)
 
 
@@ -153,7 +155,9 @@ def test_unified_memory_must_be_given() -> None:
         ContradictoryRequest, match=r"Apple-M1-Max is not in its datasheet; give it with --max-memory-gb"
     ):
         resolve(gpu="m1 max")
-    assert resolve(gpu="m1 max", memory_gb=48.0).capacity_bytes == 48 * GB
+    cluster = resolve(gpu="m1 max", memory_gb=48.0)
+    assert cluster.capacity_bytes == cluster.host_memory_bytes_per_node == 48 * GB
+    assert "memory shared with the host" in cluster.assumed
 
 
 def test_a_null_total_falls_back_to_the_nominal_size() -> None:
@@ -201,6 +205,12 @@ def test_a_cpu_is_shared_by_its_ranks() -> None:
     assert two.capacity_bytes == 60 * GIB
     assert (two.device.peak_flops("fp32") or 0) * 2 == pytest.approx(one.device.peak_flops("fp32"))
     assert (two.intra_link, two.host_memory_bytes_per_node) == (None, 120 * GIB)
+
+
+def test_a_cpu_whose_clock_is_hidden_says_that_times_are_a_guess() -> None:
+    cluster = resolve(replace(NOTHING, host=replace(HOST, cpu_max_mhz=None)), gpu="cpu")
+    assert cluster.device.peak_flops("fp32") is None
+    assert cluster.assumed == "the processor's clock is hidden: times are a guess"
 
 
 def test_the_probed_machine_is_planned_with_the_memory_free_now() -> None:
