@@ -38,7 +38,25 @@ class Matmuls:
     stored: float
     unsplit_width: float
     split_width: float
-    kernels: int
+    kernels: float
+
+    def __add__(self, other: Matmuls) -> Matmuls:
+        return Matmuls(
+            active=self.active + other.active,
+            stored=self.stored + other.stored,
+            unsplit_width=self.unsplit_width + other.unsplit_width,
+            split_width=self.split_width + other.split_width,
+            kernels=self.kernels + other.kernels,
+        )
+
+    def __mul__(self, factor: float) -> Matmuls:
+        return Matmuls(
+            active=self.active * factor,
+            stored=self.stored * factor,
+            unsplit_width=self.unsplit_width * factor,
+            split_width=self.split_width * factor,
+            kernels=self.kernels * factor,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,24 +100,20 @@ class Stack:
         return (1 - self.window_share) * length + self.window_share * min(length, 2 * self.window)
 
 
-def _dense(hidden: int, attention_width: int, key_value_width: int, mlp_width: int, gated: bool) -> Matmuls:
-    """Query, key, value, output and two or three MLP products."""
-    ups = 2 if gated else 1
-    attention = 2 * hidden * (attention_width + key_value_width)
-    mlp = (ups + 1) * hidden * mlp_width
-    return Matmuls(
-        active=attention + mlp,
-        stored=attention + mlp,
-        unsplit_width=(3 + 1 + ups + 1) * hidden,
-        split_width=2 * attention_width + 2 * key_value_width + (ups + 1) * mlp_width,
-        kernels=5 + ups,
-    )
+def _product(hidden: int, width: int) -> Matmuls:
+    """One product between the hidden state and a width that tensor parallelism splits."""
+    return Matmuls(active=hidden * width, stored=hidden * width, unsplit_width=hidden, split_width=width, kernels=1)
+
+
+def _usual_block(hidden: int, mlp_width: int) -> Matmuls:
+    """Query, key, value and output of the hidden width, and an MLP of two products."""
+    return _product(hidden, hidden) * 4 + _product(hidden, mlp_width) * 2
 
 
 def _tower(tower: TowerFacts, length: int, *, causal: bool) -> Stack:
     return Stack(
         layers=tower.num_layers,
-        matmuls=_dense(tower.hidden_size, tower.hidden_size, tower.hidden_size, tower.intermediate_size, False),
+        matmuls=_usual_block(tower.hidden_size, tower.intermediate_size),
         hidden=tower.hidden_size,
         mlp_width=tower.intermediate_size,
         attention_width=tower.hidden_size,
@@ -118,75 +132,71 @@ def _image_tower(tower: TowerFacts | None) -> tuple[Stack, ...]:
     return (_tower(tower, (tower.image_size // tower.patch_size) ** 2 + 1, causal=False),)
 
 
-def _attention_parameters(facts: ModelFacts) -> tuple[int, int, int]:
-    """Weights of the attention products of one layer, then the widths of queries and of keys with values."""
-    if facts.mla is not None:
-        mla = facts.mla
-        query = facts.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        value = facts.num_heads * mla.v_head_dim
-        rank = mla.q_lora_rank
-        weights = facts.hidden_size * query if rank is None else rank * (facts.hidden_size + query)
-        weights += facts.hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-        weights += mla.kv_lora_rank * facts.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        return weights + value * facts.hidden_size, (query + value) // 2, (query + value) // 2
-    query = facts.num_heads * facts.head_dim
-    keys = facts.num_kv_heads * facts.head_dim
-    return 2 * facts.hidden_size * (query + keys), query, keys
+def _attention_widths(facts: ModelFacts) -> tuple[int, int]:
+    """Elements per token of queries and of keys, the mean of keys and values where those differ."""
+    if facts.mla is None:
+        return facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    mla = facts.mla
+    width = facts.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim) // 2
+    return width, width
 
 
-def _block_matmuls(facts: ModelFacts) -> Matmuls:
-    """The average block of a decoder: experts weighted by those a token passes, leading dense layers included."""
-    attention, query, keys = _attention_parameters(facts)
-    dense = _dense(facts.hidden_size, query, keys, facts.intermediate_size, facts.gated_mlp)
-    products = 3 if facts.gated_mlp else 2
-    dense_mlp = products * facts.hidden_size * facts.intermediate_size
-    if not facts.is_moe:
-        return Matmuls(
-            active=attention + dense_mlp,
-            stored=attention + dense_mlp,
-            unsplit_width=dense.unsplit_width,
-            split_width=dense.split_width,
-            kernels=dense.kernels,
-        )
+def _attention(facts: ModelFacts) -> Matmuls:
+    hidden = facts.hidden_size
+    query, keys = _attention_widths(facts)
+    products = _product(hidden, query) * 2 + _product(hidden, keys) * 2
+    if facts.mla is None:
+        return products
+    mla, heads = facts.mla, facts.num_heads
+    queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    weights = hidden * queries if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + queries)
+    weights += hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    weights += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    weights += heads * mla.v_head_dim * hidden
+    return replace(products, active=weights, stored=weights)
+
+
+def _shared_width(facts: ModelFacts) -> int:
     width = facts.moe_intermediate_size or facts.intermediate_size
-    expert = products * facts.hidden_size * width
-    shared = products * facts.hidden_size * (facts.shared_expert_intermediate_size or facts.num_shared_experts * width)
-    sparse_share = 1 - facts.first_k_dense / facts.num_layers
-    router = facts.hidden_size * facts.num_experts
-    per_token = facts.experts_per_token * expert + shared + router
-    stored = facts.num_experts * expert + shared + router
-    return Matmuls(
-        active=attention + sparse_share * per_token + (1 - sparse_share) * dense_mlp,
-        stored=attention + sparse_share * stored + (1 - sparse_share) * dense_mlp,
-        unsplit_width=4 * facts.hidden_size + products * facts.hidden_size * facts.experts_per_token,
-        split_width=2 * (query + keys) + products * width * facts.experts_per_token,
-        kernels=round(4 + products * facts.num_experts * sparse_share),
+    return facts.shared_expert_intermediate_size or facts.num_shared_experts * width
+
+
+def _mlp(facts: ModelFacts) -> Matmuls:
+    """The average MLP: experts weighted by those a token passes, plain layers by how many there are."""
+    hidden, products = facts.hidden_size, 3 if facts.gated_mlp else 2
+    plain = _product(hidden, facts.intermediate_size) * products
+    if not facts.is_moe:
+        return plain
+    expert = _product(hidden, facts.moe_intermediate_size or facts.intermediate_size) * products
+    routed = replace(
+        expert * facts.experts_per_token,
+        stored=expert.stored * facts.num_experts,
+        kernels=expert.kernels * facts.num_experts,
     )
+    sparse = routed + _product(hidden, _shared_width(facts)) * products + _product(hidden, facts.num_experts)
+    plain_share = facts.first_k_dense / facts.num_layers
+    return sparse * (1 - plain_share) + plain * plain_share
+
+
+def _mlp_width(facts: ModelFacts) -> int:
+    """Intermediate elements per token."""
+    if not facts.is_moe:
+        return facts.intermediate_size
+    width = facts.moe_intermediate_size or facts.intermediate_size
+    return width * facts.experts_per_token + _shared_width(facts)
 
 
 def _main(facts: ModelFacts, *, layers: int, causal: bool, reads_source: bool, length_of: LengthOf) -> Stack:
-    _, query, keys = _attention_parameters(facts)
-    active_width = facts.intermediate_size
-    if facts.is_moe:
-        width = facts.moe_intermediate_size or facts.intermediate_size
-        active_width = width * facts.experts_per_token + (
-            facts.shared_expert_intermediate_size or facts.num_shared_experts * width
-        )
-    matmuls = _block_matmuls(facts)
+    query, keys = _attention_widths(facts)
+    matmuls = _attention(facts) + _mlp(facts)
     if reads_source:
         # Cross-attention: queries and outputs run over the target; keys and values over the source, a stack of its own.
-        matmuls = Matmuls(
-            active=matmuls.active + 2 * facts.hidden_size * query,
-            stored=matmuls.stored + 2 * facts.hidden_size * query,
-            unsplit_width=matmuls.unsplit_width + 2 * facts.hidden_size,
-            split_width=matmuls.split_width + 2 * query,
-            kernels=matmuls.kernels + 2,
-        )
+        matmuls = matmuls + _product(facts.hidden_size, query) * 2
     return Stack(
         layers=layers,
         matmuls=matmuls,
         hidden=facts.hidden_size,
-        mlp_width=active_width,
+        mlp_width=_mlp_width(facts),
         attention_width=query,
         key_value_width=keys,
         heads=facts.num_heads,
@@ -205,11 +215,7 @@ def _main(facts: ModelFacts, *, layers: int, causal: bool, reads_source: bool, l
 
 
 def _cross_keys_and_values(facts: ModelFacts) -> Stack:
-    keys = facts.num_kv_heads * facts.head_dim
-    weights = 2 * facts.hidden_size * keys
-    products = Matmuls(
-        active=weights, stored=weights, unsplit_width=2 * facts.hidden_size, split_width=2 * keys, kernels=2
-    )
+    products = _product(facts.hidden_size, facts.num_kv_heads * facts.head_dim) * 2
     return Stack(layers=facts.decoder_layers, matmuls=products, norms=0, length_of="source")
 
 
@@ -246,7 +252,7 @@ def measured_stacks(facts: ModelFacts, counts: ParameterCounts, *, causal: bool)
     if not counts.blocks:
         whole = Matmuls(active=counts.total, stored=counts.total, unsplit_width=0, split_width=0, kernels=1)
         return (Stack(layers=1, matmuls=whole, norms=0),)
-    usual = _dense(facts.hidden_size, facts.hidden_size, facts.hidden_size, 4 * facts.hidden_size, False)
+    usual = _usual_block(facts.hidden_size, 4 * facts.hidden_size)
     return tuple(
         Stack(
             layers=block.repeats,
