@@ -183,7 +183,7 @@ def _without_node_type(device: Device, layout: Layout, bytes_per_device: int) ->
         inter_link=find_link(_PLAIN_NETWORK),
         host_memory_bytes_per_node=round(bytes_per_device * gpus * ratio),
         host_cores_per_node=gpus * _CORES_PER_GPU,
-        assumed=f"no node type of the catalogue carries {device.name}: assumed {_CORES_PER_GPU} cores, {memory}{between}",
+        assumed=f"no node type carries {device.name}: assumed {_CORES_PER_GPU} cores, {memory}{between}",
     )
 
 

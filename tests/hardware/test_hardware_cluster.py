@@ -145,7 +145,7 @@ def test_every_device_resolves_alone_and_by_eight() -> None:
 def test_a_device_without_any_node_type_says_what_was_assumed() -> None:
     cluster = resolve(gpu="p40", gpus=4)
     assert cluster.assumed == (
-        "no node type of the catalogue carries P40: assumed 6 cores, host memory of 1.5 times the device's per GPU"
+        "no node type carries P40: assumed 6 cores, host memory of 1.5 times the device's per GPU"
     )
     assert cluster.host_memory_bytes_per_node == round(cluster.capacity_bytes * 4 * 1.5)
 
