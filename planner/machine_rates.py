@@ -28,7 +28,7 @@ def rates_from_measurements(
     newest: dict[tuple[str, str], float] = {}
     for rate in measurements:
         if rate.ranks == ranks:
-            newest.setdefault((rate.kind, rate.dtype), rate.value)
+            newest.setdefault((rate.operation, rate.dtype), rate.value)
     return Rates(
         matmul_flops=newest.get(("matmul", _COMPUTE_DTYPE[precision])),
         memory_bytes_per_s=newest.get(("memory", "")),

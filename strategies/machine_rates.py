@@ -44,7 +44,7 @@ def _measure(fingerprint: Fingerprint, device: torch.device) -> tuple[RateMeasur
         RateMeasurement(
             id=new_id(),
             created_at=utc_now(),
-            kind=rate.kind,
+            operation=rate.operation,
             value=rate.value,
             unit=rate.unit,
             dtype=rate.dtype,

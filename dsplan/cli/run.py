@@ -50,6 +50,8 @@ def run_script(
             run_directory=run_dir,
         )
     )
+    if launch.notice:
+        print(f"dsplan: {launch.notice}", file=sys.stderr)
     session = RunSession(launch.spec, launch.plan)
     with RunView(ranks=launch.spec.processes, out=sys.stderr if json else sys.stdout) as view:
         for event in session.events():

@@ -16,4 +16,4 @@ def matmul_rate(device: torch.device, dtype: str, edge: int, *, budget_seconds: 
     right = torch.randn(edge, edge, device=device).to(DTYPES[dtype])
     out = torch.empty_like(left)
     seconds = median_seconds(lambda: torch.mm(left, right, out=out), device, budget_seconds=budget_seconds)
-    return Rate(kind="matmul", value=2 * edge**3 / seconds, unit="FLOP/s", dtype=dtype, size=edge)
+    return Rate(operation="matmul", value=2 * edge**3 / seconds, unit="FLOP/s", dtype=dtype, size=edge)

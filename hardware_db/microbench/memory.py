@@ -13,7 +13,7 @@ def memory_rate(device: torch.device, size_bytes: int, *, budget_seconds: float 
     source = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     seconds = median_seconds(lambda: target.copy_(source), device, budget_seconds=budget_seconds)
-    return Rate(kind="memory", value=2 * size_bytes / seconds, unit="bytes/s", size=size_bytes)
+    return Rate(operation="memory", value=2 * size_bytes / seconds, unit="bytes/s", size=size_bytes)
 
 
 def host_link_rate(device: torch.device, size_bytes: int, *, budget_seconds: float = 0.2) -> Rate:
@@ -21,4 +21,4 @@ def host_link_rate(device: torch.device, size_bytes: int, *, budget_seconds: flo
     source = torch.ones(size_bytes // 4, dtype=torch.float32).pin_memory()
     target = torch.empty(size_bytes // 4, dtype=torch.float32, device=device)
     seconds = median_seconds(lambda: target.copy_(source, non_blocking=True), device, budget_seconds=budget_seconds)
-    return Rate(kind="host_to_device", value=size_bytes / seconds, unit="bytes/s", size=size_bytes)
+    return Rate(operation="host_to_device", value=size_bytes / seconds, unit="bytes/s", size=size_bytes)

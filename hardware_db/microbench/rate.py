@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """`kind` ran at `value` `unit`. The fields mean what they mean in `hardware_db.measurement.RateMeasurement`."""
+    """`operation` ran at `value` `unit`. The fields mean what they mean in `hardware_db.measurement.RateMeasurement`."""
 
-    kind: str
+    operation: str
     value: float
     unit: str
     dtype: str = ""

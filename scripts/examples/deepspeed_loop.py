@@ -25,8 +25,8 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(0)
-    width = GPT2Config(vocab_size=VOCABULARY, n_positions=options.sequence_length, n_embd=128, n_layer=4, n_head=4)
-    model = GPT2LMHeadModel(width)
+    width = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": options.sequence_length}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **width))
     data = StdlibText(length=options.sequence_length, windows=4096)
     engine, _, loader, _ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), training_data=data, config=CONFIG

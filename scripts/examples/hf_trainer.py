@@ -15,7 +15,8 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=128)
     options = parser.parse_args()
     set_seed(0)
-    width = GPT2Config(vocab_size=VOCABULARY, n_positions=options.sequence_length, n_embd=128, n_layer=4, n_head=4)
+    width = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": options.sequence_length}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **width))
     with tempfile.TemporaryDirectory() as output:
         arguments = TrainingArguments(
             output_dir=output,
@@ -28,7 +29,7 @@ def main() -> None:
             disable_tqdm=True,
         )
         data = StdlibText(length=options.sequence_length, windows=4096)
-        Trainer(model=GPT2LMHeadModel(width), args=arguments, train_dataset=data).train()
+        Trainer(model=model, args=arguments, train_dataset=data).train()
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def _culprit(exit_codes: Mapping[int, int], failures: Mapping[int, Mapping[str, 
     own = [rank for rank, code in sorted(exit_codes.items()) if code != -signal.SIGTERM]
     candidates = own or sorted(failures) or sorted(exit_codes)
     said_why = [rank for rank in candidates if rank in failures]
-    return (said_why or candidates or [None])[0]
+    return next(iter(said_why or candidates), None)
 
 
 def _reason(failure: Mapping[str, Any] | None, exit_code: int) -> str:

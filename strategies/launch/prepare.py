@@ -43,6 +43,16 @@ class Launch:
     script: Script
     plan: Plan | None
 
+    @property
+    def notice(self) -> str:
+        """What to know before the ranks start; empty where nothing needs saying."""
+        if self.script.kind != "plain":
+            return ""
+        return (
+            f"{self.script.path} calls none of dsplan, HF Trainer, accelerate and DeepSpeed: it runs on"
+            f" {self.spec.processes} ranks as torchrun would run it, and dsplan finds nothing to plan in it"
+        )
+
 
 def prepare(request: RunRequest) -> Launch:
     """Check the request against this machine and lay out its run directory.

@@ -87,8 +87,9 @@ def launch_environment(plan: Plan, directory: Path) -> dict[str, str]:
     for name, text in emit(plan, options).items():
         (directory / name).write_text(text)
     command = ["--config_file", str(directory / "accelerate.yaml"), "script.py"]
-    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+    arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(command))
     if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
         arguments.deepspeed_config_file = str(directory / arguments.deepspeed_config_file)
         _, environment = prepare_deepspeed_cmd_env(arguments)
     else:

@@ -43,6 +43,9 @@ def install(spec: LaunchSpec) -> None:
     """Patch `deepspeed.initialize` of this process."""
     plan = given_plan()
     original = deepspeed.initialize
+    if not torch.cuda.is_available():
+        # Its shared-memory collectives serve inference alone, and would be compiled for a minute before the first step.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
     @functools.wraps(original)
     def initialize(*positional: Any, **named: Any) -> Any:

@@ -28,6 +28,8 @@ from strategies.monitor import RunMonitor
 
 # The script's own: what it optimizes with, and how fast.
 _LEFT_TO_SCRIPT = frozenset({"optim", "learning_rate", "weight_decay", "max_grad_norm"})
+# Follows from the machine, not from the plan.
+_MACHINE = frozenset({"use_cpu", "ddp_backend"})
 _WRITTEN = "_dsplan_written"
 
 _OPTIMIZERS: Mapping[str, words.Optimizer] = {
@@ -118,7 +120,8 @@ def _fill_in(settings: Any, plan: Plan) -> None:
         if new in known and old in wanted:
             wanted[new] = wanted.pop(old)
             setattr(settings, old, None)
-    say_replaced({name: getattr(settings, name) for name in wanted}, wanted)
+    chosen = {name: value for name, value in wanted.items() if name not in _MACHINE}
+    say_replaced({name: getattr(settings, name) for name in chosen}, chosen)
     for name, value in wanted.items():
         setattr(settings, name, value)
 

@@ -13,21 +13,19 @@ import torch
 from torch import nn
 
 from hardware_db.fingerprint import fingerprint
+from hardware_db.measurement import RateMeasurement
 from hardware_db.probe import probe
 from planner import vocabulary as words
-from planner.cluster import Rates
-from planner.errors import NothingFits
-from planner.hardware.probed import probed_cluster
-from planner.machine_rates import rates_from_measurements
 from planner.models.live import facts_from_module
 from planner.plan import Plan
 from planner.plan_io import load_plan, plan_to_dict
 from planner.request import WorkOptions, make_request
-from planner.search import recommend
+from planner.resolve_cluster import probed_cluster
 from strategies.agree import on_rank_zero
 from strategies.errors import CannotRun
 from strategies.launch.hooks.accepts import accepted
 from strategies.launch.recognise import ScriptKind
+from strategies.live_plan import best_plan, with_measured_rates
 from strategies.machine_rates import machine_rates
 from strategies.monitor import RUN_DIRECTORY, RunMonitor
 
@@ -97,13 +95,12 @@ def plan_live(job: LiveJob) -> Plan:
         DsplanError: the model cannot be read, nothing fits, or the database is broken; the same on every rank.
     """
     measured = machine_rates(fingerprint(probe()), _device())
-    rates = rates_from_measurements(measured, ranks=_world_size(), precision=job.precision)
-    return on_rank_zero(lambda: _plan(job, rates))
+    return on_rank_zero(lambda: _plan(job, measured))
 
 
-def _plan(job: LiveJob, rates: Rates) -> Plan:
-    ranks = _world_size()
-    cluster = replace(probed_cluster(probe(), ranks=ranks), rates=rates)
+def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
+    ranks = int(os.environ["WORLD_SIZE"])
+    cluster = probed_cluster(probe(), ranks=ranks)
     options = WorkOptions(
         seq_len=job.sequence_length,
         global_batch=job.micro_batch_size * job.gradient_accumulation_steps * ranks,
@@ -115,12 +112,7 @@ def _plan(job: LiveJob, rates: Rates) -> Plan:
     request = make_request(facts_from_module(job.module), cluster, options, strategies=strategies, top=1)
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
-    found = recommend(request)
-    if not found.plans:
-        closest = found.closest.notes[0] if found.closest and found.closest.notes else "no strategy fits"
-        remedy = f"; {found.remedies[0].change}" if found.remedies else ""
-        raise NothingFits(f"no plan fits this machine: {closest}{remedy}")
-    return found.plans[0]
+    return best_plan(with_measured_rates(request, measured))
 
 
 def watch(plan: Plan, *, planned: bool, device: torch.device) -> RunMonitor:
@@ -140,7 +132,3 @@ def _device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
-
-
-def _world_size() -> int:
-    return int(os.environ["WORLD_SIZE"])

@@ -18,10 +18,14 @@ def say_replaced(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     changed = [
         f"{name} {_short(before.get(name))} -> {_short(value)}"
         for name, value in after.items()
-        if before.get(name) != value and not (before.get(name) in (None, False, "", [], {}) and not value)
+        if before.get(name) != value and not (_is_off(before.get(name)) and _is_off(value))
     ]
     if changed:
         say("the plan replaces " + ", ".join(changed))
+
+
+def _is_off(value: Any) -> bool:
+    return not value or value == "no"
 
 
 def _short(value: Any) -> str:
