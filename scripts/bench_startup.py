@@ -9,6 +9,7 @@ torch; `--python` names an environment that has them already. Accelerate runs fr
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import subprocess
 import sys
@@ -30,10 +31,13 @@ REFERENCE = "accelerate estimate-memory --help"
 
 def base_environment(directory: Path) -> Path:
     """An interpreter that has dsplan and its base dependencies only."""
-    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
-    python = directory / "bin" / "python"
+    source = directory / "source"
+    # A build leaves its own directories beside the sources, so it works on a copy.
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "tests", "build", "*.egg-info", "__pycache__"))
+    subprocess.run([sys.executable, "-m", "venv", directory / "venv"], check=True)
+    python = directory / "venv" / "bin" / "python"
     pins = ROOT / "constraints.txt"
-    subprocess.run([python, "-m", "pip", "install", "-q", "-c", pins, ROOT], check=True, cwd=directory)
+    subprocess.run([python, "-m", "pip", "install", "-q", "-c", pins, source], check=True, cwd=directory)
     return python
 
 
@@ -63,7 +67,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        python = arguments.python or base_environment(Path(scratch) / "venv")
+        python = arguments.python or base_environment(Path(scratch))
         taken = measure(python.absolute(), arguments.rounds, Path(scratch))
     reference = taken[REFERENCE]
     for name, times in taken.items():

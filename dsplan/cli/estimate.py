@@ -17,7 +17,7 @@ def estimate(
     configuration: ConfigurationFlags,
     json: JsonFlag = False,
 ) -> None:
-    """Memory and time of one exact configuration; exit status 1 if it does not fit."""
+    """Memory and time of one configuration. Exit status 1 if it does not fit."""
     from dsplan.question import Question
     from dsplan.render.plan_view import plan_blocks
     from dsplan.render.show import show, show_json

@@ -14,7 +14,7 @@ def explain(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `dsplan recommend --out` wrote.")],
     json: JsonFlag = False,
 ) -> None:
-    """Where the bytes and seconds of a plan go, and why the others lost."""
+    """Where bytes and seconds of a plan go. Also why the others lost."""
     from dsplan.render.plan_view import plan_blocks
     from dsplan.render.recommendation import alternatives_table
     from dsplan.render.show import show, show_json

@@ -30,11 +30,11 @@ def _positive(value: float | None) -> float | None:
 
 
 def _count(most: int, text: str) -> Any:
-    return typer.Option(min=1, max=most, help=text)
+    return typer.Option(min=1, max=most, metavar="N", help=text)
 
 
 def _gigabytes(text: str) -> Any:
-    return typer.Option(callback=_positive, help=text)
+    return typer.Option(callback=_positive, metavar="GB", help=text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +73,8 @@ class WorkFlags:
     precision: Annotated[words.Precision | None, typer.Option(help="Types of arithmetic and storage.")] = None
     optimizer: Annotated[words.Optimizer, typer.Option(help="Optimizer, as torch runs it.")] = "adamw"
     attention: Annotated[words.Attention, typer.Option(help="Attention implementation.")] = "sdpa"
-    max_memory_gb: Annotated[float | None, _gigabytes("Memory one GPU may use, GB (1e9 bytes).")] = None
-    host_memory_gb: Annotated[float | None, _gigabytes("Memory of one node's host, GB (1e9 bytes).")] = None
+    max_memory_gb: Annotated[float | None, _gigabytes("Memory one GPU may use, in 1e9 bytes.")] = None
+    host_memory_gb: Annotated[float | None, _gigabytes("Memory of one node's host, in 1e9 bytes.")] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

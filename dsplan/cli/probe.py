@@ -6,7 +6,10 @@ from dsplan.cli.flags import JsonFlag
 
 
 def probe(json: JsonFlag = False) -> None:
-    """What is here: GPUs, links, host, free memory, other processes on the GPUs."""
+    """This machine: GPUs, links, host, software.
+
+    With free memory, other processes on the GPUs, and what holds them back.
+    """
     from dsplan.render import machine as render
     from dsplan.render.show import show, show_json
     from hardware_db.probe import probe as look

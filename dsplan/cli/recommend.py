@@ -13,7 +13,7 @@ from dsplan.cli.flags import HardwareFlags, JsonFlag, ModelFlags, RankingFlags, 
 def recommend(
     model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, ranking: RankingFlags, json: JsonFlag = False
 ) -> None:
-    """Ranked plans for a model on given hardware; exit status 1 if nothing fits."""
+    """Ranked plans for a model on your hardware. Exit status 1 if nothing fits."""
     from dsplan.question import Question
     from dsplan.render.recommendation import recommendation_blocks, recommendation_to_dict
     from dsplan.render.show import show, show_json

@@ -13,25 +13,31 @@ from dsplan.render.blocks import Bar, Block, Cell, Table
 
 _STYLES = {"": "", "heading": "bold", "good": "green", "warning": "yellow", "bad": "red", "faint": "dim"}
 
+_WIDE = 100
+
 
 def print_blocks(blocks: Iterable[Block]) -> None:
     """Print to stdout, folded to the terminal's width."""
     console = Console(highlight=False, markup=False, emoji=False)
     for block in blocks:
         if isinstance(block, Table):
-            console.print(_table(block, unicode=console.encoding.startswith("utf")))
+            if block.title:
+                console.print()
+            console.print(_table(block, console))
         else:
             console.print(RichText(block.text, style=_STYLES[block.style]))
 
 
-def _table(table: Table, *, unicode: bool) -> RichTable:
+def _table(table: Table, console: Console) -> RichTable:
+    unicode = console.encoding.startswith("utf")
     drawn = RichTable(
         title=table.title or None,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=(0, 1 if console.width >= _WIDE else 0, 0, 0),
         pad_edge=False,
+        show_edge=False,
     )
     for index, column in enumerate(table.columns):
         drawn.add_column(column.name, justify="right" if column.right else "left", no_wrap=index == 0)

@@ -36,11 +36,11 @@ def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
 
 def plans_table(plans: tuple[Plan, ...]) -> Table:
     """One row per plan, best first."""
-    headings = columns(
-        "#", "strategy", "degrees", "batch", "recompute", "offload", ">GiB", "memory", ">step", ">tokens/s/GPU", ">MFU"
-    )
     rows = [_row(rank, plan) for rank, plan in enumerate(plans, start=1)]
-    return Table(columns=(*headings, *columns("limited by")), rows=rows)
+    if all(plan.configuration.offload == "none" for plan in plans):
+        for row in rows:
+            del row["offload"]
+    return Table(columns=columns(*rows[0]), rows=[list(row.values()) for row in rows])
 
 
 def alternatives_table(plan: Plan) -> list[Block]:
@@ -51,28 +51,29 @@ def alternatives_table(plan: Plan) -> list[Block]:
     return [Table(title="chosen over", columns=columns("strategy", "why not"), rows=rows)]
 
 
-def _row(rank: int, plan: Plan) -> list[Cell]:
+def _row(rank: int, plan: Plan) -> dict[str, Cell]:
     configuration, memory, rates = plan.configuration, plan.memory, plan.throughput
     capacity = cast("int", plan.cluster["capacity_bytes"])
-    return [
-        f"{rank}{'' if plan.runnable else '*'}",
-        f"{configuration.strategy} ({configuration.backend})",
-        dims_text(configuration),
-        f"{configuration.micro_batch_size} x {configuration.gradient_accumulation_steps}",
-        configuration.activation_checkpointing,
-        configuration.offload,
-        f"{gib(memory.device_used_bytes):.1f}",
-        Bar(share=memory.device_used_upper_bytes / capacity),
-        format_seconds(plan.time.step_seconds),
-        f"{rates.tokens_per_second_per_gpu:,.0f}",
-        "-" if rates.mfu is None else f"{rates.mfu:.0%}",
-        plan.limited_by,
-    ]
+    return {
+        "#": f"{rank}{'' if plan.runnable else '*'}",
+        "strategy": configuration.strategy,
+        "degrees": dims_text(configuration),
+        "batch": f"{configuration.micro_batch_size}x{configuration.gradient_accumulation_steps}",
+        "recompute": configuration.activation_checkpointing,
+        "offload": configuration.offload,
+        ">GiB": f"{gib(memory.device_used_bytes):.1f}",
+        "memory": Bar(share=memory.device_used_upper_bytes / capacity, width=6),
+        ">step": format_seconds(plan.time.step_seconds),
+        ">tokens/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
+        ">MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
+        "limit": plan.limited_by,
+    }
 
 
 def _footnotes(plans: tuple[Plan, ...]) -> list[Block]:
     capacity = gib(cast("int", plans[0].cluster["capacity_bytes"]))
-    note = f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; step and rates: predicted"
+    runners = sorted({plan.configuration.backend for plan in plans})
+    note = f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; tokens/s: per GPU; limit: largest part of a step; run by {' and '.join(runners)}"
     notes = [Text(text=note, style="faint")]
     if any(not plan.runnable for plan in plans):
         notes.append(Text(text="* can be emitted for other trainers; dsplan run cannot run it yet", style="faint"))

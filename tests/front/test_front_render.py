@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
+import dsplan
 from dsplan.render.blocks import Bar, Block, Table, Text, columns
 from dsplan.render.plain import plain_text
 from dsplan.render.pretty import print_blocks
+from dsplan.render.recommendation import recommendation_blocks
 
 BLOCKS: list[Block] = [
     Text(text="opt-6.7b: 6.66B parameters", style="heading"),
@@ -50,3 +52,12 @@ def test_terminals_of_any_width_and_encoding(monkeypatch: pytest.MonkeyPatch, en
     if int(width) >= 80:
         assert "9.3 GiB" in drawn
         assert ("█████░░░░░" if encoding == "utf-8" else "#####.....") in drawn
+
+
+def test_ranked_plans_fit_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    print_blocks(recommendation_blocks(dsplan.recommend(model="llama-3-8b", gpus=16, gpu="H100-SXM5-80GB")))
+    out = capsys.readouterr().out
+    assert "fsdp-grad-op" in out
+    assert "…" not in out
+    assert all(len(line) <= 80 for line in out.splitlines())
