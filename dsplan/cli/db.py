@@ -21,9 +21,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 
 @app.command("list")
 def list_measurements(
-    model: Annotated[str | None, typer.Option(help="Only runs of this model, named as `dsplan models` does.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="Only runs of this strategy.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many of the newest runs to show.")] = 20,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this model.")] = None,
+    strategy: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this strategy.")] = None,
+    limit: Annotated[
+        int, typer.Option(min=1, max=1_000_000, metavar="N", help="How many of the newest runs to show.")
+    ] = 20,
     json: Json = False,
 ) -> None:
     """The newest runs: memory, time, and the predictions' errors."""
