@@ -73,11 +73,14 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
 def _footnotes(plans: tuple[Plan, ...]) -> list[Block]:
     capacity = gib(cast("int", plans[0].cluster["capacity_bytes"]))
     runners = sorted({plan.configuration.backend for plan in plans})
-    note = f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; tokens/s: per GPU; limit: largest part of a step; run by {' and '.join(runners)}"
-    notes = [Text(text=note, style="faint")]
+    note = (
+        f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; tokens/s: per GPU;"
+        f" limit: the largest part of a step; run by {' and '.join(runners)}"
+    )
+    notes: list[Block] = [Text(text=note, style="faint")]
     if any(not plan.runnable for plan in plans):
         notes.append(Text(text="* can be emitted for other trainers; dsplan run cannot run it yet", style="faint"))
-    return list(notes)
+    return notes
 
 
 def _work(workload: Workload) -> str:
