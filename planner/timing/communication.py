@@ -33,8 +33,8 @@ DEFAULT_BASE_US, DEFAULT_STEP_US, DEFAULT_INTER_STEP_US = 6.6, 5.7, 14.0
 """NCCL's own tuning constants: a collective's fixed cost, a ring step over PCIe, a step between nodes (tuning.cc)."""
 
 COLLECTIVE_LAUNCH_SECONDS = 20e-6
-"""Launching a collective, on top of NCCL's constants: what 1 MiB all-reduces over 2 to 8 A100s take more than those say
-(`hardware_db/measurements/all_reduce_nvlink.csv`)."""
+"""Launching a collective, on top of NCCL's constants: about what 1 MiB all-reduces over 2 to 8 A100s take
+beyond those, chosen on the rows it is tested on (`hardware_db/measurements/all_reduce_nvlink.csv`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,10 @@ PCIE_X16_BYTES_PER_S = {3: 12 * GB, 4: 24 * GB, 5: 55.4 * GB, 6: 55.4 * GB}
 
 CPU_ADAM_PARAMETERS_PER_S = 10e9 / 2.57
 TORCH_CPU_ADAM_PARAMETERS_PER_S = 10e9 / 14.76
-"""AdamW of 10B parameters on a DGX-2: DeepSpeedCPUAdam and torch (ZeRO-Offload, arXiv 2101.06840, table 4)."""
+"""AdamW of 10B parameters on a DGX-2: DeepSpeedCPUAdam and torch (ZeRO-Offload, arXiv 2101.06840).
+
+Both times are recalled from its table of CPU-Adam latencies and were not rechecked.
+"""
 
 CPU_ADAM_CORES = 48
 """Cores of that host."""
