@@ -23,7 +23,8 @@ PREFERENCE = {
 }
 """How much faster a strategy must be predicted than a simpler one to go before it. Predicted times are no closer to the
 truth than this (docs/cost-model-time.md), and what they leave out (hooks, flattening) grows in the same order."""
-PREFERENCE_OFFLOAD = 0.02
+PREFERENCE_OFFLOAD = 0.15
+"""The same for a plan that offloads: no published step time with offload stands behind its prediction yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
