@@ -15,6 +15,10 @@ class DsplanError(Exception):
 
     exit_code = 2
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Failures travel between ranks with their finished message; subclasses build theirs from other arguments."""
+        return _restored, (type(self), self.args, self.__dict__)
+
 
 class UnknownName(DsplanError):
     """A name that is not in a catalogue; the message offers the nearest ones."""
@@ -32,3 +36,10 @@ class BrokenFile(DsplanError):
 
     def __init__(self, path: object, problem: str, remedy: str = "") -> None:
         super().__init__(f"{path}: {problem}{'; ' + remedy if remedy else ''}")
+
+
+def _restored(kind: type[DsplanError], arguments: tuple[object, ...], attributes: dict[str, object]) -> DsplanError:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    error.__dict__.update(attributes)
+    return error

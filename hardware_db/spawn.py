@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -134,8 +135,8 @@ class RankPool:
         # A late rank writes its own traceback at `timeout_seconds`, so the pool waits a little longer than that.
         deadline = time.monotonic() + timeout_seconds + _GRACE_SECONDS
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
-            for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[call-overload]
+            for rank in [rank for connection, rank in waiting.items() if connection in ready]:
+                del waiting[self._ranks[rank][1]]
                 succeeded, answer = self._receive(rank)
                 (results if succeeded else failures)[rank] = answer
             if failures:
@@ -199,14 +200,14 @@ def _serve(rank: int, settings: PoolSettings, folder: str, connection: Connectio
     _die_with_parent()
     _write_output_to(Path(folder, f"log{rank}"))
     with open(Path(folder, f"stack{rank}"), "w") as stack:
-        _answer(connection, lambda: _join_group(rank, settings, folder))
+        _answer(connection, partial(_join_group, rank, settings, folder))
         while True:
             try:
                 job = connection.recv_bytes()
             except (EOFError, ConnectionError):
                 break
             faulthandler.dump_traceback_later(settings.timeout_seconds, file=stack)
-            _answer(connection, lambda job=job: _call(job))  # type: ignore[misc]
+            _answer(connection, partial(_call, job))
             faulthandler.cancel_dump_traceback_later()
     # Leaving by the front door would wait in the destructors of groups whose other members are gone.
     os._exit(0)

@@ -36,7 +36,8 @@ def checkpoint_activations(model: nn.Module, kind: str) -> None:
     if kind == "none":
         return
     if kind == "full" and getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        hugging_face: Any = model
+        hugging_face.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     blocks = repeated_blocks(model)
     if not blocks:
@@ -46,16 +47,17 @@ def checkpoint_activations(model: nn.Module, kind: str) -> None:
         )
     for block in blocks:
         # The forward of the instance, not a module around it: parameters keep their names in checkpoints.
-        block.forward = _recomputing(block.forward, kind)  # type: ignore[method-assign]
+        block.forward = _recomputing(block.forward, kind)
 
 
 def _recomputing(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    options = {"context_fn": _selective_contexts} if kind == "selective" else {}
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if kind == "selective" else {}
     return partial(checkpoint, forward, use_reentrant=False, **options)
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_products)
+    make: Callable[..., Any] = create_selective_checkpoint_contexts
+    return make(_keep_products)
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -7,8 +7,8 @@
 
 A checkpoint is written under a temporary name and renamed when every rank has written its part, then `latest` is
 replaced: whoever reads sees the old checkpoint or the new one. Nothing in a checkpoint is unpickled without limits:
-`.metadata`, which torch pickles, is read by an unpickler that builds only torch's own metadata classes, tensors are read
-with `weights_only`, the rest is JSON.
+`.metadata`, which torch pickles, is read by an unpickler that builds only torch's own metadata classes, tensors are
+read with `weights_only`, the rest is JSON.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from strategies.agree import on_rank_zero
 from strategies.checkpoint_reading import SafeLoadPlanner, SafeReader
 from strategies.errors import BrokenFile, CannotRun
 
@@ -48,15 +50,16 @@ def save(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, c
 
     Raises:
         CannotRun: `client_state` or the scheduler's state is not JSON.
+        BrokenFile: `directory` cannot be written.
     """
     text = _as_json(content)
     final = directory / f"step-{content.progress['global_steps']:08d}"
     temporary = directory / f".{final.name}.tmp"
-    _on_rank_0(lambda: _make_empty(temporary))
+    _on_rank_0(temporary, lambda: _make_empty(temporary))
     model_state, optimizer_state = get_state_dict(module, optimizer, options=_OPTIONS)
     state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), no_dist=not _is_distributed())
-    _on_rank_0(lambda: _publish(temporary, final, text))
+    save_tensors(state, storage_writer=FileSystemWriter(temporary), no_dist=not _is_distributed())
+    _on_rank_0(final, lambda: _publish(temporary, final, text))
     return final
 
 
@@ -72,8 +75,8 @@ def load(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -
     path = directory / latest.read_text().strip()
     content = _read_content(path)
     model_state, optimizer_state = get_state_dict(module, optimizer, options=_OPTIONS)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, storage_reader=SafeReader(path), planner=SafeLoadPlanner(), no_dist=not _is_distributed())
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    load_tensors(state, storage_reader=SafeReader(path), planner=SafeLoadPlanner(), no_dist=not _is_distributed())
     set_state_dict(
         module,
         optimizer,
@@ -119,19 +122,21 @@ def _publish(temporary: Path, final: Path, text: str) -> None:
     os.replace(pointer, final.parent / _LATEST)
 
 
-def _on_rank_0(work: Callable[[], None]) -> None:
-    """Run on rank 0 while the others wait, and fail everywhere when it fails there."""
-    problem: list[BaseException | None] = [None]
-    if not _is_distributed() or dist.get_rank() == 0:
+def _on_rank_0(path: Path, work: Callable[[], None]) -> None:
+    """Change the file system on rank 0 while the others wait.
+
+    Raises:
+        BrokenFile: it cannot be written; on every rank.
+    """
+
+    def attempt() -> None:
         try:
             work()
-        except OSError as error:
-            problem = [error]
-    if _is_distributed():
-        dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise problem[0]
+        except OSError as problem:
+            raise BrokenFile(path, f"cannot be written ({problem.strerror})", "name another directory") from None
+
+    on_rank_zero(attempt)
 
 
 def _is_distributed() -> bool:
-    return dist.is_initialized()
+    return torch.distributed.is_initialized()

@@ -7,7 +7,8 @@ import pickle
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -42,13 +43,14 @@ class SafeReader(FileSystemReader):
         path = f"{self.path}/.metadata"
         try:
             with open(path, "rb") as file:
-                metadata = _MetadataUnpickler(file).load()
+                metadata: Metadata = _MetadataUnpickler(file).load()
         except (OSError, EOFError, pickle.UnpicklingError) as problem:
-            raise BrokenFile(path, f"is not a checkpoint's metadata ({problem})", "load an earlier checkpoint") from None
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
+            raise BrokenFile(
+                path, f"is not a checkpoint's metadata ({problem})", "load an earlier checkpoint"
+            ) from None
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        return metadata  # type: ignore[no-any-return]
+        return metadata
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):

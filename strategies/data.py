@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from strategies.errors import CannotRun
 class ShardedLoader(DataLoader[Any]):
     """A rank's share of a dataset in micro-batches, shuffled anew every time it is iterated.
 
-    The order of samples depends on the seed alone: however many ranks share it and however often they accumulate, step i
-    trains on the same global batch. Samples that do not fill a global batch are left out of that epoch.
+    The order of samples depends on the seed alone: however many ranks share it and however often they accumulate, step
+    i trains on the same global batch. Samples that do not fill a global batch are left out of that epoch.
     """
 
     def __init__(self, dataset: Dataset[Any], configuration: Configuration, environment: Environment) -> None:
@@ -28,7 +27,8 @@ class ShardedLoader(DataLoader[Any]):
                 "training_data is an IterableDataset, which only its author can split over ranks; pass a dataset with"
                 " a length, or build the DataLoader in the script"
             )
-        samples = len(dataset)  # type: ignore[arg-type]
+        sized: Any = dataset
+        samples = len(sized)
         if samples < configuration.global_batch_size:
             raise CannotRun(
                 f"training_data has {samples} samples and a global batch takes {configuration.global_batch_size};"
@@ -49,7 +49,7 @@ class ShardedLoader(DataLoader[Any]):
         """Micro-batches per epoch: whole global batches only."""
         return super().__len__() // self._accumulation * self._accumulation
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Any:
         self._order.set_epoch(self._epoch)
         self._epoch += 1
         batches = super().__iter__()

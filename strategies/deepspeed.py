@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from planner.emit.deepspeed import deepspeed_config
 from planner.emit.common import EmitOptions
+from planner.emit.deepspeed import deepspeed_config
 from strategies.activation_checkpointing import checkpoint_activations
 from strategies.base import Engine, Strategy, TrainingParts
 from strategies.environment import ensure_group
@@ -20,6 +20,7 @@ from strategies.optimizers import OPTIMIZERS, trainable_parameters
 
 # Sections a plan decides; whatever else a script's config says is DeepSpeed's to read.
 _PLANNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16")
+_CLIENT_KEYS = "dsplan_client_keys"
 
 
 class DeepSpeedZero(Strategy):
@@ -77,12 +78,16 @@ class DeepSpeedEngine(Engine):
 
     def save_checkpoint(self, directory: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
         tag = f"step-{self.global_steps:08d}"
-        self._deepspeed.save_checkpoint(str(directory), tag=tag, client_state=dict(client_state or {}))
+        state = dict(client_state or {})
+        self._deepspeed.save_checkpoint(str(directory), tag=tag, client_state={**state, _CLIENT_KEYS: list(state)})
         return Path(directory, tag)
 
     def load_checkpoint(self, directory: str | Path) -> tuple[Path | None, dict[str, Any]]:
-        path, client_state = self._deepspeed.load_checkpoint(str(directory))
-        return (None, {}) if path is None else (Path(path).parent, dict(client_state))
+        path, found = self._deepspeed.load_checkpoint(str(directory))
+        if path is None:
+            return None, {}
+        # DeepSpeed hands back its own entries too.
+        return Path(path).parent, {key: found[key] for key in found.get(_CLIENT_KEYS, found)}
 
     @property
     def _deepspeed(self) -> Any:
@@ -101,7 +106,7 @@ class DeepSpeedEngine(Engine):
 def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
     """The plan as DeepSpeed's config, with what the script's own config adds to it.
 
-    The plan decides stage, batch and precision; details of these and every other key are the script's where it has them.
+    The plan decides stage, batch and precision; details of these and every other key are the script's where it has any.
     """
     script = parts.script_config
     # The script's clipping, and 1e-3, torch's default for AdamW, for the optimizers that DeepSpeed makes.
@@ -109,7 +114,11 @@ def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
     config = deepspeed_config(parts.plan, options)
     zero = {**_section(config, "zero_optimization"), **_section(script, "zero_optimization")}
     zero["stage"] = parts.plan.configuration.zero_stage
-    details = {name: {**_section(script, name), **_section(config, name)} for name in ("bf16", "fp16") if name in config}
+    if parts.plan.configuration.activation_checkpointing == "selective":
+        # Stage 3's own linear adds the bias in place to the product that selective checkpointing keeps.
+        zero["memory_efficient_linear"] = False
+    precisions = [name for name in ("bf16", "fp16") if name in config]
+    details: dict[str, Any] = {name: {**_section(script, name), **_section(config, name)} for name in precisions}
     own = {key: value for key, value in script.items() if key not in _PLANNED}
     return {**config, **own, **details, "zero_optimization": zero, "gradient_clipping": parts.gradient_clipping}
 

@@ -40,9 +40,9 @@ def initialize(
 ) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Scheduler | None]:
     """Place a model under a plan and return (engine, optimizer, dataloader, scheduler); called on every rank.
 
-    The plan is, in this order: the file that `dsplan run --plan` hands over, `plan=`, or one made now from the module and
-    this machine within what `strategy=`, `backend=` and `config=` ask for. Rank 0 prints a plan that was made now, unless
-    DSPLAN_QUIET is set.
+    The plan is, in this order: the file that `dsplan run --plan` hands over, `plan=`, or one made now from the module
+    and this machine within what `strategy=`, `backend=` and `config=` ask for. Rank 0 prints a plan that was made now,
+    unless DSPLAN_QUIET is set.
 
     Args:
         model: on any device, whole and with the weights to start from; rank 0's weights count.
@@ -50,8 +50,8 @@ def initialize(
         model_parameters: what a new optimizer trains (parameters or groups); None for all that require gradients.
         training_data: a dataset with a length; the dataloader returned gives this rank's micro-batches of it.
         lr_scheduler: a scheduler of `optimizer` or a function optimizer -> scheduler; the engine steps it.
-        config: a DeepSpeed-style dictionary or JSON file. Every strategy reads `train_batch_size` (the global batch, the
-            same under every plan), `train_micro_batch_size_per_gpu`, `gradient_accumulation_steps`,
+        config: a DeepSpeed-style dictionary or JSON file. Every strategy reads `train_batch_size` (the global batch,
+            the same under every plan), `train_micro_batch_size_per_gpu`, `gradient_accumulation_steps`,
             `gradient_clipping`, `bf16`, `fp16` and `zero_optimization.stage`; ZeRO hands all of it to DeepSpeed.
 
     Raises:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from strategies.errors import CannotRun
 
@@ -62,7 +63,7 @@ def ensure_group(environment: Environment) -> None:
     # Objects and metadata of checkpoints travel over gloo also where tensors travel over NCCL.
     backend = "cpu:gloo,cuda:nccl" if environment.device.type == "cuda" else "gloo"
     if environment.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend)
 

@@ -30,8 +30,8 @@ class FullShard(TorchStrategy):
         for block in repeated_blocks(model):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
         # The root keeps torch's default: it is needed first in backward, so it stays gathered after forward.
-        root: nn.Module = fully_shard(model, mesh=mesh, mp_policy=policy)
-        return root
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
 
     def mesh(self) -> DeviceMesh:
         """All ranks share one copy of the states."""
@@ -60,7 +60,7 @@ class HybridShard(FullShard):
 
 
 def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the weights of rank 0, as DDP does, one tensor at a time so that a device never holds them all."""
+    """Give every rank the weights of rank 0, as DDP does; one tensor at a time, so that no device holds them all."""
     for tensor in [*model.parameters(), *model.buffers()]:
         here = tensor.detach().to(device)
         dist.broadcast(here, 0)

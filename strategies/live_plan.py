@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -22,10 +20,10 @@ from planner.errors import NothingFits
 from planner.machine_rates import rates_from_measurements
 from planner.models.live import facts_from_module
 from planner.plan import Plan
-from planner.plan_io import plan_from_dict, plan_to_dict
 from planner.request import Request, WorkOptions, make_request
 from planner.resolve_cluster import probed_cluster
 from planner.search import recommend
+from strategies.agree import on_rank_zero
 from strategies.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 from strategies.machine_rates import machine_rates
@@ -44,30 +42,17 @@ _ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa"
 
 
 def make_plan(model: nn.Module, wishes: Wishes, environment: Environment) -> Plan:
-    """A plan for the live module on this machine, made on rank 0 and the same on every rank.
+    """A plan for the live module on this machine, made on rank 0 and the same on every rank; every rank must call it.
 
     Raises:
         NothingFits: no strategy (of those asked for) trains the model in the memory there is.
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
     measured = machine_rates(fingerprint(probe()), environment.device)
-    answer: list[Any] = [None, None]
-    if environment.is_main:
-        try:
-            answer[0] = json.dumps(plan_to_dict(_planned(model, wishes, environment, measured)))
-        except Exception as problem:
-            # Every rank must hear of it: the others wait for the plan.
-            answer[1] = problem
-    if environment.world_size > 1:
-        dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return plan_from_dict(json.loads(answer[0]))
+    return on_rank_zero(lambda: _planned(model, wishes, environment, measured))
 
 
-def _planned(
-    model: nn.Module, wishes: Wishes, environment: Environment, measured: Sequence[RateMeasurement]
-) -> Plan:
+def _planned(model: nn.Module, wishes: Wishes, environment: Environment, measured: Sequence[RateMeasurement]) -> Plan:
     strategy = _wished_strategy(wishes, environment)
     request = _request(model, wishes, environment, strategy)
     request = replace(request, micro_batch=_micro_batch(wishes.config, environment))
@@ -94,9 +79,7 @@ def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -
     return replace(request, cluster=replace(request.cluster, rates=rates))
 
 
-def _request(
-    model: nn.Module, wishes: Wishes, environment: Environment, strategy: words.Strategy | None
-) -> Request:
+def _request(model: nn.Module, wishes: Wishes, environment: Environment, strategy: words.Strategy | None) -> Request:
     options = WorkOptions(
         seq_len=_sequence_length(wishes.training_data),
         global_batch=wishes.config.global_batch_size(environment.world_size),
@@ -126,7 +109,7 @@ def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy
         name = "zero2"
     if name is not None and name not in words.STRATEGIES:
         raise UnknownName("strategy", name, words.STRATEGIES, hint=f"choose one of {', '.join(words.STRATEGIES)}")
-    return name  # type: ignore[return-value]
+    return name
 
 
 def _micro_batch(config: ScriptConfig, environment: Environment) -> int | None:

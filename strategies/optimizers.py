@@ -58,7 +58,9 @@ class ParameterMove:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {parameter: name for name, parameter in model.named_parameters(remove_duplicate=False)}
+        self._names: dict[torch.Tensor, str] = {
+            parameter: name for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
 
     def parameters(self, wrapped: nn.Module, old: Iterable[Any]) -> list[Any]:
         """The replacements of parameters, of (name, parameter) pairs, or of groups of either.
@@ -91,7 +93,7 @@ class ParameterMove:
         replacements = dict(wrapped.named_parameters(remove_duplicate=False))
 
         def translate(parameter: torch.Tensor) -> torch.Tensor:
-            name = self._names.get(parameter)  # type: ignore[call-overload]
+            name = self._names.get(parameter)
             if name is None:
                 raise CannotRun("the optimizer holds a parameter that is not the model's; build it from this model")
             return replacements[name]

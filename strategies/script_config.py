@@ -1,4 +1,4 @@
-"""The DeepSpeed-style config of a script: a dictionary or a JSON file, of which every strategy reads the same few keys."""
+"""The DeepSpeed-style config of a script: a dictionary or JSON file of which every strategy reads the same few keys."""
 
 from __future__ import annotations
 

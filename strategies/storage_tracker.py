@@ -1,15 +1,16 @@
 """The true peak of live tensor bytes on devices that have no allocator statistics, which is the CPU.
 
-A dispatch mode sees every operation. A storage that an operation returns is alive from then until Python's weak reference
-to it dies; a storage that an operation reads and that was never seen before was alive all along (weights, optimizer
-states, DDP's buckets, which live in C++ and are found when gradients are copied into them). Scratch memory inside a
-kernel is not seen. Sizes are rounded up to 512 bytes as CUDA's allocator does, so that figures compare.
+A dispatch mode sees every operation. A storage that an operation returns is alive from then until Python's weak
+reference to it dies; a storage that an operation reads and that was never seen before was alive all along (weights,
+optimizer states, DDP's buckets, which live in C++ and are found when gradients are copied into them). Scratch memory
+inside a kernel is not seen. Sizes are rounded up to 512 bytes as CUDA's allocator does, so that figures compare.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,51 +21,28 @@ _ROUNDING = 512
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker:
     """Counts live bytes between `__enter__` and `__exit__`; `existing` are tensors alive at the start.
 
     `peak_bytes` is the largest sum of live storages, `live_bytes` the present one, both in bytes.
     """
 
     def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
         self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
-        self._resize = torch.UntypedStorage.resize_
+        self._active = contextlib.ExitStack()
         for tensor in existing:
             self._observe(tensor, was_alive=True)
 
     def __enter__(self) -> StorageTracker:
-        tracker = self
-
-        # FSDP2 frees and restores gathered parameters by resizing their storage, which is not an operation.
-        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            tracker._resize(storage, size)
-            tracker._measure(storage)
-            return storage
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        super().__enter__()
+        self._active.enter_context(_resizes_reported(self._measure))
+        self._active.enter_context(_Operations(self._observe))
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*exception)
+    def __exit__(self, *exception: object) -> None:
+        self._active.close()
         self._sizes.clear()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in _PLAIN for kind in types):
-            # A tensor subclass such as DTensor: its own dispatch runs plain operations, which come back here.
-            return NotImplemented
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                self._observe(leaf, was_alive=True)
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._observe(leaf, was_alive=False)
-        return result
 
     def _observe(self, tensor: torch.Tensor, *, was_alive: bool) -> None:
         for part in _plain_parts(tensor):
@@ -85,6 +63,46 @@ class StorageTracker(TorchDispatchMode):
 
     def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
         self.live_bytes -= self._sizes.pop(reference, 0)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows an observer every tensor that an operation reads and, afterwards, those it returns."""
+
+    def __init__(self, observe: Any) -> None:
+        initialize: Any = super().__init__
+        initialize()
+        self._observe = observe
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in _PLAIN for kind in types):
+            # A tensor subclass such as DTensor: its own dispatch runs plain operations, which come back here.
+            return NotImplemented
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._observe(leaf, was_alive=True)
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._observe(leaf, was_alive=False)
+        return result
+
+
+@contextlib.contextmanager
+def _resizes_reported(measure: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """FSDP2 frees and restores gathered parameters by resizing their storage, which is not an operation."""
+    kind: Any = torch.UntypedStorage
+    original = kind.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        original(storage, size)
+        measure(storage)
+        return storage
+
+    kind.resize_ = resize
+    try:
+        yield
+    finally:
+        kind.resize_ = original
 
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

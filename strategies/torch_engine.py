@@ -105,7 +105,8 @@ class TorchEngine(Engine):
             return self.module(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self._scaler.scale(loss / self.configuration.gradient_accumulation_steps).backward()
+        scaled = self._scaler.scale(loss / self.configuration.gradient_accumulation_steps)
+        torch.autograd.backward(scaled)
 
     def _step(self) -> None:
         acts = self.is_gradient_accumulation_boundary()

@@ -73,11 +73,9 @@ class Recipe:
             model={"name": "tiny", "parameters": parameters, "hidden_size": WIDTH, "vocab_size": VOCABULARY},
             cluster={"device": "cpu", "vendor": "cpu", "gpus": self.world_size, "nodes": 1},
             configuration=self._configuration(),
-            memory=MemoryEstimate(**{name: 0 for name in _memory_numbers()}, peak_phase="backward"),
-            time=StepTime(**{name: 1.0 for name in StepTime.__dataclass_fields__}),
-            throughput=Throughput(
-                tokens_per_second_per_gpu=1.0, samples_per_second=1.0, tflops_per_gpu=1.0, mfu=None
-            ),
+            memory=MemoryEstimate(**dict.fromkeys(_memory_numbers(), 0), peak_phase="backward"),
+            time=StepTime(**dict.fromkeys(StepTime.__dataclass_fields__, 1.0)),
+            throughput=Throughput(tokens_per_second_per_gpu=1.0, samples_per_second=1.0, tflops_per_gpu=1.0, mfu=None),
             verdict="fits",
             limited_by="compute",
             runnable=True,
