@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import torch.distributed as dist
@@ -23,12 +24,26 @@ def on_rank_zero(decide: Callable[[], Value]) -> Value:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return decide()
     box: list[object] = [None]
+    refusal: DsplanError | None = None
     if dist.get_rank() == 0:
         try:
             box[0] = decide()
         except DsplanError as error:
-            box[0] = error
+            refusal, box[0] = error, _Refusal(message=str(error), exit_code=error.exit_code)
     dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], DsplanError):
-        raise box[0]
+    if isinstance(box[0], _Refusal):
+        raise refusal or box[0].as_error()
     return cast("Value", box[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Refusal:
+    """An expected failure in a form that travels: exceptions with arguments of their own do not survive pickling."""
+
+    message: str
+    exit_code: int
+
+    def as_error(self) -> DsplanError:
+        error = DsplanError(self.message)
+        error.exit_code = self.exit_code
+        return error

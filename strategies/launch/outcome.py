@@ -42,7 +42,8 @@ def judge(directory: Path, ranks: int, agent_status: int) -> Outcome:
     exit_code = exit_codes.get(rank, 1)
     failure = failures.get(rank)
     reason = _reason(failure, exit_code) or _last_line(log) or f"exit status {exit_code}"
-    out_of_memory = any(word in reason.lower() for word in _OUT_OF_MEMORY_WORDS)
+    # A kill is no proof: people and batch systems send signal 9 too.
+    out_of_memory = exit_code >= 0 and any(word in reason.lower() for word in _OUT_OF_MEMORY_WORDS)
     status = 2 if failure and failure.get("expected") and exit_code == 2 else 1
     return Outcome(
         name="out_of_memory" if out_of_memory else "failed", exit_code=status, rank=rank, reason=reason, log=log

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.plan import Plan
-from planner.plan_io import plan_from_dict
+from planner.plan_io import plan_from_dict, save_plan
 from strategies.launch.events import Event, OutputLine, PlanMade, StepDone
 from strategies.launch.local import LocalLauncher
 from strategies.launch.measured import MeasuredRun, parse_row, read_metrics, summarise
@@ -17,6 +17,7 @@ from strategies.launch.outcome import Outcome, judge
 from strategies.launch.spec import LaunchSpec, log_path
 from strategies.launch.tail import LineFollower
 
+PLAN_FILE = "plan.yaml"
 _POLL_SECONDS = 0.1
 
 
@@ -31,7 +32,10 @@ class RunReport:
 
 
 class RunSession:
-    """A launched run. Iterate `events()` to its end, then ask for the `report()`."""
+    """A launched run. Iterate `events()` to its end, then ask for the `report()`.
+
+    A plan that the ranks make is kept as `plan.yaml` in the run directory, to run again with `--plan`.
+    """
 
     def __init__(self, spec: LaunchSpec, plan: Plan | None = None) -> None:
         self._spec = spec
@@ -82,6 +86,7 @@ class RunSession:
         if row.get("event") == "plan":
             plan = {key: value for key, value in row.items() if key != "event"}
             self._plan = plan_from_dict(plan)
+            save_plan(self._plan, self._spec.directory / PLAN_FILE)
             yield PlanMade(plan=plan)
         elif row.get("event") == "step":
             yield StepDone(
