@@ -19,10 +19,10 @@ find_python() {
 install() {
     local pip=".venv/bin/python -m pip --disable-pip-version-check --no-input"
     echo "setup: installing the pinned versions into .venv (some minutes the first time)" >&2
-    $pip install -q -c constraints.txt setuptools wheel
-    $pip install -q -c constraints.txt -e '.[train,dev]'
+    $pip install -qq -c constraints.txt setuptools wheel
+    $pip install -qq -c constraints.txt -e '.[train,dev]'
     # DeepSpeed looks for torch while it is built, and must not compile its CUDA extensions here.
-    DS_BUILD_OPS=0 $pip install -q -c constraints.txt --no-build-isolation -e '.[train,deepspeed,dev]'
+    DS_BUILD_OPS=0 $pip install -qq -c constraints.txt --no-build-isolation -e '.[train,deepspeed,dev]'
 }
 
 python=$(find_python)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from front_cli import Cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -35,3 +37,23 @@ def test_files_that_pages_name_exist(page: Path) -> None:
         r"`((?:planner|strategies|hardware_db|dsplan|docs|scripts|tests)/[\w./-]*)`", page.read_text("utf-8")
     )
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def shown_commands() -> list[str]:
+    """The planning commands that pages show, without comments and without those that hold a placeholder."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    lines = re.findall(r"^ *\$ dsplan ((?:recommend|estimate|models|devices|probe).*)$", text, flags=re.MULTILINE)
+    return sorted({line.split("#")[0].strip() for line in lines if "NAME" not in line})
+
+
+@pytest.mark.parametrize("command", shown_commands())
+def test_commands_that_pages_show_work(command: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli("", *shlex.split(command)).status == 0
+
+
+def test_the_planning_snippet_of_the_start_page_runs() -> None:
+    snippet = next(code for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL))
+    names: dict[str, object] = {}
+    exec(snippet, names)
+    assert names["best"].verdict in ("fits", "tight")  # type: ignore[attr-defined]
