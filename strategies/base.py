@@ -74,6 +74,11 @@ class Engine(ABC):
     def device(self) -> torch.device:
         return self.environment.device
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes for all."""
+        return self.environment.is_main
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass under the plan's precision."""
         if self.monitor is not None and self.module.training:

@@ -117,6 +117,7 @@ def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
     if parts.plan.configuration.activation_checkpointing == "selective":
         # Stage 3's own linear adds the bias in place to the product that selective checkpointing keeps.
         zero["memory_efficient_linear"] = False
+        torch.nn.functional.linear = torch._C._nn.linear  # an earlier stage-3 engine of this process replaced it
     precisions = [name for name in ("bf16", "fp16") if name in config]
     details: dict[str, Any] = {name: {**_section(script, name), **_section(config, name)} for name in precisions}
     own = {key: value for key, value in script.items() if key not in _PLANNED}

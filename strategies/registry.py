@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import cast
 
 from planner.plan import Configuration
+from planner.vocabulary import FSDP_STRATEGIES
 from strategies.base import Strategy
 from strategies.environment import Environment
 from strategies.errors import CannotRun, UnknownName
@@ -51,6 +52,11 @@ def _refuse_what_cannot_run(configuration: Configuration) -> None:
     if configuration.backend != home:
         raise CannotRun(
             f"backend {configuration.backend!r} does not run strategy {configuration.strategy!r}; use {home!r}"
+        )
+    if configuration.optimizer == "adafactor" and configuration.strategy in FSDP_STRATEGIES:
+        raise CannotRun(
+            f"optimizer 'adafactor' needs whole matrices and strategy {configuration.strategy!r} splits them; use ddp,"
+            " or optimizer 'adamw'"
         )
     if home == "torch" and configuration.offload != "none":
         raise CannotRun(

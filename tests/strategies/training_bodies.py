@@ -213,3 +213,28 @@ def save_and_resume(recipe: Recipe, directory: str) -> tuple[list[float], list[f
 
 def environment_of(name: str) -> str | None:
     return os.environ.get(name)
+
+
+def train_with_planned_optimizer(recipe: Recipe) -> tuple[str, list[float]]:
+    """The class of the optimizer the engine made, and the losses it reached."""
+    torch.manual_seed(3)
+    engine, optimizer, *_ = initialize(model=TinyModel(), plan=recipe.plan())
+    return type(optimizer).__name__, [one_step(engine, step) for step in range(recipe.steps)]
+
+
+def state_bytes(recipe: Recipe) -> int:
+    """Bytes of this rank's optimizer state after a step."""
+    engine = make_engine(recipe)
+    one_step(engine, 0)
+    optimizer = engine.optimizer
+    state = getattr(optimizer, "optimizer", optimizer).state
+    leaves = [leaf for values in state.values() for leaf in values.values() if isinstance(leaf, torch.Tensor)]
+    local = [getattr(leaf, "_local_tensor", leaf) for leaf in leaves]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local if tensor.dim() > 0)
+
+
+def first_weights_of_unlike_models(recipe: Recipe) -> torch.Tensor:
+    """A weight after `initialize`, where every rank came with weights of its own."""
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    engine, *_ = initialize(model=TinyModel(), plan=recipe.plan())
+    return whole_parameters(engine)["blocks.1.up.weight"]

@@ -1,0 +1,106 @@
+"""A small GPT learns the text of Python's standard library; the same script under every strategy.
+
+    dsplan run scripts/examples/train_gpt.py                        # dsplan plans, starts the ranks, and measures
+    torchrun --nproc-per-node 2 scripts/examples/train_gpt.py       # dsplan plans inside the ranks that torchrun starts
+    python scripts/examples/train_gpt.py                            # one process
+
+How the model is spread (DDP, FSDP2, ZeRO-1, -2, -3), the micro-batch and the accumulation are the plan's. The script
+fixes what the training is: model, text, and the global batch, so the losses are the same under every plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+import torch
+from stdlib_text import VOCABULARY, StdlibText
+from torch import nn
+from torch.nn import functional
+
+import dsplan
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with causal attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, length, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(samples, length, 3, self.num_heads, width // self.num_heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(samples, length, width))
+        return x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
+
+
+class Gpt(nn.Module):
+    """Bytes in, the mean cross-entropy of the next byte out, nats."""
+
+    def __init__(self, *, layers: int, width: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.apply(_initialise)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--global-batch", type=int, default=16, help="samples per optimizer step, over all ranks")
+    parser.add_argument("--sequence-length", type=int, default=128, help="bytes per sample")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=192)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+
+    torch.manual_seed(options.seed)
+    engine, _, dataloader, _ = dsplan.initialize(
+        model=Gpt(
+            layers=options.layers, width=options.hidden, heads=options.heads, length=options.sequence_length
+        ),
+        training_data=StdlibText(length=options.sequence_length, windows=8192),
+        config={"train_batch_size": options.global_batch},
+    )
+    assert dataloader is not None
+    engine.train()
+    for batch in itertools.chain.from_iterable(itertools.repeat(dataloader)):
+        loss = engine(**{name: ids.to(engine.device) for name, ids in batch.items()})
+        engine.backward(loss)
+        is_step = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        if is_step and engine.is_main and (engine.global_steps % 10 == 0 or engine.global_steps == 1):
+            print(f"step {engine.global_steps} loss {loss.item():.4f}", flush=True)
+        if engine.global_steps == options.steps:
+            break
+
+
+if __name__ == "__main__":
+    main()
