@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+
 from planner.models.facts import ModelFacts
 
 Arguments = dict[str, Any]
@@ -20,6 +21,7 @@ Arguments = dict[str, Any]
 STAND_INS: Mapping[str, str] = {
     "baichuan": "llama",
     "internlm2": "llama",
+    "internlm3": "llama",
     "chatglm": "glm",
     "kimi_k2": "deepseek_v3",
 }
@@ -28,6 +30,7 @@ STAND_IN_CLASSES: Mapping[str, str] = {
     "BaiChuanForCausalLM": "LlamaForCausalLM",
     "BaichuanForCausalLM": "LlamaForCausalLM",
     "InternLM2ForCausalLM": "LlamaForCausalLM",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
     "ChatGLMModel": "GlmForCausalLM",
 }
 # No class of transformers 5.23 has these weights.
@@ -443,7 +446,6 @@ ARGUMENTS: Mapping[str, Callable[[ModelFacts], Arguments]] = {
     "gptj": _rotary_gpt2,
     "granite": _llama,
     "granitemoe": _mixtral,
-    "internlm3": _llama,
     "llama": _llama,
     "m2m_100": _bart,
     "mbart": _bart,

@@ -1,0 +1,102 @@
+"""`--model package.module:factory`: the user's own code as the description of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from planner.errors import DsplanError, UnknownName
+from planner.models.facts import ModelFacts
+
+
+def facts_from_factory(spec: str) -> ModelFacts:
+    """The model that `package.module:factory` makes, called without arguments and, with torch, on the meta device.
+
+    The factory returns an `nn.Module`, a transformers config, or a dict such as a parsed config.json; the working directory
+    is searched first, as `python -m` does.
+
+    Raises:
+        DsplanError: the module or the name in it is missing, the factory raised, or it returned something else.
+    """
+    module_name, _, attribute = spec.partition(":")
+    with _working_directory_first():
+        factory = _attribute(_module(spec, module_name), attribute, spec)
+        if not callable(factory):
+            raise DsplanError(f"{spec}: {attribute} is a {type(factory).__name__}; name a function that returns a model")
+        made = _call(spec, factory)
+    return _facts(spec, made)
+
+
+@contextlib.contextmanager
+def _working_directory_first() -> Iterator[None]:
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _module(spec: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if name == missing or name.startswith(f"{missing}."):
+            remedy = "run from the directory that holds it, or install it"
+        else:
+            remedy = "pip install 'dsplan[train]'" if missing in ("torch", "transformers") else f"install {missing}"
+        raise DsplanError(f"{spec}: there is no module {missing!r}; {remedy}") from error
+    except Exception as error:
+        raise DsplanError(f"{spec}: importing {name} raised {_one_line(error)}; mend it there") from error
+
+
+def _attribute(module: ModuleType, path: str, spec: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise UnknownName(f"name in {spec!r}", name, [known for known in dir(found) if not known.startswith("_")])
+        found = getattr(found, name)
+    return found
+
+
+def _call(spec: str, factory: Callable[[], Any]) -> Any:
+    try:
+        with _meta_device():
+            return factory()
+    except Exception as error:
+        raise DsplanError(f"{spec}: the factory raised {_one_line(error)}; it is called without arguments") from error
+
+
+def _meta_device() -> contextlib.AbstractContextManager[Any]:
+    """Without torch a factory can still return a dict."""
+    try:
+        live = importlib.import_module("planner.models.live")
+    except ImportError:
+        return contextlib.nullcontext()
+    device: contextlib.AbstractContextManager[Any] = live.meta_device()
+    return device
+
+
+def _facts(spec: str, made: Any) -> ModelFacts:
+    from planner.models.hf_config import facts_from_config
+
+    to_dict = getattr(made, "to_dict", None)
+    if hasattr(made, "named_parameters"):
+        from planner.models.live import facts_from_module
+
+        return facts_from_module(made, name=spec)
+    if isinstance(made, Mapping) or callable(to_dict):
+        return facts_from_config(made if isinstance(made, Mapping) else to_dict(), spec)
+    kind = "a class: add a function that makes one" if isinstance(made, type) else f"a {type(made).__name__}"
+    raise DsplanError(f"{spec}: the factory returned {kind}; return an nn.Module, a transformers config, or a dict")
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
