@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +32,9 @@ def emit(
     found, options = load_plan(plan), EmitOptions(nvme_path=nvme_path)
     files = emit_plan(found, format, options)
     if out is not None:
-        _write(files, out)
+        from dsplan.cli.plan_files import write_files
+
+        write_files(files, out)
     if json:
         show_json({"format": format, "files": files, "script": list(script_duties(found, format, options))})
         return
@@ -44,16 +45,3 @@ def emit(
     typer.echo("The plan holds for a script that", err=True)
     for duty in script_duties(found, format, options):
         typer.echo(f"  - {duty}", err=True)
-
-
-def _write(files: Mapping[str, str], directory: Path) -> None:
-    from hardware_db.errors import BrokenFile
-    from hardware_db.files import replace_text
-
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"cannot be made ({error.strerror})"
-        raise BrokenFile(directory, problem, "give --out a directory you can write to") from error
-    for name, text in files.items():
-        replace_text(directory / name, text)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile
@@ -25,14 +26,17 @@ def write_plans(plans: Sequence[Plan], directory: Path) -> None:
         _make(directory)
         save_plan(plan, directory / f"plan-{rank}.yaml")
         for format in FORMATS:
-            _write_configs(plan, format, directory / f"plan-{rank}" / format)
+            # ContradictoryRequest is how a format says that it has no form of this plan.
+            with contextlib.suppress(ContradictoryRequest):
+                write_files(emit(plan, format), directory / f"plan-{rank}" / format)
 
 
-def _write_configs(plan: Plan, format: str, directory: Path) -> None:
-    try:
-        files = emit(plan, format)
-    except ContradictoryRequest:
-        return
+def write_files(files: Mapping[str, str], directory: Path) -> None:
+    """Files by name into a directory, which is made if need be; each is replaced in one step.
+
+    Raises:
+        BrokenFile: the directory or a file cannot be written.
+    """
     _make(directory)
     for name, text in files.items():
         replace_text(directory / name, text)
