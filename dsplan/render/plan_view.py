@@ -19,9 +19,10 @@ def plan_blocks(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block
     """Model, hardware and configuration; memory by category and phase; time by part; the verdict."""
     blocks = [*header(plan, taken_for_granted), Text(text=describe(plan.configuration))]
     blocks += [memory_table(plan), phase_table(plan), time_table(plan.time), Text(text=_rates(plan))]
-    blocks += [Text(text=f"note: {note}", style="warning") for note in plan.notes]
+    verdict = verdict_line(plan)
+    blocks += [Text(text=f"note: {note}", style="warning") for note in plan.notes if note not in verdict]
     blocks.append(Text(text=f"figures: {_provenance(plan)}", style="faint"))
-    return [*blocks, Text(text=verdict_line(plan), style=VERDICT_STYLES[plan.verdict])]
+    return [*blocks, Text(text=verdict, style=VERDICT_STYLES[plan.verdict])]
 
 
 def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
@@ -29,7 +30,7 @@ def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
     model, cluster = cast("dict[str, Any]", plan.model), cast("dict[str, Any]", plan.cluster)
     where = f"{cluster['gpus']} x {cluster['device']}"
     nodes = f" on {cluster['nodes']} nodes" if cluster["nodes"] > 1 else ""
-    usable = f"{format_bytes(cluster['capacity_bytes'])} usable each"
+    usable = f"{format_bytes(limit_bytes(plan))} usable each"
     blocks: list[Block] = [
         Text(text=f"{model['name']}: {format_count(model['parameters'])} parameters", style="heading"),
         Text(text=f"{where}{nodes}, {usable}"),
@@ -62,7 +63,7 @@ def dims_text(configuration: Configuration) -> str:
 def memory_table(plan: Plan) -> Table:
     """Bytes by category at the peak, then what torch reserves and what the driver shows, against the capacity."""
     memory = plan.memory
-    capacity = cast("int", plan.cluster["capacity_bytes"])
+    capacity = limit_bytes(plan)
     parts = [(name, getattr(memory, f"{name}_bytes")) for name in _CATEGORIES]
     parts += [("allocated", memory.peak_allocated_bytes), ("reserved", memory.peak_reserved_bytes)]
     parts += [("overhead", memory.device_overhead_bytes), ("used", memory.device_used_bytes)]
@@ -74,7 +75,7 @@ def memory_table(plan: Plan) -> Table:
 
 def phase_table(plan: Plan) -> Table:
     """The allocated peak of each phase of a step, and the host's memory."""
-    capacity = cast("int", plan.cluster["capacity_bytes"])
+    capacity = limit_bytes(plan)
     rows = [_row(phase, size / capacity, format_bytes(size)) for phase, size in plan.memory.phases.items()]
     title = f"allocated peak by phase; the host needs {_host(plan.memory)} per node"
     return Table(title=title, columns=columns("phase", "share", ">size"), rows=rows)
@@ -96,11 +97,18 @@ def time_table(time: StepTime) -> Table:
 
 
 def verdict_line(plan: Plan) -> str:
-    """Whether it fits, with the two figures that decide it."""
-    need = format_bytes(plan.memory.device_used_upper_bytes)
-    have = format_bytes(cast("int", plan.cluster["capacity_bytes"]))
-    words = {"fits": "fits", "tight": "tight", "does_not_fit": "does not fit"}
-    return f"verdict: {words[plan.verdict]}: needs at most {need} of {have} per GPU; limited by {plan.limited_by}"
+    """Whether it fits, with the figures that decide it."""
+    if plan.verdict == "does_not_fit":
+        # The notes of a plan begin with what `dsplan run` cannot run of it, if there is anything, then the reason.
+        return f"verdict: does not fit: {plan.notes[0 if plan.runnable else 1]}"
+    need, have = format_bytes(plan.memory.device_used_upper_bytes), format_bytes(limit_bytes(plan))
+    return f"verdict: {plan.verdict}: needs at most {need} of {have} per device; limited by {plan.limited_by}"
+
+
+def limit_bytes(plan: Plan) -> int:
+    """What one device may use: its capacity, or less where the user set a limit."""
+    capacity = cast("int", plan.cluster["capacity_bytes"])
+    return min(capacity, cast("int | None", plan.workload.get("max_memory_bytes")) or capacity)
 
 
 def _row(name: str, share: float, figure: str) -> list[Cell]:

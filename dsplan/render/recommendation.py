@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from dsplan.render.blocks import Bar, Block, Cell, Table, Text, columns
-from dsplan.render.plan_view import describe, dims_text, header, verdict_line
+from dsplan.render.plan_view import describe, dims_text, header, limit_bytes, verdict_line
 from hardware_db.units import format_seconds, gib
 from planner.plan import Plan
 from planner.plan_io import plan_to_dict
@@ -53,7 +53,6 @@ def alternatives_table(plan: Plan) -> list[Block]:
 
 def _row(rank: int, plan: Plan) -> dict[str, Cell]:
     configuration, memory, rates = plan.configuration, plan.memory, plan.throughput
-    capacity = cast("int", plan.cluster["capacity_bytes"])
     return {
         "#": f"{rank}{'' if plan.runnable else '*'}",
         "strategy": configuration.strategy,
@@ -62,7 +61,7 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "recompute": configuration.activation_checkpointing,
         "offload": configuration.offload,
         ">GiB": f"{gib(memory.device_used_bytes):.1f}",
-        "memory": Bar(share=memory.device_used_upper_bytes / capacity, width=6),
+        "memory": Bar(share=memory.device_used_upper_bytes / limit_bytes(plan), width=6),
         ">step": format_seconds(plan.time.step_seconds),
         ">tokens/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
         ">MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
@@ -71,7 +70,7 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
 
 
 def _footnotes(plans: tuple[Plan, ...]) -> list[Block]:
-    capacity = gib(cast("int", plans[0].cluster["capacity_bytes"]))
+    capacity = gib(limit_bytes(plans[0]))
     runners = sorted({plan.configuration.backend for plan in plans})
     note = (
         f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; tokens/s: per GPU;"
