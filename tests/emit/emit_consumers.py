@@ -11,8 +11,15 @@ from typing import Any
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-# No GPU, whatever the machine has: the configs are read here, not run on it.
-ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+# No GPU, whatever the machine has: the configs are read here, not run on it. The commands beside Python come last on
+# the path, so that every process finds the same ninja: DeepSpeed builds its operator anew for each version it meets.
+ENVIRONMENT = {
+    **os.environ,
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(REPOSITORY),
+    "PATH": os.pathsep.join((os.environ["PATH"], str(Path(sys.executable).parent))),
+}
 
 
 def ask(script: str, question: object, *, directory: Path) -> Any:
@@ -27,8 +34,7 @@ def ask(script: str, question: object, *, directory: Path) -> Any:
 
 def launch(command: list[str], *, directory: Path) -> list[dict[str, Any]]:
     """The JSON objects that the ranks of `command` wrote to `rank*.json` in `directory`."""
-    tools = str(Path(sys.executable).parent)
-    environment = {**ENVIRONMENT, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     process = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=environment, timeout=240)
     assert process.returncode == 0, process.stderr[-4000:]
     return [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
