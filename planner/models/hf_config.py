@@ -105,7 +105,7 @@ def _derived(reader: ConfigReader, figures: dict[str, Any]) -> dict[str, Any]:
         sizes = f"{derived['hidden_size']} is no multiple of its {derived['num_heads']} attention heads"
         raise reader.problem(f"hidden size {sizes}", "correct one of them")
     derived.setdefault("head_dim", derived["hidden_size"] // derived["num_heads"])
-    if "num_labels" not in derived and derived["architecture"].endswith("Classification"):
+    if "num_labels" not in derived and derived["architecture"].endswith(("Classification", "ForQuestionAnswering")):
         derived["num_labels"] = num_labels(reader.config)
     return derived
 

@@ -53,7 +53,14 @@ def _projection_out(facts: ModelFacts) -> int:
     return 0 if width == facts.hidden_size else width * facts.hidden_size
 
 
+def is_bare(facts: ModelFacts) -> bool:
+    """Whether the class is the stack without a head (`LlamaModel`); ChatGLM's one class, of that name, has a head."""
+    return facts.architecture.endswith("Model") and not facts.architecture.endswith(("LMHeadModel", "ChatGLMModel"))
+
+
 def _head(facts: ModelFacts) -> int:
+    if is_bare(facts):
+        return 0
     if facts.architecture.endswith("ForSequenceClassification"):
         return facts.hidden_size * facts.num_labels
     untied = 0 if facts.tie_word_embeddings else facts.vocab_size * (facts.word_embed_proj_dim or facts.hidden_size)

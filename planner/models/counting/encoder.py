@@ -76,9 +76,8 @@ def _head(facts: ModelFacts) -> Weights:
     if built.endswith("ForSequenceClassification"):
         return _dense(facts) + linear(facts.hidden_size, facts.num_labels, bias=True)
     if built.endswith(("ForTokenClassification", "ForQuestionAnswering")):
-        outputs = 2 if built.endswith("ForQuestionAnswering") else facts.num_labels
         dense = _dense(facts) if facts.model_type == "modernbert" else NOTHING
-        return dense + linear(facts.hidden_size, outputs, bias=True)
+        return dense + linear(facts.hidden_size, facts.num_labels, bias=True)
     return NOTHING
 
 

@@ -14,7 +14,7 @@ def count_encoder_decoder(facts: ModelFacts) -> ParameterCounts:
     model that transformers 5 builds from such a config is tied all the same, but `from_pretrained` finds two different
     tensors in the checkpoint and keeps both, so the head is counted: it is in memory, and trained, in every fine-tuning.
     """
-    untied = 0 if facts.tie_word_embeddings else facts.vocab_size * facts.hidden_size
+    untied = 0 if facts.tie_word_embeddings or facts.architecture.endswith("Model") else facts.vocab_size * facts.hidden_size
     positions, embedding_norms = _positions(facts), norms(facts, 2 if facts.embedding_layernorm else 0)
     final_norms = norms(facts, 2 if _has_final_norms(facts) else 0)
     relative = 2 * facts.relative_attention_num_buckets * facts.num_heads
