@@ -28,7 +28,7 @@ def knows_model(name: str) -> bool:
 
 
 def find_model(name: str) -> ModelFacts:
-    """The model with this Hub id or alias, with or without the organisation; case, spaces, dashes, underscores do not count.
+    """The model with this Hub id or alias; the organisation, case, spaces, dashes and underscores do not count.
 
     Raises:
         UnknownName: no row answers to the name.

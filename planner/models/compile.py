@@ -71,8 +71,9 @@ def _row(row: Any, position: int, known: dict[str, Any], path: Path) -> dict[str
 def _from_architecture(entry: dict[str, Any]) -> dict[str, Any]:
     """What the architecture fixes and a row does not repeat."""
     fused = {key: value for key, value in entry.get("facts", {}).items() if key.startswith("fused_")}
+    keys, defaults = entry.get("read", {}), entry.get("defaults", {})
     dropouts = {
-        fact: next((entry["defaults"][key] for key in entry.get("read", {}).get(fact, ()) if key in entry["defaults"]), 0.0)
+        fact: next((defaults[key] for key in keys.get(fact, ()) if key in defaults), 0.0)
         for fact in ("hidden_dropout", "attention_dropout")
     }
     return {"block_class": entry["block_class"], **fused, **dropouts}

@@ -14,7 +14,7 @@ FACTORY_REMEDY = "plan it from code instead: --model package.module:factory, a f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigReader:
-    """A config with the architecture it is of. `nested` configs may leave out every key that holds its class's default."""
+    """A config with its architecture; a `nested` config may leave out every key that holds its class's default."""
 
     name: str
     config: Mapping[str, Any]
@@ -75,10 +75,8 @@ class ConfigReader:
             return self._checked(fact, present[0], self.config[present[0]])
         known = [self._defaults[key] for key in keys if key in self._defaults]
         if not known:
-            raise self.problem(
-                f"has no field {keys[0]!r}",
-                f"a {self.architecture.model_type} config needs it: copy it from the model's page, or save the config again",
-            )
+            needs = f"a {self.architecture.model_type} config needs it: copy it from the model's page or save it again"
+            raise self.problem(f"has no field {keys[0]!r}", needs)
         return known[0]
 
     def _checked(self, fact: str, key: str, value: Any) -> Any:

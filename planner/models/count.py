@@ -41,7 +41,7 @@ def count_parameters(facts: ModelFacts) -> ParameterCounts:
 
 
 def active_parameters(facts: ModelFacts, counts: ParameterCounts | None = None) -> int:
-    """Parameters that one token passes through, embedding and head included: all but the experts it is not routed to."""
+    """Parameters that one token passes through, embedding and head included: all but the experts it skips."""
     counts = counts or count_parameters(facts)
     idle = max(facts.num_experts - facts.experts_per_token, 0) * expert_parameters(facts)
     return counts.total - sum(block.repeats * idle for block in counts.blocks if block.experts)

@@ -17,8 +17,8 @@ from planner.models.facts import ModelFacts
 def facts_from_factory(spec: str) -> ModelFacts:
     """The model that `package.module:factory` makes, called without arguments and, with torch, on the meta device.
 
-    The factory returns an `nn.Module`, a transformers config, or a dict such as a parsed config.json; the working directory
-    is searched first, as `python -m` does.
+    The factory returns an `nn.Module`, a transformers config, or a dict such as a parsed config.json. The working
+    directory is searched first, as `python -m` does.
 
     Raises:
         DsplanError: the module or the name in it is missing, the factory raised, or it returned something else.
@@ -27,7 +27,8 @@ def facts_from_factory(spec: str) -> ModelFacts:
     with _working_directory_first():
         factory = _attribute(_module(spec, module_name), attribute, spec)
         if not callable(factory):
-            raise DsplanError(f"{spec}: {attribute} is a {type(factory).__name__}; name a function that returns a model")
+            kind = type(factory).__name__
+            raise DsplanError(f"{spec}: {attribute} is of type {kind}; name a function that returns a model")
         made = _call(spec, factory)
     return _facts(spec, made)
 
@@ -86,15 +87,16 @@ def _meta_device() -> contextlib.AbstractContextManager[Any]:
 def _facts(spec: str, made: Any) -> ModelFacts:
     from planner.models.hf_config import facts_from_config
 
-    to_dict = getattr(made, "to_dict", None)
     if hasattr(made, "named_parameters"):
         from planner.models.live import facts_from_module
 
         return facts_from_module(made, name=spec)
-    if isinstance(made, Mapping) or callable(to_dict):
-        return facts_from_config(made if isinstance(made, Mapping) else to_dict(), spec)
-    kind = "a class: add a function that makes one" if isinstance(made, type) else f"a {type(made).__name__}"
-    raise DsplanError(f"{spec}: the factory returned {kind}; return an nn.Module, a transformers config, or a dict")
+    if isinstance(made, Mapping):
+        return facts_from_config(made, spec)
+    if hasattr(made, "to_dict"):
+        return facts_from_config(made.to_dict(), spec)
+    kind = type(made).__name__
+    raise DsplanError(f"{spec}: the factory returned a {kind}; return an nn.Module, a transformers config, or a dict")
 
 
 def _one_line(error: Exception) -> str:

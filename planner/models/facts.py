@@ -43,13 +43,13 @@ class ModelFacts:
     """An architecture in numbers; field names are those of the catalogue `catalogue.yaml`.
 
     `parameters` is the exact count of the architecture built (tied weights once); `active_parameters` those one token
-    passes through. For encoder-decoders `num_layers` is the encoder's depth. `block_class` names the repeated module as
-    transformers calls it (`OPTDecoderLayer`), which FSDP wraps and checkpointing recomputes; where two towers have blocks of
-    their own, both names with a comma between (`WhisperEncoderLayer,WhisperDecoderLayer`). `first_k_dense` counts the
-    mixture-of-experts model's layers that have a plain MLP, wherever they sit. `decoder_intermediate_size` is 0 where it is
-    the encoder's. `fused_qkv` and `fused_gate_up`: one weight holds all of these projections. The dropouts are the
-    probabilities active in training by default. `measured_counts` is set for kind `custom` only, where the counts come
-    from a real module and not from these figures.
+    passes through. For encoder-decoders `num_layers` is the encoder's depth. `block_class` names the repeated module
+    as transformers calls it (`OPTDecoderLayer`), which FSDP wraps and checkpointing recomputes; where two towers have
+    blocks of their own, both names with a comma between (`WhisperEncoderLayer,WhisperDecoderLayer`). `first_k_dense`
+    counts a mixture of experts' layers that have a plain MLP, wherever they sit. `decoder_intermediate_size` is 0
+    where it is the encoder's. `fused_qkv` and `fused_gate_up`: one weight holds all of these projections. The dropouts
+    are the probabilities active in training by default. `measured_counts` is set where the counts come from a real
+    module that these figures do not describe: kind `custom`, or a transformers model with something added.
     """
 
     name: str

@@ -56,7 +56,7 @@ def read_config(path: Path) -> ModelFacts:
 
 
 def facts_from_config(config: Mapping[str, Any], name: str) -> ModelFacts:
-    """The model that transformers builds from `config` (what `PretrainedConfig.to_dict()` gives, or a parsed config.json).
+    """The model that transformers builds from `config`, parsed JSON or what `PretrainedConfig.to_dict()` gives.
 
     Keys that are absent mean the config class's default, as in transformers, except the sizes, which must be there.
     `name` names the model, and the file in messages.

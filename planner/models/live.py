@@ -30,7 +30,7 @@ def meta_device() -> AbstractContextManager[Any]:
 def facts_from_module(module: nn.Module, *, name: str = "") -> ModelFacts:
     """The facts of a module, whose parameter count is the module's own.
 
-    A transformers model of a known model_type is described by its config; anything else becomes kind `custom`, where the
+    A transformers model of a known model_type is described by its config. Anything else becomes kind `custom`: the
     blocks are the repeated children of its ModuleLists, and widths are read from embeddings and linear layers.
     """
     described = _described(module, name)
@@ -46,7 +46,7 @@ def facts_from_module(module: nn.Module, *, name: str = "") -> ModelFacts:
 def counts_from_module(module: nn.Module, described: ModelFacts | None = None) -> ParameterCounts:
     """Parameters of the module by component, each counted once, at its first name in registration order.
 
-    Blocks are the modules of `described.block_class`, or without that the repeated children of ModuleLists and Sequentials.
+    Blocks are the modules of `described.block_class`, or else the repeated children of ModuleLists and Sequentials.
     """
     stacks = _stacks(module, described.block_class.split(",") if described else [])
     seen: set[int] = set()
@@ -93,7 +93,7 @@ def _search(module: nn.Module, path: str, block_classes: list[str], found: list[
 def _repeated(container: nn.Module, block_classes: list[str]) -> tuple[nn.Module, ...]:
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         return ()
-    children = tuple(container.children())
+    children = tuple(container)  # children() would show a shared block once
     classes = {type(child).__name__ for child in children}
     if block_classes:
         return children if classes and classes <= set(block_classes) else ()

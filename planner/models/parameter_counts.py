@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class BlockCount:
     """`repeats` consecutive transformer blocks of `parameters` each, of which `experts` belong to routed experts.
 
-    `name` is what the blocks are: `decoder`, `encoder`, `dense` and `moe` (the two kinds of layer in a mixture of experts),
-    `vision`, `text`. `largest_matrix` is the largest single weight tensor of the block, elements. Blocks that share one set
-    of weights (ALBERT) are one block with `repeats` 1.
+    `name` is what the blocks are: `decoder`, `encoder`, `dense` and `moe` (the two kinds of layer in a mixture of
+    experts), `vision`, `text`. `largest_matrix` is the largest single weight tensor of the block, elements. Blocks that
+    share one set of weights (ALBERT) are one block with `repeats` 1.
     """
 
     name: str

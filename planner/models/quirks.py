@@ -38,8 +38,9 @@ def _opt(reader: ConfigReader, figures: Figures) -> Figures:
 
 
 def _falcon(reader: ConfigReader, figures: Figures) -> Figures:
-    """Falcon-40B's blocks have a norm each for attention and MLP; older parallel blocks share one, serial ones have two."""
-    new, parallel = figures["new_decoder_architecture"], figures["parallel_residual"] or figures["new_decoder_architecture"]
+    """Falcon-40B has a norm each for attention and MLP; older parallel blocks share one, serial blocks have two."""
+    new = figures["new_decoder_architecture"]
+    parallel = figures["parallel_residual"] or new
     changed: Figures = {"parallel_residual": parallel, "position_type": "alibi" if reader.value("alibi") else "rope"}
     if new:
         changed["norms_per_layer"] = figures.get("num_ln_in_parallel_attn", 2)
@@ -124,7 +125,7 @@ def _deberta(reader: ConfigReader, figures: Figures) -> Figures:
 
 
 def _t5(reader: ConfigReader, figures: Figures) -> Figures:
-    """`feed_forward_proj` is an activation, with `gated-` before it for GLU variants; gated-gelu means the tanh form."""
+    """`feed_forward_proj` is an activation, with `gated-` before it for GLUs; gated-gelu means the tanh form."""
     feed_forward = str(reader.value("feed_forward_proj"))
     activation = feed_forward.removeprefix("gated-")
     return {

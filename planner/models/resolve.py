@@ -16,8 +16,8 @@ _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w
 def resolve_model(name: str | None, *, model_size: str | None = None) -> ModelFacts:
     """The model that `name` or `model_size` stands for.
 
-    A path of a config.json or of a directory that holds one comes first, then `package.module:factory`, then the catalogue,
-    then a size such as `6.7B`.
+    A path of a config.json or of a directory that holds one comes first, then `package.module:factory`, then the
+    catalogue, then a size such as `6.7B`.
 
     Raises:
         ContradictoryRequest: both or neither are given.

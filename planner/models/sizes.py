@@ -30,9 +30,9 @@ def looks_like_a_size(text: str) -> bool:
 def model_of_size(size: str) -> ModelFacts:
     """A decoder like LLaMA (RMSNorm, gated MLP, rotary positions, multi-head attention) of `size` parameters.
 
-    Width over depth is near LLaMA-7B's 128, below 1B near OPT-125m's 64; the MLP is about 8/3 as wide as the model. The
-    vocabulary is LLaMA's 32,000, smaller below 50M. The total is within 0.5 % of what was asked, and `parameters` is that
-    of the decoder, not the number asked for.
+    Width over depth is near LLaMA-7B's 128, below 1B near OPT-125m's 64; the MLP is about 8/3 as wide as the model.
+    The vocabulary is LLaMA's 32,000, smaller below 50M. The total is within 0.5 % of what was asked, and `parameters`
+    is that of the decoder, not the number asked for.
 
     Raises:
         DsplanError: `size` is no count, or is below 1M or above 10T.
@@ -60,7 +60,7 @@ class _Shape:
 
 
 def _oddness(shape: _Shape) -> float:
-    """How far a shape is from the usual one, in logarithms of its two ratios; depths that 4 stages divide come before."""
+    """How far a shape is from the usual one, in logarithms of its two ratios; 4 stages should divide its depth."""
     uneven = 0.1 if shape.layers % 4 else 0.0
     aspect = abs(math.log(shape.hidden / shape.layers / shape.usual_aspect))
     return uneven + aspect + 2 * abs(math.log(shape.mlp_width / shape.hidden / MLP_RATIO))

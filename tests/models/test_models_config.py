@@ -1,4 +1,4 @@
-"""Reading a transformers config: the same facts as the catalogue, the class defaults, and errors that name the field."""
+"""Reading a transformers config: the catalogue's facts, the class defaults, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_dense_layers_of_a_qwen_mixture_are_counted(sparse: Mapping[str, Any], d
         ({**LLAMA, "architectures": ["LlamaForQuestionAnswering"]}, "'LlamaForQuestionAnswering' is none of"),
         ({**LLAMA, "architectures": "Llama"}, "field 'architectures' is 'Llama'"),
         ({"model_type": "clip", "text_config": 3}, "field 'text_config' is 3, not an object"),
-        ({**LLAMA, "model_type": "albert", "num_hidden_groups": 2}, "field 'num_hidden_groups' is 2; only 1 is counted"),
+        ({**LLAMA, "model_type": "albert", "num_hidden_groups": 2}, "'num_hidden_groups' is 2; only 1 is counted"),
         ({**LLAMA, "model_type": "deberta-v2"}, "field 'relative_attention' is False; only True is counted"),
         ({**LLAMA, "model_type": "deepseek_v3"}, "my.json: has no field 'n_routed_experts'"),
     ],

@@ -91,7 +91,7 @@ def test_active_parameters_of_mixtures_agree_with_their_column() -> None:
 
 @pytest.mark.parametrize("facts", FIRST_OF_TYPE.values(), ids=lambda facts: str(facts.model_type))
 def test_blocks_are_those_of_the_real_model(facts: ModelFacts) -> None:
-    """Size, number, experts and largest tensor of the blocks, found in the module by the class that the catalogue names."""
+    """Size, number, experts and largest tensor of the blocks, found in the module by the class in the catalogue."""
     short = builder.shortened(facts, 3)
     model = builder.meta_model(builder.hf_config(short), short)
     counted, real = count_parameters(short), counts_from_module(model, short)

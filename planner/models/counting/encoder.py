@@ -27,7 +27,7 @@ def _embedding(facts: ModelFacts) -> Weights:
         tables += matrix(facts.max_position_embeddings, width)
     if facts.embedding_layernorm:
         tables += norm(facts, width)
-    # ALBERT maps from the embedding's width to the hidden width even where they are equal; ELECTRA only where they differ.
+    # ALBERT maps from the embedding's width to the hidden width even where they are equal, ELECTRA does not.
     if facts.shared_layers or width != facts.hidden_size:
         tables += linear(width, facts.hidden_size, bias=True)
     return tables

@@ -10,18 +10,19 @@ from planner.models.parameter_counts import BlockCount, ParameterCounts
 def count_encoder_decoder(facts: ModelFacts) -> ParameterCounts:
     """Both stacks, the shared token table, and an untied head where there is one.
 
-    T5 and mT5: `tie_word_embeddings` false means that the published checkpoint stores a head of its own (flan-t5, mT5). A
-    model that transformers 5 builds from such a config is tied all the same, but `from_pretrained` finds two different
-    tensors in the checkpoint and keeps both, so the head is counted: it is in memory, and trained, in every fine-tuning.
+    T5 and mT5: `tie_word_embeddings` false means that the published checkpoint stores a head of its own (flan-t5,
+    mT5). A model that transformers 5 builds from such a config is tied all the same, but `from_pretrained` finds two
+    different tensors in the checkpoint and keeps both; so the head is counted: it is in memory, and trained, in
+    fine-tuning.
     """
-    untied = 0 if facts.tie_word_embeddings or facts.architecture.endswith("Model") else facts.vocab_size * facts.hidden_size
+    has_head = not facts.tie_word_embeddings and not facts.architecture.endswith("Model")
     positions, embedding_norms = _positions(facts), norms(facts, 2 if facts.embedding_layernorm else 0)
     final_norms = norms(facts, 2 if _has_final_norms(facts) else 0)
     relative = 2 * facts.relative_attention_num_buckets * facts.num_heads
     return ParameterCounts(
         embedding=facts.vocab_size * facts.hidden_size + (positions + embedding_norms + _audio_stem(facts)).total,
         blocks=_blocks(facts),
-        head=untied,
+        head=facts.vocab_size * facts.hidden_size if has_head else 0,
         other=final_norms.total + relative,
     )
 
@@ -33,7 +34,7 @@ def _has_final_norms(facts: ModelFacts) -> bool:
 def _positions(facts: ModelFacts) -> Weights:
     """Position tables of both stacks.
 
-    Whisper has two lengths. Pegasus keeps its fixed sinusoids as (frozen) parameters, M2M-100 as buffers, which do not count.
+    Whisper has two lengths. Pegasus keeps its fixed sinusoids as (frozen) parameters; M2M-100 as buffers, not counted.
     """
     hidden = facts.hidden_size
     if facts.max_source_positions:

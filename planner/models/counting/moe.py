@@ -14,7 +14,7 @@ def expert_parameters(facts: ModelFacts) -> int:
 
 
 def routed_experts(facts: ModelFacts) -> Weights:
-    """All routed experts; transformers 5 keeps them in two tensors [experts, 2 * width, hidden] and [experts, hidden, width]."""
+    """All routed experts; transformers 5 keeps them in [experts, 2 * width, hidden] and [experts, hidden, width]."""
     inputs = (2 if facts.gated_mlp else 1) * facts.moe_intermediate_size
     largest = facts.num_experts * inputs * facts.hidden_size
     return Weights(facts.num_experts * expert_parameters(facts), largest)

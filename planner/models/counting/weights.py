@@ -34,7 +34,7 @@ def linear(inputs: int, outputs: int, *, bias: bool) -> Weights:
 
 
 def norm(facts: ModelFacts, width: int = 0) -> Weights:
-    """One normalisation of `width` (the hidden size by default): a weight, and a bias where the architecture has one."""
+    """One normalisation of `width` (by default the hidden size): a weight, and a bias where there is one."""
     if facts.norm == "nonparametric_layernorm":
         return NOTHING
     weight = vector(width or facts.hidden_size)
