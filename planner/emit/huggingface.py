@@ -110,7 +110,7 @@ def fsdp_config(plan: Plan) -> dict[str, object]:
         "version": 2,
         "reshard_after_forward": configuration.strategy != "fsdp-grad-op",
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        **({"transformer_layer_cls_to_wrap": [block]} if block else {}),
+        **({"transformer_layer_cls_to_wrap": block.split(",")} if block else {}),
         "cpu_offload": configuration.offload == "all",
         "activation_checkpointing": configuration.activation_checkpointing != "none",
         "cpu_ram_efficient_loading": True,

@@ -20,7 +20,9 @@ LONGEST_DEFAULT = {"decoder": 2048, "vision-language": 2048, "custom": 2048}
 
 
 def default_task(facts: ModelFacts) -> Task:
-    """The task a model of this kind is trained for unless another is named."""
+    """The task a model of this kind is trained for unless another is named; a classifier's class says so itself."""
+    if facts.kind in ("encoder", "decoder") and facts.architecture.endswith(("Classification", "ForQuestionAnswering")):
+        return "seq-cls"
     return _TASKS[facts.kind]
 
 

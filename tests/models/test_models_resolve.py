@@ -16,6 +16,7 @@ from planner.errors import ContradictoryRequest, DsplanError
 from planner.models.count import count_parameters
 from planner.models.resolve import resolve_model
 from planner.models.sizes import model_of_size
+from planner.models.tasks import default_sequence_length, default_task
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -193,3 +194,28 @@ def test_impossible_sizes_are_one_sentence(size: str) -> None:
     with pytest.raises(DsplanError) as caught:
         resolve_model(None, model_size=size)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "length"),
+    [
+        ("opt-6.7b", "causal-lm", 2048),
+        ("gpt2", "causal-lm", 1024),
+        ("llama-3-8b", "causal-lm", 2048),
+        ("bert-large", "masked-lm", 512),
+        ("roberta-base", "masked-lm", 512),
+        ("t5-3b", "seq2seq", 512),
+        ("whisper-tiny", "seq2seq", 448),
+        ("google/vit-base-patch16-224", "image-cls", 197),
+    ],
+)
+def test_each_kind_has_its_usual_task_and_length(name: str, task: str, length: int) -> None:
+    facts = resolve_model(name)
+    assert (default_task(facts), default_sequence_length(facts)) == (task, length)
+
+
+def test_a_classifier_is_planned_as_one(directory: Path) -> None:
+    (directory / "bert.json").write_text(
+        json.dumps({**LLAMA, "model_type": "bert", "architectures": ["BertForSequenceClassification"]})
+    )
+    assert default_task(resolve_model("bert.json")) == "seq-cls"
