@@ -16,13 +16,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
@@ -56,9 +59,7 @@ def save(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, c
     final = directory / f"step-{content.progress['global_steps']:08d}"
     temporary = directory / f".{final.name}.tmp"
     _on_rank_0(temporary, lambda: _make_empty(temporary))
-    model_state, optimizer_state = get_state_dict(module, optimizer, options=_OPTIONS)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    save_tensors(state, storage_writer=FileSystemWriter(temporary), no_dist=not _is_distributed())
+    _transfer(final, partial(save_tensors, _state_of(module, optimizer), storage_writer=FileSystemWriter(temporary)))
     _on_rank_0(final, lambda: _publish(temporary, final, text))
     return final
 
@@ -74,9 +75,10 @@ def load(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -
         return None
     path = directory / latest.read_text().strip()
     content = _read_content(path)
-    model_state, optimizer_state = get_state_dict(module, optimizer, options=_OPTIONS)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    load_tensors(state, storage_reader=SafeReader(path), planner=SafeLoadPlanner(), no_dist=not _is_distributed())
+    state = _state_of(module, optimizer)
+    reader = SafeReader(path)
+    reader.read_metadata()
+    _transfer(path, partial(load_tensors, state, storage_reader=reader, planner=SafeLoadPlanner()))
     set_state_dict(
         module,
         optimizer,
@@ -85,6 +87,29 @@ def load(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -
         options=_OPTIONS,
     )
     return path, content
+
+
+def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(module, optimizer, options=_OPTIONS)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _transfer(path: Path, move: Callable[..., object]) -> None:
+    """Move tensors between ranks and files.
+
+    Raises:
+        BrokenFile: with the first rank's reason.
+    """
+    with warnings.catch_warnings():
+        # A process alone needs no group to write a checkpoint; torch remarks on it every time.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        try:
+            move(no_dist=not torch.distributed.is_initialized())
+        except CheckpointException as problem:
+            reason, _ = next(iter(problem.failures.values()))
+            line = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
+            remedy = f"the model may have changed, or name another step in {path.parent / _LATEST}"
+            raise BrokenFile(path, f"cannot be written or read ({line})", remedy) from None
 
 
 def _read_content(path: Path) -> Content:
@@ -136,7 +161,3 @@ def _on_rank_0(path: Path, work: Callable[[], None]) -> None:
             raise BrokenFile(path, f"cannot be written ({problem.strerror})", "name another directory") from None
 
     on_rank_zero(attempt)
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_initialized()

@@ -17,11 +17,22 @@ from strategies.errors import CannotRun
 class ShardedLoader(DataLoader[Any]):
     """A rank's share of a dataset in micro-batches, shuffled anew every time it is iterated.
 
-    The order of samples depends on the seed alone: however many ranks share it and however often they accumulate, step
-    i trains on the same global batch. Samples that do not fill a global batch are left out of that epoch.
+    The order of samples depends on `seed` alone, rank 0's torch seed where None is given: however many ranks share it
+    and however often they accumulate, step i trains on the same global batch. Samples that do not fill a global batch
+    are left out of that epoch.
+
+    Raises:
+        CannotRun: the dataset has no length, or less than one global batch.
     """
 
-    def __init__(self, dataset: Dataset[Any], configuration: Configuration, environment: Environment) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        configuration: Configuration,
+        environment: Environment,
+        *,
+        seed: int | None = None,
+    ) -> None:
         if isinstance(dataset, IterableDataset):
             raise CannotRun(
                 "training_data is an IterableDataset, which only its author can split over ranks; pass a dataset with"
@@ -38,7 +49,7 @@ class ShardedLoader(DataLoader[Any]):
             dataset,
             num_replicas=environment.world_size,
             rank=environment.rank,
-            seed=_shared_seed(environment),
+            seed=_shared_seed(environment) if seed is None else seed,
             drop_last=True,
         )
         self._epoch = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -138,6 +139,8 @@ def _library(device: torch.device, strategy: str) -> Any:
     except ImportError as problem:
         remedy = "pip install dsplan[deepspeed], or use the same sharding without it: strategy 'fsdp'"
         raise BackendMissing(f"strategy {strategy!r} needs DeepSpeed ({problem}); {remedy}") from None
+    # DeepSpeed calls collectives by names that newer torch deprecates; a script's author can do nothing about it.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     if device.type == "cpu":
         # Its shared-memory collectives serve inference alone, and would be compiled before the first step.
         library.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -16,6 +16,7 @@ from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
 from hardware_db.probe import probe
 from planner import vocabulary as words
+from planner.candidates import inapplicable, shapes
 from planner.errors import NothingFits
 from planner.machine_rates import rates_from_measurements
 from planner.models.live import facts_from_module
@@ -28,6 +29,7 @@ from strategies.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 from strategies.machine_rates import machine_rates
 from strategies.planning import Wishes
+from strategies.registry import NO_NATIVE
 from strategies.script_config import ScriptConfig
 
 STRATEGY = "DSPLAN_STRATEGY"
@@ -56,6 +58,9 @@ def _planned(model: nn.Module, wishes: Wishes, environment: Environment, measure
     strategy = _wished_strategy(wishes, environment)
     request = _request(model, wishes, environment, strategy)
     request = replace(request, micro_batch=_micro_batch(wishes.config, environment))
+    if strategy is not None and not any(True for _ in shapes(request)):
+        reason = inapplicable(request, strategy) or "needs several ranks, or a GPU to offload from"
+        raise CannotRun(f"strategy {strategy!r} {reason}; start more ranks with `dsplan run`, or leave strategy= out")
     return best_plan(with_measured_rates(request, measured))
 
 
@@ -88,15 +93,28 @@ def _request(model: nn.Module, wishes: Wishes, environment: Environment, strateg
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
     cluster = probed_cluster(probe(), ranks=environment.world_size)
-    return make_request(facts_from_module(model), cluster, options, strategies=_candidates(strategy))
+    candidates = _candidates(strategy, wishes.backend, options.optimizer)
+    return make_request(facts_from_module(model), cluster, options, strategies=candidates)
 
 
-def _candidates(strategy: words.Strategy | None) -> tuple[words.Strategy, ...]:
+def _candidates(
+    strategy: words.Strategy | None, backend: words.Backend | None, optimizer: words.Optimizer
+) -> tuple[words.Strategy, ...]:
     """What the search may choose from: what was asked for, or all that the installed libraries can run."""
+    if backend == "native":
+        raise CannotRun(NO_NATIVE)
     if strategy is not None:
+        if backend not in (None, words.default_backend(strategy)):
+            raise CannotRun(f"backend {backend!r} does not run strategy {strategy!r}; leave backend= out")
         return (strategy,)
-    has_deepspeed = find_spec("deepspeed") is not None
-    return tuple(name for name in words.STRATEGIES if has_deepspeed or name not in words.ZERO_STAGES)
+    if backend is None and find_spec("deepspeed") is None:
+        backend = "torch"
+    return tuple(
+        name
+        for name in words.STRATEGIES
+        if backend in (None, words.default_backend(name))
+        and not (optimizer == "adafactor" and name in words.FSDP_STRATEGIES)
+    )
 
 
 def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy | None:
@@ -105,8 +123,6 @@ def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy
     if name is None and wishes.config.zero_stage is not None:
         unsharded = "ddp" if environment.world_size > 1 else "single"
         name = {0: unsharded, 1: "zero1", 2: "zero2", 3: "zero3"}[wishes.config.zero_stage]
-    if name is None and wishes.backend == "deepspeed":
-        name = "zero2"
     if name is not None and name not in words.STRATEGIES:
         raise UnknownName("strategy", name, words.STRATEGIES, hint=f"choose one of {', '.join(words.STRATEGIES)}")
     return name

@@ -11,6 +11,8 @@ from strategies.base import Strategy
 from strategies.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 
+NO_NATIVE = "backend 'native' is not in this version; use backend 'deepspeed', or strategy 'fsdp' without it"
+
 STRATEGIES: dict[str, str] = {
     "single": "strategies.single:Single",
     "ddp": "strategies.ddp:ReplicatedDataParallel",
@@ -47,7 +49,7 @@ def _refuse_what_cannot_run(configuration: Configuration) -> None:
             " parallelism but does not run them; choose a plan with tp 1 and pp 1"
         )
     if configuration.backend == "native":
-        raise CannotRun("backend 'native' is not in this version; use backend 'deepspeed' or strategy 'fsdp'")
+        raise CannotRun(NO_NATIVE)
     home = "deepspeed" if configuration.zero_stage else "torch"
     if configuration.backend != home:
         raise CannotRun(

@@ -110,4 +110,5 @@ def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _plain_parts(getattr(tensor, name))]
+    parts = [getattr(tensor, name) for name in names]
+    return [plain for part in parts if isinstance(part, torch.Tensor) for plain in _plain_parts(part)]

@@ -40,7 +40,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(samples, length, width))
-        return x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
+        changed: torch.Tensor = x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
+        return changed
 
 
 class Gpt(nn.Module):
@@ -83,9 +84,7 @@ def main() -> None:
 
     torch.manual_seed(options.seed)
     engine, _, dataloader, _ = dsplan.initialize(
-        model=Gpt(
-            layers=options.layers, width=options.hidden, heads=options.heads, length=options.sequence_length
-        ),
+        model=Gpt(layers=options.layers, width=options.hidden, heads=options.heads, length=options.sequence_length),
         training_data=StdlibText(length=options.sequence_length, windows=8192),
         config={"train_batch_size": options.global_batch},
     )

@@ -238,3 +238,42 @@ def first_weights_of_unlike_models(recipe: Recipe) -> torch.Tensor:
     torch.manual_seed(100 + torch.distributed.get_rank())
     engine, *_ = initialize(model=TinyModel(), plan=recipe.plan())
     return whole_parameters(engine)["blocks.1.up.weight"]
+
+
+def tracked_step(recipe: Recipe) -> tuple[int, int, list[tuple[int, ...]]]:
+    """Live bytes after the third step, its peak, and the shapes of the whole model's parameters."""
+    from strategies.storage_tracker import StorageTracker
+
+    engine = make_engine(recipe)
+    for step in range(2):
+        one_step(engine, step)
+    with StorageTracker(engine.module.parameters()) as tracker:
+        one_step(engine, 2)
+    return tracker.live_bytes, tracker.peak_bytes, [tuple(p.shape) for p in TinyModel().parameters()]
+
+
+def step_and_save(recipe: Recipe, directory: str, steps: int) -> list[float]:
+    """Train `steps` steps, save, and train one more: its loss."""
+    engine = make_engine(recipe)
+    for step in range(steps):
+        one_step(engine, step)
+    engine.save_checkpoint(directory)
+    return [one_step(engine, steps)]
+
+
+def load_and_step(recipe: Recipe, directory: str, step: int) -> float:
+    """The loss of a step trained from a checkpoint."""
+    engine = make_engine(recipe)
+    engine.load_checkpoint(directory)
+    return one_step(engine, step)
+
+
+class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Forty samples of ids and targets."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, targets = batch_of(index)
+        return ids[0], targets[0]

@@ -1,0 +1,131 @@
+"""`initialize` without a plan: planned from the live module and this machine, within what the script asks for.
+
+The machine's rates are stored beforehand, so that no test waits for them to be measured.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import training_bodies
+from training_bodies import TinyModel
+
+from hardware_db.errors import DsplanError
+from hardware_db.spawn import RankPool
+from planner.plan_io import plan_from_dict
+from strategies.engine import initialize
+from strategies.monitor import metrics_path, read_metrics
+
+EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "train_gpt.py"
+STRATEGIES = ("ddp", "fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3")
+PoolOf = Callable[[str], RankPool]
+
+
+@pytest.fixture(autouse=True)
+def _own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSPLAN_HOME", str(tmp_path / "home"))
+
+
+def test_a_module_is_planned_printed_and_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    engine, _, loader, _ = initialize(
+        model=TinyModel(), training_data=training_bodies.Samples(), config={"train_batch_size": 12}
+    )
+    printed = capsys.readouterr().out.splitlines()
+    assert engine.configuration.strategy == "single"
+    assert engine.configuration.global_batch_size == 12
+    assert engine.configuration.sequence_length == training_bodies.LENGTH
+    assert len(printed) == 3
+    assert printed[0].startswith("dsplan: single (torch) on 1 x ")
+    assert loader is not None
+    ids, targets = next(iter(loader))
+    assert ids.shape == (engine.configuration.micro_batch_size, training_bodies.LENGTH)
+    engine.backward(engine(ids, targets))
+    engine.step()
+
+
+def test_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSPLAN_QUIET", "1")
+    initialize(model=TinyModel(), config={"train_batch_size": 12})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}, (3, 4, 12, "fp32")),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 2}, (6, 2, 12, "fp32")),
+        ({"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}, (5, 2, 10, "fp32")),
+        ({"train_micro_batch_size_per_gpu": 5, "bf16": {"enabled": True}}, (5, 1, 5, "bf16")),
+        ({"train_batch_size": 7, "zero_optimization": {"stage": 0}}, (7, 1, 7, "fp32")),
+    ],
+)
+def test_the_config_decides_what_it_says(config: dict[str, Any], expected: tuple[int, int, int, str]) -> None:
+    engine, *_ = initialize(model=TinyModel(), config=config)
+    chosen = engine.configuration
+    decided = (chosen.micro_batch_size, chosen.gradient_accumulation_steps, chosen.global_batch_size, chosen.precision)
+    assert decided == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"strategy": "fdsp"}, "unknown strategy 'fdsp'; nearest: fsdp"),
+        ({"backend": "native"}, "backend 'native' is not in this version"),
+        ({"backend": "torch", "strategy": "zero2"}, "backend 'torch' does not run strategy 'zero2'"),
+        ({"strategy": "ddp"}, "strategy 'ddp' needs more than one GPU; start more ranks"),
+        ({"strategy": "zero2"}, "strategy 'zero2' needs several ranks"),
+        ({"config": {"train_batch_size": 7, "gradient_accumulation_steps": 2}}, "is not a multiple of"),
+    ],
+)
+def test_wishes_that_cannot_be_planned(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(DsplanError, match=words) as caught:
+        initialize(model=TinyModel(), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def run_example(environment: dict[str, str], arguments: list[str]) -> None:
+    """The example script on a rank, unchanged, as torchrun would run it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", [str(EXAMPLE), *arguments])
+        patch.syspath_prepend(str(EXAMPLE.parent))
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def losses_of(directory: Path) -> list[float]:
+    """The loss of every step over the global batch: the mean of both ranks' means."""
+    rows = [
+        [row["loss"] for row in read_metrics(metrics_path(directory, rank)) if row["event"] == "step"]
+        for rank in (0, 1)
+    ]
+    return [fmean(pair) for pair in zip(*rows, strict=True)]
+
+
+ARGUMENTS = ["--steps", "4", "--layers", "2", "--hidden", "64", "--heads", "4", "--sequence-length", "32"]
+
+
+@pytest.fixture(scope="session")
+def example_losses() -> dict[str, list[float]]:
+    """The losses of the first strategy that ran; the others must equal them."""
+    return {}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_example_has_the_same_losses_under_every_strategy(
+    strategy: str, pool_of: PoolOf, tmp_path: Path, example_losses: dict[str, list[float]]
+) -> None:
+    environment = {"DSPLAN_STRATEGY": strategy, "DSPLAN_RUN_DIR": str(tmp_path), "DSPLAN_HOME": str(tmp_path)}
+    pool_of(strategy).run(run_example, environment, ARGUMENTS)
+    plan = read_metrics(metrics_path(tmp_path, 0))[0]
+    assert plan.pop("event") == "plan"
+    assert plan_from_dict(plan).configuration.strategy == strategy
+    losses = losses_of(tmp_path)
+    assert losses == pytest.approx(example_losses.setdefault("first", losses), rel=1e-4)
+    assert losses[-1] < losses[0] - 0.1
