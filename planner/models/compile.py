@@ -60,12 +60,20 @@ def _row(row: Any, position: int, known: dict[str, Any], path: Path) -> dict[str
     if row.get("model_type") not in known:
         raise BrokenFile(path, f"row {row.get('id')!r} has model_type {row.get('model_type')!r}", "add its entry")
     figures |= _from_architecture(known[row["model_type"]]) | {"parameters": 0, "active_parameters": 0}
-    parts = {key: PARTS[key](**row[key]) for key in PARTS if row.get(key)}
+    parts = {key: _part(row, key, path) for key in PARTS if row.get(key)}
     checked = check_row(figures | parts, ModelFacts, path, position)
     facts = ModelFacts(**checked | {"aliases": tuple(checked.get("aliases", ()))})
     counts = count_parameters(facts)
     facts = dataclasses.replace(facts, parameters=counts.total, active_parameters=active_parameters(facts, counts))
     return _without_defaults(facts)
+
+
+def _part(row: dict[str, Any], key: str, path: Path) -> Any:
+    try:
+        return PARTS[key](**row[key])
+    except TypeError as error:
+        keys = ", ".join(field.name for field in dataclasses.fields(PARTS[key]))
+        raise BrokenFile(path, f"row {row.get('id')!r} key {key!r}: {error}", f"its keys are {keys}") from error
 
 
 def _from_architecture(entry: dict[str, Any]) -> dict[str, Any]:

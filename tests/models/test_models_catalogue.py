@@ -123,6 +123,7 @@ def _compile(tmp_path: Path, rows: str) -> str:
         ("num_heads: 1", "num_heads: one", "key 'num_heads' is 'one'"),
         ("  source: [recalled]\n", "", "has no source"),
         ("model_type: gpt2", "model_type: gpt9", "has model_type 'gpt9'"),
+        ("vocab_size: 10", "vision: {hiden_size: 3}", "key 'vision'.*'hiden_size'"),
     ],
 )
 def test_a_broken_row_is_named_with_its_key(tmp_path: Path, old: str, new: str, message: str) -> None:
