@@ -96,14 +96,15 @@ def _leave(status: int) -> NoReturn:
     """End the process with `status` after everything Python runs at its end, but before C++ tears down.
 
     Gloo's background threads abort the process (SIGABRT) when a script ends without `destroy_process_group`, which HF
-    Trainer scripts never call: a run that trained to its end would count as failed.
+    Trainer scripts never call: a run that trained to its end would count as failed. Calling it here instead would wait
+    for peers that may be gone. What the GPU still has to do for them is waited for.
     """
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
-    distributed = sys.modules.get("torch.distributed")
-    if status == 0 and distributed is not None and distributed.is_initialized():
-        distributed.destroy_process_group()
+    torch = sys.modules.get("torch")
+    if status == 0 and torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -42,7 +42,10 @@ def start_run(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
 def run(*arguments: str | Path, cwd: Path) -> Finished:
     """`dsplan run ...` to its end."""
     process = start_run(*arguments, cwd=cwd)
-    out, err = process.communicate(timeout=200)
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
     return Finished(status=process.returncode, out=out, err=err)
 
 
