@@ -20,26 +20,32 @@ LIBRARIES = {"hf_trainer": "transformers", "accelerate_loop": "accelerate", "dee
 
 
 def _train(name: str, cwd: Path, *options: str | Path) -> dict[str, Any]:
-    pytest.importorskip(LIBRARIES[name])
+    pytest.importorskip(LIBRARIES.get(name, "torch"))
     script = EXAMPLES / f"{name}.py"
     finished = run(*options, "--json", script, "--steps", str(STEPS), "--sequence-length", "64", cwd=cwd)
     assert finished.status == 0, finished.err
     return {**finished.json, "stderr": finished.err}
 
 
-def _check_figures(found: dict[str, Any]) -> None:
-    measured, predicted = found["measured"], found["plan"]["memory"]["peak_allocated_bytes"]
+def _check_training(found: dict[str, Any]) -> None:
+    measured = found["measured"]
     assert (found["outcome"], measured["steps"], measured["ranks"]) == ("completed", STEPS, 2)
     assert measured["last_loss"] < measured["first_loss"] - 0.5
-    # Memory is counted, not timed: a busy machine does not change it. The model leaves out tensors of a few KiB.
-    assert 0.85 < measured["peak_allocated_bytes"] / predicted < 1.15
     assert measured["tokens_per_second"] == pytest.approx(16 * 64 / measured["step_seconds"])
+    assert measured["peak_allocated_bytes"] > 0
+
+
+def _check_memory(found: dict[str, Any]) -> None:
+    """Memory is counted, not timed: a busy machine does not change it."""
+    predicted = found["plan"]["memory"]["peak_allocated_bytes"]
+    assert 0.85 < found["measured"]["peak_allocated_bytes"] / predicted < 1.15
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_live_plan_then_plan_file(name: str, tmp_path: Path) -> None:
     found = _train(name, tmp_path)
-    _check_figures(found)
+    _check_training(found)
+    _check_memory(found)
     chosen = found["plan"]["plan"]
     assert (chosen["global_batch_size"], chosen["sequence_length"], chosen["precision"]) == (16, 64, "fp32")
     with open_store() as store:
@@ -59,8 +65,15 @@ def test_live_plan_then_plan_file(name: str, tmp_path: Path) -> None:
     assert again["measured"]["peak_allocated_bytes"] < found["measured"]["peak_allocated_bytes"]
 
 
+def test_a_script_that_calls_dsplan(tmp_path: Path) -> None:
+    found = _train("train_gpt", tmp_path, "--strategy", "fsdp")
+    _check_training(found)
+    assert found["plan"]["plan"]["strategy"] == "fsdp"
+
+
 def test_zero2_in_a_deepspeed_script(tmp_path: Path) -> None:
     found = _train("deepspeed_loop", tmp_path, "--strategy", "zero2")
-    _check_figures(found)
+    _check_training(found)
+    _check_memory(found)
     assert found["plan"]["plan"]["strategy"] == "zero2"
     assert "zero_optimization stage 1 -> stage 2" in found["stderr"]
