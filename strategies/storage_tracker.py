@@ -1,9 +1,11 @@
 """The true peak of live tensor bytes on devices that have no allocator statistics, which is the CPU.
 
 A dispatch mode sees every operation. A storage that an operation returns is alive from then until Python's weak
-reference to it dies; a storage that an operation reads and that was never seen before was alive all along (weights,
-optimizer states, DDP's buckets, which live in C++ and are found when gradients are copied into them). Scratch memory
-inside a kernel is not seen. Sizes are rounded up to 512 bytes as CUDA's allocator does, so that figures compare.
+reference to it dies. A storage that was never seen before was alive all along if the first operation on it writes into
+it (optimizer states, DDP's buckets, which live in C++ and are found when gradients are copied into them); if it is read
+first, some code outside the mode has just made it (the flat inputs of collectives), or it is a weight, which is read
+long before the peak. Scratch memory inside a kernel is not seen. Sizes are rounded up to 512 bytes as CUDA's allocator
+does, so that figures compare.
 """
 
 from __future__ import annotations
@@ -77,14 +79,29 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(kind not in _PLAIN for kind in types):
             # A tensor subclass such as DTensor: its own dispatch runs plain operations, which come back here.
             return NotImplemented
+        written = {id(leaf) for leaf in _written(func, args, kwargs or {})}
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                self._observe(leaf, was_alive=True)
+                self._observe(leaf, was_alive=id(leaf) in written)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._observe(leaf, was_alive=False)
         return result
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that an operation changes in place or writes its result to."""
+    places = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    if not places:
+        return []
+    positions = {argument.name: index for index, argument in enumerate(func._schema.arguments)}
+    values = [
+        kwargs[place.name] if place.name in kwargs else args[positions[place.name]]
+        for place in places
+        if place.name in kwargs or positions[place.name] < len(args)
+    ]
+    return tree_leaves(values)
 
 
 @contextlib.contextmanager
