@@ -29,14 +29,26 @@ def test_live_and_peak_of_a_few_products() -> None:
         assert tracker.peak_bytes == 3 * SQUARE, "views and in-place operations take no memory"
 
 
-def test_what_existed_before_counts_from_the_start() -> None:
+def test_what_is_first_written_to_counts_from_the_start() -> None:
+    """DDP's buckets live in C++ and are met when gradients are copied into them."""
     hidden = torch.randn(64, 64)
     with StorageTracker() as tracker:
         temporary = torch.zeros(64, 64)
         del temporary
         assert tracker.peak_bytes == SQUARE
-        hidden.sum()
+        hidden.mul_(2)
         assert tracker.peak_bytes == 2 * SQUARE, "it was there next to the temporary"
+        assert tracker.live_bytes == SQUARE
+
+
+def test_what_is_first_read_counts_from_then_on() -> None:
+    """The flat inputs of collectives are made where no mode sees it, used once, and freed."""
+    made_elsewhere = torch.randn(64, 64)
+    with StorageTracker() as tracker:
+        temporary = torch.zeros(64, 64)
+        del temporary
+        made_elsewhere.sum()
+        assert tracker.peak_bytes == SQUARE
         assert tracker.live_bytes == SQUARE
 
 
