@@ -104,7 +104,7 @@ def _transfer(path: Path, move: Callable[..., object]) -> None:
         # A process alone needs no group to write a checkpoint; torch remarks on it every time.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         try:
-            move(no_dist=not torch.distributed.is_initialized())
+            move()
         except CheckpointException as problem:
             reason, _ = next(iter(problem.failures.values()))
             line = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__

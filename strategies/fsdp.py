@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from strategies.blocks import repeated_blocks
 from strategies.environment import ensure_group
@@ -25,12 +26,16 @@ class FullShard(TorchStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         ensure_group(self.environment)
         _broadcast_from_rank_0(model, self.environment.device)
-        mesh = self.mesh()
-        policy = sharding_policy(self.configuration.precision)
+        shard = partial(
+            fully_shard,
+            mesh=self.mesh(),
+            mp_policy=sharding_policy(self.configuration.precision),
+            offload_policy=self.offload_policy(),
+        )
         for block in repeated_blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
+            shard(block, reshard_after_forward=self.reshard_after_forward)
         # The root keeps torch's default: it is needed first in backward, so it stays gathered after forward.
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        shard(model)
         return model
 
     def mesh(self) -> DeviceMesh:
@@ -39,9 +44,17 @@ class FullShard(TorchStrategy):
             self.environment.device.type, (self.environment.world_size,), mesh_dim_names=("dp_shard",)
         )
 
+    def offload_policy(self) -> OffloadPolicy:
+        """Shards and optimizer states live in host memory where the plan offloads `all`."""
+        if self.configuration.offload == "none":
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.environment.device.type == "cuda")
+
     def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
-        # Without synchronisation every rank holds whole fp32 gradients until the last micro-batch.
-        cast("FSDPModule", module).set_requires_gradient_sync(reduces)
+        # A micro-batch that is not reduced leaves whole gradients on every rank: 4 bytes per parameter, however many
+        # ranks there are. The plan says whether it counted on them.
+        each = self.configuration.sync_each_micro_batch
+        cast("FSDPModule", module).set_requires_gradient_sync(reduces or each)
         return nullcontext()
 
 

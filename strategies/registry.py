@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
+from planner.estimate import offloads_of
 from planner.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES
 from strategies.base import Strategy
@@ -60,8 +61,9 @@ def _refuse_what_cannot_run(configuration: Configuration) -> None:
             f"optimizer 'adafactor' needs whole matrices and strategy {configuration.strategy!r} splits them; use ddp,"
             " or optimizer 'adamw'"
         )
-    if home == "torch" and configuration.offload != "none":
+    possible = ("none", *offloads_of(configuration.strategy))
+    if configuration.offload not in possible:
         raise CannotRun(
-            f"strategy {configuration.strategy!r} does not offload ({configuration.offload!r}) in this version;"
-            " use zero2 or zero3, or offload 'none'"
+            f"strategy {configuration.strategy!r} cannot offload {configuration.offload!r}; it can offload"
+            f" {', '.join(possible)}"
         )

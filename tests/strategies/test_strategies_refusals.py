@@ -49,7 +49,7 @@ def with_configuration(plan: Plan, **changes: object) -> Plan:
         ({"strategy": "zero2", "backend": "native"}, "backend 'native' is not in this version"),
         ({"strategy": "zero2", "backend": "torch"}, "use 'deepspeed'"),
         ({"strategy": "ddp", "backend": "deepspeed"}, "use 'torch'"),
-        ({"offload": "optimizer"}, "does not offload"),
+        ({"offload": "optimizer"}, "it can offload none"),
         ({"strategy": "fsdp", "optimizer": "adafactor"}, "needs whole matrices"),
     ],
 )

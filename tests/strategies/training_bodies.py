@@ -61,6 +61,8 @@ class Recipe:
     precision: str = "fp32"
     optimizer: str = "adamw"
     checkpointing: str = "none"
+    offload: str = "none"
+    sync_each: bool = True
     clipping: float = 0.0
     steps: int = 5
     frozen: bool = False
@@ -95,6 +97,8 @@ class Recipe:
             "precision": self.precision,
             "optimizer": self.optimizer,
             "activation_checkpointing": self.checkpointing,
+            "offload": self.offload,
+            "sync_each_micro_batch": self.sync_each,
         }
         return Configuration(**values)
 
