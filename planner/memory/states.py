@@ -71,9 +71,14 @@ def states_of(job: Job, recipe: Recipe) -> States:
 
 
 def state_bytes(job: Job, recipe: Recipe) -> float:
-    """Bytes of optimizer moments per parameter; adafactor's are the row and column sums of its matrices, fp32."""
+    """Bytes of optimizer moments per parameter; adafactor's are the row and column sums of its matrices, fp32.
+
+    DeepSpeed hands its optimizer one flat tensor, which has no rows: there adafactor keeps a whole fp32 moment.
+    """
     if job.configuration.optimizer != "adafactor":
         return recipe.state
+    if job.configuration.zero_stage:
+        return 4.0
     facts = job.facts
     attention = 8 * facts.hidden_size
     mlp = (3 if facts.gated_mlp else 2) * (facts.hidden_size + facts.intermediate_size)
