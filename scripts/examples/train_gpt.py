@@ -90,13 +90,17 @@ def main() -> None:
     )
     assert dataloader is not None
     engine.train()
+    recent: list[torch.Tensor] = []
     for batch in itertools.chain.from_iterable(itertools.repeat(dataloader)):
         loss = engine(**{name: ids.to(engine.device) for name, ids in batch.items()})
+        recent.append(loss.detach())
         engine.backward(loss)
-        is_step = engine.is_gradient_accumulation_boundary()
+        steps_before = engine.global_steps
         engine.step()
-        if is_step and engine.is_main and (engine.global_steps % 10 == 0 or engine.global_steps == 1):
-            print(f"step {engine.global_steps} loss {loss.item():.4f}", flush=True)
+        if engine.global_steps > steps_before and engine.global_steps % 10 == 0:
+            if engine.is_main:
+                print(f"step {engine.global_steps} mean loss {torch.stack(recent).mean().item():.4f}", flush=True)
+            recent.clear()
         if engine.global_steps == options.steps:
             break
 
