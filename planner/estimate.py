@@ -129,6 +129,9 @@ def unrunnable(configuration: Configuration) -> str:
 def _remarks(job: Job) -> list[str]:
     facts, device, configuration = job.facts, job.cluster.device, job.configuration
     remarks = []
+    if facts.kind == "custom" and not facts.traced:
+        why = f": {facts.note}" if facts.note else ""
+        remarks.append(f"activations are a rule of thumb from {facts.name}'s parameters{why}")
     if configuration.attention != "eager" and facts.model_type in EAGER_ONLY:
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
     if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:

@@ -27,6 +27,7 @@ from planner.search import recommend
 from strategies.agree import on_rank_zero
 from strategies.environment import Environment
 from strategies.errors import CannotRun, UnknownName
+from strategies.live_trace import traced
 from strategies.machine_rates import machine_rates
 from strategies.planning import Wishes
 from strategies.registry import NO_NATIVE
@@ -94,7 +95,8 @@ def _request(model: nn.Module, wishes: Wishes, environment: Environment, strateg
     )
     cluster = probed_cluster(probe(), ranks=environment.world_size)
     candidates = _candidates(strategy, wishes.backend, options.optimizer)
-    return make_request(facts_from_module(model), cluster, options, strategies=candidates)
+    request = make_request(facts_from_module(model), cluster, options, strategies=candidates)
+    return replace(request, facts=traced(request.facts, model, wishes.training_data, request.workload.precision))
 
 
 def _candidates(

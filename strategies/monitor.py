@@ -28,7 +28,7 @@ import psutil
 import torch
 from torch.utils._pytree import tree_leaves
 
-from strategies.storage_tracker import StorageTracker
+from planner.models.storage_tracker import StorageTracker
 
 RUN_DIRECTORY = "DSPLAN_RUN_DIR"
 # Steps 0 and 1 pay for lazy states, bucket rebuilding and allocator growth; memory is in its steady state from 2 on.

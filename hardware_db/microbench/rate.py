@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """`operation` ran at `value` `unit`. The fields mean what they mean in `hardware_db.measurement.RateMeasurement`."""
+    """`operation` ran at `value` `unit`. The fields mean what they mean in
+    `hardware_db.measurement.RateMeasurement`."""
 
     operation: str
     value: float

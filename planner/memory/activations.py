@@ -23,13 +23,12 @@ class Activations:
 
     `kept`: saved by all blocks, embeddings and the final norm when the forward pass ends; `working`: the largest set of
     tensors inside one block's backward, with its recomputed activations under checkpointing; `loss`: logits and the
-    loss's intermediates at their largest; `loss_kept`: the part of those that waits for backward.
+    loss's intermediates at their largest.
     """
 
     kept: float
     working: float
     loss: float
-    loss_kept: float
 
 
 def activations_of(job: Job, recipe: Recipe) -> Activations:
@@ -43,8 +42,7 @@ def activations_of(job: Job, recipe: Recipe) -> Activations:
     kept = sum(stack.layers * _kept_per_block(rules, stack, checkpointing) for stack in stacks) * in_flight
     kept += _around_blocks(rules, stacks[-1])
     working = max(_working_per_block(rules, stack, checkpointing) for stack in stacks)
-    loss, loss_kept = _loss(job, recipe, stacks[-1])
-    return Activations(kept=kept, working=working, loss=loss, loss_kept=loss_kept)
+    return Activations(kept=kept, working=working, loss=_loss(job, recipe, stacks[-1]))
 
 
 def _rules(job: Job, recipe: Recipe) -> Rules:
@@ -80,29 +78,52 @@ def _around_blocks(rules: Rules, last: Stack) -> float:
     return last.tokens * last.hidden * (dropout + final_norm + rules.compute)
 
 
-def _loss(job: Job, recipe: Recipe, last: Stack) -> tuple[float, float]:
-    """Logits and cross-entropy: largest set alive, and what is kept for backward.
+def _loss(job: Job, recipe: Recipe, last: Stack) -> float:
+    """Logits and cross-entropy: the largest set alive.
 
     Causal models upcast the logits: log-softmax, its gradient and the loss's gradient are fp32, 12 bytes per logit
     (memory facts, 4.5). Models that call a plain cross-entropy stay in the compute dtype unless autocast raises it.
     """
     facts = job.facts
     if job.workload.task in ("seq-cls", "image-cls") or facts.kind in ("vision", "vision-text") or not facts.vocab_size:
-        return 0.0, 0.0
+        return 0.0
     logits = last.tokens * facts.vocab_size / job.configuration.tp
     plain = facts.kind not in ("decoder", "vision-language")
     if plain and not recipe.autocast:
-        return logits * 3 * recipe.compute, logits * recipe.compute
-    if plain:
-        return logits * 14, logits * 6
-    return logits * 12, logits * 4
+        return logits * 3 * recipe.compute
+    return logits * (14 if plain else 12)
 
 
 def _custom(job: Job, recipe: Recipe) -> Activations:
+    """A module that no closed form describes: from its trace, or from its parameters where it could not be traced."""
+    traced = job.facts.traced.get(precision_mode(recipe))
+    if traced is None:
+        return _untraced(job, recipe)
+    samples = job.configuration.micro_batch_size
+    checkpointing = job.configuration.activation_checkpointing
+    blocks = sum(block.repeats for block in job.counts.blocks)
+    kept, working = traced.kept, max(traced.backward - traced.kept, 0.0)
+    if checkpointing != "none":
+        stays = traced.boundary + (traced.products if checkpointing == "selective" else 0.0)
+        saved = max(traced.block - stays, 0.0)
+        kept, working = kept - blocks * saved, working + saved
+    return Activations(
+        kept=samples * kept, working=samples * working, loss=samples * max(traced.forward - traced.kept, 0.0)
+    )
+
+
+def precision_mode(recipe: Recipe) -> str:
+    """The name a trace goes by: what a precision means for activations."""
+    if recipe.autocast:
+        return "autocast"
+    return "fp32" if recipe.compute == 4 else "pure"
+
+
+def _untraced(job: Job, recipe: Recipe) -> Activations:
     """A module of which only the parameters are known.
 
-    Without a trace the blocks are taken as a transformer's of the same parameters: a block of P parameters of width h
-    has P/h elements of matrix width per token, each kept once by the linear that reads it and once by what follows it.
+    The blocks are taken as a transformer's of the same parameters: a block of P parameters of width h has P/h elements
+    of matrix width per token, each kept once by the linear that reads it and once by what follows it.
     """
     facts, configuration = job.facts, job.configuration
     hidden = max(facts.hidden_size, 1)
@@ -115,4 +136,4 @@ def _custom(job: Job, recipe: Recipe) -> Activations:
     boundaries = sum(block.repeats for block in blocks) * tokens * hidden * recipe.residual
     kept = tokens * width * per_element if configuration.activation_checkpointing == "none" else boundaries
     working = tokens * largest * per_element * (1 if configuration.activation_checkpointing == "none" else 2)
-    return Activations(kept=kept, working=working, loss=logits * 12, loss_kept=logits * 4)
+    return Activations(kept=kept, working=working, loss=logits * 12)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from planner.models.parameter_counts import ParameterCounts
 
@@ -39,6 +40,22 @@ class TowerFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TracedActivations:
+    """Bytes per sample that a traced module needs beside its parameters and gradients.
+
+    `kept` when the forward pass with the loss ends, `forward` and `backward` at those passes' peaks; `block`,
+    `boundary` and `products` of one repeated block: what it keeps, its output, the outputs of its linear layers.
+    """
+
+    kept: float
+    forward: float
+    backward: float
+    block: float
+    boundary: float
+    products: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
     """An architecture in numbers; field names are those of the catalogue `catalogue.yaml`.
 
@@ -49,7 +66,8 @@ class ModelFacts:
     counts a mixture of experts' layers that have a plain MLP, wherever they sit. `decoder_intermediate_size` is 0
     where it is the encoder's. `fused_qkv` and `fused_gate_up`: one weight holds all of these projections. The dropouts
     are the probabilities active in training by default. `measured_counts` is set where the counts come from a real
-    module that these figures do not describe: kind `custom`, or a transformers model with something added.
+    module that these figures do not describe: kind `custom`, or a transformers model with something added. `traced`
+    maps `fp32`, `autocast` and `pure` to what a trace of the module found in that precision.
     """
 
     name: str
@@ -139,6 +157,7 @@ class ModelFacts:
     remote_code: bool = False
     note: str = ""
     measured_counts: ParameterCounts | None = None
+    traced: Mapping[str, TracedActivations] = field(default_factory=dict, compare=False)
 
     @property
     def total_layers(self) -> int:

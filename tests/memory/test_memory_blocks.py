@@ -18,11 +18,11 @@ RECIPES = {
     ),
     "pure": Recipe(weight=2, gradient=2, master=0, state=4, compute=2, residual=2, gather=2, reduce=2, autocast=False),
 }
-SDPA = (
-    "gpt2 opt llama mistral qwen2 qwen3 gemma phi phi3 gpt_neox bert roberta granite olmo2 stablelm starcoder2 gpt_bigcode"
-    " mixtral qwen2_moe"
-).split()
-EAGER = "opt llama gemma gptj bloom mpt bert gpt_neox mixtral".split()
+SDPA = [
+    *("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma", "phi", "phi3", "gpt_neox", "bert", "roberta"),
+    *("granite", "olmo2", "stablelm", "starcoder2", "gpt_bigcode", "mixtral", "qwen2_moe"),
+]
+EAGER = ["opt", "llama", "gemma", "gptj", "bloom", "mpt", "bert", "gpt_neox", "mixtral"]
 # A block's tables and per-token statistics that the closed form leaves out are below this share of it.
 ALLOWANCE = 0.01
 

@@ -11,7 +11,7 @@ from torch import nn
 from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
-from strategies.storage_tracker import StorageTracker
+from planner.models.storage_tracker import StorageTracker
 
 SQUARE = 64 * 64 * 4  # bytes of a 64 x 64 fp32 matrix, a multiple of the 512-byte rounding
 

@@ -246,7 +246,7 @@ def first_weights_of_unlike_models(recipe: Recipe) -> torch.Tensor:
 
 def tracked_step(recipe: Recipe) -> tuple[int, int, list[tuple[int, ...]]]:
     """Live bytes after the third step, its peak, and the shapes of the whole model's parameters."""
-    from strategies.storage_tracker import StorageTracker
+    from planner.models.storage_tracker import StorageTracker
 
     engine = make_engine(recipe)
     for step in range(2):

@@ -1,4 +1,4 @@
-"""The true peak of live tensor bytes on devices that have no allocator statistics, which is the CPU.
+"""The true peak of live tensor bytes where no allocator keeps statistics: on CPUs, and of fake tensors in a trace.
 
 A dispatch mode sees every operation. A storage that an operation returns is alive from then until Python's weak
 reference to it dies. A storage that was never seen before was alive all along if the first operation on it writes into
@@ -16,20 +16,25 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _ROUNDING = 512
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FAKE = (*_PLAIN, FakeTensor)
 
 
 class StorageTracker:
     """Counts live bytes between `__enter__` and `__exit__`; `existing` are tensors alive at the start.
 
+    With `fake`, fake tensors are counted as the tensors they stand for; without, storages on the meta device are not.
+
     `peak_bytes` is the largest sum of live storages, `live_bytes` the present one, both in bytes.
     """
 
-    def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor] = (), *, fake: bool = False) -> None:
+        self._fake = fake
         self.live_bytes = 0
         self.peak_bytes = 0
         self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
@@ -39,8 +44,12 @@ class StorageTracker:
 
     def __enter__(self) -> StorageTracker:
         self._active.enter_context(_resizes_reported(self._measure))
-        self._active.enter_context(_Operations(self._observe))
+        self._active.enter_context(_Operations(self._observe, _FAKE if self._fake else _PLAIN))
         return self
+
+    def restart_peak(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes = self.live_bytes
 
     def __exit__(self, *exception: object) -> None:
         self._active.close()
@@ -49,7 +58,7 @@ class StorageTracker:
     def _observe(self, tensor: torch.Tensor, *, was_alive: bool) -> None:
         for part in _plain_parts(tensor):
             storage = part.untyped_storage()
-            if storage.device.type != "meta":
+            if self._fake or storage.device.type != "meta":
                 new = weakref.ref(storage) not in self._sizes
                 # What existed at every moment so far was alive at the peak so far as well.
                 self._measure(storage, raises_past_peak=new and was_alive)
@@ -70,13 +79,14 @@ class StorageTracker:
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows an observer every tensor that an operation reads and, afterwards, those it returns."""
 
-    def __init__(self, observe: Any) -> None:
+    def __init__(self, observe: Any, plain: tuple[type, ...]) -> None:
         initialize: Any = super().__init__
         initialize()
         self._observe = observe
+        self._plain = plain
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in _PLAIN for kind in types):
+        if any(kind not in self._plain for kind in types):
             # A tensor subclass such as DTensor: its own dispatch runs plain operations, which come back here.
             return NotImplemented
         written = {id(leaf) for leaf in _written(func, args, kwargs or {})}
@@ -124,7 +134,7 @@ def _resizes_reported(measure: Callable[[torch.UntypedStorage], None]) -> Iterat
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors a tensor is made of: a DTensor's local shard, a wrapper subclass's parts, or itself."""
-    if not hasattr(tensor, "__tensor_flatten__"):
+    if isinstance(tensor, FakeTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     parts = [getattr(tensor, name) for name in names]
