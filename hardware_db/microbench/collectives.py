@@ -17,13 +17,17 @@ def all_reduce_rate(device: torch.device, size_bytes: int) -> Rate:
     ranks = dist.get_world_size()
     seconds = _all_reduce_seconds(device, size_bytes)
     bus_bytes_per_s = 2 * (ranks - 1) / ranks * size_bytes / seconds
-    return Rate(operation="all_reduce", value=bus_bytes_per_s, unit="bytes/s", dtype="fp32", size=size_bytes, ranks=ranks)
+    return Rate(
+        operation="all_reduce", value=bus_bytes_per_s, unit="bytes/s", dtype="fp32", size=size_bytes, ranks=ranks
+    )
 
 
 def all_reduce_latency(device: torch.device) -> Rate:
     """Seconds of an all-reduce of 4 bytes."""
     seconds = _all_reduce_seconds(device, 4)
-    return Rate(operation="all_reduce_latency", value=seconds, unit="s", dtype="fp32", size=4, ranks=dist.get_world_size())
+    return Rate(
+        operation="all_reduce_latency", value=seconds, unit="s", dtype="fp32", size=4, ranks=dist.get_world_size()
+    )
 
 
 def _all_reduce_seconds(device: torch.device, size_bytes: int) -> float:

@@ -14,4 +14,6 @@ def cpu_adamw_rate(parameters: int, *, budget_seconds: float = 0.3) -> Rate:
     weight.grad = torch.full_like(weight, 1e-3)
     optimizer = torch.optim.AdamW([weight], lr=1e-4)
     seconds = median_seconds(optimizer.step, torch.device("cpu"), budget_seconds=budget_seconds)
-    return Rate(operation="cpu_adamw", value=parameters / seconds, unit="parameters/s", dtype="fp32", size=4 * parameters)
+    return Rate(
+        operation="cpu_adamw", value=parameters / seconds, unit="parameters/s", dtype="fp32", size=4 * parameters
+    )

@@ -45,9 +45,7 @@ def compile_catalogue(path: Path = HERE / "catalogue.yaml", architectures: Path 
         BrokenFile: a row has an unknown, missing or ill-typed key, no source, or a name that is already taken.
     """
     known = json.loads(compile_architectures(architectures))
-    rows = [
-        _row(row, position, known, path) for position, row in enumerate(read_yaml(path, {"models"})["models"])
-    ]
+    rows = [_row(row, position, known, path) for position, row in enumerate(read_yaml(path, {"models"})["models"])]
     # A Hub id answers without its organisation too.
     spelled = [{**row, "aliases": [*row["aliases"], row["name"].rpartition("/")[2]]} for row in rows]
     return _json({"names": name_index(spelled, path), "rows": rows})

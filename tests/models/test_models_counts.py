@@ -67,9 +67,7 @@ def test_counts_agree_with_the_formula_column_or_are_explained() -> None:
 
 
 def test_counts_agree_with_the_instantiated_column_or_are_explained() -> None:
-    differ = {
-        facts.family for facts in BUILDABLE if facts.parameters != ROWS[facts.name]["params_instantiated"]
-    }
+    differ = {facts.family for facts in BUILDABLE if facts.parameters != ROWS[facts.name]["params_instantiated"]}
     assert differ == set(INSTANTIATED_DIFFERS)
 
 
