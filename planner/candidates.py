@@ -49,6 +49,8 @@ def inapplicable(request: Request, strategy: words.Strategy) -> str:
         return f"uses one of the {cluster.gpus} GPUs"
     if strategy in ("ddp", "hsdp", "fsdp-grad-op") and cluster.gpus == 1:
         return "needs more than one GPU"
+    if strategy in words.FSDP_STRATEGIES and request.workload.optimizer == "adafactor":
+        return "torch's Adafactor cannot step on shards"
     if strategy == "hsdp" and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
         return "the same as fsdp unless there are several nodes of several GPUs"
     return ""

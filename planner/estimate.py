@@ -70,6 +70,8 @@ def impossible(request: Request, configuration: Configuration) -> str:
         return f"--offload {offload} is not possible with {strategy}; possible: {possible}"
     if (configuration.backend == "torch") == (strategy in words.ZERO_STAGES):
         return f"backend {configuration.backend} does not run {strategy}; use {words.default_backend(strategy)}"
+    if strategy in words.FSDP_STRATEGIES and configuration.optimizer == "adafactor":
+        return f"torch's Adafactor cannot step on the shards of {strategy}; use zero1-3, ddp, or another optimizer"
     return _indivisible(request, configuration)
 
 

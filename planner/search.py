@@ -174,3 +174,14 @@ def _largest(request: Request, shape: Shape, micros: tuple[int, ...], smallest: 
     for index in wanted:
         priced = found.get(index) or price(request, configuration_of(request, shape, micros[index]))
         yield Timed(priced=priced, time=step_time(priced.job))
+        yield from _reduced_once(request, priced)
+
+
+def _reduced_once(request: Request, priced: Priced) -> Iterator[Timed]:
+    """The same with one reduction per step, where FSDP accumulates and whole gradients fit."""
+    configuration = priced.job.configuration
+    if configuration.strategy not in words.FSDP_STRATEGIES or configuration.gradient_accumulation_steps == 1:
+        return
+    once = price(request, replace(configuration, sync_each_micro_batch=False))
+    if once.judgement.verdict != "does_not_fit":
+        yield Timed(priced=once, time=step_time(once.job))

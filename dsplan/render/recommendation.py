@@ -77,6 +77,8 @@ def _footnotes(plans: tuple[Plan, ...]) -> list[Block]:
         f" limit: the largest part of a step; run by {' and '.join(runners)}"
     )
     notes: list[Block] = [Text(text=note, style="faint")]
+    if any(plan.time.step_seconds < 0.98 * plans[0].time.step_seconds for plan in plans):
+        notes.append(Text(text="a simpler plan leads unless another is predicted a quarter faster", style="faint"))
     if any(not plan.runnable for plan in plans):
         notes.append(Text(text="* can be emitted for other trainers; dsplan run cannot run it yet", style="faint"))
     return notes

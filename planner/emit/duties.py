@@ -27,6 +27,7 @@ def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, .
         *_checkpointing(plan, format),
         *_optimizer(plan, format, options),
         *_reduction(plan, format),
+        *_synchronisation(plan, format),
     )
 
 
@@ -89,6 +90,16 @@ def _reduction(plan: Plan, format: str) -> tuple[str, ...]:
     if format not in ("accelerate", "huggingface") or not _is_fsdp(plan) or not mixed:
         return ()
     return ("gets gradients reduced in the compute dtype, which is accelerate's policy; the plan counts fp32",)
+
+
+def _synchronisation(plan: Plan, format: str) -> tuple[str, ...]:
+    """accelerate keeps whole gradients while it accumulates unless it is told to reduce in every micro-batch."""
+    configuration = plan.configuration
+    accumulates = _is_fsdp(plan) and configuration.gradient_accumulation_steps > 1
+    if format != "accelerate" or not accumulates or not configuration.sync_each_micro_batch:
+        return ()
+    steps = configuration.gradient_accumulation_steps
+    return (f"gives Accelerator a GradientAccumulationPlugin(num_steps={steps}, sync_each_batch=True)",)
 
 
 def _is_fsdp(plan: Plan) -> bool:

@@ -98,8 +98,16 @@ def _sharding(plan: Plan, options: EmitOptions) -> dict[str, object]:
     if is_zero(plan):
         return {"deepspeed": config_without_optimizer(plan, _FORM, options)}
     if plan.configuration.strategy in words.FSDP_STRATEGIES:
-        return {"fsdp": True, "fsdp_config": fsdp_config(plan)}
+        return {"fsdp": True, "fsdp_config": fsdp_config(plan), **_synchronisation(plan)}
     return {}
+
+
+def _synchronisation(plan: Plan) -> dict[str, object]:
+    """Trainer keeps whole gradients while it accumulates unless it is told to reduce in every micro-batch."""
+    if plan.configuration.gradient_accumulation_steps == 1:
+        return {}
+    each = plan.configuration.sync_each_micro_batch
+    return {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": each}}}
 
 
 def fsdp_config(plan: Plan) -> dict[str, object]:

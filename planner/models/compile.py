@@ -87,11 +87,15 @@ def _from_architecture(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _without_defaults(facts: ModelFacts) -> dict[str, Any]:
     given = {name: getattr(facts, name) for name in _FACTS}
-    short = {name: value for name, value in given.items() if value != _FACTS[name].default or name == "aliases"}
+    short = {name: value for name, value in given.items() if value != _default(_FACTS[name]) or name == "aliases"}
     return {
         name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
         for name, value in short.items()
     }
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _read_entries(path: Path) -> dict[str, Any]:

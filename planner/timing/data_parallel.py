@@ -68,8 +68,8 @@ def _sharded_optimizer(job: Job, where: Layout, passes: Passes) -> Communication
 def _sharded_parameters(job: Job, where: Layout, passes: Passes) -> Communication:
     """FSDP and ZeRO-3: blocks gathered before forward and again before backward, one ahead of compute.
 
-    ZeRO-3 reduces in every micro-batch. FSDP reduces at the end of the step only (no synchronisation while gradients
-    accumulate), and gathers once where parameters stay whole between forward and backward.
+    ZeRO-3 reduces in every micro-batch, FSDP too unless the plan accumulates without synchronisation. FSDP gathers once
+    where parameters stay whole between forward and backward.
     """
     cluster, steps = job.cluster, job.configuration.gradient_accumulation_steps
     block = collective_seconds(cluster, "all_gather", where.block * where.gather_bytes, where.shard_group)
@@ -85,7 +85,8 @@ def _sharded_parameters(job: Job, where: Layout, passes: Passes) -> Communicatio
         total=again + reduced,
         exposed=exposed_seconds(behind, again + reduced, min(block, again) + reduced_root),
     )
-    reductions = steps if job.configuration.strategy == "zero3" else 1
+    each = job.configuration.strategy == "zero3" or job.configuration.sync_each_micro_batch
+    reductions = steps if each else 1
     return forward * steps + quiet * (steps - reductions) + loud * reductions
 
 

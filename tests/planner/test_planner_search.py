@@ -46,13 +46,10 @@ def test_every_plan_fits_and_keeps_the_batch(model: str, gpu: str, gpus: int, pe
 
 def test_the_micro_batch_is_the_largest_that_fits() -> None:
     request = question("opt-1.3b", "a100-40gb", 8, global_batch=512, strategies=("ddp",))
-    found = {}
-    for plan in recommend(replace(request, top=10)).plans:
-        found[plan.configuration.activation_checkpointing] = plan.configuration.micro_batch_size
-    (micro,) = found.values()
+    found = {plan.configuration.micro_batch_size for plan in recommend(request).plans if plan.runnable}
+    (micro,) = found
     doubled = recommend(replace(request, micro_batch=2 * micro))
-    slower = [plan for plan in doubled.plans if plan.configuration.activation_checkpointing in found]
-    assert not slower
+    assert all(plan.configuration.activation_checkpointing != "none" for plan in doubled.plans if plan.runnable)
 
 
 def test_a_small_model_on_one_fast_node_is_replicated() -> None:

@@ -91,8 +91,8 @@ def test_more_memory_never_makes_the_plan_slower() -> None:
     for model, gpus in itertools.product(MODELS, (1, 4, 8)):
         seconds = [configuration(model, gpus, 8, limit).plan.time.step_seconds for limit in (16, 24, 40, 80)]
         for less, more in itertools.pairwise(seconds):
-            # The search prefers simpler strategies over those at most 10 % faster.
-            assert more <= less * 1.10, (model, gpus, seconds)
+            # A simpler strategy that fits with more memory leads unless another is this much faster.
+            assert more <= less * (1 + max(PREFERENCE.values())), (model, gpus, seconds)
 
 
 def test_nothing_fits_names_the_closest_miss_and_remedies() -> None:
