@@ -8,6 +8,7 @@ import pytest
 
 from dsplan import HardwareSelector
 from planner.errors import NothingFits
+from planner.ranking import PREFERENCE
 from planner.training_config import TrainingConfig
 
 MODELS = ("facebook/opt-1.3b", "facebook/opt-6.7b", "facebook/opt-13b", "facebook/opt-30b")
