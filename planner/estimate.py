@@ -37,8 +37,14 @@ def price(request: Request, configuration: Configuration) -> Priced:
         configuration=configuration,
     )
     memory = memory_estimate(job)
-    nvme = states_of(job, recipe_of(configuration)).nvme * request.cluster.gpus_per_node
-    return Priced(job=job, memory=memory, judgement=judge(job, memory, nvme))
+    return Priced(job=job, memory=memory, judgement=judge(job, memory, _nvme_bytes(job)))
+
+
+def _nvme_bytes(job: Job) -> float:
+    """What one node keeps on its disks."""
+    if job.configuration.offload != "nvme":
+        return 0.0
+    return states_of(job, recipe_of(job.configuration)).nvme * job.cluster.gpus_per_node
 
 
 def estimate(request: Request, configuration: Configuration) -> Plan:

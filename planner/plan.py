@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
@@ -45,12 +45,10 @@ class Configuration:
         for name, allowed in _WORDS.items():
             if getattr(self, name) not in allowed:
                 raise ContradictoryRequest(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name == "sync_each_micro_batch":
-                continue
-            if item.name not in _WORDS and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ContradictoryRequest(f"{item.name} is {value!r}; it must be a whole number of at least 1")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ContradictoryRequest(f"{name} is {value!r}; it must be a whole number of at least 1")
         product = self.micro_batch_size * self.gradient_accumulation_steps * self.dims.data_parallel
         if product != self.global_batch_size:
             raise ContradictoryRequest(
@@ -84,6 +82,10 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "activation_checkpointing": words.CHECKPOINTINGS,
     "offload": words.OFFLOADS,
 }
+_COUNTS = (
+    *("dp_replicate", "dp_shard", "tp", "pp"),
+    *("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "sequence_length"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -97,14 +97,16 @@ def strategy_name(configuration: Configuration) -> str:
 def rejections(request: Request, ranked: list[Timed], missing: dict[str, Priced]) -> tuple[Rejection, ...]:
     """Why each strategy beyond the shown ones is not among them: slower, too large, or senseless here."""
     rejected = []
+    first = ranked[0].plan if ranked else None
     for item in ranked[request.top :]:
-        reason = compared(request, item.plan, ranked[0].plan)
-        rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=item.plan))
+        plan = item.plan
+        reason = compared(request, plan, first or plan)
+        rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=plan))
     seen = {strategy_name(item.configuration) for item in ranked}
     for name, priced in missing.items():
         if name not in seen:
-            plan = plan_of(priced, step_time(priced.job))
-            rejected.append(Rejection(strategy=name, reason=_miss(priced), plan=plan))
+            closest = plan_of(priced, step_time(priced.job))
+            rejected.append(Rejection(strategy=name, reason=_miss(priced), plan=closest))
     for strategy in words.STRATEGIES:
         senseless = inapplicable(request, strategy)
         if senseless:

@@ -41,8 +41,11 @@ def recommend(request: Request) -> Recommendation:
     fitting: dict[str, list[Timed]] = {}
     missing: dict[str, Priced] = {}
     for option in _options(request):
+        settled: set[Shape] = set()
         for shape in shapes(option):
-            _explore(option, shape, fitting, missing)
+            bare = replace(shape, checkpointing="none")
+            if bare not in settled and _explore(option, shape, fitting, missing) and request.objective != "memory":
+                settled.add(bare)
     best = [min(group, key=lambda item: score(item, request.objective)) for group in fitting.values()]
     ranked = rank(request, best)
     rejected = rejections(request, ranked, missing)
@@ -137,20 +140,24 @@ def _options(request: Request) -> Iterator[Request]:
         yield replace(request, cluster=cluster)
 
 
-def _explore(request: Request, shape: Shape, fitting: dict[str, list[Timed]], missing: dict[str, Priced]) -> None:
-    """Price the micro-batches of one shape, and file what was found under its strategy."""
+def _explore(request: Request, shape: Shape, fitting: dict[str, list[Timed]], missing: dict[str, Priced]) -> bool:
+    """Price the micro-batches of one shape, and file what was found under its strategy.
+
+    True if a rank's whole batch fits at once: recomputing more of it would then only cost time.
+    """
     micros = _micro_batches(request, shape)
     if not micros:
-        return
+        return False
     smallest = price(request, configuration_of(request, shape, micros[0]))
     if smallest.judgement.verdict == "does_not_fit":
         name = strategy_name(smallest.job.configuration)
         known = missing.get(name)
         if known is None or smallest.judgement.pressure < known.judgement.pressure:
             missing[name] = smallest
-        return
-    group = fitting.setdefault(group_name(smallest.job.configuration), [])
-    group.extend(_largest(request, shape, micros, smallest))
+        return False
+    found = list(_largest(request, shape, micros, smallest))
+    fitting.setdefault(group_name(smallest.job.configuration), []).extend(found)
+    return any(item.configuration.micro_batch_size == micros[-1] for item in found)
 
 
 def _micro_batches(request: Request, shape: Shape) -> tuple[int, ...]:
@@ -163,17 +170,19 @@ def _largest(request: Request, shape: Shape, micros: tuple[int, ...], smallest: 
     """The largest micro-batch that fits and the one below it; in a pipeline every one, since smaller ones shrink the
     bubble."""
     low, high, found = 0, len(micros) - 1, {0: smallest}
+    middle = high  # often all of them fit
     while low < high:
-        middle = (low + high + 1) // 2
         priced = price(request, configuration_of(request, shape, micros[middle]))
         if priced.judgement.verdict == "does_not_fit":
             high = middle - 1
         else:
             low, found[middle] = middle, priced
+        middle = (low + high + 1) // 2
     wanted = range(low + 1) if shape.pp > 1 else range(max(low - 1, 0), low + 1)
     for index in wanted:
         priced = found.get(index) or price(request, configuration_of(request, shape, micros[index]))
         yield Timed(priced=priced, time=step_time(priced.job))
+    if not shape.is_model_parallel:
         yield from _reduced_once(request, priced)
 
 
