@@ -77,7 +77,8 @@ def phase_table(plan: Plan) -> Table:
     """The allocated peak of each phase of a step, and the host's memory."""
     capacity = limit_bytes(plan)
     rows = [_row(phase, size / capacity, format_bytes(size)) for phase, size in plan.memory.phases.items()]
-    states = ", ".join(f"{format_bytes(size)} {name.removesuffix('_bytes')}" for name, size in plan.memory.states.items())
+    sizes = plan.memory.states.items()
+    states = ", ".join(f"{format_bytes(size)} {name.removesuffix('_bytes')}" for name, size in sizes)
     title = (
         f"resident states of a rank: {states}\nallocated peak by phase; the host needs {_host(plan.memory)} per node"
     )
