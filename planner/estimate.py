@@ -10,7 +10,6 @@ from planner.errors import ContradictoryRequest
 from planner.job import Job
 from planner.memory import memory_estimate
 from planner.memory.recipe import recipe_of
-from planner.memory.saved import EAGER_ONLY
 from planner.memory.states import states_of
 from planner.plan import Configuration, MemoryEstimate, Plan, StepTime
 from planner.request import Request
@@ -140,7 +139,7 @@ def _remarks(job: Job) -> list[str]:
     if facts.kind == "custom" and not facts.traced:
         why = f": {facts.note}" if facts.note else ""
         remarks.append(f"activations are a rule of thumb from {facts.name}'s parameters{why}")
-    if configuration.attention != "eager" and facts.model_type in EAGER_ONLY:
+    if configuration.attention != "eager" and facts.eager_only:
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
     if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:
         remarks.append(f"{device.name} has no bf16 units; fp16 is its fast precision")

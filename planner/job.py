@@ -25,3 +25,8 @@ class Job:
     def tokens_per_micro_batch(self) -> int:
         """Tokens one rank sees in one forward pass (decoder side of encoder-decoders)."""
         return self.configuration.micro_batch_size * self.configuration.sequence_length
+
+    @property
+    def eager_attention(self) -> bool:
+        """Whether attention runs unfused: asked for, or all that the model has."""
+        return self.configuration.attention == "eager" or self.facts.eager_only

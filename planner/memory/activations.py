@@ -6,14 +6,7 @@ from dataclasses import dataclass
 
 from planner.job import Job
 from planner.memory.recipe import Recipe
-from planner.memory.saved import (
-    EAGER_ONLY,
-    Rules,
-    Stack,
-    block_bytes,
-    selective_bytes,
-    working_bytes,
-)
+from planner.memory.saved import Rules, Stack, block_bytes, selective_bytes, working_bytes
 from planner.memory.towers import stacks_of
 
 
@@ -48,11 +41,7 @@ def activations_of(job: Job, recipe: Recipe) -> Activations:
 def _rules(job: Job, recipe: Recipe) -> Rules:
     facts, on_cpu = job.facts, job.cluster.device.is_cpu
     # On a CPU torch's attention with dropout falls back to the unfused form.
-    eager = (
-        job.configuration.attention == "eager"
-        or facts.model_type in EAGER_ONLY
-        or (on_cpu and facts.attention_dropout > 0)
-    )
+    eager = job.eager_attention or (on_cpu and facts.attention_dropout > 0)
     return Rules(facts=facts, recipe=recipe, eager=eager, on_cpu=on_cpu)
 
 

@@ -45,11 +45,6 @@ class Recipe:
     reduce: int
     autocast: bool
 
-    @property
-    def optimizer(self) -> float:
-        """K of the ZeRO arithmetic: master copy and moments."""
-        return self.master + self.state
-
 
 def recipe_of(configuration: Configuration) -> Recipe:
     """The recipe that a backend follows for a precision (DESIGN, "What a precision means")."""

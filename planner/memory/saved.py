@@ -21,13 +21,7 @@ from dataclasses import dataclass
 from planner.memory.recipe import Recipe
 from planner.models.facts import ModelFacts
 
-FUSED_QKV = frozenset(
-    {"gpt2", "gpt_neox", "bloom", "falcon", "mpt", "gpt_bigcode", "phi3", "codegen", "chatglm", "internlm2"}
-)
-FUSED_GATE_UP = frozenset({"phi3", "glm", "chatglm"})
 FP32_SCALED_NORM = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "olmo2"})
-# transformers 5 has no torch.nn.functional.scaled_dot_product_attention path for these, and falls back to eager.
-EAGER_ONLY = frozenset({"gptj", "codegen", "bloom", "mpt", "gemma2", "gpt_oss", "deberta-v2"})
 # Their eager softmax runs in the dtype of the scores; the others ask for fp32.
 SOFTMAX_IN_SCORE_DTYPE = frozenset(
     {
@@ -49,7 +43,6 @@ FP32_SCORES = frozenset({"gptj", "codegen"})
 # Rotated queries made by concatenation are laid out head by head, so the attention's output is copied once more.
 CONCATENATED_ROTARY = frozenset({"phi", "phi3", "gpt_neox", "stablelm", "glm"})
 T5_FAMILY = frozenset({"t5", "mt5"})
-PYTHON_GELU = frozenset({"gelu_new", "gelu_fast", "quick_gelu"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +117,8 @@ def _norms(rules: Rules, stack: Stack) -> float:
     """Norms and the inputs of the linear layers that follow them."""
     facts = rules.facts
     element = stack.tokens * stack.hidden
-    qkv = 1 if facts.model_type in FUSED_QKV else 3
-    gates = 2 if facts.gated_mlp and facts.model_type not in FUSED_GATE_UP else 1
+    qkv = 1 if facts.fused_qkv else 3
+    gates = 2 if facts.gated_mlp and not facts.fused_gate_up else 1
     norms = 1 if facts.parallel_residual and facts.norms_per_layer == 1 else max(facts.norms_per_layer, 2)
     inputs = norms
     if facts.parallel_residual and norms == 2 and facts.norm != "rmsnorm":
@@ -156,7 +149,7 @@ def _attention(rules: Rules, stack: Stack, key_tokens: int, key_length: int) -> 
     facts, compute = rules.facts, rules.compute
     query = stack.tokens * stack.query * compute
     keys = key_tokens * stack.key_value * compute
-    rotary_over_fused = facts.position_type == "rope" and facts.model_type in FUSED_QKV
+    rotary_over_fused = facts.position_type == "rope" and facts.fused_qkv
     output = query
     if rules.eager:
         pairs = stack.tokens * key_length * stack.heads
@@ -189,12 +182,11 @@ def _mlp(rules: Rules, tokens: int, width: int) -> float:
 
 def _copies(facts: ModelFacts) -> int:
     """Tensors of the MLP's width that one feed-forward keeps."""
-    python_gelu = facts.activation in PYTHON_GELU
     if facts.gated_mlp:
-        return 7 if python_gelu else 4
+        return 7 if facts.composite_activation else 4
     if facts.activation == "relu":
         return 1
-    return 5 if python_gelu else 2
+    return 5 if facts.composite_activation else 2
 
 
 def _moe(rules: Rules, stack: Stack) -> float:

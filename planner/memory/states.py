@@ -7,7 +7,7 @@ al. 2020, figure 1); the 2s become 4s where weights and gradients are fp32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.job import Job
 from planner.memory.recipe import Recipe
@@ -98,25 +98,13 @@ def _offloaded(job: Job, recipe: Recipe, states: States) -> States:
         return states
     if job.configuration.strategy in FSDP_STRATEGIES:
         host = states.parameters + states.gradients + states.optimizer
-        return _replace(states, parameters=0, gradients=0, optimizer=0, host=host)
+        return replace(states, parameters=0, gradients=0, optimizer=0, host=host)
     moved = states.optimizer + 4 * states.local
     gradients = states.gradients if job.configuration.zero_stage == 1 else 0
     if offload == "optimizer":
-        return _replace(states, gradients=gradients, optimizer=0, host=moved)
+        return replace(states, gradients=gradients, optimizer=0, host=moved)
     weights = recipe.weight * states.local
     if offload == "all":
-        return _replace(states, parameters=0, gradients=gradients, optimizer=0, host=moved + weights)
+        return replace(states, parameters=0, gradients=gradients, optimizer=0, host=moved + weights)
     window = min(moved, 16.0 * job.counts.largest_block)
-    return _replace(states, parameters=0, gradients=gradients, optimizer=0, host=window, nvme=moved + weights)
-
-
-def _replace(states: States, *, optimizer: float, host: float, **changes: float) -> States:
-    return States(
-        parameters=changes.get("parameters", states.parameters),
-        gradients=changes.get("gradients", states.gradients),
-        optimizer=optimizer,
-        host=host,
-        nvme=changes.get("nvme", 0),
-        elements=states.elements,
-        local=states.local,
-    )
+    return replace(states, parameters=0, gradients=gradients, optimizer=0, host=window, nvme=moved + weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.job import Job
 from planner.memory.saved import Stack
-from planner.models.facts import ModelFacts, TowerFacts
+from planner.models.facts import TowerFacts
 
 
 def stacks_of(job: Job) -> tuple[Stack, ...]:
@@ -21,11 +21,6 @@ def stacks_of(job: Job) -> tuple[Stack, ...]:
 def source_length(job: Job) -> int:
     """Encoder positions per sample: the workload's, a speech model's fixed window, or the decoder's length."""
     return job.facts.max_source_positions or job.workload.source_length or job.configuration.sequence_length
-
-
-def patches(facts: ModelFacts | TowerFacts) -> int:
-    """Tokens of one image, with the class token."""
-    return (facts.image_size // facts.patch_size) ** 2 + 1 if facts.patch_size else 0
 
 
 def _encoder_decoder(job: Job) -> tuple[Stack, ...]:
@@ -66,7 +61,7 @@ def _main(job: Job, layers: int, length: int) -> Stack:
 
 
 def _tower(job: Job, tower: TowerFacts) -> Stack:
-    length = patches(tower) or min(job.configuration.sequence_length, tower.max_position_embeddings or 1 << 30)
+    length = tower.image_tokens or min(job.configuration.sequence_length, tower.max_position_embeddings or 1 << 30)
     tp = job.configuration.tp
     return Stack(
         layers=-(-tower.num_layers // job.configuration.pp),

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 
 from planner.models.parameter_counts import ParameterCounts
 
+# transformers 5 has no torch.nn.functional.scaled_dot_product_attention path for these, and falls back to eager.
+_EAGER_ONLY = frozenset({"gptj", "codegen", "bloom", "mpt", "gemma2", "gpt_oss", "deberta-v2"})
+# transformers writes these GELUs out in Python: every step of the formula is a kernel and a tensor of its own.
+_COMPOSITE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "quick_gelu"})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlaFacts:
@@ -37,6 +42,11 @@ class TowerFacts:
     model_type: str = ""
     mm_tokens_per_image: int = 0
     pooling_head: bool = False
+
+    @property
+    def image_tokens(self) -> int:
+        """Patches of one image and the class token; 0 for a tower that sees no image."""
+        return (self.image_size // self.patch_size) ** 2 + 1 if self.patch_size else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,3 +180,13 @@ class ModelFacts:
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 1
+
+    @property
+    def eager_only(self) -> bool:
+        """Whether transformers runs the attention unfused, whatever is asked for."""
+        return self.model_type in _EAGER_ONLY
+
+    @property
+    def composite_activation(self) -> bool:
+        """Whether the activation is several kernels in Python rather than one of torch's."""
+        return self.activation in _COMPOSITE_ACTIVATIONS

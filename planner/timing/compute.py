@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.job import Job
-from planner.memory.saved import EAGER_ONLY
 from planner.timing.efficiency import GEMM_TRAFFIC, DeviceRates
 from planner.timing.flops import (
     BACKWARD,
@@ -75,7 +74,7 @@ def _attention_seconds(stack: Stack, job: Job, shape: Geometry, rates: DeviceRat
     """Forward of attention in one block on one tp rank."""
     tp = job.configuration.tp
     full = attention_flops(stack, shape)
-    if job.configuration.attention != "eager" and job.facts.model_type not in EAGER_ONLY:
+    if not job.eager_attention:
         executed = executed_attention_flops(stack, shape) if rates.code.skips_masked else full
         return executed / tp / rates.attention_flops
     scores = full / (4.0 * stack.attention_width) * stack.heads if stack.attention_width else 0.0
@@ -91,7 +90,7 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     products = gemm_seconds(2.0 * matmuls.active * tokens / tp, moved, rates)
     elementwise = tokens * _elementwise_bytes(stack, rates, tp) / rates.memory_bytes_per_s
     attention = _attention_seconds(stack, job, shape, rates)
-    host = _host_seconds(stack, job, rates)
+    host = _host_seconds(stack, rates)
     forward = max(products + elementwise + attention, host)
     backward = max(BACKWARD * (products + elementwise) + ATTENTION_BACKWARD * attention, BACKWARD * host)
     checkpointing = job.configuration.activation_checkpointing
@@ -100,7 +99,7 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     return Passes(forward=forward, backward=backward, recomputed=recomputed)
 
 
-def _host_seconds(stack: Stack, job: Job, rates: DeviceRates) -> float:
+def _host_seconds(stack: Stack, rates: DeviceRates) -> float:
     """Launching the forward of one block: nothing on the device can be faster than its host."""
     if not stack.norms:
         return stack.matmuls.kernels * rates.code.kernel_host_seconds

@@ -127,9 +127,9 @@ def _tower(tower: TowerFacts, length: int, *, causal: bool) -> Stack:
 
 def _image_tower(tower: TowerFacts | None) -> tuple[Stack, ...]:
     """The vision side, which sees one image per sample: its patches and a class token."""
-    if tower is None or not tower.patch_size:
+    if tower is None or not tower.image_tokens:
         return ()
-    return (_tower(tower, (tower.image_size // tower.patch_size) ** 2 + 1, causal=False),)
+    return (_tower(tower, tower.image_tokens, causal=False),)
 
 
 def _attention_widths(facts: ModelFacts) -> tuple[int, int]:
@@ -206,7 +206,7 @@ def _main(facts: ModelFacts, *, layers: int, causal: bool, reads_source: bool, l
         root_mean_square_norm=facts.norm == "rmsnorm",
         norms=facts.norms_per_layer + (1 if reads_source else 0),
         dropout=facts.hidden_dropout > 0,
-        composite_activation=facts.activation in ("gelu_new", "gelu_fast", "quick_gelu"),
+        composite_activation=facts.composite_activation,
         reads_source=reads_source,
         window=facts.sliding_window,
         window_share=_LOCAL_SHARE.get(facts.sliding_window_pattern, 1.0),

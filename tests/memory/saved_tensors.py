@@ -33,6 +33,13 @@ def config_of(model_type: str, layers: int) -> Any:
         "phi3": {**common, "pad_token_id": 0},
         "bloom": {"hidden_size": HIDDEN, "n_layer": layers, "n_head": HEADS, "vocab_size": VOCABULARY},
         "mpt": {"d_model": HIDDEN, "n_heads": HEADS, "n_layers": layers, "vocab_size": VOCABULARY, "max_seq_len": 512},
+        "modernbert": {
+            **common,
+            "pad_token_id": 0,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "global_attn_every_n_layers": 1,
+        },
         "mixtral": {**common, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
         "qwen2_moe": {
             **common,
@@ -67,7 +74,7 @@ def _saved(model_type: str, layers: int, precision: str, attention: str) -> int:
     torch.manual_seed(0)
     config = config_of(model_type, layers)
     config._attn_implementation = attention
-    encoder = model_type in ("bert", "roberta")
+    encoder = model_type in ("bert", "roberta", "modernbert")
     auto = transformers.AutoModelForMaskedLM if encoder else transformers.AutoModelForCausalLM
     if not encoder:
         config.use_cache = False

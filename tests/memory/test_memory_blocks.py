@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.memory.recipe import Recipe
-from planner.memory.saved import EAGER_ONLY, Rules, Stack, block_bytes
+from planner.memory.saved import Rules, Stack, block_bytes
 from planner.models.hf_config import facts_from_config
 from tests.memory.saved_tensors import BATCH, LENGTH, block_bytes_traced, config_of
 
@@ -20,7 +20,7 @@ RECIPES = {
 }
 SDPA = [
     *("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma", "phi", "phi3", "gpt_neox", "bert", "roberta"),
-    *("granite", "olmo2", "stablelm", "starcoder2", "gpt_bigcode", "mixtral", "qwen2_moe"),
+    *("granite", "olmo2", "stablelm", "starcoder2", "gpt_bigcode", "mixtral", "qwen2_moe", "modernbert"),
 ]
 EAGER = ["opt", "llama", "gemma", "gptj", "bloom", "mpt", "bert", "gpt_neox", "mixtral"]
 # A block's tables and per-token statistics that the closed form leaves out are below this share of it.
@@ -33,7 +33,7 @@ CASES += [(name, precision, "eager") for name in EAGER for precision in ("fp32",
 @pytest.mark.parametrize(("model_type", "precision", "attention"), CASES)
 def test_block_keeps_what_autograd_saves(model_type: str, precision: str, attention: str) -> None:
     facts = replace(facts_from_config(config_of(model_type, 2).to_dict(), model_type), attention_dropout=0.0)
-    eager = attention == "eager" or model_type in EAGER_ONLY
+    eager = attention == "eager" or facts.eager_only
     rules = Rules(facts=facts, recipe=RECIPES[precision], eager=eager, on_cpu=True)
     stack = Stack(
         layers=1,
