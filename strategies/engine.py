@@ -18,10 +18,11 @@ from strategies.base import Engine, OptimizerFactory, Scheduler, SchedulerFactor
 from strategies.data import ShardedLoader
 from strategies.environment import Environment, join
 from strategies.errors import CannotRun
-from strategies.monitor import RUN_DIRECTORY, RunMonitor
+from strategies.monitor import RunMonitor
 from strategies.planning import Wishes, describe, given_plan
 from strategies.registry import find_strategy
 from strategies.script_config import read_config
+from strategies.variables import RUN_DIRECTORY
 
 QUIET = "DSPLAN_QUIET"
 

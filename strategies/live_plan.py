@@ -32,8 +32,7 @@ from strategies.machine_rates import machine_rates
 from strategies.planning import Wishes
 from strategies.registry import NO_NATIVE
 from strategies.script_config import ScriptConfig
-
-STRATEGY = "DSPLAN_STRATEGY"
+from strategies.variables import STRATEGY
 
 _OPTIMIZER_NAMES: dict[type, words.Optimizer] = {
     torch.optim.AdamW: "adamw",

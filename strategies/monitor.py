@@ -1,15 +1,7 @@
-"""What a run measures about itself: one line of JSON per rank and optimizer step.
+"""What a run measures about itself: one line of JSON per rank and optimizer step, as `strategies/metrics.py` says.
 
-`metrics-rank{N}.jsonl` in the directory that `DSPLAN_RUN_DIR` names holds, in this order,
-
-    {"event": "plan", ...}                         rank 0 only, when the engine made the plan itself
-    {"event": "step", "step": i, "loss": mean over this rank's micro-batches, "seconds": since the last step ended,
-     "samples": ..., "tokens": ... of this rank, "allocated_bytes": ..., "reserved_bytes": ..., "peak_bytes": ...,
-     "rss_bytes": ..., "measured_by": "cuda" | "storage-tracker"}
-    {"event": "end", ...RunSummary}
-
-Memory figures are null where a step did not measure them. On a GPU torch's allocator counts every step; on the CPU the
-storage tracker, which slows a step down, counts step 2 alone, and that step stays out of the median step time.
+On a GPU torch's allocator counts every step; on the CPU the storage tracker, which slows a step down, counts step 2
+alone, and that step stays out of the median step time.
 """
 
 from __future__ import annotations
@@ -17,10 +9,9 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import statistics
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,64 +20,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from planner.models.storage_tracker import StorageTracker
+from strategies.metrics import STORAGE_TRACKER, WARM_UP_STEPS, metrics_path, summarise
 
-RUN_DIRECTORY = "DSPLAN_RUN_DIR"
-# Steps 0 and 1 pay for lazy states, bucket rebuilding and allocator growth; memory is in its steady state from 2 on.
-WARM_UP_STEPS = 2
-TRACKED_STEP = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
-    """The figures of one rank's whole run; None where nothing was measured.
-
-    `step_seconds` is the median over the steps after warm-up that no tracker slowed down.
-    """
-
-    steps: int
-    first_loss: float | None = None
-    last_loss: float | None = None
-    step_seconds: float | None = None
-    samples_per_second: float | None = None
-    tokens_per_second: float | None = None
-    peak_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    peak_rss_bytes: int | None = None
-
-
-def metrics_path(directory: Path, rank: int) -> Path:
-    """Where a rank writes its metrics."""
-    return directory / f"metrics-rank{rank}.jsonl"
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a metrics file; a last line that a killed rank left unfinished is not one."""
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
-
-
-def summarise(steps: list[dict[str, Any]]) -> RunSummary:
-    """The summary of the `step` rows of one rank."""
-    if not steps:
-        return RunSummary(steps=0)
-    settled = [row for row in steps[WARM_UP_STEPS:] if row["measured_by"] != "storage-tracker"]
-    seconds = statistics.median(row["seconds"] for row in settled) if settled else None
-    return RunSummary(
-        steps=len(steps),
-        first_loss=steps[0]["loss"],
-        last_loss=steps[-1]["loss"],
-        step_seconds=seconds,
-        samples_per_second=steps[-1]["samples"] / seconds if seconds else None,
-        tokens_per_second=steps[-1]["tokens"] / seconds if seconds else None,
-        peak_bytes=_largest(steps, "peak_bytes"),
-        peak_reserved_bytes=_largest(steps, "reserved_bytes"),
-        peak_rss_bytes=_largest(steps, "rss_bytes"),
-    )
+# Memory is in its steady state once the steps of the warm-up are over.
+TRACKED_STEP = WARM_UP_STEPS
 
 
 class RunMonitor:
@@ -144,7 +81,7 @@ class RunMonitor:
         """Write the summary and close the file; later calls do nothing."""
         if not self._file.closed:
             self._memory.step_ended()
-            self._write({"event": "end", **asdict(summarise(self._steps))})
+            self._write({"event": "end", **asdict(summarise([self._steps]))})
             self._file.close()
         atexit.unregister(self.close)
 
@@ -188,7 +125,7 @@ class TrackedMemory:
             return dict.fromkeys(("allocated_bytes", "reserved_bytes", "peak_bytes", "measured_by"))
         measured = {"allocated_bytes": tracker.live_bytes, "reserved_bytes": None, "peak_bytes": tracker.peak_bytes}
         tracker.__exit__(None, None, None)
-        return {**measured, "measured_by": "storage-tracker"}
+        return {**measured, "measured_by": STORAGE_TRACKER}
 
 
 def _count(inputs: tuple[Any, Mapping[str, Any]], sequence_length: int) -> tuple[int, int]:
@@ -198,7 +135,3 @@ def _count(inputs: tuple[Any, Mapping[str, Any]], sequence_length: int) -> tuple
         return 0, 0
     is_ids = first.dim() == 2 and not first.dtype.is_floating_point
     return first.shape[0], first.numel() if is_ids else first.shape[0] * sequence_length
-
-
-def _largest(steps: Iterable[Mapping[str, Any]], key: str) -> int | None:
-    return max((row[key] for row in steps if row[key] is not None), default=None)

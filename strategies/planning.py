@@ -14,8 +14,7 @@ from planner.plan_io import load_plan
 from strategies.environment import Environment
 from strategies.errors import CannotRun
 from strategies.script_config import ScriptConfig
-
-PLAN_FILE = "DSPLAN_PLAN"
+from strategies.variables import PLAN_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from strategies.launch.hooks.accepts import check_strategy
 from strategies.launch.recognise import Script, recognise
 from strategies.launch.session import run_directory
 from strategies.launch.spec import LaunchSpec
+from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
 
 # Two processes on a machine without GPUs: the smallest number that shows what a strategy does.
 _CPU_PROCESSES = 2
@@ -114,14 +115,14 @@ def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> Lau
     if (directory / "launch.json").exists():
         raise DsplanError(f"{directory}: holds an earlier run; name another --run-dir")
     directory = directory.resolve()
-    environment = {"DSPLAN_RUN_DIR": str(directory)}
+    environment = {RUN_DIRECTORY: str(directory)}
     if not gpus:
         # Without these, accelerate leaves every CPU rank alone with its own copy, and DeepSpeed looks for a GPU.
         environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
     if request.plan_file is not None:
-        environment["DSPLAN_PLAN"] = str(request.plan_file.resolve())
+        environment[PLAN_FILE] = str(request.plan_file.resolve())
     if request.strategy is not None:
-        environment["DSPLAN_STRATEGY"] = request.strategy
+        environment[STRATEGY] = request.strategy
     return LaunchSpec(
         script=str(request.script),
         arguments=request.arguments,

@@ -11,8 +11,8 @@ from hardware_db.paths import database_path
 from hardware_db.probe import probe
 from hardware_db.store import open_store
 from planner.plan_io import plan_to_dict
-from strategies.launch.measured import MeasuredRun
 from strategies.launch.session import RunReport
+from strategies.metrics import MeasuredRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,10 +12,10 @@ from planner.plan import Plan
 from planner.plan_io import plan_from_dict, save_plan
 from strategies.launch.events import Event, OutputLine, PlanMade, StepDone
 from strategies.launch.local import LocalLauncher
-from strategies.launch.measured import MeasuredRun, parse_row, read_metrics, summarise
 from strategies.launch.outcome import Outcome, judge
 from strategies.launch.spec import LaunchSpec, log_path
 from strategies.launch.tail import LineFollower
+from strategies.metrics import MeasuredRun, metrics_path, parse_row, read_metrics, summarise
 
 PLAN_FILE = "plan.yaml"
 _POLL_SECONDS = 0.1
@@ -41,7 +41,7 @@ class RunSession:
         self._spec = spec
         self._plan = plan
         self._outcome: Outcome | None = None
-        self._metrics = LineFollower(spec.directory / "metrics-rank0.jsonl")
+        self._metrics = LineFollower(metrics_path(spec.directory, 0))
         self._logs = [
             (rank, stream, LineFollower(log_path(spec.directory, rank, stream)))
             for rank in range(spec.processes)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from strategies.launch.measured import read_metrics, summarise
 from strategies.launch.tail import LineFollower
+from strategies.metrics import metrics_path, read_metrics, summarise
 
 
 def _step(step: int, seconds: float, **more: Any) -> dict[str, Any]:
@@ -37,7 +37,8 @@ def test_too_few_steps_give_no_step_time() -> None:
 
 
 def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics-rank0.jsonl").write_text(json.dumps(_step(0, 1.0)) + '\n{"event": "st')
+    assert metrics_path(tmp_path, 3).name == "metrics-rank3.jsonl"
+    metrics_path(tmp_path, 0).write_text(json.dumps(_step(0, 1.0)) + '\n{"event": "st')
     first, second = read_metrics(tmp_path, 2)
     assert ([row["step"] for row in first], second) == ([0], [])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ import training_bodies
 from training_bodies import Recipe
 
 from planner.plan_io import save_plan
-from strategies.monitor import RunMonitor, RunSummary, metrics_path, read_metrics, summarise
+from strategies.metrics import read_metrics
+from strategies.monitor import RunMonitor
 
 STEP_KEYS = {
     "event",
@@ -28,12 +28,6 @@ STEP_KEYS = {
 }
 
 
-def row(step: int, **changes: object) -> dict[str, object]:
-    values: dict[str, object] = dict.fromkeys(STEP_KEYS)
-    values |= {"event": "step", "step": step, "loss": 5.0 - step, "seconds": 1.0, "samples": 4, "tokens": 40}
-    return values | {"rss_bytes": 100 + step} | changes
-
-
 def test_a_run_writes_steps_and_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(accumulation=3)
     save_plan(recipe.plan(), tmp_path / "plan.yaml")
@@ -43,14 +37,14 @@ def test_a_run_writes_steps_and_a_summary(tmp_path: Path, monkeypatch: pytest.Mo
     losses = [training_bodies.one_step(engine, step) for step in range(5)]
     assert engine.monitor is not None
     engine.monitor.close()
-    rows = read_metrics(metrics_path(tmp_path, 0))
+    (rows,) = read_metrics(tmp_path, 1)
     assert [line["event"] for line in rows] == ["step"] * 5 + ["end"], "a given plan is not written again"
     assert all(set(line) == STEP_KEYS for line in rows[:5])
     assert [line["loss"] for line in rows[:5]] == pytest.approx(losses)
     assert {(line["samples"], line["tokens"]) for line in rows[:5]} == {(12, 72)}
     assert [line["measured_by"] for line in rows[:5]] == [None, None, "storage-tracker", None, None]
     assert rows[2]["peak_bytes"] > rows[2]["allocated_bytes"] > 0
-    assert rows[5]["peak_bytes"] == rows[2]["peak_bytes"]
+    assert rows[5]["peak_allocated_bytes"] == rows[2]["peak_bytes"]
     assert rows[5]["step_seconds"] > 0
     assert all(line["rss_bytes"] > 10 * 2**20 for line in rows[:5])
 
@@ -65,34 +59,4 @@ def test_evaluation_is_not_a_step(tmp_path: Path) -> None:
     engine.train()
     training_bodies.one_step(engine, 1)
     engine.monitor.close()
-    assert [line.get("samples") for line in read_metrics(metrics_path(tmp_path, 0))] == [12, 12, None]
-
-
-def test_the_median_leaves_out_warm_up_and_the_tracked_step() -> None:
-    seconds = [50.0, 20.0, 9.0, 1.0, 2.0, 4.0]
-    rows = [row(step, seconds=value) for step, value in enumerate(seconds)]
-    rows[2] |= {"measured_by": "storage-tracker", "peak_bytes": 7}
-    summary = summarise(rows)
-    assert summary == RunSummary(
-        steps=6,
-        first_loss=5.0,
-        last_loss=0.0,
-        step_seconds=2.0,
-        samples_per_second=2.0,
-        tokens_per_second=20.0,
-        peak_bytes=7,
-        peak_reserved_bytes=None,
-        peak_rss_bytes=105,
-    )
-
-
-def test_too_few_steps_give_no_step_time() -> None:
-    assert summarise([row(0), row(1)]).step_seconds is None
-    assert summarise([]) == RunSummary(steps=0)
-
-
-def test_a_line_cut_short_is_not_a_row(tmp_path: Path) -> None:
-    path = metrics_path(tmp_path, 3)
-    path.write_text(json.dumps(row(0)) + "\n" + '{"event": "st')
-    assert path.name == "metrics-rank3.jsonl"
-    assert [line["step"] for line in read_metrics(path)] == [0]
+    assert [line.get("samples") for line in read_metrics(tmp_path, 1)[0]] == [12, 12, None]

@@ -20,7 +20,7 @@ from hardware_db.errors import DsplanError
 from hardware_db.spawn import RankPool
 from planner.plan_io import plan_from_dict
 from strategies.engine import initialize
-from strategies.monitor import metrics_path, read_metrics
+from strategies.metrics import read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "train_gpt.py"
 STRATEGIES = ("ddp", "fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3")
@@ -101,11 +101,8 @@ def run_example(environment: dict[str, str], arguments: list[str]) -> None:
 
 def losses_of(directory: Path) -> list[float]:
     """The loss of every step over the global batch: the mean of both ranks' means."""
-    rows = [
-        [row["loss"] for row in read_metrics(metrics_path(directory, rank)) if row["event"] == "step"]
-        for rank in (0, 1)
-    ]
-    return [fmean(pair) for pair in zip(*rows, strict=True)]
+    losses = [[row["loss"] for row in rows if row["event"] == "step"] for rows in read_metrics(directory, 2)]
+    return [fmean(pair) for pair in zip(*losses, strict=True)]
 
 
 ARGUMENTS = ["--steps", "4", "--layers", "2", "--hidden", "64", "--heads", "4", "--sequence-length", "32"]
@@ -123,7 +120,7 @@ def test_the_example_has_the_same_losses_under_every_strategy(
 ) -> None:
     environment = {"DSPLAN_STRATEGY": strategy, "DSPLAN_RUN_DIR": str(tmp_path), "DSPLAN_HOME": str(tmp_path)}
     pool_of(strategy).run(run_example, environment, ARGUMENTS)
-    plan = read_metrics(metrics_path(tmp_path, 0))[0]
+    plan = read_metrics(tmp_path, 1)[0][0]
     assert plan.pop("event") == "plan"
     assert plan_from_dict(plan).configuration.strategy == strategy
     losses = losses_of(tmp_path)

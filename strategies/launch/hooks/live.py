@@ -27,7 +27,8 @@ from strategies.launch.hooks.accepts import accepted
 from strategies.launch.recognise import ScriptKind
 from strategies.live_plan import best_plan, with_measured_rates
 from strategies.machine_rates import machine_rates
-from strategies.monitor import RUN_DIRECTORY, RunMonitor
+from strategies.monitor import RunMonitor
+from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
 
 _SAMPLES_LOOKED_AT = 16
 
@@ -51,7 +52,7 @@ class LiveJob:
 
 def given_plan() -> Plan | None:
     """The plan of `dsplan run --plan`, None where the ranks plan themselves."""
-    path = os.environ.get("DSPLAN_PLAN")
+    path = os.environ.get(PLAN_FILE)
     return load_plan(path) if path else None
 
 
@@ -107,7 +108,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         precision=job.precision,
         optimizer=job.optimizer,
     )
-    asked = os.environ.get("DSPLAN_STRATEGY")
+    asked = os.environ.get(STRATEGY)
     strategies = tuple(name for name in accepted(job.kind, gpus=torch.cuda.is_available()) if asked in (None, name))
     request = make_request(facts_from_module(job.module), cluster, options, strategies=strategies, top=1)
     if job.fixed_batch:

@@ -1,4 +1,15 @@
-"""From the rows that the ranks wrote to the figures of one run."""
+"""The metrics of a run: the file each rank writes, its reader, and the figures that follow. No torch.
+
+`metrics-rank{N}.jsonl` in the run directory holds one JSON object per line, in this order,
+
+    {"event": "plan", ...}                         rank 0 only, when the engine made the plan itself
+    {"event": "step", "step": i, "loss": mean over this rank's micro-batches, "seconds": since the last step ended,
+     "samples": ..., "tokens": ... of this rank, "allocated_bytes": ..., "reserved_bytes": ..., "peak_bytes": ...,
+     "rss_bytes": ..., "measured_by": "cuda" | "storage-tracker"}
+    {"event": "end", ...MeasuredRun of this rank alone}
+
+Memory figures are null where a step did not measure them.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The first steps pay for allocator growth, lazy optimizer states and kernel selection.
-_WARM_UP_STEPS = 2
+# Steps 0 and 1 pay for lazy states, bucket rebuilding, kernel selection and allocator growth.
+WARM_UP_STEPS = 2
+STORAGE_TRACKER = "storage-tracker"
+"""`measured_by` of a step whose memory was counted in Python, which slows the step down."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRun:
-    """What a run measured.
+    """What the `ranks` of a run measured.
 
-    `step_seconds` is the median of rank 0's steps after warm-up that no memory tracker slowed down;
-    `peak_allocated_bytes` the largest over all ranks; `tokens_per_second` counts the tokens of all ranks. None where
+    `step_seconds` is the median of the first rank's steps after warm-up that no memory tracker slowed down;
+    `peak_allocated_bytes` the largest over the ranks; `tokens_per_second` counts the tokens of all of them. None where
     the run gave no such figure.
     """
 
@@ -34,6 +47,11 @@ class MeasuredRun:
     peak_rss_bytes: int | None
 
 
+def metrics_path(directory: Path, rank: int) -> Path:
+    """Where a rank writes its metrics."""
+    return directory / f"metrics-rank{rank}.jsonl"
+
+
 def parse_row(line: str) -> dict[str, Any] | None:
     """A metrics line as a dictionary; None for a line cut short by the end of its process."""
     try:
@@ -44,10 +62,10 @@ def parse_row(line: str) -> dict[str, Any] | None:
 
 
 def read_metrics(directory: Path, ranks: int) -> list[list[dict[str, Any]]]:
-    """The rows of `metrics-rank{N}.jsonl` of every rank, empty lists for ranks that wrote none."""
+    """The complete rows of every rank, empty lists for ranks that wrote none."""
     rows: list[list[dict[str, Any]]] = []
     for rank in range(ranks):
-        path = directory / f"metrics-rank{rank}.jsonl"
+        path = metrics_path(directory, rank)
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         rows.append([row for line in lines if (row := parse_row(line)) is not None])
     return rows
@@ -57,9 +75,9 @@ def summarise(metrics: Sequence[Sequence[Mapping[str, Any]]]) -> MeasuredRun:
     """The figures of a run from the rows of every rank."""
     steps = [[row for row in rows if row.get("event") == "step"] for rows in metrics]
     first = steps[0] if steps else []
-    settled = [row for row in first[_WARM_UP_STEPS:] if row.get("measured_by") != "storage-tracker"]
+    settled = [row for row in first[WARM_UP_STEPS:] if row.get("measured_by") != STORAGE_TRACKER]
     seconds = statistics.median(row["seconds"] for row in settled) if settled else None
-    settled_ranks = [rows[_WARM_UP_STEPS:] for rows in steps]
+    settled_ranks = [rows[WARM_UP_STEPS:] for rows in steps]
     losses = [row["loss"] for row in first if row.get("loss") is not None]
     return MeasuredRun(
         steps=len(first),
