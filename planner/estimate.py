@@ -183,7 +183,7 @@ def _cluster(job: Job) -> dict[str, object]:
     }
 
 
-def _provenance(cluster: Cluster) -> dict[str, str]:
+def _provenance(cluster: Cluster) -> dict[str, words.Provenance]:
     rates = asdict(cluster.rates)
     groups = {
         "compute": "matmul_flops",
@@ -191,5 +191,7 @@ def _provenance(cluster: Cluster) -> dict[str, str]:
         "offload": "host_link_bytes_per_s",
         "optimizer": "cpu_optimizer_parameters_per_s",
     }
-    known = {group: "calibrated" if rates[rate] is not None else "datasheet" for group, rate in groups.items()}
-    return {"memory": "datasheet", **known}
+    provenance: dict[str, words.Provenance] = {"memory": "datasheet"}
+    for group, rate in groups.items():
+        provenance[group] = "datasheet" if rates[rate] is None else "calibrated"
+    return provenance

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hardware_db.measurement import RateMeasurement
-from hardware_db.store import Store
 from planner import vocabulary as words
 from planner.cluster import Rates
 
@@ -13,18 +12,13 @@ from planner.cluster import Rates
 _COMPUTE_DTYPE: Mapping[str, str] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "bf16-pure": "bf16"}
 
 
-def rates_from_store(store: Store, fingerprint: str, *, ranks: int, precision: words.Precision) -> Rates:
-    """The newest rates stored for a machine with `ranks` processes at work; None for each kind never measured.
-
-    `fingerprint` is a Fingerprint's key. Matrix products are those of the dtype that `precision` computes in.
-    """
-    return rates_from_measurements(store.rates(fingerprint), ranks=ranks, precision=precision)
-
-
 def rates_from_measurements(
     measurements: Iterable[RateMeasurement], *, ranks: int, precision: words.Precision
 ) -> Rates:
-    """Rates out of measurements that come newest first."""
+    """The newest rates of a machine with `ranks` processes at work; None for each kind never measured.
+
+    `measurements` come newest first. Matrix products are those of the dtype that `precision` computes in.
+    """
     newest: dict[tuple[str, str], float] = {}
     for rate in measurements:
         if rate.ranks == ranks:

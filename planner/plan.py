@@ -90,7 +90,7 @@ _COUNTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes on the busiest rank. The seven category figures are those alive at the peak and add up to it.
+    """Bytes on the busiest rank. The first six figures are those alive at the peak and add up to it.
 
     `phases` maps forward, loss, backward and step to their allocated peaks, `states` holds the resident
     parameters_bytes, gradients_bytes and optimizer_bytes of the ZeRO arithmetic, whatever the peak's phase.
@@ -140,7 +140,7 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A configuration with its price. `to_dict` is the object that `estimate --json` prints; plan files hold the same.
+    """A configuration with its price. `plan_io.plan_to_dict` gives what `estimate --json` prints and plan files hold.
 
     `workload` holds what the configuration does not (task, limits), `alternatives` the plans it was chosen over with
     the reason. `limited_by` says what keeps the plan from being faster; `runnable` whether `dsplan run` can run it
@@ -157,7 +157,7 @@ class Plan:
     limited_by: str
     runnable: bool
     notes: tuple[str, ...] = ()
-    provenance: Mapping[str, str] = field(default_factory=dict)
+    provenance: Mapping[str, words.Provenance] = field(default_factory=dict)
     workload: Mapping[str, object] = field(default_factory=dict)
     alternatives: tuple[Mapping[str, object], ...] = ()
     schema_version: int = SCHEMA_VERSION

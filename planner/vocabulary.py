@@ -24,7 +24,6 @@ ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 TASKS: tuple[Task, ...] = get_args(Task)
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
 FSDP_STRATEGIES: frozenset[str] = frozenset({"fsdp", "fsdp-grad-op", "hsdp"})

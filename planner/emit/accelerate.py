@@ -41,7 +41,7 @@ def accelerate_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, 
     return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        **_distribution(plan, options),
+        **_distribution(plan),
         "use_cpu": on_cpu(plan, options),
         "num_machines": nodes,
         "num_processes": plan.configuration.world_size,
@@ -87,7 +87,7 @@ def require_whole_offload(plan: Plan, form: str) -> None:
         raise refuse(plan, form, f"with offload {offload}", "FSDP offloads all or nothing; choose ZeRO")
 
 
-def _distribution(plan: Plan, options: EmitOptions) -> dict[str, object]:
+def _distribution(plan: Plan) -> dict[str, object]:
     """The distributed type with its own section."""
     if is_zero(plan):
         # Precision and accumulation may not stand here as well: accelerate refuses a key that the JSON also holds.

@@ -28,10 +28,6 @@ class Architecture:
     nested: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def default_of(self, fact: str) -> Any:
-        """The config class's default of the key that holds `fact`; None where no key does."""
-        return next((self.defaults[key] for key in self.read.get(fact, ()) if key in self.defaults), None)
-
 
 def model_types() -> tuple[str, ...]:
     """Every model_type that is known, in the order of `architectures.yaml`."""

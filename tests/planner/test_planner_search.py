@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ def every(answer: Recommendation) -> list[str]:
     gpu=some.sampled_from(["rtx4090", "a100-40gb", "h100"]),
     gpus=some.sampled_from([1, 2, 8, 16]),
     per_gpu=some.sampled_from([1, 3, 8]),
-    objective=some.sampled_from(words.OBJECTIVES),
+    objective=some.sampled_from(get_args(words.Objective)),
 )
 def test_every_plan_fits_and_keeps_the_batch(model: str, gpu: str, gpus: int, per_gpu: int, objective: str) -> None:
     request = question(model, gpu, gpus, global_batch=gpus * per_gpu, objective=objective)
