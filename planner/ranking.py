@@ -123,7 +123,8 @@ def compared(request: Request, plan: Plan, first: Plan) -> str:
     ratio = plan.time.step_seconds / first.time.step_seconds
     if request.objective == "cost":
         ratio *= plan.configuration.world_size / first.configuration.world_size
-        return f"fits, {ratio:.2f}x the GPU-seconds, on {plan.configuration.world_size} GPUs{blocked}"
+        gpus = plan.configuration.world_size
+        return f"fits, {ratio:.2f}x the GPU-seconds, on {gpus} {'GPU' if gpus == 1 else 'GPUs'}{blocked}"
     return f"fits, {ratio:.2f}x the step time, limited by {plan.limited_by}{blocked}"
 
 

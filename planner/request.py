@@ -12,7 +12,7 @@ from planner.errors import ContradictoryRequest
 from planner.models.count import count_parameters
 from planner.models.facts import ModelFacts
 from planner.models.parameter_counts import ParameterCounts
-from planner.models.tasks import default_sequence_length, default_task
+from planner.models.tasks import default_sequence_length, default_task, possible_tasks
 from planner.workload import Workload
 
 SAMPLES_PER_GPU = 8
@@ -58,23 +58,42 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
     """A request from what the user said; `ranking` are the fields of Request that say how to rank.
 
     Raises:
-        ContradictoryRequest: a number is out of range, or the sequence is longer than the model has positions for.
+        ContradictoryRequest: a number is out of range, the sequence is longer than the model has positions for, or the
+            task is not one of such a model's.
     """
     counts = count_parameters(facts)
     defaults: list[str] = [cluster.assumed] if cluster.assumed else []
     workload = Workload(
-        task=options.task or default_task(facts),
+        task=_task(facts, options),
         sequence_length=_sequence_length(facts, options, defaults),
         global_batch_size=_global_batch(cluster, options, defaults),
         precision=options.precision or _precision(cluster, defaults),
         optimizer=options.optimizer,
         attention=options.attention,
-        source_length=options.source_len or 0,
+        source_length=_source_length(facts, options),
         max_memory_bytes=_bytes("--max-memory-gb", options.max_memory_gb),
         host_memory_bytes=_bytes("--host-memory-gb", options.host_memory_gb),
     )
     request = Request(facts=facts, counts=counts, workload=workload, cluster=cluster, defaults=tuple(defaults))
     return replace(request, **ranking)  # type: ignore[arg-type]
+
+
+def _task(facts: ModelFacts, options: WorkOptions) -> words.Task:
+    possible = possible_tasks(facts)
+    if options.task is not None and options.task not in possible:
+        raise ContradictoryRequest(
+            f"--task {options.task} is not for {facts.name}, a model of kind {facts.kind}; use {' or '.join(possible)}"
+        )
+    return options.task or default_task(facts)
+
+
+def _source_length(facts: ModelFacts, options: WorkOptions) -> int:
+    if options.source_len is not None and facts.kind != "encoder-decoder":
+        raise ContradictoryRequest(
+            f"--source-len {options.source_len} is for encoder-decoders that read text, and {facts.name} is of kind"
+            f" {facts.kind}; use --seq-len"
+        )
+    return options.source_len or 0
 
 
 def _sequence_length(facts: ModelFacts, options: WorkOptions, defaults: list[str]) -> int:

@@ -34,15 +34,17 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's heading; figures are aligned on the right."""
+    """A column's heading; figures are aligned on the right, and a narrow terminal leaves optional columns out."""
 
     name: str
     right: bool = False
+    optional: bool = False
 
 
 def columns(*names: str) -> tuple[Column, ...]:
-    """Columns by heading; a leading `>` aligns one on the right: `columns("model", ">layers")`."""
-    return tuple(Column(name.removeprefix(">"), right=name.startswith(">")) for name in names)
+    """Columns by heading; a leading `>` aligns one on the right, a leading `?` makes it optional: `columns("model",
+    ">layers", "?>positions")`."""
+    return tuple(Column(name.lstrip("?>"), right=">" in name[:2], optional=name.startswith("?")) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,14 +32,14 @@ def show_listing(rows: Iterable[Row], table: Callable[[Sequence[Row]], list[Bloc
 
 def models_table(rows: Sequence[ModelFacts]) -> list[Block]:
     headings = columns(
-        "model", "family", "kind", ">parameters", ">active", ">layers", ">hidden", ">positions", ">vocabulary"
+        "model", "?family", "?kind", ">parameters", ">active", ">layers", ">hidden", "?>positions", "?>vocabulary"
     )
     return _counted(Table(columns=headings, rows=[_model_row(row) for row in rows]), "models")
 
 
 def devices_table(rows: Sequence[Device]) -> list[Block]:
     headings = columns(
-        "device", "vendor", "family", ">memory", ">GB/s", ">fp32", ">bf16 TFLOP/s", ">NVLink GB/s", ">watts"
+        "device", "?vendor", "family", ">memory", ">GB/s", ">fp32", ">bf16 TFLOP/s", "?>NVLink GB/s", "?>watts"
     )
     return _counted(Table(columns=headings, rows=[_device_row(row) for row in rows]), "devices")
 
@@ -51,7 +51,7 @@ def links_table(rows: Sequence[Link]) -> list[Block]:
 
 def nodes_table(rows: Sequence[NodeType]) -> list[Block]:
     headings = columns(
-        "node type", "provider", "GPUs", "inside", "between", ">Gbit/s", ">cores", ">RAM GiB", ">NVMe GB"
+        "node type", "?provider", "GPUs", "?inside", "between", "?>Gbit/s", "?>cores", ">RAM GiB", "?>NVMe GB"
     )
     return _counted(Table(columns=headings, rows=[_node_row(row) for row in rows]), "machine types")
 

@@ -23,9 +23,30 @@ def print_blocks(blocks: Iterable[Block]) -> None:
         if isinstance(block, Table):
             if block.title:
                 console.print()
-            console.print(_table(block, console))
+            shown, left_out = _narrowed(block, console.width)
+            console.print(_table(shown, console))
+            if left_out:
+                console.print(RichText(f"a wider terminal also shows {', '.join(left_out)}", style="dim"))
         else:
             console.print(RichText(block.text, style=_STYLES[block.style]))
+
+
+def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
+    """The table without as many of its last optional columns as are too wide for the terminal, and their names."""
+    widths = [
+        max([len(column.name), *(_width(row[index]) for row in table.rows)])
+        for index, column in enumerate(table.columns)
+    ]
+    gap = 2 if width >= _WIDE else 1
+    kept = list(range(len(table.columns)))
+    for index in reversed(range(len(table.columns))):
+        if sum(widths[column] + gap for column in kept) - gap <= width:
+            break
+        if table.columns[index].optional:
+            kept.remove(index)
+    left_out = [column.name for index, column in enumerate(table.columns) if index not in kept]
+    rows = [[row[index] for index in kept] for row in table.rows]
+    return Table(columns=[table.columns[index] for index in kept], rows=rows, title=table.title), left_out
 
 
 def _table(table: Table, console: Console) -> RichTable:
@@ -44,6 +65,10 @@ def _table(table: Table, console: Console) -> RichTable:
     for row in table.rows:
         drawn.add_row(*(_cell(cell, unicode=unicode) for cell in row))
     return drawn
+
+
+def _width(cell: Cell) -> int:
+    return cell.width if isinstance(cell, Bar) else len(cell)
 
 
 def _cell(cell: Cell, *, unicode: bool) -> RichText:

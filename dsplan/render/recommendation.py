@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from dsplan.render.blocks import Bar, Block, Cell, Table, Text, columns
@@ -18,7 +19,7 @@ def recommendation_blocks(answer: Recommendation) -> list[Block]:
     shown = answer.plans[0] if answer.plans else answer.closest
     blocks: list[Block] = [] if shown is None else header(shown, answer.request.defaults)
     blocks += [Text(text=_work(answer.request.workload)), Text(text="")]
-    blocks += [plans_table(answer.plans), *_footnotes(answer.plans)] if answer.plans else _nothing_fits(answer)
+    blocks += [plans_table(answer.plans), *_footnotes(answer)] if answer.plans else _nothing_fits(answer)
     return blocks + _rejected(answer)
 
 
@@ -64,12 +65,13 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "memory": Bar(share=memory.device_used_upper_bytes / limit_bytes(plan), width=6),
         ">step": format_seconds(plan.time.step_seconds),
         ">tokens/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
-        ">MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
+        "?>MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
         "limit": plan.limited_by,
     }
 
 
-def _footnotes(plans: tuple[Plan, ...]) -> list[Block]:
+def _footnotes(answer: Recommendation) -> list[Block]:
+    plans = answer.plans
     capacity = gib(limit_bytes(plans[0]))
     runners = sorted({plan.configuration.backend for plan in plans})
     note = (
@@ -77,11 +79,17 @@ def _footnotes(plans: tuple[Plan, ...]) -> list[Block]:
         f" limit: the largest part of a step; run by {' and '.join(runners)}"
     )
     notes: list[Block] = [Text(text=note, style="faint")]
-    if any(plan.time.step_seconds < 0.98 * plans[0].time.step_seconds for plan in plans):
-        notes.append(Text(text="a simpler plan leads unless another is predicted a quarter faster", style="faint"))
+    if answer.request.objective == "throughput" and not _by_time(plans):
+        notes.append(Text(text="a simpler plan goes first unless another is clearly faster", style="faint"))
     if any(not plan.runnable for plan in plans):
         notes.append(Text(text="* can be emitted for other trainers; dsplan run cannot run it yet", style="faint"))
     return notes
+
+
+def _by_time(plans: tuple[Plan, ...]) -> bool:
+    """Whether the plans stand in the order of their step times, small differences aside."""
+    seconds = [plan.time.step_seconds for plan in plans]
+    return all(later > 0.99 * earlier for earlier, later in pairwise(seconds))
 
 
 def _work(workload: Workload) -> str:

@@ -31,7 +31,7 @@ def find_link(name: str) -> Link:
     Raises:
         UnknownName: no row answers to the name.
     """
-    return _find("link", name, _interconnects()["links"], Link, "`dsplan devices` lists them all")
+    return _find("link", name, _interconnects()["links"], Link, "`dsplan devices --links` lists them all")
 
 
 def find_node_type(name: str) -> NodeType:
@@ -40,7 +40,7 @@ def find_node_type(name: str) -> NodeType:
     Raises:
         UnknownName: no row answers to the name.
     """
-    return _find("node type", name, _interconnects()["nodes"], NodeType, "`dsplan devices` lists them all")
+    return _find("node type", name, _interconnects()["nodes"], NodeType, "`dsplan devices --nodes` lists them all")
 
 
 @lru_cache(maxsize=1)

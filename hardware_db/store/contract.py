@@ -85,5 +85,7 @@ def single_match(id_prefix: str, matches: tuple[Measurement, ...]) -> Measuremen
         raise DsplanError(f"no measurement has an id that starts with {id_prefix!r}; see `dsplan db list`")
     if len(matches) > 1:
         ids = " and ".join(measurement.id for measurement in matches[:2])
-        raise DsplanError(f"several measurements have ids that start with {id_prefix!r}, such as {ids}")
+        raise DsplanError(
+            f"several measurements have ids that start with {id_prefix!r}, such as {ids}; give more digits"
+        )
     return matches[0]

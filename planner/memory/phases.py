@@ -27,16 +27,16 @@ def memory_estimate(job: Job) -> MemoryEstimate:
     categories = phases[peak_phase].rounded()
     allocated = sum(categories.values())
     overhead = device_overhead(job)
-    reserved = allocated * (1 + FRAGMENTATION)
-    used = reserved + overhead.expected
+    reserved, beside = round(allocated * (1 + FRAGMENTATION)), round(overhead.expected)
+    used = reserved + beside
     upper = allocated * (1 + FRAGMENTATION_UPPER) + overhead.upper
     return MemoryEstimate(
         **{f"{name}_bytes": value for name, value in categories.items()},
         peak_allocated_bytes=allocated,
         peak_phase=peak_phase,
-        peak_reserved_bytes=round(reserved),
-        device_overhead_bytes=round(overhead.expected),
-        device_used_bytes=round(used),
+        peak_reserved_bytes=reserved,
+        device_overhead_bytes=beside,
+        device_used_bytes=used,
         device_used_upper_bytes=round(upper),
         host_bytes_per_node=round(host_bytes(job, states, used)),
         phases={name: round(ledger.total) for name, ledger in phases.items()},

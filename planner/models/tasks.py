@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.models.facts import ModelFacts
-from planner.vocabulary import Task
+from planner.vocabulary import TASKS, Task
 
 _TASKS: dict[str, Task] = {
     "decoder": "causal-lm",
@@ -15,6 +15,12 @@ _TASKS: dict[str, Task] = {
     "vision-text": "image-cls",
     "custom": "causal-lm",
 }
+_OTHER_TASKS: dict[str, tuple[Task, ...]] = {
+    "decoder": ("seq-cls",),
+    "encoder": ("seq-cls",),
+    "encoder-decoder": ("seq-cls",),
+}
+"""Tasks beside the usual one that transformers has heads for; nothing is known of what a custom module does."""
 LONGEST_DEFAULT = {"decoder": 2048, "vision-language": 2048, "custom": 2048}
 """Sequence length planned for when none is asked: common in pre-training; encoders and encoder-decoders take 512."""
 
@@ -24,6 +30,11 @@ def default_task(facts: ModelFacts) -> Task:
     if facts.kind in ("encoder", "decoder") and facts.architecture.endswith(("Classification", "ForQuestionAnswering")):
         return "seq-cls"
     return _TASKS[facts.kind]
+
+
+def possible_tasks(facts: ModelFacts) -> tuple[Task, ...]:
+    """The tasks that models of this kind can be trained for, the usual one first."""
+    return TASKS if facts.kind == "custom" else (_TASKS[facts.kind], *_OTHER_TASKS.get(facts.kind, ()))
 
 
 def default_sequence_length(facts: ModelFacts) -> int:

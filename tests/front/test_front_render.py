@@ -9,9 +9,13 @@ import pytest
 
 import dsplan
 from dsplan.render.blocks import Bar, Block, Table, Text, columns
+from dsplan.render.catalogues import devices_table, models_table, nodes_table
 from dsplan.render.plain import plain_text
 from dsplan.render.pretty import print_blocks
 from dsplan.render.recommendation import recommendation_blocks
+from hardware_db.datasheets import devices, node_types
+from planner import vocabulary
+from planner.models.catalogue import models
 
 BLOCKS: list[Block] = [
     Text(text="opt-6.7b: 6.66B parameters", style="heading"),
@@ -61,3 +65,24 @@ def test_ranked_plans_fit_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "fsdp-grad-op" in out
     assert "…" not in out
     assert all(len(line) <= 80 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("blocks", [models_table(models()), devices_table(devices()), nodes_table(node_types())])
+def test_a_narrow_terminal_leaves_columns_out_rather_than_cut_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], blocks: list[Block]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    print_blocks(blocks)
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert "a wider terminal also shows" in out
+
+
+@pytest.mark.parametrize(("objective", "explained"), [("throughput", True), ("memory", False), ("cost", False)])
+def test_an_order_that_is_not_by_time_is_explained_where_time_counts(
+    objective: vocabulary.Objective, explained: bool
+) -> None:
+    answer = dsplan.recommend(model="opt-6.7b", gpus=8, gpu="A100-SXM4-80GB", objective=objective)
+    seconds = [plan.time.step_seconds for plan in answer.plans]
+    assert seconds != sorted(seconds)
+    assert ("a simpler plan goes first" in plain_text(recommendation_blocks(answer))) == explained

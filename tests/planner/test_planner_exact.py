@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import ContradictoryRequest
+from planner.estimate import estimate
 from planner.exact import ExactOptions, exact
 from planner.models.catalogue import find_model
 from planner.plan import Configuration
 from planner.request import Request, WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
+from planner.vocabulary import Strategy
 
 DIVISORS = st.sampled_from([1, 2, 4, 8])
 
@@ -78,3 +80,13 @@ def test_strategies_place_the_ranks() -> None:
 def test_contradictions_name_the_numbers(options: ExactOptions, message: str) -> None:
     with pytest.raises(ContradictoryRequest, match=message.replace("(", r"\(")):
         configuration(options)
+
+
+@given(strategy=st.sampled_from(["ddp", "fsdp", "zero2", "zero3"]), micro=st.integers(1, 64))
+def test_the_memory_figures_add_up_to_the_byte(strategy: Strategy, micro: int) -> None:
+    memory = estimate(*exact(request(), ExactOptions(strategy=strategy, micro_batch=micro))).memory
+    categories = (memory.parameters_bytes, memory.gradients_bytes, memory.optimizer_bytes)
+    assert sum(categories) + memory.activations_bytes + memory.buffers_bytes + memory.temporaries_bytes == (
+        memory.peak_allocated_bytes
+    )
+    assert memory.peak_reserved_bytes + memory.device_overhead_bytes == memory.device_used_bytes

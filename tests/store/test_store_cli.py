@@ -129,6 +129,7 @@ def test_export_and_import_carry_everything(
 @pytest.mark.usefixtures("filled")
 def test_bad_input_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "several measurements have ids that start with '00'" in _error(capsys, "show", "00")
+    assert _error(capsys, "show", "00").rstrip().endswith("; give more digits")
     assert "no measurement has an id that starts with 'ff'" in _error(capsys, "show", "ff")
     assert "unknown strategy 'zero4'; nearest: zero3" in _error(capsys, "list", "--strategy", "zero4")
     assert "--limit" in _error(capsys, "list", "--limit", "0")
