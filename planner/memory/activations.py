@@ -71,7 +71,7 @@ def _loss(job: Job, recipe: Recipe, last: Stack) -> float:
     """Logits and cross-entropy: the largest set alive.
 
     Causal models upcast the logits: log-softmax, its gradient and the loss's gradient are fp32, 12 bytes per logit
-    (memory facts, 4.5). Models that call a plain cross-entropy stay in the compute dtype unless autocast raises it.
+    (traced). Models that call a plain cross-entropy stay in the compute dtype unless autocast raises it.
     """
     facts = job.facts
     if job.workload.task in ("seq-cls", "image-cls") or facts.kind in ("vision", "vision-text") or not facts.vocab_size:

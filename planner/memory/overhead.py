@@ -1,6 +1,6 @@
 """What a process uses beyond the tensors: context, communicators, allocator slack, host memory.
 
-Each figure is quoted from the memory facts with its row; the upper figures are the largest of the same rows.
+docs/cost-model.md lists the sources by the numbers in brackets; the upper figures are the largest of the same source.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from planner.job import Job
 from planner.memory.states import States
 
 CONTEXT_BYTES = 0.47 * GIB
-"""CUDA context with lazily loaded kernels, A100, torch 2.1 (row 1); 0.92 GiB loaded eagerly."""
+"""CUDA context with lazily loaded kernels, A100, torch 2.1 [1]; 0.92 GiB loaded eagerly."""
 CONTEXT_UPPER_BYTES = 0.92 * GIB
 COMMUNICATOR_BYTES = 688e6
-"""One NCCL communicator over more than two ranks, 4 x A100 (row 2, nccl#964)."""
+"""One NCCL communicator over more than two ranks, 4 x A100 [2]."""
 COMMUNICATOR_UPPER_BYTES = 1.6e9
-"""The same, largest report (row 2, nccl#864)."""
+"""The same, largest report [2]."""
 FRAGMENTATION = 0.05
-"""Reserved over allocated (row 4, compressed-tensors#587 keeps 5 %)."""
+"""Reserved over allocated: what compressed-tensors keeps free [3]."""
 FRAGMENTATION_UPPER = 0.10
-"""Margin that Primus keeps above its estimate (memory facts, 4.3)."""
+"""The larger margin that Primus keeps above its estimate [3]."""
 CUBLAS_WORKSPACE_BYTES = {"hopper": 32 * MIB, "blackwell": 32 * MIB}
-"""Workspace of one handle, allocated through torch (row 3); 8,519,680 bytes on older devices."""
+"""Workspace of one handle, allocated through torch (pytorch#120925); 8,519,680 bytes on older devices."""
 CUBLAS_WORKSPACE_DEFAULT_BYTES = 8_519_680
 CPU_PROCESS_BYTES = 335 * MIB
 """Resident set of a process after importing torch 2.13 and transformers 5.23 and one backward, measured on Linux."""
 PINNED_ROUNDING = 1.5
-"""Host memory over what was asked, as DeepSpeed's own estimator allows; pinned blocks round up to powers of two (row
-20)."""
+"""Host memory over what was asked, as DeepSpeed's own estimator allows; pinned blocks round up to powers of two
+[14]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

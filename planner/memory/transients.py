@@ -1,6 +1,6 @@
 """What a strategy holds besides states and activations: gathered parameters, reduction buffers, cast copies.
 
-Sources: memory facts (rows 11 to 18) with the reading of torch's `fsdp/_fully_shard`, `DistributedDataParallel`'s
+Sources: the table of docs/cost-model.md, and the code of torch's `fsdp/_fully_shard`, `DistributedDataParallel`'s
 reducer and DeepSpeed 0.19's `stage_1_and_2.py` and `stage3.py`; bucket sizes come from `planner.zero_buckets`.
 """
 
