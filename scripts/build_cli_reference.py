@@ -12,13 +12,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dsplan.__main__ import main as dsplan  # noqa: E402
-from dsplan.cli.app import COMMANDS, load_command  # noqa: E402
-from hardware_db.files import replace_text  # noqa: E402
+from dsplan.__main__ import main as dsplan
+from dsplan.cli.app import COMMANDS, load_command
+from hardware_db.files import replace_text
 
+ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "cli.md"
 
 

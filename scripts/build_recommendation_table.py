@@ -9,21 +9,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dsplan.render.plan_view import dims_text  # noqa: E402
-from hardware_db.files import replace_text  # noqa: E402
-from hardware_db.probe import Host  # noqa: E402
-from hardware_db.units import GIB, format_seconds, gib  # noqa: E402
-from planner.cluster import Cluster  # noqa: E402
-from planner.hardware.probed import cpu_cluster  # noqa: E402
-from planner.models.catalogue import find_model  # noqa: E402
-from planner.plan import Plan  # noqa: E402
-from planner.request import WorkOptions, make_request  # noqa: E402
-from planner.resolve_cluster import HardwareRequest, resolve_cluster  # noqa: E402
-from planner.search import Recommendation, recommend  # noqa: E402
+from dsplan.render.plan_view import dims_text
+from hardware_db.files import replace_text
+from hardware_db.probe import Host
+from hardware_db.units import GIB, format_seconds, gib
+from planner.cluster import Cluster
+from planner.hardware.probed import cpu_cluster
+from planner.models.catalogue import find_model
+from planner.plan import Plan
+from planner.request import WorkOptions, make_request
+from planner.resolve_cluster import HardwareRequest, resolve_cluster
+from planner.search import Recommendation, recommend
 
+ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "recommendations.md"
 MODELS = ("opt-125m", "opt-6.7b", "llama-3-8b", "llama-2-70b", "bert-large", "t5-3b", "mixtral-8x7b")
 GPUS = ("RTX-4090", "A100-SXM4-40GB", "A100-SXM4-80GB", "H100-SXM5-80GB")

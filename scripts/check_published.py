@@ -9,9 +9,13 @@ ranked by Spearman's correlation of predicted and measured step time.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from published_rows import PublishedRun, published_runs
 

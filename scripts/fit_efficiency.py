@@ -12,8 +12,12 @@ from __future__ import annotations
 import csv
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from check_published import Scored, scored
 from published_rows import MEASUREMENTS, PublishedRun, published_runs

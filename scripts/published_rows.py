@@ -6,6 +6,7 @@ import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hardware_db.datasheets import find_device, find_link
 from planner.cluster import Cluster
@@ -97,14 +98,14 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
     )
 
 
-def _run(row: Mapping[str, str]) -> PublishedRun:
+def _run(row: Mapping[str, Any]) -> PublishedRun:
     facts, counts = _architecture(row)
     sequence = int(row["sequence_length"])
     shard, replicas = int(row["dp_shard"]), int(row["dp_replicate"])
     batch = int(row["micro_batch"]) * int(row["grad_accum"]) * shard * replicas
     configuration = Configuration(
-        strategy=row["strategy"],  # type: ignore[arg-type]
-        backend=row["backend"],  # type: ignore[arg-type]
+        strategy=row["strategy"],
+        backend=row["backend"],
         dp_shard=shard,
         dp_replicate=replicas,
         tp=int(row["tp"]),
@@ -113,10 +114,10 @@ def _run(row: Mapping[str, str]) -> PublishedRun:
         gradient_accumulation_steps=int(row["grad_accum"]),
         global_batch_size=batch,
         sequence_length=sequence,
-        precision=row["precision"],  # type: ignore[arg-type]
-        optimizer=row["optimizer"],  # type: ignore[arg-type]
-        attention=row["attention"],  # type: ignore[arg-type]
-        activation_checkpointing=row["checkpointing"],  # type: ignore[arg-type]
+        precision=row["precision"],
+        optimizer=row["optimizer"],
+        attention=row["attention"],
+        activation_checkpointing=row["checkpointing"],
     )
     workload = Workload(
         task="causal-lm", sequence_length=sequence, global_batch_size=batch, precision=configuration.precision

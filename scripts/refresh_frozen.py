@@ -9,10 +9,10 @@ import shutil
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "emit")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "emit"))
 
-from emit_canaries import CANARIES, FROZEN, frozen_files  # noqa: E402
+from emit_canaries import CANARIES, FROZEN, frozen_files
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
             path = FROZEN / case / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    print(f"{len(CANARIES)} cases written to {FROZEN.relative_to(REPOSITORY)}")
+    print(f"{len(CANARIES)} cases written to {FROZEN}")
 
 
 if __name__ == "__main__":
