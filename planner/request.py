@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hardware_db.units import GB
 from planner import vocabulary as words
@@ -54,7 +55,7 @@ class Request:
     micro_batch: int | None = None
 
 
-def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: object) -> Request:
+def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: Any) -> Request:
     """A request from what the user said; `ranking` are the fields of Request that say how to rank.
 
     Raises:
@@ -75,7 +76,7 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         host_memory_bytes=_bytes("--host-memory-gb", options.host_memory_gb),
     )
     request = Request(facts=facts, counts=counts, workload=workload, cluster=cluster, defaults=tuple(defaults))
-    return replace(request, **ranking)  # type: ignore[arg-type]
+    return replace(request, **ranking)
 
 
 def _task(facts: ModelFacts, options: WorkOptions) -> words.Task:

@@ -93,14 +93,12 @@ def _request(model: nn.Module, wishes: Wishes, environment: Environment, strateg
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
     cluster = probed_cluster(probe(), ranks=environment.world_size)
-    candidates = _candidates(strategy, wishes.backend, options.optimizer)
+    candidates = _candidates(strategy, wishes.backend)
     request = make_request(facts_from_module(model), cluster, options, strategies=candidates)
     return replace(request, facts=traced(request.facts, model, wishes.training_data, request.workload.precision))
 
 
-def _candidates(
-    strategy: words.Strategy | None, backend: words.Backend | None, optimizer: words.Optimizer
-) -> tuple[words.Strategy, ...]:
+def _candidates(strategy: words.Strategy | None, backend: words.Backend | None) -> tuple[words.Strategy, ...]:
     """What the search may choose from: what was asked for, or all that the installed libraries can run."""
     if backend == "native":
         raise CannotRun(NO_NATIVE)
@@ -110,12 +108,7 @@ def _candidates(
         return (strategy,)
     if backend is None and find_spec("deepspeed") is None:
         backend = "torch"
-    return tuple(
-        name
-        for name in words.STRATEGIES
-        if backend in (None, words.default_backend(name))
-        and not (optimizer == "adafactor" and name in words.FSDP_STRATEGIES)
-    )
+    return tuple(name for name in words.STRATEGIES if backend in (None, words.default_backend(name)))
 
 
 def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy | None:

@@ -73,7 +73,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
         BrokenFile: the file is not JSON with an object at the top.
         CannotRun: a value has the wrong type.
     """
-    values = {} if config is None else dict(config) if isinstance(config, Mapping) else _read_file(Path(config))
+    values = {} if config is None else dict(config) if isinstance(config, Mapping) else read_json(Path(config))
     stage = _section(values, "zero_optimization").get("stage")
     return ScriptConfig(
         train_batch_size=_count(values, "train_batch_size"),
@@ -86,7 +86,12 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
     )
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a DeepSpeed JSON file.
+
+    Raises:
+        BrokenFile: the file cannot be read or is not JSON with an object at the top.
+    """
     try:
         values = json.loads(path.read_text())
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""ModelFacts and parameter counts of a real `nn.Module`. The one file of the planner that imports torch."""
+"""ModelFacts and parameter counts of a real `nn.Module`. Imports torch, as only the tracer beside it does too."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -25,18 +25,6 @@ MODES = {"fp32": ("fp32",), "bf16": ("autocast", "pure"), "fp16": ("autocast", "
 """Which runs a plan of each precision may choose between (DESIGN, "What a precision means")."""
 BATCHES = (2, 4)
 """Batch sizes traced; one sample is special, since dimensions of size one make copies into views."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Readings:
-    """Bytes at one batch size, as in TracedActivations."""
-
-    kept: float
-    forward: float
-    backward: float
-    block: float
-    boundary: float
-    products: float
 
 
 def trace_activations(
@@ -55,12 +43,14 @@ def trace_activations(
     for mode in MODES[precision]:
         few, many = (_run(module, batch_of(samples), blocks, mode) for samples in BATCHES)
         added = BATCHES[1] - BATCHES[0]
-        slopes = {name: (getattr(many, name) - getattr(few, name)) / added for name in _Readings.__dataclass_fields__}
+        names = [item.name for item in fields(TracedActivations)]
+        slopes = {name: (getattr(many, name) - getattr(few, name)) / added for name in names}
         traced[mode] = TracedActivations(**{name: max(slope, 0.0) for name, slope in slopes.items()})
     return traced
 
 
-def _run(module: nn.Module, batch: Any, blocks: Sequence[nn.Module], mode: str) -> _Readings:
+def _run(module: nn.Module, batch: Any, blocks: Sequence[nn.Module], mode: str) -> TracedActivations:
+    """The readings of the whole batch, not yet per sample."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     dtype = torch.bfloat16 if mode == "pure" else None
     weights = {name: _fake_weight(fake, value, dtype) for name, value in module.named_parameters()}
@@ -80,7 +70,7 @@ def _run(module: nn.Module, batch: Any, blocks: Sequence[nn.Module], mode: str) 
         tracker.restart_peak()
         loss.backward()  # type: ignore[no-untyped-call]
         backward = tracker.peak_bytes - at_rest
-    return _Readings(kept=kept, forward=forward, backward=backward, **watch.readings())
+    return TracedActivations(kept=kept, forward=forward, backward=backward, **watch.readings())
 
 
 def _fake(mode: FakeTensorMode, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import deepspeed
 import torch
 
-from hardware_db.errors import BrokenFile
 from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
@@ -24,6 +22,7 @@ from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.say import say_replaced
 from strategies.launch.spec import LaunchSpec
 from strategies.monitor import RunMonitor
+from strategies.script_config import read_json
 
 _FROM_PLAN = (
     "train_batch_size",
@@ -76,21 +75,13 @@ def _script_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The config the script gave: a dictionary or a file, by `config`, `config_params` or `--deepspeed_config`.
 
     Raises:
-        BrokenFile: the file is missing or is not JSON.
+        BrokenFile: the file cannot be read or is not JSON with an object at the top.
     """
     given = arguments.get("config") or arguments.get("config_params")
     given = given or getattr(arguments.get("args"), "deepspeed_config", None)
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
-    try:
-        config = json.loads(Path(str(given)).read_text())
-    except OSError as error:
-        raise BrokenFile(given, f"cannot be read: {error.strerror}", "name a DeepSpeed JSON file") from None
-    except json.JSONDecodeError as error:
-        raise BrokenFile(given, f"is not JSON: {error}", "name a DeepSpeed JSON file") from None
-    if not isinstance(config, dict):
-        raise BrokenFile(given, "is not a JSON object", "name a DeepSpeed JSON file")
-    return config
+    return read_json(Path(str(given)))
 
 
 def _without_config(args: Any) -> Any:
