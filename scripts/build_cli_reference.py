@@ -14,12 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from generated import DOCS, write_or_check
+
 from dsplan.__main__ import main as dsplan
 from dsplan.cli.app import COMMANDS, load_command
-from hardware_db.files import replace_text
 
-ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "docs" / "cli.md"
+TARGET = DOCS / "cli.md"
 
 
 def help_of(command: str) -> str:
@@ -44,15 +44,5 @@ def reference() -> str:
     return "".join(parts)
 
 
-def main() -> int:
-    text = reference()
-    if "--check" not in sys.argv[1:]:
-        replace_text(TARGET, text)
-    elif not TARGET.exists() or TARGET.read_text(encoding="utf-8") != text:
-        print(f"{TARGET.relative_to(ROOT)} is stale; run python scripts/build_cli_reference.py", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(TARGET, reference()))

@@ -11,8 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from generated import DOCS, write_or_check
+
 from dsplan.render.plan_view import dims_text
-from hardware_db.files import replace_text
 from hardware_db.probe import Host
 from hardware_db.units import GIB, format_seconds, gib
 from planner.cluster import Cluster
@@ -23,8 +24,7 @@ from planner.request import WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
 from planner.search import Recommendation, recommend
 
-ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "docs" / "recommendations.md"
+TARGET = DOCS / "recommendations.md"
 MODELS = ("opt-125m", "opt-6.7b", "llama-3-8b", "llama-2-70b", "bert-large", "t5-3b", "mixtral-8x7b")
 GPUS = ("RTX-4090", "A100-SXM4-40GB", "A100-SXM4-80GB", "H100-SXM5-80GB")
 COUNTS = (1, 4, 8, 64)
@@ -87,15 +87,5 @@ def table() -> str:
     return "\n".join(parts) + "\n"
 
 
-def main() -> int:
-    text = table()
-    if "--check" not in sys.argv[1:]:
-        replace_text(TARGET, text)
-    elif not TARGET.exists() or TARGET.read_text(encoding="utf-8") != text:
-        print(f"{TARGET.relative_to(ROOT)} is stale; run python scripts/{Path(__file__).name}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(TARGET, table()))
