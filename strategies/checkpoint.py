@@ -32,11 +32,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from strategies.agree import on_rank_zero
+from strategies.checkpoint_origin import LATEST, STATE
 from strategies.checkpoint_reading import SafeLoadPlanner, SafeReader
 from strategies.errors import BrokenFile, CannotRun
 
-_LATEST = "latest"
-_STATE = "state.json"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -70,7 +69,7 @@ def load(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -
     Raises:
         BrokenFile: `latest` names a checkpoint that is not there, or its parts cannot be read.
     """
-    latest = directory / _LATEST
+    latest = directory / LATEST
     if not latest.is_file():
         return None
     path = directory / latest.read_text().strip()
@@ -108,17 +107,17 @@ def _transfer(path: Path, move: Callable[..., object]) -> None:
         except CheckpointException as problem:
             reason, _ = next(iter(problem.failures.values()))
             line = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
-            remedy = f"the model may have changed, or name another step in {path.parent / _LATEST}"
+            remedy = f"the model may have changed, or name another step in {path.parent / LATEST}"
             raise BrokenFile(path, f"cannot be written or read ({line})", remedy) from None
 
 
 def _read_content(path: Path) -> Content:
     try:
-        values = json.loads((path / _STATE).read_text())
+        values = json.loads((path / STATE).read_text())
         return Content(progress=values["progress"], client_state=values["client_state"])
     except (OSError, ValueError, KeyError) as problem:
         raise BrokenFile(
-            path / _STATE, f"cannot be read ({problem})", f"name an earlier step in {path.parent / _LATEST}"
+            path / STATE, f"cannot be read ({problem})", f"name an earlier step in {path.parent / LATEST}"
         ) from None
 
 
@@ -137,14 +136,14 @@ def _make_empty(folder: Path) -> None:
 
 
 def _publish(temporary: Path, final: Path, text: str) -> None:
-    (temporary / _STATE).write_text(text)
+    (temporary / STATE).write_text(text)
     if final.exists():
         # A folder cannot be replaced in one move; `latest` still names it, but its successor is complete and next door.
         shutil.rmtree(final)
     os.rename(temporary, final)
-    pointer = final.parent / f".{_LATEST}.tmp"
+    pointer = final.parent / f".{LATEST}.tmp"
     pointer.write_text(final.name + "\n")
-    os.replace(pointer, final.parent / _LATEST)
+    os.replace(pointer, final.parent / LATEST)
 
 
 def _on_rank_0(path: Path, work: Callable[[], None]) -> None:

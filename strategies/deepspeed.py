@@ -15,6 +15,7 @@ from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from strategies.activation_checkpointing import checkpoint_activations
 from strategies.base import Engine, Strategy, TrainingParts
+from strategies.checkpoint_origin import require_readable
 from strategies.environment import ensure_group
 from strategies.errors import BackendMissing
 from strategies.optimizers import OPTIMIZERS, trainable_parameters
@@ -84,6 +85,7 @@ class DeepSpeedEngine(Engine):
         return Path(directory, tag)
 
     def load_checkpoint(self, directory: str | Path) -> tuple[Path | None, dict[str, Any]]:
+        require_readable(Path(directory), self.configuration)
         path, found = self._deepspeed.load_checkpoint(str(directory))
         if path is None:
             return None, {}

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from strategies import checkpoint
 from strategies.activation_checkpointing import checkpoint_activations
 from strategies.base import Engine, Scheduler, Strategy, TrainingParts
+from strategies.checkpoint_origin import require_readable
 from strategies.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.precision import cast_model, grad_scaler
 
@@ -88,6 +89,7 @@ class TorchEngine(Engine):
         return checkpoint.save(Path(directory), self.module, self.optimizer, content)
 
     def load_checkpoint(self, directory: str | Path) -> tuple[Path | None, dict[str, Any]]:
+        require_readable(Path(directory), self.configuration)
         found = checkpoint.load(Path(directory), self.module, self.optimizer)
         if found is None:
             return None, {}

@@ -13,6 +13,7 @@ import training_bodies
 from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
+from strategies.checkpoint_origin import require_readable
 from strategies.errors import BrokenFile
 
 
@@ -74,6 +75,23 @@ def test_single_reads_what_fsdp_wrote_and_the_reverse(ranks: RankPool, tmp_path:
     engine.save_checkpoint(tmp_path / "whole")
     resumed = ranks.run(training_bodies.load_and_step, sharded, str(tmp_path / "whole"), 4)[0]
     assert resumed == pytest.approx(training_bodies.one_step(engine, 4), rel=1e-5)
+
+
+def test_what_zero_wrote_is_refused_by_strategies_that_cannot_read_it(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(training_bodies.step_and_save, Recipe(strategy="zero2", world_size=2), str(tmp_path), 0)
+    with pytest.raises(BrokenFile, match=r"single on 1 ranks cannot resume it; resume with zero1 or zero2 on 2 ranks"):
+        training_bodies.make_engine(Recipe()).load_checkpoint(tmp_path)
+    refused = (Recipe(strategy="zero3", world_size=2), Recipe(strategy="zero2", world_size=4))
+    for recipe in refused:
+        with pytest.raises(BrokenFile, match="resume with zero1 or zero2 on 2 ranks"):
+            require_readable(tmp_path, recipe.plan().configuration)
+    require_readable(tmp_path, Recipe(strategy="zero1", world_size=2).plan().configuration)
+
+
+def test_what_torch_wrote_is_refused_by_zero(saved: Path) -> None:
+    with pytest.raises(BrokenFile, match="resume with single or ddp or fsdp"):
+        require_readable(saved, Recipe(strategy="zero1", world_size=2).plan().configuration)
+    require_readable(saved, Recipe(strategy="fsdp", world_size=4).plan().configuration)
 
 
 def test_metadata_that_would_run_code_is_refused(saved: Path, tmp_path: Path) -> None:
