@@ -26,7 +26,7 @@ class _Origin:
     ranks: int | None
 
     def __str__(self) -> str:
-        return " or ".join(self.strategies) + ("" if self.ranks is None else f" on {self.ranks} ranks")
+        return " or ".join(self.strategies) + ("" if self.ranks is None else f" on {_ranks(self.ranks)}")
 
 
 def require_readable(directory: Path, configuration: Configuration) -> None:
@@ -46,9 +46,13 @@ def require_readable(directory: Path, configuration: Configuration) -> None:
         return
     raise BrokenFile(
         path,
-        f"{configuration.strategy} on {configuration.world_size} ranks cannot resume it",
+        f"{configuration.strategy} on {_ranks(configuration.world_size)} cannot resume it",
         f"resume with {origin}, which can, or name another directory",
     )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _origin(path: Path) -> _Origin | None:

@@ -85,8 +85,9 @@ def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -
 
 
 def _request(model: nn.Module, wishes: Wishes, environment: Environment, strategy: words.Strategy | None) -> Request:
+    facts = facts_from_module(model)
     options = WorkOptions(
-        seq_len=_sequence_length(wishes.training_data),
+        seq_len=_sequence_length(wishes.training_data, is_custom=facts.kind == "custom"),
         global_batch=wishes.config.global_batch_size(environment.world_size),
         precision=wishes.config.precision,
         optimizer=_optimizer_name(wishes.optimizer),
@@ -94,7 +95,7 @@ def _request(model: nn.Module, wishes: Wishes, environment: Environment, strateg
     )
     cluster = probed_cluster(probe(), ranks=environment.world_size)
     candidates = _candidates(strategy, wishes.backend)
-    request = make_request(facts_from_module(model), cluster, options, strategies=candidates)
+    request = make_request(facts, cluster, options, strategies=candidates)
     return replace(request, facts=traced(request.facts, model, wishes.training_data, request.workload.precision))
 
 
@@ -147,9 +148,17 @@ def _optimizer_name(optimizer: object) -> words.Optimizer:
     return "adamw-forloop" if name == "adamw" and defaults.get("foreach") is False else name
 
 
-def _sequence_length(training_data: Any) -> int | None:
-    """The length of the first sample's first token tensor; None where there is no such thing."""
+def _sequence_length(training_data: Any, *, is_custom: bool) -> int | None:
+    """The length of the first sample's first token tensor; None where there is no such thing.
+
+    A module that no catalogue knows may also take features: a vector is one position, a matrix one a row.
+    """
     if training_data is None or not hasattr(training_data, "__getitem__"):
         return None
-    tensors = (leaf for leaf in tree_leaves(training_data[0]) if isinstance(leaf, torch.Tensor))
-    return next((t.shape[0] for t in tensors if t.dim() == 1 and not t.dtype.is_floating_point), None)
+    tensors = [leaf for leaf in tree_leaves(training_data[0]) if isinstance(leaf, torch.Tensor)]
+    tokens = next((t.shape[0] for t in tensors if t.dim() == 1 and not t.dtype.is_floating_point), None)
+    if tokens is not None or not is_custom:
+        return tokens
+    return next(
+        (t.shape[0] if t.dim() == 2 else 1 for t in tensors if t.is_floating_point() and t.dim() in (1, 2)), None
+    )

@@ -79,7 +79,7 @@ def test_single_reads_what_fsdp_wrote_and_the_reverse(ranks: RankPool, tmp_path:
 
 def test_what_zero_wrote_is_refused_by_strategies_that_cannot_read_it(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(training_bodies.step_and_save, Recipe(strategy="zero2", world_size=2), str(tmp_path), 0)
-    with pytest.raises(BrokenFile, match=r"single on 1 ranks cannot resume it; resume with zero1 or zero2 on 2 ranks"):
+    with pytest.raises(BrokenFile, match=r"single on 1 rank cannot resume it; resume with zero1 or zero2 on 2 ranks"):
         training_bodies.make_engine(Recipe()).load_checkpoint(tmp_path)
     refused = (Recipe(strategy="zero3", world_size=2), Recipe(strategy="zero2", world_size=4))
     for recipe in refused:

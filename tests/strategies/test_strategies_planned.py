@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 import training_bodies
+from torch import nn
 from training_bodies import TinyModel
 
 from hardware_db.errors import DsplanError
@@ -47,6 +49,14 @@ def test_a_module_is_planned_printed_and_trained(capsys: pytest.CaptureFixture[s
     assert ids.shape == (engine.configuration.micro_batch_size, training_bodies.LENGTH)
     engine.backward(engine(ids, targets))
     engine.step()
+
+
+@pytest.mark.parametrize(("shape", "positions"), [((8,), 1), ((5, 8), 5)])
+def test_a_sample_of_features_is_as_long_as_it_has_rows(shape: tuple[int, ...], positions: int) -> None:
+    samples = [(torch.randn(shape), torch.tensor(0)) for _ in range(12)]
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    engine, *_ = initialize(model=model, training_data=cast("Any", samples), config={"train_batch_size": 12})
+    assert engine.configuration.sequence_length == positions
 
 
 def test_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
