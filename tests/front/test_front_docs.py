@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from front_cli import Cli
+
+from planner.hardware.cluster_file import KEYS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -57,3 +60,39 @@ def test_the_planning_snippet_of_the_start_page_runs() -> None:
     names: dict[str, object] = {}
     exec(snippet, names)
     assert names["best"].verdict in ("fits", "tight")  # type: ignore[attr-defined]
+
+
+def test_the_training_script_of_the_docs_trains_and_resumes(tmp_path: Path) -> None:
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    script = tmp_path / "train.py"
+    script.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DSPLAN_HOME": str(tmp_path / "home"), "DSPLAN_QUIET": "1"}
+    runs = [
+        subprocess.run(
+            [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    assert [run.rpartition(", loss")[0] for run in runs] == ["epoch 0, step 8", "epoch 1, step 16"]
+
+
+def test_the_fields_that_the_docs_name_are_those_that_are_printed(cli: Cli) -> None:
+    page = (ROOT / "docs/scripting.md").read_text(encoding="utf-8")
+    printed = cli("estimate --model opt-125m --gpus 2 --gpu A100-SXM4-80GB --json").json
+    rows = dict(re.findall(r"^\| (`[^|]*) \| ([^|]*) \|$", page, re.MULTILINE))
+    groups = {group: fields for names, fields in rows.items() for group in re.findall(r"`(\w+)`", names)}
+    assert set(printed) <= set(groups)
+    for group, figures in printed.items():
+        if isinstance(figures, dict) and group != "provenance":
+            assert set(re.findall(r"`(\w+)`", groups[group])) == set(figures)
+
+
+def test_the_cluster_file_of_the_docs_is_read(cli: Cli, tmp_path: Path) -> None:
+    page = (ROOT / "docs/scripting.md").read_text(encoding="utf-8")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0], encoding="utf-8")
+    printed = cli(f"recommend --model opt-125m --cluster {path} --json").json
+    assert printed["plans"][0]["cluster"]["gpus"] == 32
+    section = page.partition("## A cluster file")[2].partition("\n## ")[0]
+    keys = [key for row in re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)]
+    assert sorted(keys) == sorted(KEYS)
