@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from strategies.data import ShardedLoader
 from strategies.environment import Environment, join
 from strategies.errors import CannotRun
 from strategies.monitor import RunMonitor
-from strategies.planning import Wishes, describe, given_plan
+from strategies.planning import Wishes, another_model, describe, given_plan
 from strategies.registry import find_strategy
 from strategies.script_config import read_config
 from strategies.variables import RUN_DIRECTORY
@@ -69,6 +70,8 @@ def initialize(
         from strategies.live_plan import make_plan  # with the planner's search, which a given plan does not need
 
         settled = make_plan(model, wishes, environment)
+    elif environment.is_main and (warning := another_model(settled, model)):
+        print(warning, file=sys.stderr, flush=True)
     _agree(settled, strategy, backend)
     if settled.configuration.backend == "torch":
         script.refuse_deepspeed_keys(settled.configuration.strategy)

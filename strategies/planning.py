@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.plan import Plan
@@ -15,6 +17,9 @@ from strategies.environment import Environment
 from strategies.errors import CannotRun
 from strategies.script_config import ScriptConfig
 from strategies.variables import PLAN_FILE
+
+_SAME_MODEL = 0.05
+"""A new head or a longer position table changes a model's size by less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +59,17 @@ def given_plan(wishes: Wishes, environment: Environment) -> Plan | None:
             f" plan again with --global-batch {asked} or change train_batch_size"
         )
     return plan
+
+
+def another_model(plan: Plan, model: nn.Module) -> str:
+    """What to say where a given plan was made for a model of another size; empty where it was not."""
+    planned, here = plan.model.get("parameters"), sum(parameter.numel() for parameter in model.parameters())
+    if not isinstance(planned, int) or abs(here - planned) <= _SAME_MODEL * planned:
+        return ""
+    return (
+        f"dsplan: the plan is for {plan.model.get('name')} with {planned:,} parameters and this model has {here:,}: its"
+        " memory and time do not hold here; plan again for this model"
+    )
 
 
 def describe(plan: Plan) -> str:

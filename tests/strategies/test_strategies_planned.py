@@ -8,6 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -16,7 +17,7 @@ import pytest
 import torch
 import training_bodies
 from torch import nn
-from training_bodies import TinyModel
+from training_bodies import Recipe, TinyModel
 
 from hardware_db.errors import DsplanError
 from hardware_db.spawn import RankPool
@@ -57,6 +58,14 @@ def test_a_sample_of_features_is_as_long_as_it_has_rows(shape: tuple[int, ...], 
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     engine, *_ = initialize(model=model, training_data=cast("Any", samples), config={"train_batch_size": 12})
     assert engine.configuration.sequence_length == positions
+
+
+def test_a_plan_of_another_model_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Recipe().plan()
+    initialize(model=TinyModel(), plan=plan)
+    assert capsys.readouterr().err == ""
+    initialize(model=TinyModel(), plan=replace(plan, model={**plan.model, "parameters": 124_000_000}))
+    assert "the plan is for tiny with 124,000,000 parameters and this model has" in capsys.readouterr().err
 
 
 def test_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
