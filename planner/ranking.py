@@ -125,7 +125,8 @@ def compared(request: Request, plan: Plan, first: Plan) -> str:
         ratio *= plan.configuration.world_size / first.configuration.world_size
         gpus = plan.configuration.world_size
         return f"fits, {ratio:.2f}x the GPU-seconds, on {gpus} {'GPU' if gpus == 1 else 'GPUs'}{blocked}"
-    return f"fits, {ratio:.2f}x the step time, limited by {plan.limited_by}{blocked}"
+    passed_over = "; simpler plans go first unless clearly slower" if ratio < 0.995 and plan.runnable else ""
+    return f"fits, {ratio:.2f}x the step time, limited by {plan.limited_by}{blocked}{passed_over}"
 
 
 def _miss(priced: Priced) -> str:

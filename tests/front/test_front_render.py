@@ -86,3 +86,13 @@ def test_an_order_that_is_not_by_time_is_explained_where_time_counts(
     seconds = [plan.time.step_seconds for plan in answer.plans]
     assert seconds != sorted(seconds)
     assert ("a simpler plan goes first" in plain_text(recommendation_blocks(answer))) == explained
+
+
+def test_a_faster_plan_that_is_not_shown_says_why() -> None:
+    answer = dsplan.recommend(model="gpt2", gpus=8, gpu="A100-SXM4-80GB", top=1)
+    first = answer.plans[0].time.step_seconds
+    faster = [item for item in answer.rejected if item.plan and item.plan.time.step_seconds < 0.99 * first]
+    assert faster
+    assert all("simpler plans go first" in item.reason for item in faster if item.plan and item.plan.runnable)
+    slower = [item for item in answer.rejected if item.plan and item.plan.time.step_seconds > first]
+    assert not any("simpler plans" in item.reason for item in slower)
