@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from planner.plan import Plan
@@ -31,6 +34,32 @@ class RunReport:
     plan: Plan | None
 
 
+class _InterruptNoted:
+    """Ctrl-C is noted instead of raised, wherever it arrives: also in the code that shows an event. A second one
+    raises.
+
+    Only a main thread gets signals; elsewhere nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __enter__(self) -> _InterruptNoted:
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if self._is_main:
+            self._previous = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_main:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            signal.default_int_handler(number, frame)
+        self.came = True
+
+
 class RunSession:
     """A launched run. Iterate `events()` to its end, then ask for the `report()`.
 
@@ -51,16 +80,17 @@ class RunSession:
 
     def events(self) -> Iterator[Event]:
         """Start the ranks and give their lines, plan and steps until they ended. Ctrl-C ends them all."""
-        try:
+        status = None
+        with _InterruptNoted() as interrupt:
             with LocalLauncher(self._spec) as launcher:
-                while (status := launcher.poll()) is None:
+                while not interrupt.came and (status := launcher.poll()) is None:
                     yield from self._new_events(final=False)
                     time.sleep(_POLL_SECONDS)
             yield from self._new_events(final=True)
-            self._outcome = judge(self._spec.directory, self._spec.processes, status)
-        except KeyboardInterrupt:
+        if interrupt.came:
             self._outcome = Outcome(name="interrupted", exit_code=130)
-            yield from self._new_events(final=True)
+        else:
+            self._outcome = judge(self._spec.directory, self._spec.processes, status or 0)
 
     def report(self) -> RunReport:
         """The finished run.
