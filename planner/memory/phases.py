@@ -70,25 +70,63 @@ def _phases(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     }
 
 
-def _backward(job: Job, recipe: Recipe, before: Ledger, parts: tuple[Activations, Transients, States]) -> Ledger:
-    """The larger of backward's two ends: all activations and few gradients, or all gradients and one block's
-    tensors."""
+Parts = tuple[Activations, Transients, States]
+
+
+def _backward(job: Job, recipe: Recipe, before: Ledger, parts: Parts) -> Ledger:
+    """The largest of three moments: the first block's backward, the last one's, and that of the token table."""
+    moments = (
+        _first_block(job, recipe, before, parts),
+        _last_block(job, recipe, before, parts),
+        _token_table(job, recipe, before, parts),
+    )
+    return max(moments, key=lambda ledger: ledger.total)
+
+
+def _first_block(job: Job, recipe: Recipe, before: Ledger, parts: Parts) -> Ledger:
+    """All activations, and no gradients but the head's."""
     activations, transients, states = parts
-    table = job.facts.vocab_size * job.facts.hidden_size / job.configuration.tp
-    shard = states.local / states.elements if states.gradients < recipe.gradient * states.elements else 1.0
-    head = recipe.gradient * (job.counts.head or table) * shard
-    start = before + Ledger(
+    head = recipe.gradient * (job.counts.head or _table(job)) * _kept_share(recipe, states)
+    return before + Ledger(
         gradients=0 if before.gradients else min(head, states.gradients),
         activations=activations.kept + activations.working,
         buffers=transients.backward,
         temporaries=transients.cast_in_backward,
     )
-    tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
-    embedding = recipe.compute * table * (2 if tied else 1) if table else 0.0
-    end = before + Ledger(
-        gradients=0 if before.gradients else states.gradients,
-        activations=activations.working,
+
+
+def _last_block(job: Job, recipe: Recipe, before: Ledger, parts: Parts) -> Ledger:
+    """One block's activations, and all gradients but the token table's, which are not made yet unless it is tied."""
+    activations, transients, states = parts
+    later = 0.0 if _tied(job) else recipe.gradient * _table(job) * _kept_share(recipe, states)
+    return before + Ledger(
+        gradients=0 if before.gradients else max(states.gradients - later, 0.0),
+        activations=activations.last_block,
         buffers=transients.backward,
-        temporaries=embedding,
     )
-    return max(start, end, key=lambda ledger: ledger.total)
+
+
+def _token_table(job: Job, recipe: Recipe, before: Ledger, parts: Parts) -> Ledger:
+    """All gradients. A tied table's second gradient and the sum of both are made beside the first (traced)."""
+    _, transients, states = parts
+    return before + Ledger(
+        gradients=0 if before.gradients else states.gradients,
+        buffers=transients.backward,
+        temporaries=recipe.gradient * _table(job) * 2 if _tied(job) else 0.0,
+    )
+
+
+def _kept_share(recipe: Recipe, states: States) -> float:
+    """Share of a gradient that its rank keeps once it is reduced."""
+    return states.local / states.elements if states.gradients < recipe.gradient * states.elements else 1.0
+
+
+def _tied(job: Job) -> bool:
+    return job.facts.tie_word_embeddings and job.facts.kind != "custom"
+
+
+def _table(job: Job) -> float:
+    """Elements of the token table on one device; none where it belongs to the smaller of two towers."""
+    if job.facts.kind == "vision-text":
+        return 0.0
+    return job.facts.vocab_size * job.facts.hidden_size / job.configuration.tp

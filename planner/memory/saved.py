@@ -8,9 +8,10 @@ follows from how the code is written, not from a textbook constant:
 * A linear layer keeps its input in the compute dtype. Under autocast every linear casts its own copy of an fp32 input,
   so separate q, k and v projections keep three; in a pure 16-bit model they share one.
 * Flash-like attention keeps q, k, v, the output and a log-sum-exp; eager attention keeps the probabilities (fp32, and
-  once more in the compute dtype), with keys and values repeated to all heads.
+  once more in the compute dtype), with keys and values repeated to all heads. Where no fused kernel takes the call,
+  torch's own form of scaled_dot_product_attention keeps the probabilities too, and all it reads in fp32.
 * Activations: ReLU keeps its output only, a fused GELU or SiLU its input, tanh-GELUs written in Python five
-  intermediates.
+  intermediates, the quick GELU two.
 * Dropout keeps a mask: one byte per element on a GPU, the tensor's own dtype on a CPU.
 """
 
@@ -33,6 +34,9 @@ SOFTMAX_IN_SCORE_DTYPE = frozenset(
         "distilbert",
         "bart",
         "mbart",
+        "pegasus",
+        "m2m_100",
+        "whisper",
         "gpt2",
         "falcon",
         "t5",
@@ -42,7 +46,9 @@ SOFTMAX_IN_SCORE_DTYPE = frozenset(
 FP32_SCORES = frozenset({"gptj", "codegen"})
 # Rotated queries made by concatenation are laid out head by head, so the attention's output is copied once more.
 CONCATENATED_ROTARY = frozenset({"phi", "phi3", "gpt_neox", "stablelm", "glm"})
+HEADS_FIRST = CONCATENATED_ROTARY | {"whisper"}  # whisper asks for contiguous heads itself
 T5_FAMILY = frozenset({"t5", "mt5"})
+IMAGE_TOWER = "siglip_vision_model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +74,18 @@ class Stack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """How an implementation behaves, resolved once from facts, recipe, attention kind and device."""
+    """How an implementation behaves, resolved once from facts, recipe, attention kind and device.
+
+    `eager`: attention written out in Python; `unfused`: torch's scaled_dot_product_attention without a fused kernel;
+    `takes_masks`: the same with one, which is told of a sliding window by a mask (flash attention by a number).
+    """
 
     facts: ModelFacts
     recipe: Recipe
     eager: bool
     on_cpu: bool
+    unfused: bool = False
+    takes_masks: bool = False
 
     @property
     def mask_bytes(self) -> int:
@@ -84,8 +96,20 @@ class Rules:
     def compute(self) -> int:
         return self.recipe.compute
 
+    @property
+    def fp32_softmax(self) -> bool:
+        """Whether eager attention's softmax runs in fp32: where the code asks for it, or autocast does.
+
+        On a CPU autocast leaves softmax alone, but a causal mask, or T5's bias, is fp32 and so are the masked scores.
+        """
+        causal = self.facts.kind not in ("encoder", "vision", "vision-text")
+        raised = self.recipe.autocast and (causal or not self.on_cpu)
+        return raised or self.facts.model_type not in SOFTMAX_IN_SCORE_DTYPE
+
     def norm_bytes(self) -> int:
         """Bytes per element that a norm keeps besides its output."""
+        if self.facts.model_type == "cohere":
+            return 12  # LayerNorm in Python: the centred input twice and the normalised copy, fp32
         if self.facts.norm != "rmsnorm":
             return self.recipe.residual
         if self.recipe.residual == 4 or self.facts.model_type in FP32_SCALED_NORM:
@@ -133,6 +157,8 @@ def _norms(rules: Rules, stack: Stack) -> float:
     else:
         kept += rules.linear_inputs(qkv) + rules.linear_inputs(gates)
     total = element * kept
+    if facts.layer_scale:
+        total += 2 * element * rules.compute
     if facts.qk_norm and facts.qk_norm != "per_head_layernorm":
         total += stack.tokens * (stack.query + stack.key_value) * _qk_norm_bytes(rules)
     return total
@@ -151,8 +177,11 @@ def _attention(rules: Rules, stack: Stack, key_tokens: int, key_length: int) -> 
     keys = key_tokens * stack.key_value * compute
     rotary_over_fused = facts.position_type == "rope" and facts.fused_qkv
     output = query
+    pairs = stack.tokens * key_length * stack.heads
+    if rules.unfused:
+        read = stack.query * (stack.tokens + 2 * key_tokens) * 4
+        return read + output + pairs * _unfused_bytes(rules)
     if rules.eager:
-        pairs = stack.tokens * key_length * stack.heads
         repeated_keys = key_tokens * stack.query * compute
         upcast = stack.query * (stack.tokens + key_tokens) * (4 - compute) if facts.model_type in FP32_SCORES else 0
         if rules.recipe.autocast:
@@ -160,16 +189,35 @@ def _attention(rules: Rules, stack: Stack, key_tokens: int, key_length: int) -> 
         return query + 2 * repeated_keys + output + upcast + pairs * _probability_bytes(rules)
     log_sum_exp = stack.tokens * stack.heads * 4
     rotated = query + keys if rotary_over_fused else 0  # copies of q and k beside the fused projection
-    copied = query if facts.model_type in CONCATENATED_ROTARY else 0
-    return query + 2 * keys + rotated + output + copied + log_sum_exp
+    copied = query if facts.model_type in HEADS_FIRST else 0
+    # T5's position bias, with the padding mask in it, is a mask of every pair of positions of every sample and head.
+    bias = pairs * compute if facts.model_type in T5_FAMILY else 0
+    mask = stack.tokens * key_length * compute + 2 * key_tokens * (stack.query - stack.key_value) * compute
+    masks = mask * _masked_share(rules, key_length)
+    return query + 2 * keys + rotated + output + copied + log_sum_exp + bias + masks
+
+
+def _masked_share(rules: Rules, length: int) -> float:
+    """Share of layers that keep a mask of their own: torch turns booleans into numbers at every call, and transformers
+    repeats keys and values to all heads beside a mask. Windows need one, and images that attend in both directions."""
+    facts = rules.facts
+    if not rules.takes_masks:
+        return 0.0
+    if facts.kind == "vision-language" and facts.model_type != IMAGE_TOWER:
+        return 1.0
+    return facts.window_share if 0 < facts.sliding_window < length else 0.0
+
+
+def _unfused_bytes(rules: Rules) -> int:
+    """Bytes per query-key pair: fp32 probabilities, with dropout its mask and the product of both."""
+    return 4 + (rules.mask_bytes + 4 if rules.facts.attention_dropout > 0 else 0)
 
 
 def _probability_bytes(rules: Rules) -> int:
     """Bytes per query-key pair that eager attention keeps: probabilities, their copy for the product, dropout, soft
     cap."""
     facts, compute = rules.facts, rules.compute
-    fp32_softmax = facts.model_type not in SOFTMAX_IN_SCORE_DTYPE or (rules.recipe.autocast and not rules.on_cpu)
-    kept = 4 + compute if fp32_softmax and compute == 2 else compute
+    kept = 4 + compute if rules.fp32_softmax and compute == 2 else compute
     if facts.attention_dropout > 0:
         kept += rules.mask_bytes + compute
     return kept + (compute if facts.attn_logit_softcapping else 0)
@@ -186,6 +234,8 @@ def _copies(facts: ModelFacts) -> int:
         return 7 if facts.composite_activation else 4
     if facts.activation == "relu":
         return 1
+    if facts.activation == "quick_gelu":
+        return 3
     return 5 if facts.composite_activation else 2
 
 
@@ -228,14 +278,25 @@ def selective_bytes(rules: Rules, stack: Stack) -> float:
 
 
 def working_bytes(rules: Rules, stack: Stack) -> float:
-    """Gradients alive inside one block's backward: the MLP's widest tensors, or the attention's, and the residual's."""
-    compute = rules.compute
-    gates = 3 if rules.facts.gated_mlp else 2
+    """Gradients alive inside one block's backward, beyond what the block keeps: the widest tensors of the MLP, or those
+    of attention, by whose turn the MLP has let go of what it kept; and the residual's."""
+    facts, compute = rules.facts, rules.compute
+    # The gradient behind the activation, and those before it, less the input of the last product, which is done with.
+    alive = (3 if facts.gated_mlp else 2) - (0 if facts.composite_activation else 1)
     width = stack.intermediate
-    if rules.facts.is_moe:
-        width = rules.facts.experts_per_token * (rules.facts.moe_intermediate_size or width)
-    mlp = stack.tokens * width * gates * compute
+    if facts.is_moe:
+        width = facts.experts_per_token * (facts.moe_intermediate_size or width)
+    mlp = stack.tokens * width * alive * compute
     attention = stack.tokens * (2 * stack.query + 2 * stack.key_value) * compute
+    attention += stack.tokens * max(stack.length, stack.memory_length) * stack.heads * _score_gradient_bytes(rules)
+    let_go = _moe(rules, stack) if facts.is_moe else _mlp(rules, stack.tokens, stack.intermediate)
+    return max(mlp, attention - let_go) + 2 * stack.tokens * stack.hidden * rules.recipe.residual
+
+
+def _score_gradient_bytes(rules: Rules) -> int:
+    """Bytes per query-key pair of the gradients on both sides of the softmax, or of T5's bias."""
+    if rules.unfused:
+        return 8
     if rules.eager:
-        attention += stack.tokens * stack.length * stack.heads * (4 + compute)
-    return max(mlp, attention) + 2 * stack.tokens * stack.hidden * rules.recipe.residual
+        return (4 if rules.fp32_softmax else rules.compute) + rules.compute
+    return rules.compute if rules.facts.model_type in T5_FAMILY else 0

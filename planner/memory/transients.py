@@ -44,8 +44,8 @@ def transients_of(job: Job, recipe: Recipe, states: States) -> Transients:
     cast = cast_in_backward = 0.0
     if recipe.autocast:
         counts, tp = job.counts, job.configuration.tp
-        head = counts.head or (job.facts.vocab_size * job.facts.hidden_size if job.facts.tie_word_embeddings else 0)
-        cast = 2.0 * (states.elements - (counts.embedding + counts.other - head + counts.head) / tp)
+        tied = job.facts.vocab_size * job.facts.hidden_size if job.facts.tie_word_embeddings else 0
+        cast = 2.0 * (states.elements - (counts.embedding + counts.other - tied) / tp)
         cast = min(max(cast, 0.0), 2.0 * states.elements)
         recomputes = job.configuration.activation_checkpointing != "none"
         cast_in_backward = 2.0 * counts.largest_block / tp if recomputes else cast

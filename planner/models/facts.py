@@ -10,6 +10,12 @@ from planner.models.parameter_counts import ParameterCounts
 # transformers 5 has no torch.nn.functional.scaled_dot_product_attention path for these, and falls back to eager.
 _EAGER_ONLY = frozenset({"gptj", "codegen", "bloom", "mpt", "gemma2", "gpt_oss", "deberta-v2"})
 # transformers writes these GELUs out in Python: every step of the formula is a kernel and a tensor of its own.
+_LOCAL_SHARE = {
+    "2 local : 1 global": 2 / 3,
+    "5 local : 1 global": 5 / 6,
+    "alternate local/global": 1 / 2,
+    "alternate global/local": 1 / 2,
+}
 _COMPOSITE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "quick_gelu"})
 
 
@@ -185,6 +191,11 @@ class ModelFacts:
     def eager_only(self) -> bool:
         """Whether transformers runs the attention unfused, whatever is asked for."""
         return self.model_type in _EAGER_ONLY
+
+    @property
+    def window_share(self) -> float:
+        """Share of layers whose attention is local, where `sliding_window` is set: all of them without a pattern."""
+        return _LOCAL_SHARE.get(self.sliding_window_pattern, 1.0)
 
     @property
     def composite_activation(self) -> bool:

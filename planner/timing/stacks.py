@@ -9,14 +9,6 @@ from planner.models.facts import ModelFacts, TowerFacts
 from planner.models.parameter_counts import ParameterCounts
 from planner.timing.memo import memo_by_identity
 
-_LOCAL_SHARE = {
-    "2 local : 1 global": 2 / 3,
-    "5 local : 1 global": 5 / 6,
-    "alternate local/global": 1 / 2,
-    "alternate global/local": 1 / 2,
-}
-"""Share of layers whose attention is local, by `ModelFacts.sliding_window_pattern`; all of them without a pattern."""
-
 KINDS = frozenset(
     {"decoder", "encoder", "encoder-decoder", "speech-encoder-decoder", "vision", "vision-text", "vision-language"}
 )
@@ -209,7 +201,7 @@ def _main(facts: ModelFacts, *, layers: int, causal: bool, reads_source: bool, l
         composite_activation=facts.composite_activation,
         reads_source=reads_source,
         window=facts.sliding_window,
-        window_share=_LOCAL_SHARE.get(facts.sliding_window_pattern, 1.0),
+        window_share=facts.window_share,
         length_of=length_of,
     )
 
