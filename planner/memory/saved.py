@@ -37,6 +37,7 @@ SOFTMAX_IN_SCORE_DTYPE = frozenset(
         "pegasus",
         "m2m_100",
         "whisper",
+        "gpt_oss",
         "gpt2",
         "falcon",
         "t5",
@@ -230,8 +231,8 @@ def _mlp(rules: Rules, tokens: int, width: int) -> float:
 
 def _copies(facts: ModelFacts) -> int:
     """Tensors of the MLP's width that one feed-forward keeps."""
-    if facts.gated_mlp:
-        return 7 if facts.composite_activation else 4
+    if facts.gated_mlp:  # gpt-oss clamps both halves and writes its gate out as well
+        return 7 if facts.composite_activation or facts.model_type == "gpt_oss" else 4
     if facts.activation == "relu":
         return 1
     if facts.activation == "quick_gelu":
@@ -289,6 +290,8 @@ def working_bytes(rules: Rules, stack: Stack) -> float:
     mlp = stack.tokens * width * alive * compute
     attention = stack.tokens * (2 * stack.query + 2 * stack.key_value) * compute
     attention += stack.tokens * max(stack.length, stack.memory_length) * stack.heads * _score_gradient_bytes(rules)
+    if facts.model_type in T5_FAMILY:  # the shared bias's gradient and its sum over layers, once for all samples
+        attention += 2 * stack.length * max(stack.length, stack.memory_length) * stack.heads * rules.recipe.residual
     let_go = _moe(rules, stack) if facts.is_moe else _mlp(rules, stack.tokens, stack.intermediate)
     return max(mlp, attention - let_go) + 2 * stack.tokens * stack.hidden * rules.recipe.residual
 
