@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.job import Job
 from planner.memory.activations import Activations, activations_of
-from planner.memory.ledger import Ledger
+from planner.memory.ledger import Ledger, Transients
 from planner.memory.overhead import (
     FRAGMENTATION,
     FRAGMENTATION_UPPER,
@@ -14,7 +14,7 @@ from planner.memory.overhead import (
 )
 from planner.memory.recipe import Recipe, recipe_of
 from planner.memory.states import States, states_of
-from planner.memory.transients import Transients, transients_of
+from planner.memory.transients import transients_of
 from planner.plan import MemoryEstimate
 
 
