@@ -12,6 +12,7 @@ Attention = Literal["sdpa", "eager", "flash"]
 Checkpointing = Literal["none", "full", "selective"]
 Offload = Literal["none", "optimizer", "all", "nvme"]
 Task = Literal["causal-lm", "masked-lm", "seq-cls", "seq2seq", "image-cls"]
+Save = Literal["none", "sharded", "full"]
 Objective = Literal["throughput", "memory", "cost"]
 Verdict = Literal["fits", "tight", "does_not_fit"]
 Provenance = Literal["measured", "calibrated", "datasheet"]
@@ -24,6 +25,7 @@ ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 TASKS: tuple[Task, ...] = get_args(Task)
+SAVES: tuple[Save, ...] = get_args(Save)
 
 ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
 FSDP_STRATEGIES: frozenset[str] = frozenset({"fsdp", "fsdp-grad-op", "hsdp"})
