@@ -72,7 +72,19 @@ def m001_measurements(connection: sqlite3.Connection) -> None:
     connection.execute("CREATE INDEX rates_by_fingerprint ON rates (fingerprint)")
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_measurements,)
+def m002_traces(connection: sqlite3.Connection) -> None:
+    connection.execute(
+        """CREATE TABLE traces (
+            key TEXT PRIMARY KEY,
+            series TEXT NOT NULL,
+            created_at TEXT NOT NULL,
+            document TEXT NOT NULL
+        )"""
+    )
+    connection.execute("CREATE INDEX traces_by_series ON traces (series)")
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_measurements, m002_traces)
 
 
 def check_owner(connection: sqlite3.Connection, path: object) -> None:

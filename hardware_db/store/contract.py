@@ -7,12 +7,13 @@ from typing import TypeVar
 
 from hardware_db.errors import DsplanError
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
+from hardware_db.trace_record import TraceRecord
 
 Opened = TypeVar("Opened", bound="Store")
 
 
 class Store(ABC):
-    """Measurements of runs and rates of micro-benchmarks, kept for good.
+    """Measurements of runs and rates of micro-benchmarks, kept for good, and traces, which can be found anew.
 
     What every store holds to, and `tests/store` checks for each:
 
@@ -25,6 +26,7 @@ class Store(ABC):
     * Lists come newest first, by `created_at`, then by id.
     * A fingerprint argument is the key of a Fingerprint (that machine with those versions), or the key of its machine
       alone (any versions).
+    * Traces hold to the same: a key that is there already keeps its first answer, and they come newest first.
     * Expected failures (no record, a locked, full, read-only or broken file) are a DsplanError of one line.
     """
 
@@ -61,8 +63,20 @@ class Store(ABC):
         """The rates measured there, or everywhere."""
 
     @abstractmethod
+    def add_trace(self, trace: TraceRecord) -> bool:
+        """Stores a trace in one transaction and says whether its key was not there before."""
+
+    @abstractmethod
+    def trace(self, key: str) -> TraceRecord | None:
+        """The trace with this key; None where it was never made."""
+
+    @abstractmethod
+    def traces(self, series: str) -> tuple[TraceRecord, ...]:
+        """The traces of one series."""
+
+    @abstractmethod
     def count(self) -> int:
-        """How many measurements there are; rates are not counted."""
+        """How many measurements there are; rates and traces are not counted."""
 
     @abstractmethod
     def close(self) -> None:

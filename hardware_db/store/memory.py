@@ -5,6 +5,7 @@ from __future__ import annotations
 from hardware_db.fingerprint import Fingerprint
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
 from hardware_db.store.contract import Store, single_match
+from hardware_db.trace_record import TraceRecord
 
 
 class MemoryStore(Store):
@@ -13,6 +14,7 @@ class MemoryStore(Store):
     def __init__(self) -> None:
         self._measurements: dict[str, Measurement] = {}
         self._rates: dict[str, RateMeasurement] = {}
+        self._traces: dict[str, TraceRecord] = {}
 
     def add(self, *records: Record) -> int:
         before = len(self._measurements) + len(self._rates)
@@ -51,6 +53,16 @@ class MemoryStore(Store):
     def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
         matches = [one for one in self._rates.values() if _made_on(one.fingerprint, fingerprint)]
         return tuple(sorted(matches, key=_age, reverse=True))
+
+    def add_trace(self, trace: TraceRecord) -> bool:
+        return self._traces.setdefault(trace.key, trace) is trace
+
+    def trace(self, key: str) -> TraceRecord | None:
+        return self._traces.get(key)
+
+    def traces(self, series: str) -> tuple[TraceRecord, ...]:
+        matches = (one for one in self._traces.values() if one.series == series)
+        return tuple(sorted(matches, key=lambda one: (one.created_at, one.key), reverse=True))
 
     def count(self) -> int:
         return len(self._measurements)

@@ -1,4 +1,4 @@
-"""Measurements and rates as rows of the database and back."""
+"""Measurements, rates and traces as rows of the database and back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 from hardware_db.canonical import canonical_json
 from hardware_db.fingerprint import Fingerprint, MachineIdentity, Versions
 from hardware_db.measurement import Measured, Measurement, Predicted, RateMeasurement
+from hardware_db.trace_record import TraceRecord
 
 _IDENTITY = ("id", "created_at", "outcome", "source", "plan")
 _MEASURED = tuple(item.name for item in fields(Measured))
 _PREDICTED = tuple(item.name for item in fields(Predicted))
 _FIGURES = (*_MEASURED, *(f"predicted_{name}" for name in _PREDICTED))
 _DERIVED = ("fingerprint", "model", "strategy", "plan_key")
+_TRACE = ("key", "series", "created_at", "document")
 _RATE = ("id", "created_at", "source", "operation", "dtype", "size", "ranks", "value", "unit")
 
 
@@ -32,8 +34,10 @@ def _select(table: str, columns: tuple[str, ...]) -> str:
 INSERT_FINGERPRINT = _insert("fingerprints", ("key", "machine", "versions"))
 INSERT_MEASUREMENT = _insert("measurements", (*_IDENTITY, *_DERIVED, *_FIGURES))
 INSERT_RATE = _insert("rates", (*_RATE, "fingerprint"))
+INSERT_TRACE = _insert("traces", _TRACE)
 SELECT_MEASUREMENTS = _select("measurements", (*_IDENTITY, *_FIGURES))
 SELECT_RATES = _select("rates", _RATE)
+SELECT_TRACES = f"SELECT {', '.join(_TRACE)} FROM traces"
 
 
 def fingerprint_row(fingerprint: Fingerprint) -> tuple[str, str, str]:
@@ -76,6 +80,17 @@ def measurement(row: tuple[Any, ...]) -> Measurement:
 def rate(row: tuple[Any, ...]) -> RateMeasurement:
     """The rate of a row of SELECT_RATES."""
     return RateMeasurement(**dict(zip(_RATE, row, strict=False)), fingerprint=_fingerprint(*row[-2:]))
+
+
+def trace_row(record: TraceRecord) -> tuple[str, str, str, str]:
+    """The row of INSERT_TRACE."""
+    return record.key, record.series, record.created_at, record.document_json
+
+
+def trace(row: tuple[str, str, str, str]) -> TraceRecord:
+    """The trace of a row of SELECT_TRACES."""
+    key, series, created_at, document = row
+    return TraceRecord(key=key, series=series, created_at=created_at, document_json=document)
 
 
 def _fingerprint(machine: str, versions: str) -> Fingerprint:

@@ -8,6 +8,7 @@ from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Recor
 from hardware_db.store import rows
 from hardware_db.store.connection import clear_errors, connect, transaction
 from hardware_db.store.contract import Store, single_match
+from hardware_db.trace_record import TraceRecord
 
 _NEWEST_FIRST = "ORDER BY created_at DESC, id DESC"
 _MADE_ON = "(fingerprint = :fingerprint OR substr(fingerprint, 1, instr(fingerprint, '-') - 1) = :fingerprint)"
@@ -71,12 +72,29 @@ class SqliteStore(Store):
             found = self._connection.execute(query, {"fingerprint": fingerprint}).fetchall()
         return tuple(rows.rate(row) for row in found)
 
+    def add_trace(self, trace: TraceRecord) -> bool:
+        with clear_errors(self.path), transaction(self._connection):
+            return self._connection.execute(rows.INSERT_TRACE, rows.trace_row(trace)).rowcount == 1
+
+    def trace(self, key: str) -> TraceRecord | None:
+        found = self._traces("key = ?", key)
+        return found[0] if found else None
+
+    def traces(self, series: str) -> tuple[TraceRecord, ...]:
+        return self._traces("series = ?", series)
+
     def count(self) -> int:
         with clear_errors(self.path):
             return int(self._connection.execute("SELECT count(*) FROM measurements").fetchone()[0])
 
     def close(self) -> None:
         self._connection.close()
+
+    def _traces(self, condition: str, value: str) -> tuple[TraceRecord, ...]:
+        query = f"{rows.SELECT_TRACES} WHERE {condition} ORDER BY created_at DESC, key DESC"
+        with clear_errors(self.path):
+            found = self._connection.execute(query, (value,)).fetchall()
+        return tuple(rows.trace(row) for row in found)
 
     def _measurements(self, condition: str, values: dict[str, object]) -> tuple[Measurement, ...]:
         query = f"{rows.SELECT_MEASUREMENTS} {condition} {_NEWEST_FIRST} LIMIT :limit"

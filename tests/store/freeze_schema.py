@@ -15,7 +15,7 @@ SCHEMAS = Path(__file__).parent / "schemas"
 
 def main() -> None:
     sys.path.insert(0, str(ROOT))
-    from store_records import FROZEN
+    from store_records import FROZEN, FROZEN_TRACE
 
     from hardware_db.migrations import MIGRATIONS
     from hardware_db.store import open_store
@@ -26,6 +26,7 @@ def main() -> None:
     SCHEMAS.mkdir(exist_ok=True)
     with open_store(path) as store:
         store.add(*FROZEN)
+        store.add_trace(FROZEN_TRACE)
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("PRAGMA journal_mode = delete")
     connection.execute("PRAGMA page_size = 512")

@@ -7,6 +7,7 @@ from typing import Any
 from hardware_db.canonical import canonical_json
 from hardware_db.fingerprint import Fingerprint, MachineIdentity, Versions
 from hardware_db.measurement import Measured, Measurement, Predicted, RateMeasurement
+from hardware_db.trace_record import TraceRecord
 
 A100 = Fingerprint(
     machine=MachineIdentity(
@@ -69,9 +70,18 @@ def rate(number: int, **changes: Any) -> RateMeasurement:
     return RateMeasurement(**{**values, **changes})
 
 
+def trace(number: int, series: str = "a" * 32) -> TraceRecord:
+    """The trace with key `number`, made `number` seconds after midnight."""
+    created_at = f"2026-01-31T00:00:{number:02d}.000000Z"
+    document = canonical_json({"phases": {"loss": number}})
+    return TraceRecord(key=f"{number:032x}", series=series, created_at=created_at, document_json=document)
+
+
 FROZEN = (
     measurement(1),
     measurement(2, outcome="out_of_memory", measured=Measured(), predicted=Predicted(), fingerprint=LAPTOP),
     rate(3),
 )
 """What every file in `schemas/` holds."""
+FROZEN_TRACE = trace(4)
+"""What the files since schema 2 hold as well."""

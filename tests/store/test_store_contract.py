@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from store_records import A100, LAPTOP, measurement, plan, rate
+from store_records import A100, LAPTOP, measurement, plan, rate, trace
 
 from hardware_db.canonical import canonical_json
 from hardware_db.errors import DsplanError
@@ -137,3 +137,21 @@ def test_a_plan_with_any_text_survives(store: Store) -> None:
     name = "modèle-Ψ'\"; DROP TABLE measurements; --"
     store.add(measurement(1, plan_json=canonical_json(plan(model=name))))
     assert store.list(model=name)[0].plan == json.loads(canonical_json(plan(model=name)))
+
+
+def test_a_trace_is_kept_under_its_key_and_its_series(store: Store) -> None:
+    first, second, other = trace(1), trace(2), trace(3, series="b" * 32)
+    assert [store.add_trace(one) for one in (first, second, other)] == [True, True, True]
+    assert store.trace(first.key) == first
+    assert store.trace(first.key).document == {"phases": {"loss": 1}}  # type: ignore[union-attr]
+    assert store.traces(first.series) == (second, first)
+    assert store.traces("c" * 32) == ()
+    assert store.trace("c" * 32) is None
+    assert store.count() == 0
+
+
+def test_a_trace_that_is_there_stays_as_it_is(store: Store) -> None:
+    first = trace(1)
+    assert store.add_trace(first)
+    assert not store.add_trace(replace(first, document_json="{}"))
+    assert store.trace(first.key) == first
