@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from strategies.blocks import repeated_blocks
+from planner.trace.blocks import repeated_blocks
 from strategies.errors import CannotRun
 
 _aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from strategies.blocks import repeated_blocks
+from planner.trace.blocks import repeated_blocks
 from strategies.environment import ensure_group
 from strategies.precision import sharding_policy
 from strategies.torch_engine import TorchStrategy

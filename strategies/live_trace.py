@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 from planner.models.facts import ModelFacts
 from planner.models.tracer import trace_activations
-from strategies.blocks import repeated_blocks
+from planner.trace.blocks import repeated_blocks
 
 
 def traced(facts: ModelFacts, model: nn.Module, training_data: Any, precision: str) -> ModelFacts:

@@ -15,6 +15,7 @@ MAY_BE_HEAVY = (
     "strategies/",
     "hardware_db/microbench/",
     "hardware_db/spawn.py",
+    "planner/trace/",
     *("planner/models/live.py", "planner/models/tracer.py", "planner/models/storage_tracker.py"),
 )
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import models_hf_builder as builder
 import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from planner.errors import BrokenFile, DsplanError, UnknownName
+from planner.models import transformers_config as builder
 from planner.models.architectures import find_architecture, model_types
 from planner.models.catalogue import find_model, models
 from planner.models.count import count_parameters

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import models_hf_builder as builder
 import pytest
 import torch
 import transformers
 import yaml
 
 from planner.models import compile
+from planner.models import transformers_config as builder
 from planner.models.architectures import find_architecture
 from planner.models.catalogue import find_model, models
 from planner.models.count import active_parameters, count_parameters
@@ -102,6 +103,17 @@ def test_blocks_are_those_of_the_real_model(facts: ModelFacts) -> None:
     formula = [(b.parameters, b.experts, b.largest_matrix) for b in counted.blocks for _ in range(b.repeats)]
     assert sorted(formula) == sorted(expanded)
     assert counted.outside_blocks == real.outside_blocks + (2 * table if table else 0)
+
+
+@pytest.mark.parametrize("facts", FIRST_OF_TYPE.values(), ids=lambda facts: str(facts.model_type))
+def test_shapes_are_those_of_the_real_weights(facts: ModelFacts) -> None:
+    short = builder.shortened(facts, 3)
+    counts = count_parameters(short)
+    formula = Counter(counts.outside)
+    for block in counts.blocks:
+        formula += Counter(list(block.shapes) * block.repeats)
+    model = builder.meta_model(builder.hf_config(short), short)
+    assert formula == Counter(tuple(weight.shape) for weight in model.parameters())
 
 
 @pytest.mark.parametrize("model_type", FIRST_OF_TYPE)

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import models_hf_builder as builder
 import pytest
 
 from hardware_db.units import parse_count
 from planner.errors import ContradictoryRequest, DsplanError
+from planner.models import transformers_config as builder
 from planner.models.count import count_parameters
 from planner.models.resolve import resolve_model
 from planner.models.sizes import model_of_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from training_bodies import Block, TinyModel
 
-from strategies.blocks import repeated_blocks
+from planner.trace.blocks import repeated_blocks
 
 
 class Layer(nn.Module):

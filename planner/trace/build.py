@@ -1,0 +1,120 @@
+"""Subject of a trace: a transformers model on the meta device, in training, with batches that fit it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.models.facts import ModelFacts
+from planner.models.tasks import default_task
+from planner.models.transformers_config import hf_config, model_class, shortened
+from planner.trace.blocks import repeated_blocks
+from planner.vocabulary import Attention, Task
+
+_AUTO_CLASSES: Mapping[Task, str] = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq-cls": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "image-cls": "AutoModelForImageClassification",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A module to trace with its config; `blocks` are its repeated blocks in the order of the model."""
+
+    facts: ModelFacts
+    config: Any
+    module: nn.Module
+    blocks: tuple[nn.Module, ...]
+
+    def batch_of(self, samples: int, length: int, source_length: int | None = None) -> dict[str, Any]:
+        """Arguments of one training step, made by `torch.zeros`: fake where a fake tensor mode is on.
+
+        `length` is that of the tokens the loss sees; `source_length` the encoder's in encoder-decoders that read text,
+        by default the same. Images and audio have the size that the config gives them.
+        """
+        facts = self.facts
+        if facts.kind == "vision":
+            return {"pixel_values": _images(self.config, samples), "labels": _tokens(samples)}
+        if facts.kind == "vision-text":
+            longest = self.config.text_config.max_position_embeddings
+            text = _tokens(samples, min(length, longest))
+            return {"input_ids": text, "pixel_values": _images(self.config.vision_config, samples), "return_loss": True}
+        if facts.kind == "speech-encoder-decoder":
+            frames = 2 * self.config.max_source_positions  # a convolution of stride two halves them
+            audio = torch.zeros(samples, self.config.num_mel_bins, frames)
+            return {"input_features": audio, "labels": _tokens(samples, length)}
+        if type(self.module).__name__.endswith("ForSequenceClassification"):
+            return {"input_ids": _tokens(samples, length), "labels": _tokens(samples)}
+        return {"input_ids": _tokens(samples, source_length or length), "labels": _tokens(samples, length)}
+
+
+def subject_of(
+    facts: ModelFacts,
+    *,
+    attention: Attention = "sdpa",
+    layers: int | None = None,
+    task: Task | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> Subject:
+    """The model that `facts` describe, on the meta device in training mode, its caches off, dropout as configured.
+
+    `layers` shortens every stack to at most as many blocks; `overrides` are arguments of the transformers config that
+    replace those from `facts`. A row whose class has no loss takes the class with the head of `task`. With `flash`
+    attention is called through torch's function too, whose kernel keeps the same tensors.
+
+    Raises:
+        DsplanError: transformers has no class for such a model.
+    """
+    described = facts if layers is None else shortened(facts, layers)
+    config = hf_config(described, overrides)
+    _prepare(config, attention)
+    build: Any = _training_class(described, config, task or default_task(described))
+    with torch.device("meta"):
+        module: Any = build(copy.deepcopy(config))
+    if facts.model_type in ("t5", "mt5") and not facts.tie_word_embeddings:
+        module.lm_head.weight = nn.Parameter(torch.empty_like(module.lm_head.weight))
+    module.train()
+    return Subject(facts=described, config=module.config, module=module, blocks=tuple(repeated_blocks(module)))
+
+
+def _prepare(config: Any, attention: Attention) -> None:
+    parts = [config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))]
+    for part in parts:
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # checkpoints say it, and shifting labels needs it
+    for name in ("encoder_layerdrop", "decoder_layerdrop"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)  # a step at its peak skips no layer
+    if hasattr(config, "num_labels") and config.num_labels < 2:
+        config.num_labels = 2  # a row without a head has none, and transformers makes two by default
+    if attention == "eager":
+        config._attn_implementation = "eager"  # transformers' own choice is sdpa wherever the model has it
+
+
+def _training_class(facts: ModelFacts, config: Any, task: Task) -> type[nn.Module]:
+    named = model_class(facts)
+    has_loss = not named.__name__.endswith("Model") or facts.kind == "vision-text"
+    if has_loss and task != "seq-cls":
+        return named
+    automatic = getattr(import_module("transformers"), _AUTO_CLASSES[task])
+    found: type[nn.Module] = automatic._model_mapping[type(config)]
+    return found
+
+
+def _tokens(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.long)
+
+
+def _images(config: Any, samples: int) -> torch.Tensor:
+    return torch.zeros(samples, config.num_channels, config.image_size, config.image_size)
