@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from dsplan.cli.app import build
+from dsplan.cli.complaints import complaint
 from hardware_db.errors import DsplanError
 
 
@@ -41,8 +42,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         status = build().main(args=arguments, prog_name="dsplan", standalone_mode=False)
         sys.stdout.flush()
     except usage_error as error:
-        where = error.ctx.command_path if error.ctx else "dsplan"
-        return _fail(f"{error.format_message().rstrip('.')}; see {where} --help", error.exit_code)
+        return _fail(complaint(error), error.exit_code)
     except typer.Abort:
         return 130
     return status if isinstance(status, int) else 0

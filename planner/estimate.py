@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
 from planner.cluster import Cluster
 from planner.errors import ContradictoryRequest
@@ -149,6 +150,10 @@ def _remarks(job: Job) -> list[str]:
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
     if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:
         remarks.append(f"{device.name} has no bf16 units; fp16 is its fast precision")
+    asked, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes
+    if asked is not None and asked > capacity:
+        usable = f"the {format_bytes(capacity)} usable on one {device.name}, which stay the limit"
+        remarks.append(f"--max-memory-gb {asked / GB:g} is more than {usable}")
     return remarks
 
 

@@ -83,7 +83,12 @@ def _footnotes(answer: Recommendation) -> list[Block]:
         notes.append(Text(text="a simpler plan goes first unless another is clearly faster", style="faint"))
     if any(not plan.runnable for plan in plans):
         notes.append(Text(text="* can be emitted for other trainers; dsplan run cannot run it yet", style="faint"))
-    return notes
+    return notes + [Text(text=f"note: {note}", style="warning") for note in _shared_notes(plans)]
+
+
+def _shared_notes(plans: tuple[Plan, ...]) -> list[str]:
+    """What is said of every plan, and so of the model or the question rather than of one configuration."""
+    return [note for note in plans[0].notes if all(note in plan.notes for plan in plans)]
 
 
 def _by_time(plans: tuple[Plan, ...]) -> bool:

@@ -75,6 +75,27 @@ def test_bad_flags(cli: Cli, line: str, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("estimate --gpus two", "--gpus is 'two'; give a whole number from 1 to 1,000,000; see dsplan estimate --help"),
+        ("estimate --gpus 0", "--gpus is 0; give a whole number from 1 to 1,000,000; see dsplan estimate --help"),
+        (f"{RECOMMEND} --max-memory-gb x", "--max-memory-gb is 'x'; give a number; see dsplan recommend --help"),
+        (
+            f"{RECOMMEND} --precision bf17",
+            "--precision is 'bf17'; give one of fp32, bf16, fp16, bf16-pure; see dsplan recommend --help",
+        ),
+        ("explain", "PLAN is missing; give it a value; see dsplan explain --help"),
+        (
+            f"{RECOMMEND} --host-memory-gb 0",
+            "--host-memory-gb: 0.0 is not a size; write a number of GB above 0; see dsplan recommend --help",
+        ),
+    ],
+)
+def test_a_flag_is_told_what_it_takes(cli: Cli, line: str, said: str) -> None:
+    assert cli.refuses(line) == f"dsplan: {said}\n"
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("{not json", ("JSON",)),

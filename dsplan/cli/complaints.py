@@ -1,0 +1,37 @@
+"""What is said of a flag that cannot be used: what, where, and what to do, in the words of dsplan's other errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def complaint(error: Any) -> str:
+    """One line for a usage error of typer, which exports its class under no name."""
+    where = error.ctx.command_path if error.ctx else "dsplan"
+    return f"{_problem(error)}; see {where} --help"
+
+
+def _problem(error: Any) -> str:
+    parameter = getattr(error, "param", None)
+    if parameter is None:
+        return str(error.format_message()).rstrip(".")
+    flag = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.human_readable_name
+    if not error.message:
+        return f"{flag} is missing; give it a value"
+    given, separator, _ = str(error.message).partition(" is not ")
+    wanted = _wanted(parameter)
+    if not separator or not wanted or ";" in error.message:
+        return f"{flag}: {str(error.message).rstrip('.')}"
+    return f"{flag} is {given}; {wanted}"
+
+
+def _wanted(parameter: Any) -> str:
+    """What a flag takes, as an instruction; empty where its type does not tell."""
+    choices = getattr(parameter.type, "choices", None)
+    if choices:
+        return f"give one of {', '.join(choices)}"
+    least, most = getattr(parameter.type, "min", None), getattr(parameter.type, "max", None)
+    if least is not None and most is not None:
+        return f"give a whole number from {least:,} to {most:,}"
+    kinds = {"float": "give a number", "integer": "give a whole number"}
+    return kinds.get(parameter.type.name, "")
