@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from planner.job import Job
 from planner.memory.activations import Activations, activations_of
 from planner.memory.ledger import Ledger, Transients
@@ -20,16 +22,25 @@ from planner.plan import MemoryEstimate
 
 def memory_estimate(job: Job) -> MemoryEstimate:
     """Bytes on the busiest rank in the steady state, by category and phase, and what the process uses beyond them."""
+    return composed(job, phases_of(job), FRAGMENTATION_UPPER)
+
+
+def phases_of(job: Job) -> dict[str, Ledger]:
+    """What is alive on the busiest rank at the peak of each phase."""
     recipe = recipe_of(job.configuration)
-    states = states_of(job, recipe)
-    phases = _phases(job, recipe, states)
+    return _phases(job, recipe, states_of(job, recipe))
+
+
+def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
+    """The estimate that follows from the phases; `margin` is the share of the peak that its upper bound adds."""
+    states = states_of(job, recipe_of(job.configuration))
     peak_phase = max(phases, key=lambda name: phases[name].total)
     categories = phases[peak_phase].rounded()
     allocated = sum(categories.values())
     overhead = device_overhead(job)
     reserved, beside = round(allocated * (1 + FRAGMENTATION)), round(overhead.expected)
     used = reserved + beside
-    upper = allocated * (1 + FRAGMENTATION_UPPER) + overhead.upper
+    upper = allocated * (1 + margin) + overhead.upper
     return MemoryEstimate(
         **{f"{name}_bytes": value for name, value in categories.items()},
         peak_allocated_bytes=allocated,
