@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from planner.errors import BrokenFile, UnknownName
+from planner.models.counting.weights import NOTHING, Weights, block_count, counted
 from planner.models.facts import ModelFacts
 from planner.models.hf_config import facts_from_config
 from planner.models.parameter_counts import BlockCount, ParameterCounts
@@ -52,10 +53,10 @@ def counts_from_module(module: nn.Module, described: ModelFacts | None = None) -
     seen: set[int] = set()
     # The embedding comes before the blocks and the head after them, whatever the order of registration.
     outside = _outside(module, stacks)
-    embedding = sum(_take(part, seen) for part in outside if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    tables = [_take(part, seen) for part in outside if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     blocks = [_block(path, block, seen) for path, stack in stacks for block in stack]
     head = _take(_last_linear(outside), seen)
-    return ParameterCounts(embedding=embedding, blocks=_merged(blocks), head=head, other=_take(module, seen))
+    return counted(embedding=sum(tables, NOTHING), blocks=_merged(blocks), head=head, other=_take(module, seen))
 
 
 def _described(module: nn.Module, name: str) -> ModelFacts | None:
@@ -101,11 +102,11 @@ def _repeated(container: nn.Module, block_classes: list[str]) -> tuple[nn.Module
     return children if len(children) > 1 and len(classes) == 1 and composite else ()
 
 
-def _take(module: nn.Module | None, seen: set[int]) -> int:
-    """Elements of the parameters not seen before, which are marked as seen."""
+def _take(module: nn.Module | None, seen: set[int]) -> Weights:
+    """The parameters not seen before, which are marked as seen."""
     fresh = [parameter for parameter in module.parameters() if id(parameter) not in seen] if module is not None else []
     seen.update(map(id, fresh))
-    return sum(parameter.numel() for parameter in fresh)
+    return Weights(tuple(tuple(parameter.shape) for parameter in fresh))
 
 
 def _outside(module: nn.Module, stacks: list[_Stack]) -> list[nn.Module]:
@@ -120,19 +121,12 @@ def _last_linear(parts: list[nn.Module]) -> nn.Linear | None:
 
 
 def _block(path: str, block: nn.Module, seen: set[int]) -> BlockCount:
-    largest = max((parameter.numel() for parameter in block.parameters()), default=0)
     experts = sum(
         parameter.numel()
         for name, parameter in block.named_parameters()
         if "experts" in name.split(".") and id(parameter) not in seen
     )
-    return BlockCount(
-        name=_role(path, experts),
-        repeats=1,
-        parameters=_take(block, seen),
-        experts=experts,
-        largest_matrix=largest,
-    )
+    return block_count(_role(path, experts), 1, _take(block, seen), experts)
 
 
 def _role(path: str, experts: int) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCount:
@@ -11,7 +13,8 @@ class BlockCount:
 
     `name` is what the blocks are: `decoder`, `encoder`, `dense` and `moe` (the two kinds of layer in a mixture of
     experts), `vision`, `text`. `largest_matrix` is the largest single weight tensor of the block, elements. Blocks that
-    share one set of weights (ALBERT) are one block with `repeats` 1.
+    share one set of weights (ALBERT) are one block with `repeats` 1. `shapes` are those of one block's weights in
+    ascending order, empty where only their sum is known.
     """
 
     name: str
@@ -19,6 +22,7 @@ class BlockCount:
     parameters: int
     experts: int = 0
     largest_matrix: int = 0
+    shapes: tuple[Shape, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,13 +30,15 @@ class ParameterCounts:
     """Parameters of a model by component; weights that are tied count once, where they are first used.
 
     `embedding`: token, position and type tables and patch projections; `head`: the untied part of the output head;
-    `other`: final norms, poolers, relative-position tables and the like.
+    `other`: final norms, poolers, relative-position tables and the like. `outside` are the shapes of these weights
+    in ascending order, empty where only their sum is known.
     """
 
     embedding: int
     blocks: tuple[BlockCount, ...]
     head: int
     other: int
+    outside: tuple[Shape, ...] = ()
 
     @property
     def in_blocks(self) -> int:

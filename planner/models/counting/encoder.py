@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from planner.models.counting.weights import NOTHING, Weights, attention, linear, matrix, mlp, norm, norms, vector
+from planner.models.counting.weights import (
+    NOTHING,
+    Weights,
+    attention,
+    block_count,
+    counted,
+    linear,
+    mlp,
+    norm,
+    norms,
+    tensor,
+    vector,
+)
 from planner.models.facts import ModelFacts
 from planner.models.parameter_counts import BlockCount, ParameterCounts
 
@@ -12,19 +24,21 @@ def count_encoder(facts: ModelFacts) -> ParameterCounts:
 
     ALBERT's pooler belongs to `AlbertModel`; `AlbertForMaskedLM`, which the catalogue names, is built without it.
     """
-    return ParameterCounts(
-        embedding=_embedding(facts).total,
+    return counted(
+        embedding=_embedding(facts),
         blocks=_blocks(facts),
-        head=_head(facts).total,
-        other=(_relative_positions(facts) + _pooler(facts)).total + _final_norm(facts),
+        head=_head(facts),
+        other=_relative_positions(facts) + _pooler(facts) + _final_norm(facts),
     )
 
 
 def _embedding(facts: ModelFacts) -> Weights:
     width = facts.embedding_size or facts.hidden_size
-    tables = matrix(facts.vocab_size + facts.type_vocab_size, width)
+    tables = tensor(facts.vocab_size, width)
+    if facts.type_vocab_size:
+        tables += tensor(facts.type_vocab_size, width)
     if facts.learned_positions:
-        tables += matrix(facts.max_position_embeddings, width)
+        tables += tensor(facts.max_position_embeddings, width)
     if facts.embedding_layernorm:
         tables += norm(facts, width)
     # ALBERT maps from the embedding's width to the hidden width even where they are equal, ELECTRA does not.
@@ -39,32 +53,26 @@ def _blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
         positions = linear(facts.hidden_size, facts.hidden_size, bias=True)
         block += positions + positions
     repeats = 1 if facts.shared_layers else facts.num_layers
-    rest = BlockCount(name="encoder", repeats=repeats, parameters=block.total, largest_matrix=block.largest)
     if facts.model_type != "modernbert":
-        return (rest,)
+        return (block_count("encoder", repeats, block),)
     # ModernBERT's first layer has no norm before its attention: the embeddings were normalised just before.
-    first = BlockCount(
-        name="encoder", repeats=1, parameters=block.total - norm(facts).total, largest_matrix=block.largest
-    )
-    others = BlockCount(
-        name="encoder", repeats=facts.num_layers - 1, parameters=block.total, largest_matrix=block.largest
-    )
-    return (first, others)
+    first = attention(facts) + mlp(facts, facts.intermediate_size) + norms(facts, facts.norms_per_layer - 1)
+    return (block_count("encoder", 1, first), block_count("encoder", facts.num_layers - 1, block))
 
 
 def _relative_positions(facts: ModelFacts) -> Weights:
     """DeBERTa's table of relative positions [2 * buckets, hidden] and its norm."""
     if not facts.position_buckets:
         return NOTHING
-    return matrix(2 * facts.position_buckets, facts.hidden_size) + norm(facts)
+    return tensor(2 * facts.position_buckets, facts.hidden_size) + norm(facts)
 
 
 def _pooler(facts: ModelFacts) -> Weights:
     return linear(facts.hidden_size, facts.hidden_size, bias=True) if facts.pooler else NOTHING
 
 
-def _final_norm(facts: ModelFacts) -> int:
-    return norm(facts).total if facts.model_type == "modernbert" else 0
+def _final_norm(facts: ModelFacts) -> Weights:
+    return norm(facts) if facts.model_type == "modernbert" else NOTHING
 
 
 def _head(facts: ModelFacts) -> Weights:
@@ -86,7 +94,7 @@ def _masked_lm_head(facts: ModelFacts) -> Weights:
     width = facts.embedding_size or facts.hidden_size
     head = linear(facts.hidden_size, width, bias=facts.norm_bias) + norm(facts, width)
     if not facts.tie_word_embeddings:
-        head += matrix(width, facts.vocab_size)
+        head += tensor(facts.vocab_size, width)
     return head + vector(facts.vocab_size) if facts.lm_head_bias else head
 
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from planner.models.counting.weights import NOTHING, Weights, attention, linear, matrix, mlp, norms
+from planner.models.counting.weights import (
+    NOTHING,
+    Weights,
+    attention,
+    block_count,
+    counted,
+    mlp,
+    norms,
+    tensor,
+    vector,
+)
 from planner.models.facts import ModelFacts
 from planner.models.parameter_counts import BlockCount, ParameterCounts
 
@@ -18,13 +28,21 @@ def count_encoder_decoder(facts: ModelFacts) -> ParameterCounts:
     has_head = not facts.tie_word_embeddings and not facts.architecture.endswith("Model")
     positions, embedding_norms = _positions(facts), norms(facts, 2 if facts.embedding_layernorm else 0)
     final_norms = norms(facts, 2 if _has_final_norms(facts) else 0)
-    relative = 2 * facts.relative_attention_num_buckets * facts.num_heads
-    return ParameterCounts(
-        embedding=facts.vocab_size * facts.hidden_size + (positions + embedding_norms + _audio_stem(facts)).total,
+    table = tensor(facts.vocab_size, facts.hidden_size)
+    return counted(
+        embedding=table + positions + embedding_norms + _audio_stem(facts),
         blocks=_blocks(facts),
-        head=facts.vocab_size * facts.hidden_size if has_head else 0,
-        other=final_norms.total + relative,
+        head=table if has_head else NOTHING,
+        other=final_norms + _relative_positions(facts),
     )
+
+
+def _relative_positions(facts: ModelFacts) -> Weights:
+    """T5's two tables of relative positions, one per stack."""
+    if not facts.relative_attention_num_buckets:
+        return NOTHING
+    table = tensor(facts.relative_attention_num_buckets, facts.num_heads)
+    return table + table
 
 
 def _has_final_norms(facts: ModelFacts) -> bool:
@@ -38,9 +56,9 @@ def _positions(facts: ModelFacts) -> Weights:
     """
     hidden = facts.hidden_size
     if facts.max_source_positions:
-        return matrix(facts.max_source_positions, hidden) + matrix(facts.max_target_positions, hidden)
+        return tensor(facts.max_source_positions, hidden) + tensor(facts.max_target_positions, hidden)
     if facts.learned_positions or facts.model_type == "pegasus":
-        one = matrix(facts.max_position_embeddings + facts.position_offset, hidden)
+        one = tensor(facts.max_position_embeddings + facts.position_offset, hidden)
         return one + one
     return NOTHING
 
@@ -50,7 +68,8 @@ def _audio_stem(facts: ModelFacts) -> Weights:
     if not facts.num_mel_bins:
         return NOTHING
     hidden = facts.hidden_size
-    return linear(3 * facts.num_mel_bins, hidden, bias=True) + linear(3 * hidden, hidden, bias=True)
+    first, second = tensor(hidden, facts.num_mel_bins, 3), tensor(hidden, hidden, 3)
+    return first + vector(hidden) + second + vector(hidden)
 
 
 def _blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
@@ -59,10 +78,6 @@ def _blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
     decoder_width = facts.decoder_intermediate_size or facts.intermediate_size
     decoder = attend + attend + mlp(facts, decoder_width) + norms(facts, 3)
     return (
-        _block("encoder", facts.encoder_layers or facts.num_layers, encoder),
-        _block("decoder", facts.decoder_layers, decoder),
+        block_count("encoder", facts.encoder_layers or facts.num_layers, encoder),
+        block_count("decoder", facts.decoder_layers, decoder),
     )
-
-
-def _block(name: str, repeats: int, weights: Weights) -> BlockCount:
-    return BlockCount(name=name, repeats=repeats, parameters=weights.total, largest_matrix=weights.largest)

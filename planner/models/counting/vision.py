@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.models.counting.decoder import count_decoder
-from planner.models.counting.weights import NOTHING, Weights, attention, linear, matrix, mlp, norm, norms, vector
+from planner.models.counting.weights import (
+    NOTHING,
+    Weights,
+    attention,
+    block_count,
+    counted,
+    linear,
+    mlp,
+    norm,
+    norms,
+    tensor,
+    vector,
+)
 from planner.models.facts import ModelFacts, TowerFacts
 from planner.models.parameter_counts import BlockCount, ParameterCounts
 
@@ -13,17 +25,17 @@ from planner.models.parameter_counts import BlockCount, ParameterCounts
 def count_vision(facts: ModelFacts) -> ParameterCounts:
     """ViT and DINOv2: class token, patches, blocks, final norm, and a pooler or classifier where there is one."""
     hidden = facts.hidden_size
-    patch_bias_and_tokens = vector(hidden) + vector(hidden)
+    tokens = tensor(1, 1, hidden)
     if facts.layer_scale:
-        patch_bias_and_tokens += vector(hidden)  # DINOv2's mask token
-    positions = matrix(_patches(facts.image_size, facts.patch_size) + 1, hidden)
+        tokens += tensor(1, hidden)  # DINOv2's mask token
+    positions = tensor(1, _patches(facts.image_size, facts.patch_size) + 1, hidden)
     pooler = linear(hidden, hidden, bias=True) if facts.pooler else NOTHING
     classifier = linear(_classifier_inputs(facts), facts.num_labels, bias=True) if _classifies(facts) else NOTHING
-    return ParameterCounts(
-        embedding=(_patch_projection(facts, hidden, facts.patch_size) + patch_bias_and_tokens + positions).total,
+    return counted(
+        embedding=_patch_projection(facts, hidden, facts.patch_size) + vector(hidden) + tokens + positions,
         blocks=(_vision_block(facts, "vision", facts.num_layers),),
-        head=classifier.total,
-        other=(norm(facts) + pooler).total,
+        head=classifier,
+        other=norm(facts) + pooler,
     )
 
 
@@ -40,15 +52,16 @@ def count_vision_text(facts: ModelFacts) -> ParameterCounts:
     vision_embedding = (
         _patch_projection(facts, vision.hidden_size, facts.vision.patch_size)
         + vector(vision.hidden_size)
-        + matrix(patches + 1, vision.hidden_size)
+        + tensor(patches + 1, vision.hidden_size)
     )
-    text_embedding = matrix(text.vocab_size + text.max_position_embeddings, text.hidden_size)
-    vision_norms, text_norm = norms(vision, 2), norm(text)
-    return ParameterCounts(
-        embedding=vision_embedding.total + text_embedding.total,
+    text_embedding = tensor(text.vocab_size, text.hidden_size) + tensor(text.max_position_embeddings, text.hidden_size)
+    projections = tensor(facts.projection_dim, vision.hidden_size) + tensor(facts.projection_dim, text.hidden_size)
+    logit_scale = tensor()
+    return counted(
+        embedding=vision_embedding + text_embedding,
         blocks=(_vision_block(text, "text", text.num_layers), _vision_block(vision, "vision", vision.num_layers)),
-        head=(vision.hidden_size + text.hidden_size) * facts.projection_dim,
-        other=vision_norms.total + text_norm.total + 1,
+        head=projections,
+        other=norms(vision, 2) + norm(text) + logit_scale,
     )
 
 
@@ -73,20 +86,23 @@ def count_vision_language(facts: ModelFacts) -> ParameterCounts:
     )
     pooled = facts.vision.pooling_head
     width, patches = siglip.hidden_size, _patches(facts.vision.image_size, facts.vision.patch_size)
-    tower = _patch_projection(facts, width, facts.vision.patch_size) + vector(width) + matrix(patches, width)
-    projector = matrix(width, facts.hidden_size) + vector(width)
+    tower = _patch_projection(facts, width, facts.vision.patch_size) + vector(width) + tensor(patches, width)
+    other = norm(siglip) + tensor(width, facts.hidden_size) + vector(width)
+    if pooled:
+        other += _pooling_head(siglip)
     return ParameterCounts(
         embedding=language.embedding + tower.total,
         blocks=(*language.blocks, _vision_block(siglip, "vision", siglip.num_layers)),
         head=language.head,
-        other=language.other + norm(siglip).total + projector.total + (_pooling_head(siglip) if pooled else 0),
+        other=language.other + other.total,
+        outside=tuple(sorted(language.outside + tower.shapes + other.shapes)),
     )
 
 
-def _pooling_head(tower: ModelFacts) -> int:
+def _pooling_head(tower: ModelFacts) -> Weights:
     """SigLIP's head: one learned query, a multi-head attention with fused inputs, a norm and an MLP."""
-    query = vector(tower.hidden_size)
-    return (query + attention(tower) + norm(tower) + mlp(tower, tower.intermediate_size)).total
+    query = tensor(1, 1, tower.hidden_size)
+    return query + attention(tower) + norm(tower) + mlp(tower, tower.intermediate_size)
 
 
 def _as_tower(facts: ModelFacts, tower: TowerFacts) -> ModelFacts:
@@ -108,7 +124,7 @@ def _vision_block(facts: ModelFacts, name: str, repeats: int) -> BlockCount:
     block = attention(facts) + mlp(facts, facts.intermediate_size) + norms(facts, 2)
     if facts.layer_scale:
         block += vector(facts.hidden_size) + vector(facts.hidden_size)
-    return BlockCount(name=name, repeats=repeats, parameters=block.total, largest_matrix=block.largest)
+    return block_count(name, repeats, block)
 
 
 def _patches(image_size: int, patch_size: int) -> int:
@@ -116,7 +132,7 @@ def _patches(image_size: int, patch_size: int) -> int:
 
 
 def _patch_projection(facts: ModelFacts, width: int, patch_size: int) -> Weights:
-    return matrix((facts.num_channels or 3) * patch_size * patch_size, width)
+    return tensor(width, facts.num_channels or 3, patch_size, patch_size)
 
 
 def _classifies(facts: ModelFacts) -> bool:

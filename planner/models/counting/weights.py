@@ -3,34 +3,69 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from planner.models.facts import MlaFacts, ModelFacts
+from planner.models.parameter_counts import BlockCount, ParameterCounts, Shape
+
+# GPT-2's projections are transformers' Conv1D, which keeps [inputs, outputs] where a linear layer keeps the transpose;
+# GPT-OSS keeps its experts so.
+_INPUTS_FIRST = ("gpt2",)
+_EXPERTS_INPUTS_FIRST = ("gpt_oss",)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Some weight tensors: elements in all, and in the largest single tensor."""
+    """Some weight tensors, by their shapes as the module keeps them."""
 
-    total: int
-    largest: int
+    shapes: tuple[Shape, ...]
 
     def __add__(self, other: Weights) -> Weights:
-        return Weights(self.total + other.total, max(self.largest, other.largest))
+        return Weights(self.shapes + other.shapes)
+
+    @property
+    def total(self) -> int:
+        return sum(map(prod, self.shapes))
+
+    @property
+    def largest(self) -> int:
+        return max(map(prod, self.shapes), default=0)
 
 
-NOTHING = Weights(0, 0)
+NOTHING = Weights(())
 
 
-def matrix(rows: int, columns: int) -> Weights:
-    return Weights(rows * columns, rows * columns)
+def counted(*, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights) -> ParameterCounts:
+    """The counts of a model of which every weight is known."""
+    outside = tuple(sorted(embedding.shapes + head.shapes + other.shapes))
+    return ParameterCounts(
+        embedding=embedding.total, blocks=blocks, head=head.total, other=other.total, outside=outside
+    )
+
+
+def block_count(name: str, repeats: int, weights: Weights, experts: int = 0) -> BlockCount:
+    """`repeats` blocks of these weights, `experts` elements of which belong to routed experts."""
+    return BlockCount(
+        name=name,
+        repeats=repeats,
+        parameters=weights.total,
+        experts=experts,
+        largest_matrix=weights.largest,
+        shapes=tuple(sorted(weights.shapes)),
+    )
+
+
+def tensor(*shape: int) -> Weights:
+    return Weights((shape,))
 
 
 def vector(width: int) -> Weights:
-    return Weights(width, width)
+    return tensor(width)
 
 
 def linear(inputs: int, outputs: int, *, bias: bool) -> Weights:
-    return matrix(inputs, outputs) + (vector(outputs) if bias else NOTHING)
+    weight = tensor(outputs, inputs)
+    return weight + vector(outputs) if bias else weight
 
 
 def norm(facts: ModelFacts, width: int = 0) -> Weights:
@@ -54,7 +89,7 @@ def attention(facts: ModelFacts) -> Weights:
         inputs = linear(facts.hidden_size, queries, bias=facts.qkv_bias) + key + value
     output = linear(queries, facts.hidden_size, bias=facts.attn_out_bias)
     sinks = vector(facts.num_heads) if facts.attention_sinks else NOTHING
-    return inputs + output + _query_key_norm(facts, queries, keys) + sinks
+    return _as_kept(facts, inputs + output) + _query_key_norm(facts, queries, keys) + sinks
 
 
 def _query_key_norm(facts: ModelFacts, queries: int, keys: int) -> Weights:
@@ -70,12 +105,12 @@ def _latent_attention(facts: ModelFacts, mla: MlaFacts) -> Weights:
     hidden, heads = facts.hidden_size, facts.num_heads
     query_width = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     if mla.q_lora_rank is None:
-        query = matrix(hidden, query_width)
+        query = tensor(query_width, hidden)
     else:
-        query = matrix(hidden, mla.q_lora_rank) + vector(mla.q_lora_rank) + matrix(mla.q_lora_rank, query_width)
-    compressed = matrix(hidden, mla.kv_lora_rank + mla.qk_rope_head_dim) + vector(mla.kv_lora_rank)
-    expanded = matrix(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim))
-    return query + compressed + expanded + matrix(heads * mla.v_head_dim, hidden)
+        query = tensor(mla.q_lora_rank, hidden) + vector(mla.q_lora_rank) + tensor(query_width, mla.q_lora_rank)
+    compressed = tensor(mla.kv_lora_rank + mla.qk_rope_head_dim, hidden) + vector(mla.kv_lora_rank)
+    expanded = tensor(heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    return query + compressed + expanded + tensor(hidden, heads * mla.v_head_dim)
 
 
 def mlp(facts: ModelFacts, width: int) -> Weights:
@@ -87,9 +122,22 @@ def mlp(facts: ModelFacts, width: int) -> Weights:
         inputs = linear(hidden, 2 * width, bias=bias)
     else:
         inputs = linear(hidden, width, bias=bias) + linear(hidden, width, bias=bias)
-    return inputs + linear(width, hidden, bias=bias)
+    return _as_kept(facts, inputs + linear(width, hidden, bias=bias))
 
 
 def norms(facts: ModelFacts, how_many: int) -> Weights:
-    one = norm(facts)
-    return Weights(one.total * how_many, one.largest)
+    return Weights(norm(facts).shapes * how_many)
+
+
+def _as_kept(facts: ModelFacts, projections: Weights) -> Weights:
+    return _swapped(projections) if facts.model_type in _INPUTS_FIRST else projections
+
+
+def experts_as_kept(facts: ModelFacts, projections: Weights) -> Weights:
+    """The stacked projections of all experts, in the order of dimensions that the architecture keeps them in."""
+    return _swapped(projections) if facts.model_type in _EXPERTS_INPUTS_FIRST else projections
+
+
+def _swapped(matrices: Weights) -> Weights:
+    """Last two dimensions exchanged; vectors stay as they are."""
+    return Weights(tuple((*s[:-2], s[-1], s[-2]) if len(s) > 1 else s for s in matrices.shapes))
