@@ -1,0 +1,100 @@
+"""Runs to measure: a real model with random weights and batches of random words, trained by dsplan's engine."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.plan_io import plan_from_dict
+from planner.vocabulary import Attention, Task
+from strategies.engine import initialize
+from strategies.environment import join
+from strategies.measure_memory import StepMemory, measure_step, reachable_tensors
+
+_CLASSES: Mapping[Task, str] = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq-cls": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "image-cls": "AutoModelForImageClassification",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A run to measure.
+
+    `config` is a transformers config with its `model_type`, `plan` the object of the JSON contract; a process takes at
+    most `memory_fraction` of its GPU.
+    """
+
+    config: Mapping[str, Any]
+    task: Task
+    plan: Mapping[str, Any]
+    memory_fraction: float = 1.0
+
+
+def measure_subject(subject: Subject) -> StepMemory:
+    """Train the subject and measure a step in its steady state; called on every rank of the subject's group."""
+    gc.collect()
+    before = {weakref.ref(tensor.untyped_storage()) for tensor in reachable_tensors() if _has_storage(tensor)}
+    device = join().device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(subject.memory_fraction, device)
+    plan = plan_from_dict(subject.plan)
+    chosen = plan.configuration
+    model = build_model(subject.config, subject.task, chosen.attention, device)
+    batch = batch_for(model, subject.task, chosen.micro_batch_size, chosen.sequence_length, device)
+    engine, *_ = initialize(model=model, plan=plan)
+    return measure_step(
+        engine, batch, others=lambda tensor: _has_storage(tensor) and weakref.ref(tensor.untyped_storage()) in before
+    )
+
+
+def device_used_bytes() -> int:
+    """What all processes use of this rank's GPU once this one is there, before its first tensor of a model."""
+    device = join().device
+    torch.zeros(1, device=device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def build_model(config: Mapping[str, Any], task: Task, attention: Attention, device: torch.device) -> nn.Module:
+    """The model that transformers builds from `config` (with its `model_type`), fp32, in training, no cache.
+
+    The same on every rank: weights are drawn from one seed.
+    """
+    transformers = import_module("transformers")
+    arguments = dict(config)
+    settings = transformers.AutoConfig.for_model(arguments.pop("model_type"), **arguments)
+    if hasattr(settings, "use_cache"):
+        settings.use_cache = False
+    torch.manual_seed(0)
+    with device:
+        model: nn.Module = getattr(transformers, _CLASSES[task]).from_config(
+            settings, attn_implementation="eager" if attention == "eager" else "sdpa"
+        )
+    return model.train()
+
+
+def batch_for(model: nn.Module, task: Task, samples: int, length: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """A micro-batch of `samples` x `length` words (or images), labels beside them."""
+    settings: Any = model.config
+    if task == "image-cls":
+        pixels = torch.rand(samples, settings.num_channels, settings.image_size, settings.image_size, device=device)
+        return {"pixel_values": pixels, "labels": torch.randint(2, (samples,), device=device)}
+    words = torch.randint(settings.vocab_size, (samples, length), device=device)
+    labels = torch.randint(2, (samples,), device=device) if task == "seq-cls" else words.clone()
+    return {"input_ids": words, "labels": labels}
