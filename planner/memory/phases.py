@@ -15,7 +15,7 @@ from planner.memory.overhead import (
     library_workspace,
 )
 from planner.memory.recipe import Recipe, recipe_of
-from planner.memory.states import States, states_of
+from planner.memory.states import States, nominal_states_of, states_of
 from planner.memory.transients import transients_of
 from planner.plan import MemoryEstimate
 
@@ -33,7 +33,8 @@ def phases_of(job: Job) -> dict[str, Ledger]:
 
 def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
     """The estimate that follows from the phases; `margin` is the share of the peak that its upper bound adds."""
-    states = states_of(job, recipe_of(job.configuration))
+    recipe = recipe_of(job.configuration)
+    states, nominal = states_of(job, recipe), nominal_states_of(job, recipe)
     peak_phase = max(phases, key=lambda name: phases[name].total)
     categories = phases[peak_phase].rounded()
     allocated = sum(categories.values())
@@ -52,9 +53,9 @@ def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEst
         host_bytes_per_node=round(host_bytes(job, states, used)),
         phases={name: round(ledger.total) for name, ledger in phases.items()},
         states={
-            "parameters_bytes": round(states.parameters),
-            "gradients_bytes": round(states.gradients),
-            "optimizer_bytes": round(states.optimizer),
+            "parameters_bytes": round(nominal.parameters),
+            "gradients_bytes": round(nominal.gradients),
+            "optimizer_bytes": round(nominal.optimizer),
         },
     )
 

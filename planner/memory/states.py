@@ -1,4 +1,4 @@
-"""Resident states: parameters, gradients and optimizer states of one rank, by the ZeRO arithmetic.
+"""Resident states: parameters, gradients and optimizer states of one rank, by the ZeRO arithmetic and to the byte.
 
 With Psi parameters, N shards and K bytes of optimizer state (master copy included): a replica costs 4 Psi + K Psi,
 ZeRO-1 4 Psi + K Psi/N, ZeRO-2 2 Psi + (2 + K) Psi/N, ZeRO-3 and FSDP (4 + K) Psi/N in 16-bit training (Rajbhandari et
@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.job import Job
+from planner.memory.optimizer_states import optimizer_state_bytes
 from planner.memory.recipe import Recipe
+from planner.memory.units import units_of
 from planner.vocabulary import FSDP_STRATEGIES
 
 
@@ -45,45 +47,59 @@ def elements_on_stage(job: Job) -> float:
 
 
 def states_of(job: Job, recipe: Recipe) -> States:
-    """Resident states of the busiest rank."""
+    """Resident states of the busiest rank as the allocator gives them."""
+    made = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
+    return _offloaded(job, recipe, made)
+
+
+def nominal_states_of(job: Job, recipe: Recipe) -> States:
+    """Resident states by the ZeRO arithmetic, without the allocator's rounding and FSDP2's padding."""
+    return _offloaded(job, recipe, _by_arithmetic(job, recipe))
+
+
+def _by_arithmetic(job: Job, recipe: Recipe) -> States:
+    """What is sharded is one flat partition, as DeepSpeed makes it; nothing is offloaded."""
     configuration = job.configuration
     elements = elements_on_stage(job)
-    shards = configuration.dp_shard
-    local = elements / shards
+    local = elements / configuration.dp_shard
     shards_weights = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
     shards_gradients = shards_weights or configuration.zero_stage == 2
-    parameters = recipe.weight * (local if shards_weights else elements)
-    gradients = recipe.gradient * (local if shards_gradients else elements)
-    optimizer = (recipe.master + state_bytes(job, recipe)) * local
-    return _offloaded(
-        job,
-        recipe,
-        States(
-            parameters=parameters,
-            gradients=gradients,
-            optimizer=optimizer,
-            host=0,
-            nvme=0,
-            elements=elements,
-            local=local,
-        ),
+    return States(
+        parameters=recipe.weight * (local if shards_weights else elements),
+        gradients=recipe.gradient * (local if shards_gradients else elements),
+        optimizer=(recipe.master + _moments_per_parameter(job, recipe)) * local,
+        host=0,
+        nvme=0,
+        elements=elements,
+        local=local,
     )
 
 
-def state_bytes(job: Job, recipe: Recipe) -> float:
-    """Bytes of optimizer moments per parameter; adafactor's are the row and column sums of its matrices, fp32.
-
-    DeepSpeed hands its optimizer one flat tensor, which has no rows: there adafactor keeps a whole fp32 moment.
-    """
+def _moments_per_parameter(job: Job, recipe: Recipe) -> float:
+    """Bytes. Adafactor's are sums over the rows and columns of matrices; a flat partition has none, so that it keeps a
+    whole fp32 moment there."""
     if job.configuration.optimizer != "adafactor":
         return recipe.state
     if job.configuration.zero_stage:
         return 4.0
-    facts = job.facts
-    attention = 8 * facts.hidden_size
-    mlp = (3 if facts.gated_mlp else 2) * (facts.hidden_size + facts.intermediate_size)
-    rows = facts.total_layers * (attention + mlp * max(facts.num_experts, 1)) + facts.vocab_size + facts.hidden_size
-    return 4 * rows / max(job.counts.total, 1)
+    units = units_of(job)
+    return optimizer_state_bytes(job, recipe, units) / units.elements
+
+
+def _of_tensors(job: Job, recipe: Recipe) -> States:
+    """torch's strategies: every parameter and moment is a tensor; FSDP2 reduces a unit's gradients into one."""
+    units = units_of(job)
+    shards = units.shard(job.configuration.dp_shard)
+    is_fsdp = job.configuration.strategy in FSDP_STRATEGIES
+    return States(
+        parameters=shards.bytes(recipe.weight),
+        gradients=shards.flat_bytes(recipe.gradient) if is_fsdp else shards.bytes(recipe.gradient),
+        optimizer=optimizer_state_bytes(job, recipe, shards),
+        host=0,
+        nvme=0,
+        elements=units.elements,
+        local=shards.elements,
+    )
 
 
 def _offloaded(job: Job, recipe: Recipe, states: States) -> States:

@@ -13,8 +13,8 @@ class BlockCount:
 
     `name` is what the blocks are: `decoder`, `encoder`, `dense` and `moe` (the two kinds of layer in a mixture of
     experts), `vision`, `text`. `largest_matrix` is the largest single weight tensor of the block, elements. Blocks that
-    share one set of weights (ALBERT) are one block with `repeats` 1. `shapes` are those of one block's weights in
-    ascending order, empty where only their sum is known.
+    share one set of weights (ALBERT) are one block with `repeats` 1. `shapes` are those of one block's weights, in
+    the order of use as far as it matters; empty where only their sum is known.
     """
 
     name: str
@@ -30,8 +30,8 @@ class ParameterCounts:
     """Parameters of a model by component; weights that are tied count once, where they are first used.
 
     `embedding`: token, position and type tables and patch projections; `head`: the untied part of the output head;
-    `other`: final norms, poolers, relative-position tables and the like. `outside` are the shapes of these weights
-    in ascending order, empty where only their sum is known.
+    `other`: final norms, poolers, relative-position tables and the like. `outside` are the shapes of these weights,
+    the embedding's first and the head's last; empty where only their sum is known.
     """
 
     embedding: int

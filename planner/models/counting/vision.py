@@ -95,7 +95,7 @@ def count_vision_language(facts: ModelFacts) -> ParameterCounts:
         blocks=(*language.blocks, _vision_block(siglip, "vision", siglip.num_layers)),
         head=language.head,
         other=language.other + other.total,
-        outside=tuple(sorted(language.outside + tower.shapes + other.shapes)),
+        outside=language.outside + tower.shapes + other.shapes,
     )
 
 

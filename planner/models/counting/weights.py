@@ -37,7 +37,7 @@ NOTHING = Weights(())
 
 def counted(*, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights) -> ParameterCounts:
     """The counts of a model of which every weight is known."""
-    outside = tuple(sorted(embedding.shapes + head.shapes + other.shapes))
+    outside = embedding.shapes + other.shapes + head.shapes
     return ParameterCounts(
         embedding=embedding.total, blocks=blocks, head=head.total, other=other.total, outside=outside
     )
@@ -51,7 +51,7 @@ def block_count(name: str, repeats: int, weights: Weights, experts: int = 0) -> 
         parameters=weights.total,
         experts=experts,
         largest_matrix=weights.largest,
-        shapes=tuple(sorted(weights.shapes)),
+        shapes=weights.shapes,
     )
 
 
