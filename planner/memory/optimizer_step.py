@@ -8,7 +8,7 @@ from itertools import pairwise
 from planner.job import Job
 from planner.memory.recipe import Recipe
 from planner.memory.states import States
-from planner.memory.units import Units, rounded, units_of
+from planner.memory.units import Units, rounded, shards_of
 
 
 def step_temporaries(job: Job, recipe: Recipe, states: States) -> float:
@@ -17,7 +17,7 @@ def step_temporaries(job: Job, recipe: Recipe, states: States) -> float:
         return 0.0
     if job.configuration.zero_stage:
         return _flat_step(job, recipe, states)
-    shards = units_of(job).shard(job.configuration.dp_shard)
+    shards = shards_of(job)
     return _tensor_step(job, shards, recipe.weight)
 
 

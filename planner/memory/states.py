@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from planner.job import Job
 from planner.memory.optimizer_states import optimizer_state_bytes
 from planner.memory.recipe import Recipe
-from planner.memory.units import units_of
+from planner.memory.units import shards_of, units_of
 from planner.vocabulary import FSDP_STRATEGIES
 
 
@@ -88,8 +88,7 @@ def _moments_per_parameter(job: Job, recipe: Recipe) -> float:
 
 def _of_tensors(job: Job, recipe: Recipe) -> States:
     """torch's strategies: every parameter and moment is a tensor; FSDP2 reduces a unit's gradients into one."""
-    units = units_of(job)
-    shards = units.shard(job.configuration.dp_shard)
+    units, shards = units_of(job), shards_of(job)
     is_fsdp = job.configuration.strategy in FSDP_STRATEGIES
     return States(
         parameters=shards.bytes(recipe.weight),

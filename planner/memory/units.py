@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 
@@ -92,14 +92,24 @@ class Units:
 
 def units_of(job: Job) -> Units:
     """The units of the largest pipeline stage on one tensor-parallel rank."""
-    counts, dims = job.counts, job.configuration
+    return _units(job.counts, job.configuration.tp, job.configuration.pp, 1)
+
+
+def shards_of(job: Job) -> Units:
+    """The same as data parallelism shards them, on the rank with the most."""
+    return _units(job.counts, job.configuration.tp, job.configuration.pp, job.configuration.dp_shard)
+
+
+@lru_cache(maxsize=256)
+def _units(counts: ParameterCounts, tp: int, pp: int, shards: int) -> Units:
     layers = sum(block.repeats for block in counts.blocks) or 1
-    share = -(-layers // dims.pp) / layers
+    share = -(-layers // pp) / layers
     blocks = tuple(
-        Unit(shapes=_parallel(block.shapes or ((block.parameters,),), dims.tp), repeats=block.repeats * share)
+        Unit(shapes=_parallel(block.shapes or ((block.parameters,),), tp), repeats=block.repeats * share)
         for block in counts.blocks
     )
-    return Units(blocks=blocks, root=Unit(shapes=_parallel(_outside(job), dims.tp)), tables=_tables(counts))
+    root = Unit(shapes=_parallel(_outside(counts, pp), tp))
+    return Units(blocks=blocks, root=root, tables=_tables(counts)).shard(shards)
 
 
 def _tables(counts: ParameterCounts) -> int:
@@ -108,10 +118,9 @@ def _tables(counts: ParameterCounts) -> int:
     return sum(1 for size in elements if size <= counts.embedding)
 
 
-def _outside(job: Job) -> tuple[Shape, ...]:
+def _outside(counts: ParameterCounts, stages: int) -> tuple[Shape, ...]:
     """Weights outside the blocks; of a pipeline, those of the larger end, as one tensor."""
-    counts = job.counts
-    if job.configuration.pp == 1:
+    if stages == 1:
         return counts.outside or ((counts.outside_blocks,),)
     if counts.head == 0:  # a tied head needs the table on both end stages
         return ((counts.embedding + counts.other,),)
