@@ -34,6 +34,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "t5": {
         "d_model": 256,
         "d_ff": 1024,
+        "d_kv": 64,
         "num_layers": 4,
         "num_heads": 4,
         "vocab_size": 4096,
@@ -61,7 +62,7 @@ FULL: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
-    "gpt2-774m": {"n_embd": 1280, "n_layer": 36, "n_head": 20, "n_positions": 1024},
+    "gpt2-774m": {"n_embd": 1280, "n_layer": 36, "n_head": 20, "n_positions": 1024, "vocab_size": 50257},
     "opt-1.3b": {
         "hidden_size": 2048,
         "word_embed_proj_dim": 2048,

@@ -3,9 +3,9 @@
 A GPU's allocator keeps the peaks itself. On a CPU a `StorageTracker` counts every storage that an operation touches and
 every tensor that Python can reach when the step begins.
 
-The phases are those of a plan: `forward` ends when the model's last block returns, `loss` (final norm, head, loss and
-their backward) when the gradient of that block's output is there, `backward` when the engine's `backward` returns; then
-comes `step`. With accumulation each phase is the largest of its micro-batches.
+The phases are those of a plan: `forward` ends when the model's last block returns, `loss` (final norm, head and loss)
+when the engine's forward does; `backward` and `step` are the engine's. With accumulation each phase is the largest of
+its micro-batches.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _train_step(engine: Engine, batch: Mapping[str, torch.Tensor], peaks: PhaseP
     for _ in range(engine.configuration.gradient_accumulation_steps):
         enter("forward")
         loss = engine(**batch).loss
-        enter("loss")
+        enter("backward")
         engine.backward(loss)
         enter("step")
         engine.step()
@@ -152,7 +152,7 @@ class PhasePeaks:
 
     @contextmanager
     def following(self, module: nn.Module) -> Iterator[None]:
-        """Find the borders inside forward and backward by the model's last block."""
+        """Find where the forward pass of the blocks ends and the loss begins."""
         blocks = repeated_blocks(module)
         hooks = [blocks[-1].register_forward_hook(self._block_returns)] if blocks else []
         try:
@@ -162,13 +162,5 @@ class PhasePeaks:
                 hook.remove()
 
     def _block_returns(self, block: nn.Module, inputs: Any, output: Any) -> None:
-        if self._phase != "forward":  # recomputed by activation checkpointing
-            return
-        hidden = output if isinstance(output, torch.Tensor) else output[0]
-        self.enter("loss")
-        if hidden.requires_grad:
-            hidden.register_hook(self._gradient_arrives)
-
-    def _gradient_arrives(self, gradient: torch.Tensor) -> None:
-        if self._phase == "loss":
-            self.enter("backward")
+        if self._phase == "forward":  # not where activation checkpointing runs it again
+            self.enter("loss")
