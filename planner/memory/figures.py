@@ -1,0 +1,217 @@
+"""Figures: a memory form with its symbols replaced by a job's sizes; only the samples of a micro-batch stay open."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from planner.job import Job
+from planner.memory.dimensions import Dimensions, model_dimensions
+from planner.memory.form import BlockForm, Form, Moment
+from planner.memory.form_files import find_form
+from planner.memory.kinds import block_kinds
+from planner.memory.polynomial import per_sample
+from planner.memory.recipe import Recipe
+from planner.memory.structure import structure_of
+from planner.models.facts import ModelFacts, TracedActivations
+
+Amount: TypeAlias = tuple[float, float]
+"""What is there whatever the batch, and what every sample adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """A moment: bytes of activations, bytes of cast weights, elements of new gradients."""
+
+    activations: Amount
+    cast: float
+    gradients: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFigures:
+    """One kind of block, `count` of them in a row; see `planner.memory.form.BlockForm`."""
+
+    name: str
+    count: int
+    kept: Amount
+    cast: float
+    boundary: Amount
+    products: Amount
+    forward: Sequence[Peak]
+    backward: Sequence[Peak]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """A whole model; see `planner.memory.form.Form`. `differences`: how far the form's structure is from the model's;
+    None where no form was found."""
+
+    blocks: Sequence[BlockFigures]
+    before: Peak
+    loss: Sequence[Peak]
+    loss_backward: Sequence[Peak]
+    table_backward: Sequence[Peak]
+    differences: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What figures depend on besides the model."""
+
+    mode: str
+    attention: str
+    on_cpu: bool
+    tp: int
+    length: int
+    source: int
+
+
+def figures_of(job: Job, recipe: Recipe) -> Figures:
+    """The figures of a job's model on one device, with heads and widths divided by its tensor-parallel degree."""
+    facts = job.facts
+    if facts.kind == "custom":
+        traced = facts.traced.get(precision_mode(recipe))
+        return _traced(job, traced) if traced is not None else _untraced(job, recipe)
+    configuration = job.configuration
+    return _catalogued(
+        facts,
+        _Question(
+            precision_mode(recipe),
+            "eager" if job.eager_attention else configuration.attention,
+            job.cluster.device.is_cpu,
+            configuration.tp,
+            configuration.sequence_length,
+            job.workload.source_length or 0,
+        ),
+    )
+
+
+def precision_mode(recipe: Recipe) -> str:
+    """The name a trace goes by: what a precision means for activations."""
+    if recipe.autocast:
+        return "autocast"
+    return "fp32" if recipe.compute == 4 else "pure"
+
+
+@functools.lru_cache(maxsize=256)
+def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
+    windows = question.attention == "sdpa" and 0 < facts.sliding_window < question.length
+    found = None
+    for attention in _attentions(question.attention, windows=windows):
+        for device in ("cpu", "cuda") if question.on_cpu else ("cuda",):
+            found = found or find_form(structure_of(facts), f"{device} {question.mode} {attention}")
+    if found is None:
+        raise LookupError(f"no memory form for {facts.model_type}")
+    sizes = model_dimensions(facts, question.tp) | _lengths(facts, question)
+    kinds = block_kinds(facts, windows="local" in found.form.blocks)
+    blocks = [
+        _block(name, count, found.form.blocks[name], sizes) for name, count in kinds if name in found.form.blocks
+    ]
+    return _figures(found.form, blocks, sizes, found.differences)
+
+
+def _attentions(attention: str, *, windows: bool) -> tuple[str, ...]:
+    """The forms that will do, the best first: a model without fused attention has only one."""
+    if attention == "eager":
+        return ("eager",)
+    return ("windows", "sdpa", "eager") if windows else ("sdpa", "eager")
+
+
+def _lengths(facts: ModelFacts, question: _Question) -> dict[str, float]:
+    length, source = question.length, question.source
+    if facts.kind == "speech-encoder-decoder":
+        source = facts.max_source_positions
+    if facts.vision is not None:
+        source = facts.vision.image_tokens
+        if facts.text is not None:
+            length = min(length, facts.text.max_position_embeddings or length)
+    return {"s": length, "t": source or length}
+
+
+def _figures(form: Form, blocks: list[BlockFigures], sizes: Dimensions, differences: int) -> Figures:
+    return Figures(
+        blocks=blocks,
+        before=_peak(form.before, sizes),
+        loss=[_peak(moment, sizes) for moment in form.loss],
+        loss_backward=[_peak(moment, sizes) for moment in form.loss_backward],
+        table_backward=[_peak(moment, sizes) for moment in form.table_backward],
+        differences=differences,
+    )
+
+
+def _block(name: str, count: int, form: BlockForm, sizes: Dimensions) -> BlockFigures:
+    return BlockFigures(
+        name=name,
+        count=count,
+        kept=per_sample(form.kept, sizes),
+        cast=sum(per_sample(form.cast, sizes)),
+        boundary=per_sample(form.boundary, sizes),
+        products=per_sample(form.products, sizes),
+        forward=[_peak(moment, sizes) for moment in form.forward],
+        backward=[_peak(moment, sizes) for moment in form.backward],
+    )
+
+
+def _peak(moment: Moment, sizes: Mapping[str, float]) -> Peak:
+    return Peak(
+        per_sample(moment.activations, sizes),
+        sum(per_sample(moment.cast, sizes)),
+        sum(per_sample(moment.gradients, sizes)),
+    )
+
+
+def _traced(job: Job, traced: TracedActivations) -> Figures:
+    """A module that was traced with its own batches: all its bytes are per sample."""
+    count = sum(block.repeats for block in job.counts.blocks)
+    parameters = float(job.counts.largest_block)
+    block = BlockFigures(
+        name="block",
+        count=count,
+        kept=(0.0, traced.block),
+        cast=2.0 * parameters,
+        boundary=(0.0, traced.boundary),
+        products=(0.0, traced.products),
+        forward=[Peak((0.0, traced.block), 2.0 * parameters, 0.0)],
+        backward=[Peak((0.0, traced.block + traced.backward - traced.kept), 2.0 * parameters, parameters)],
+    )
+    return Figures(
+        blocks=[block] if count else [],
+        before=Peak((0.0, traced.kept - count * traced.block), 0.0, 0.0),
+        loss=[Peak((0.0, traced.forward - traced.kept), 0.0, 0.0)],
+        loss_backward=[Peak((0.0, traced.backward - traced.kept), 0.0, 0.0)],
+        table_backward=[Peak((0.0, 0.0), 0.0, float(job.counts.outside_blocks))],
+    )
+
+
+def _untraced(job: Job, recipe: Recipe) -> Figures:
+    """A module of which only the parameters are known.
+
+    The blocks are taken as a transformer's of the same parameters: a block of P parameters of width h has P/h elements
+    of matrix width per token, each kept once by the linear that reads it and once by what follows it.
+    """
+    hidden, length = max(job.facts.hidden_size, 1), job.configuration.sequence_length
+    count = sum(block.repeats for block in job.counts.blocks)
+    parameters = job.counts.in_blocks / count if count else 0.0
+    kept = 2.0 * recipe.compute * length * parameters / hidden
+    block = BlockFigures(
+        name="block",
+        count=count,
+        kept=(0.0, kept),
+        cast=2.0 * parameters,
+        boundary=(0.0, float(length * hidden * recipe.residual)),
+        products=(0.0, kept / 2),
+        forward=[Peak((0.0, kept), 2.0 * parameters, 0.0)],
+        backward=[Peak((0.0, 2 * kept), 2.0 * parameters, parameters)],
+    )
+    logits = (0.0, 12.0 * length * job.facts.vocab_size)
+    return Figures(
+        blocks=[block] if count else [],
+        before=Peak((0.0, 0.0), 0.0, 0.0),
+        loss=[Peak(logits, 0.0, 0.0)],
+        loss_backward=[Peak(logits, 0.0, float(job.counts.head))],
+        table_backward=[Peak((0.0, 0.0), 0.0, float(job.counts.embedding + job.counts.other))],
+        differences=None,
+    )

@@ -1,0 +1,58 @@
+"""Form: the activations of an architecture, closed: polynomials in the dimensions of model and batch.
+
+Forms are derived from traces of the real modules (`planner.trace.derive`) and kept in `forms/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.memory.polynomial import Polynomial
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """What is alive at one moment beside weights, inputs and what was there before the part that is running.
+
+    `activations` in bytes; `cast`: bytes of autocast's copies of weights; `gradients`: elements of weights whose
+    gradient this part has made.
+    """
+
+    activations: Polynomial
+    cast: Polynomial
+    gradients: Polynomial
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockForm:
+    """One kind of block. All but the gradients of its moments in bytes.
+
+    `kept` until its backward; `cast` copies of its weights that live as long; `boundary`: its output, which is all that
+    full checkpointing keeps; `products`: outputs of matrix products and attention, which selective checkpointing keeps
+    as well. The moments that can be a peak: `forward` over what was alive before the block, `backward` over the same,
+    with what the block itself kept.
+    """
+
+    kept: Polynomial
+    cast: Polynomial
+    boundary: Polynomial
+    products: Polynomial
+    forward: tuple[Moment, ...]
+    backward: tuple[Moment, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """One architecture in one precision and with one kind of attention.
+
+    `blocks` by the names that `planner.memory.kinds` gives them; `before` is what the part in front of the blocks
+    keeps, `loss` and `loss_backward` are moments of head and loss over what all blocks keep, `table_backward` those
+    after the first block's backward, over `before`.
+    """
+
+    blocks: Mapping[str, BlockForm]
+    before: Moment
+    loss: tuple[Moment, ...]
+    loss_backward: tuple[Moment, ...]
+    table_backward: tuple[Moment, ...]

@@ -1,0 +1,175 @@
+"""Instants: the moments of one micro-batch's forward, loss and backward that can be the peak.
+
+An instant says what is alive beside weights and optimizer states: what strategies then add (gathered weights, reduced
+gradients, buckets) depends on which unit is at work and how much of the model is already done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.job import Job
+from planner.memory.figures import Amount, BlockFigures, Figures, Peak, figures_of
+from planner.memory.recipe import Recipe
+
+Unit = Literal["head", "block", "table"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Instant:
+    """One moment on one rank.
+
+    `unit` is what runs: the head with the loss, a block, or the token table with what surrounds it. `activations` and
+    `cast` (autocast's copies of weights) in bytes; `unit_gradients`: elements of this unit's weights whose gradient is
+    made by now; `done_gradients`: elements of weights in the units that have finished their backward; `blocks_done`:
+    blocks that have finished in this pass (forward or backward), out of `blocks`.
+    """
+
+    phase: Literal["forward", "loss", "backward"]
+    unit: Unit
+    activations: float
+    cast: float
+    unit_gradients: float = 0.0
+    done_gradients: float = 0.0
+    blocks_done: int = 0
+    blocks: int = 0
+
+
+def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
+    """Every instant that can be the peak on the worst pipeline stage.
+
+    In a pipeline (1F1B) the first stage holds `pp` micro-batches and no logits, the last one micro-batch and the
+    logits (Narayanan et al. 2021, section 2.2); the instants of both are given.
+    """
+    figures = figures_of(job, recipe)
+    step = _Step(job, figures)
+    if job.configuration.pp == 1:
+        return [*step.forward(), *step.loss(), *step.backward(in_flight=1), *step.table(in_flight=1)]
+    flight = job.configuration.pp
+    first = [*step.backward(in_flight=flight), *step.table(in_flight=flight)]
+    return [*step.forward(), *step.loss(), *step.backward(in_flight=1), *first]
+
+
+class _Step:
+    """One stage's blocks with a micro-batch of given size."""
+
+    def __init__(self, job: Job, figures: Figures) -> None:
+        configuration = job.configuration
+        self._job, self._figures = job, figures
+        self._samples = configuration.micro_batch_size
+        self._checkpointing = configuration.activation_checkpointing
+        self._counts = [-(-block.count // configuration.pp) for block in figures.blocks]
+        per_block = job.counts.in_blocks / configuration.tp / max(sum(block.count for block in figures.blocks), 1)
+        self._parameters = per_block
+        tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
+        self._head = 0.0 if tied else job.counts.head / configuration.tp
+
+    def _bytes(self, amount: Amount) -> float:
+        return amount[0] + amount[1] * self._samples
+
+    def _kept(self, block: BlockFigures) -> float:
+        if self._checkpointing == "none":
+            return self._bytes(block.kept)
+        kept = self._bytes(block.boundary)
+        if self._checkpointing == "selective":
+            kept = min(kept + self._bytes(block.products), self._bytes(block.kept))
+        return kept
+
+    def _before(self, place: int, done: int) -> float:
+        """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one."""
+        stacks = zip(self._figures.blocks[:place], self._counts[:place], strict=True)
+        earlier = sum(count * self._kept(block) for block, count in stacks)
+        blocks = self._figures.blocks
+        own = done * self._kept(blocks[place]) if done else 0.0
+        return self._bytes(self._figures.before.activations) + earlier + own
+
+    def _all_kept(self) -> float:
+        return self._before(len(self._counts), 0)
+
+    def _casts(self, place: int, done: int) -> float:
+        """Cast copies of the weights of all blocks before; under checkpointing they live until the forward ends."""
+        stacks = zip(self._figures.blocks[:place], self._counts[:place], strict=True)
+        earlier = sum(count * block.cast for block, count in stacks)
+        own = done * self._figures.blocks[place].cast if done else 0.0
+        return self._figures.before.cast + earlier + own
+
+    def forward(self) -> Iterator[Instant]:
+        """The last block of each stack."""
+        for place, (block, count) in enumerate(zip(self._figures.blocks, self._counts, strict=True)):
+            for peak in block.forward:
+                yield Instant(
+                    phase="forward",
+                    unit="block",
+                    activations=self._before(place, count - 1) + self._bytes(peak.activations),
+                    cast=self._casts(place, count - 1) + peak.cast,
+                    blocks_done=sum(self._counts[: place + 1]) - 1,
+                    blocks=sum(self._counts),
+                )
+
+    def loss(self) -> Iterator[Instant]:
+        """Head and loss, forward and backward."""
+        kept, casts = self._all_kept(), self._casts(len(self._counts), 0)
+        recomputes = self._checkpointing != "none"
+        for peak in self._figures.loss:
+            yield self._at_the_head("loss", kept, casts, peak)
+        for peak in self._figures.loss_backward:
+            yield self._at_the_head("backward", kept, 0.0 if recomputes else casts, peak)
+
+    def _at_the_head(self, phase: Literal["loss", "backward"], kept: float, casts: float, peak: Peak) -> Instant:
+        return Instant(
+            phase=phase,
+            unit="head",
+            activations=kept + self._bytes(peak.activations),
+            cast=casts + peak.cast,
+            unit_gradients=peak.gradients,
+            blocks_done=sum(self._counts) if phase == "loss" else 0,
+            blocks=sum(self._counts),
+        )
+
+    def backward(self, *, in_flight: int) -> Iterator[Instant]:
+        """The first and the last block of each stack, in backward order."""
+        others = (in_flight - 1) * self._all_kept()
+        total = sum(self._counts)
+        finished = 0
+        for place in reversed(range(len(self._counts))):
+            block, count = self._figures.blocks[place], self._counts[place]
+            for done in dict.fromkeys((count - 1, 0)):
+                behind = finished + count - 1 - done
+                for activations, cast, gradients in self._inside(block):
+                    yield Instant(
+                        phase="backward",
+                        unit="block",
+                        activations=others + self._before(place, done) + activations,
+                        cast=cast if self._checkpointing != "none" else self._casts(place, done) + cast,
+                        unit_gradients=gradients,
+                        done_gradients=self._head + behind * self._parameters,
+                        blocks_done=behind,
+                        blocks=total,
+                    )
+            finished += count
+
+    def _inside(self, block: BlockFigures) -> Iterator[tuple[float, float, float]]:
+        """Moments of one block's backward; under checkpointing the block is run again first, beside the gradient of
+        its output."""
+        if self._checkpointing != "none":
+            for peak in block.forward:
+                yield self._bytes(block.boundary) + self._bytes(peak.activations), peak.cast, 0.0
+        for peak in block.backward:
+            yield self._bytes(peak.activations), peak.cast, peak.gradients
+
+    def table(self, *, in_flight: int) -> Iterator[Instant]:
+        """What comes after the first block's backward: the token table and the rest outside the blocks."""
+        others = (in_flight - 1) * self._all_kept()
+        for peak in self._figures.table_backward:
+            yield Instant(
+                phase="backward",
+                unit="table",
+                activations=others + self._bytes(self._figures.before.activations) + self._bytes(peak.activations),
+                cast=peak.cast,
+                unit_gradients=peak.gradients,
+                done_gradients=self._head + sum(self._counts) * self._parameters,
+                blocks_done=sum(self._counts),
+                blocks=sum(self._counts),
+            )

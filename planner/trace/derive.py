@@ -1,0 +1,121 @@
+"""Derive: the memory form of an architecture, read off one small symbolic step.
+
+The form says what every block keeps, what the parts before and behind the blocks keep, and which moments inside each
+part can be a peak: each as a polynomial in the dimensions of model and batch (`planner.memory.form`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from planner.memory.form import BlockForm, Form, Moment
+from planner.memory.polynomial import Polynomial, added, scaled, subtracted
+from planner.trace.prune import telling
+from planner.trace.timeline import Storage, Timeline
+
+PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "attention", "grouped_mm")
+"""Operations whose outputs selective checkpointing keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Alive:
+    """What is alive at one moment: activations, cast copies of weights (bytes), gradients of weights (elements)."""
+
+    activations: Polynomial
+    cast: Polynomial
+    gradients: Polynomial
+
+    def less(self, other: _Alive) -> _Alive:
+        return _Alive(
+            subtracted(self.activations, other.activations),
+            subtracted(self.cast, other.cast),
+            subtracted(self.gradients, other.gradients),
+        )
+
+    def moment(self) -> Moment:
+        return Moment(activations=self.activations, cast=self.cast, gradients=self.gradients)
+
+
+class Derivation:
+    """Reads a timeline; `labels` name the kind of each block in the order they ran, `elements` turns a storage's shape
+    into a polynomial."""
+
+    def __init__(
+        self, timeline: Timeline, labels: Sequence[str], elements: Callable[[tuple[int, ...]], Polynomial]
+    ) -> None:
+        self._timeline, self._labels, self._decode = timeline, labels, elements
+        self._elements = [elements(storage.shape) for storage in timeline.storages]
+        self._made = sorted({storage.made for storage in timeline.storages})
+
+    def form(self) -> Form:
+        marks, last = self._timeline.marks, len(self._labels) - 1
+        start = self._alive(marks["enter0"])
+        blocks = {}
+        before = start
+        for index, label in enumerate(self._labels):
+            after = self._alive(marks[f"leave{index}"])
+            representative = index == self._representative(label)
+            if representative:
+                blocks[label] = self._block(index, before)
+            before = after
+        forward = self._moments(marks[f"leave{last}"], marks["loss"], before)
+        backward = self._moments(marks["loss"], marks[f"back{last}"], before)
+        table = self._moments(marks["back_first"], marks["end"], start)
+        return Form(
+            blocks=blocks,
+            before=start.moment(),
+            loss=telling(forward),
+            loss_backward=telling(backward),
+            table_backward=telling(table),
+        )
+
+    def _representative(self, label: str) -> int:
+        """The second block of a kind where there are three: the first and the last may differ."""
+        places = [index for index, name in enumerate(self._labels) if name == label]
+        return places[min(1, len(places) - 1)]
+
+    def _block(self, index: int, before: _Alive) -> BlockForm:
+        marks = self._timeline.marks
+        enter, leave = marks[f"enter{index}"], marks[f"leave{index}"]
+        kept = self._alive(leave).less(before)
+        ends = marks[f"back{index - 1}"] if index else marks["back_first"]
+        output = self._output(index)
+        return BlockForm(
+            kept=kept.activations,
+            cast=kept.cast,
+            boundary=output,
+            products=self._products(enter, leave, index),
+            forward=telling(self._moments(enter, leave, before)),
+            backward=telling(self._moments(marks[f"back{index}"], ends, before)),
+        )
+
+    def _output(self, index: int) -> Polynomial:
+        """Bytes of the block's output: what checkpointing keeps of it."""
+        shape, item_bytes = self._timeline.outputs[index]
+        return scaled(self._decode(shape), item_bytes)
+
+    def _products(self, enter: int, leave: int, index: int) -> Polynomial:
+        found = [
+            scaled(self._elements[place], storage.item_bytes)
+            for place, storage in enumerate(self._timeline.storages)
+            if enter < storage.made <= leave and any(name in storage.operation for name in PRODUCTS)
+        ]
+        return added(found)
+
+    def _moments(self, start: int, end: int, base: _Alive) -> list[Moment]:
+        """Every moment after `start` up to `end` at which something was made, over `base`, with the gradients made
+        since."""
+        base = replace(base, gradients=self._alive(start).gradients)
+        return [self._alive(made).less(base).moment() for made in self._made if start < made <= end]
+
+    def _alive(self, moment: int) -> _Alive:
+        parts: tuple[list[Polynomial], list[Polynomial], list[Polynomial]] = ([], [], [])
+        for place, storage in enumerate(self._timeline.storages):
+            if not storage.lives_at(moment):
+                continue
+            if storage.gradient:
+                parts[2].append(self._elements[place])
+            else:
+                parts[1 if storage.copies_weight else 0].append(scaled(self._elements[place], storage.item_bytes))
+        return _Alive(*(added(part) for part in parts))

@@ -1,0 +1,163 @@
+"""The step from which a memory form is read: a small model on fake tensors, one forward, loss and backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from planner.memory.form import Form
+from planner.memory.kinds import block_kinds
+from planner.models.facts import ModelFacts
+from planner.models.transformers_config import ARGUMENTS
+from planner.trace import symbols
+from planner.trace.as_cuda import as_cuda
+from planner.trace.build import Subject, subject_of
+from planner.trace.derive import Derivation
+from planner.trace.timeline import Recorder, Timeline
+from planner.trace.unpadded import unpadded
+
+Mode = Literal["fp32", "autocast", "pure"]
+IMAGE = "image"
+BLOCKS_PER_KIND = 3
+"""The first and the last block of a stack may differ from the others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """What changes a form besides the structure: precision, attention written out or not, local attention by masks."""
+
+    mode: Mode
+    eager: bool = False
+    windows: bool = False
+    on_cpu: bool = False
+
+    @property
+    def name(self) -> str:
+        attention = "eager" if self.eager else "windows" if self.windows else "sdpa"
+        return f"{'cpu' if self.on_cpu else 'cuda'} {self.mode} {attention}"
+
+
+def form_of(facts: ModelFacts, variant: Variant) -> Form:
+    """The form of every model with this structure.
+
+    Raises:
+        Undecodable: a storage has a dimension that no known product or sum of symbols explains.
+    """
+    small, labels, overrides = _small(facts, variant)
+    subject = subject_of(small, attention="eager" if variant.eager else "sdpa", overrides=overrides)
+    timeline = _timeline(subject, variant)
+    decoder = symbols.decoder_of(small, batch_sizes(small))
+    return Derivation(timeline, labels, decoder.elements).form()
+
+
+def batch_sizes(small: ModelFacts) -> dict[str, float]:
+    """Samples, positions of text (or of the image where there is none), positions of an encoder or an image."""
+    sizes: dict[str, float] = {"b": symbols.SAMPLES, "s": symbols.LENGTH}
+    if small.kind == "vision":
+        return sizes | {"s": small.max_position_embeddings}
+    if small.vision is not None:
+        return sizes | {"t": small.vision.image_tokens}
+    if small.kind.endswith("encoder-decoder"):
+        return sizes | {"t": symbols.SOURCE}
+    return sizes
+
+
+def _small(facts: ModelFacts, variant: Variant) -> tuple[ModelFacts, Sequence[str], dict[str, object]]:
+    """The small model, the kinds of its blocks in the order they run, and what its config needs beside."""
+    small = symbols.small(facts, BLOCKS_PER_KIND, windows=variant.windows)
+    labels = [name for name, count in block_kinds(small, windows=variant.windows) for _ in range(count)]
+    if small.kind == "vision-language":
+        labels = [name for name in labels if name != IMAGE]
+    if "local" not in labels:
+        return small, labels, {}
+    labels = ["local", "global"] * BLOCKS_PER_KIND
+    kinds = {"local": "sliding_attention", "global": "full_attention"}
+    layers = {"layer_types": [kinds[name] for name in labels], "num_hidden_layers": len(labels)}
+    if small.kind == "vision-language":
+        return small, labels, {"text_config": ARGUMENTS[small.model_type](small)["text_config"] | layers}
+    return small, labels, layers
+
+
+def _timeline(subject: Subject, variant: Variant) -> Timeline:
+    module = subject.module
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    if variant.mode == "pure":
+        module.to(torch.bfloat16)
+    autocast: AbstractContextManager[object] = contextlib.nullcontext()
+    if variant.mode == "autocast":
+        autocast = torch.autocast("cpu", torch.bfloat16)
+    device: AbstractContextManager[object] = contextlib.nullcontext() if variant.on_cpu else as_cuda()
+    source = symbols.SOURCE if subject.facts.kind == "encoder-decoder" else None
+    with fake:
+        module.to_empty(device="cpu")
+        _tie(module)
+        batch = _narrowed(subject.batch_of(symbols.SAMPLES, symbols.LENGTH, source), module)
+        with device, unpadded():
+            return _record(module, subject.blocks, batch, autocast)
+
+
+def _tie(module: Any) -> None:
+    """`to_empty` gives tied weights storages of their own."""
+    if hasattr(module, "tie_weights"):
+        module.tie_weights()
+
+
+def _narrowed(batch: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Images and audio in the type of the weights, as a 16-bit model takes them."""
+    dtype = next(module.parameters()).dtype
+    return {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+
+
+def _record(
+    module: nn.Module, blocks: Sequence[nn.Module], batch: dict[str, Any], autocast: AbstractContextManager[object]
+) -> Timeline:
+    inputs = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    recorder = Recorder([*module.parameters(), *module.buffers(), *inputs], module.parameters())
+    for weight in (weight for weight in module.parameters() if weight.requires_grad):
+        weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda weight: recorder.is_gradient(weight.grad)
+        )
+    _Marks(recorder.timeline, blocks)
+    with recorder:
+        with autocast:
+            loss = module(**batch).loss
+        recorder.timeline.mark("loss")
+        loss.backward()
+        recorder.timeline.mark("end")
+    return recorder.timeline
+
+
+class _Marks:
+    """Names the moments at which blocks begin and end, by the order in which they run."""
+
+    def __init__(self, timeline: Timeline, blocks: Sequence[nn.Module]) -> None:
+        self._timeline = timeline
+        self._entered = 0
+        for block in blocks:
+            block.register_forward_pre_hook(self._enter, with_kwargs=True)
+            block.register_forward_hook(self._leave)
+
+    def _enter(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._timeline.mark(f"enter{self._entered}")
+        hidden = inputs[0] if inputs else named["hidden_states"]
+        if self._entered == 0 and hidden.requires_grad:
+            hidden.register_hook(lambda _gradient: self._timeline.mark("back_first"))
+
+    def _leave(self, _block: nn.Module, _inputs: Any, output: Any) -> None:
+        index = self._entered
+        self._entered += 1
+        self._timeline.mark(f"leave{index}")
+        hidden = tree_leaves(output)[0]
+        self._timeline.outputs.append((tuple(hidden.shape), hidden.element_size()))
+        hidden.register_hook(lambda _gradient: self._timeline.mark(f"back{index}"))

@@ -1,0 +1,102 @@
+"""Timeline: every storage of one training step, from the operation that made it to the moment it was let go.
+
+Moments are counted in operations. What was alive before the first operation (weights, buffers, inputs) is not part of
+the timeline.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+@dataclass(slots=True)
+class Storage:
+    """One allocation: the shape and the item size of the tensor it was made for, `made` and `freed` in operations.
+
+    `operation` is what made it; `copies_weight` whether that was the cast of a weight; `gradient` whether it ended as a
+    weight's gradient. `freed` is None while it lives.
+    """
+
+    shape: tuple[int, ...]
+    item_bytes: int
+    operation: str
+    made: int
+    copies_weight: bool = False
+    gradient: bool = False
+    freed: int | None = None
+
+    def lives_at(self, moment: int) -> bool:
+        return self.made <= moment and (self.freed is None or self.freed > moment)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The storages of a step in the order of their making; `marks` are named moments, `outputs` what each block gave
+    the next one."""
+
+    storages: list[Storage] = field(default_factory=list)
+    outputs: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    marks: dict[str, int] = field(default_factory=dict)
+    operations: int = 0
+
+    def mark(self, name: str) -> None:
+        """Name the present moment; the first time counts."""
+        self.marks.setdefault(name, self.operations)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills a timeline while it is active; `existing` were alive before."""
+
+    def __init__(self, existing: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> None:
+        initialize: Any = super().__init__
+        initialize()
+        self.timeline = Timeline()
+        self._known: dict[weakref.ref[torch.UntypedStorage], Storage | None] = {}
+        self._weights = {weakref.ref(weight.untyped_storage()) for weight in weights}
+        for tensor in existing:
+            self._known[self._reference(tensor)] = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented
+        self.timeline.operations += 1
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._observe(leaf, func, args)
+        return result
+
+    def is_gradient(self, tensor: torch.Tensor) -> None:
+        """Say that a storage made in this step is a weight's gradient."""
+        storage = self._known.get(weakref.ref(tensor.untyped_storage()))
+        if storage is not None:
+            storage.gradient = True
+
+    def _reference(self, tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
+        return weakref.ref(tensor.untyped_storage(), self._died)
+
+    def _observe(self, tensor: torch.Tensor, func: Any, args: Any) -> None:
+        if weakref.ref(tensor.untyped_storage()) in self._known:
+            return
+        cast = func is torch.ops.aten._to_copy.default and self._is_weight(args[0])
+        made = Storage(tuple(tensor.shape), tensor.element_size(), str(func), self.timeline.operations, cast)
+        self._known[self._reference(tensor)] = made
+        self.timeline.storages.append(made)
+
+    def _is_weight(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and weakref.ref(tensor.untyped_storage()) in self._weights
+
+    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        storage = self._known.pop(reference, None)
+        if storage is not None:
+            storage.freed = self.timeline.operations + 1

@@ -1,0 +1,81 @@
+"""Writes `planner/memory/forms/`: what every architecture of the catalogue keeps alive in a training step.
+
+    python scripts/build_memory_forms.py [MODEL_TYPE ...]
+
+One small model per structure is run on fake tensors in every precision and with every kind of attention; it needs torch
+and transformers, no GPU and no weights, and about ten minutes on two cores for all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+from hardware_db.files import replace_text
+from planner.memory.form_files import FORMS, form_to_dict
+from planner.memory.structure import structure_of
+from planner.models.catalogue import models
+from planner.models.facts import ModelFacts
+from planner.trace.form_trace import Variant, form_of
+
+# The class of the first has never been part of transformers; the second has the same kinds of layers.
+STAND_INS = {"deepseek": ("glm4_moe", "Glm4MoeForCausalLM")}
+
+
+def structures(wanted: set[str]) -> dict[str, list[ModelFacts]]:
+    """One model of every structure, by model type."""
+    found: dict[str, dict[str, ModelFacts]] = defaultdict(dict)
+    for facts in models():
+        if not wanted or facts.model_type in wanted:
+            found[facts.model_type].setdefault(json.dumps(structure_of(facts)), facts)
+    return {model_type: list(by_structure.values()) for model_type, by_structure in found.items()}
+
+
+def variants(facts: ModelFacts) -> Iterator[Variant]:
+    """What a plan can ask of a model."""
+    for mode in ("fp32", "autocast", "pure"):
+        for on_cpu in (False, True):
+            yield Variant(mode=mode, eager=True, on_cpu=on_cpu)
+            if not facts.eager_only:
+                yield Variant(mode=mode, on_cpu=on_cpu)
+        if facts.sliding_window and not facts.eager_only:
+            yield Variant(mode=mode, windows=True)
+
+
+def entry(facts: ModelFacts) -> dict[str, Any]:
+    """A structure with its forms."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    traced = facts
+    if facts.model_type in STAND_INS:
+        model_type, architecture = STAND_INS[facts.model_type]
+        traced = replace(facts, model_type=model_type, architecture=architecture)
+    forms = {variant.name: form_to_dict(form_of(traced, variant)) for variant in variants(facts)}
+    return {"structure": structure_of(facts), "forms": forms}
+
+
+def main(arguments: list[str]) -> int:
+    FORMS.mkdir(exist_ok=True)
+    chosen = structures(set(arguments))
+    with ProcessPoolExecutor(max_workers=2) as workers:
+        pending = {model_type: [workers.submit(entry, facts) for facts in rows] for model_type, rows in chosen.items()}
+        for model_type, futures in pending.items():
+            written = {
+                "versions": {name: version(name) for name in ("torch", "transformers")},
+                "structures": [future.result() for future in futures],
+            }
+            replace_text(FORMS / f"{model_type}.json", json.dumps(written, separators=(",", ":")) + "\n")
+            print(f"{model_type}: {len(futures)} structures", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
