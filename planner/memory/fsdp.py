@@ -1,14 +1,218 @@
-"""What FSDP2 holds besides states and activations: gathered units and reduction buffers.
+"""What FSDP2 holds besides states and activations, moment by moment: gathered units and reduction buffers.
 
-Source: torch's `distributed/fsdp/_fully_shard`.
+Source: torch 2.13's `distributed/fsdp/_fully_shard` (`_fsdp_param_group.py`, `_fsdp_collectives.py`, `_fsdp_state.py`).
+The blocks are units of their own; everything outside them is the root unit, which stays gathered from the start of
+forward to the end of backward. Buffers live as long as Python refers to them, on a CPU as on a GPU:
+
+* A gather makes one buffer (`collected`) from a 16-bit copy of the shards (`staged`) and copies it out to one storage
+  per parameter (`unsharded`). In forward the buffer stays until the next unit's is copied out; in backward it goes at
+  once, but the next unit has been gathered while this one works.
+* A reduction copies the unit's gradients into one buffer (`summed`), which stays until the next unit reduces; what
+  comes out (`kept`) is the sharded gradient. Parameters are freed before it, gradients after it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
 from planner.job import Job
-from planner.memory.ledger import Transients
+from planner.memory.instants import Instant
+from planner.memory.ledger import Ledger, Transients
 from planner.memory.recipe import Recipe
 from planner.memory.states import States
+from planner.memory.units import Unit, rounded, units_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitBytes:
+    """One unit on one rank, in bytes, by the names of the module's docstring.
+
+    `gradients` are the whole ones, in the dtype of compute; `last_gradient`, that of the last parameter, outlives them,
+    for `foreach_reduce` keeps it in a loop's variable.
+    """
+
+    unsharded: float
+    collected: float
+    staged: float
+    gradients: float
+    last_gradient: float
+    summed: float
+    kept: float
+
+    @property
+    def gathering(self) -> float:
+        """The most while it is gathered: the input beside the buffer, then the buffer beside the copies."""
+        if not self.collected:
+            return self.unsharded + self.staged
+        return self.collected + max(self.staged, self.unsharded)
+
+
+def unit_bytes(unit: Unit, recipe: Recipe, shards: int, *, offloads: bool) -> UnitBytes:
+    """A unit's bytes over `shards` ranks. One rank alone gathers and reduces by copies, tensor by tensor."""
+    local = unit.shard(shards)
+    padded = local.elements * shards
+    alone, casts = shards == 1, recipe.gather != recipe.weight
+    if offloads:
+        staged = local.bytes(recipe.gather) + (rounded(max(local.sizes) * recipe.weight) if casts else 0)
+    elif casts:
+        staged = rounded((max(local.sizes) if alone else local.elements) * recipe.gather)
+    else:
+        staged = 0
+    return UnitBytes(
+        unsharded=sum(rounded(size * shards * recipe.gather) for size in local.sizes),
+        collected=0 if alone else rounded(padded * recipe.gather),
+        staged=staged,
+        gradients=unit.bytes(recipe.gather),
+        last_gradient=0 if alone else rounded(unit.sizes[-1] * recipe.gather),
+        summed=rounded(padded * recipe.reduce),
+        kept=rounded(local.elements * recipe.reduce),
+    )
+
+
+class _Stack:
+    """The blocks of one rank in the order they run, addressed by index among a pass's `blocks`."""
+
+    def __init__(self, units: Sequence[tuple[float, UnitBytes]]) -> None:
+        self._units = units
+        self._count = sum(repeats for repeats, _ in units)
+
+    def unit(self, index: int, blocks: int) -> UnitBytes:
+        """The block at an index, which counts from the end where it is negative."""
+        place = (index % max(blocks, 1) + 0.5) * self._count / max(blocks, 1)
+        for repeats, unit in self._units:
+            if place < repeats:
+                return unit
+            place -= repeats
+        return self._units[-1][1]
+
+    def unsharded(self, first: int, blocks: int) -> float:
+        """Bytes of the first so many blocks gathered."""
+        return sum(share * unit.unsharded for share, unit in self._first(first, blocks))
+
+    def kept(self, last: int, blocks: int) -> float:
+        """Bytes of the sharded gradients of the last so many blocks."""
+        return sum(repeats * unit.kept for repeats, unit in self._units) - sum(
+            share * unit.kept for share, unit in self._first(blocks - last, blocks)
+        )
+
+    def _first(self, blocks: int, of: int) -> Iterator[tuple[float, UnitBytes]]:
+        left = self._count * blocks / max(of, 1)
+        for repeats, unit in self._units:
+            yield min(repeats, left), unit
+            left -= min(repeats, left)
+
+
+def fsdp_at(job: Job, recipe: Recipe, instant: Instant) -> Ledger:
+    """Gradients and buffers at one instant of the worst micro-batch."""
+    return _fsdp(job, recipe).at(instant)
+
+
+def fsdp_before_blocks(job: Job, recipe: Recipe) -> Ledger:
+    """The root gathered, then the first block beside the root's buffer; hardly an activation is alive."""
+    return _fsdp(job, recipe).before_blocks()
+
+
+def fsdp_after_backward(job: Job, recipe: Recipe) -> Ledger:
+    """The root's reduction, after all others' and when no activation is left."""
+    return _fsdp(job, recipe).after_backward()
+
+
+@lru_cache(maxsize=64)
+def _fsdp(job: Job, recipe: Recipe) -> _Fsdp:
+    return _Fsdp(job, recipe)
+
+
+class _Fsdp:
+    """The units of one job."""
+
+    def __init__(self, job: Job, recipe: Recipe) -> None:
+        configuration, units = job.configuration, units_of(job)
+        self._recipe = recipe
+        self._offloads = configuration.offload != "none"
+        self._reshards = configuration.strategy != "fsdp-grad-op"
+        self._steps = configuration.gradient_accumulation_steps
+        self._synchronised = self._steps == 1 or configuration.sync_each_micro_batch
+        shards = configuration.dp_shard
+        self._root = unit_bytes(units.root, recipe, shards, offloads=self._offloads)
+        blocks = [(unit, unit_bytes(unit, recipe, shards, offloads=self._offloads)) for unit in units.blocks]
+        self._blocks = _Stack([(unit.repeats, made) for unit, made in blocks])
+        self._block_elements = sum(unit.repeats * unit.elements for unit, _ in blocks)
+        self._largest = units.largest
+        self._accumulated = 0.0 if self._synchronised else units.bytes(recipe.reduce)
+
+    def at(self, instant: Instant) -> Ledger:
+        if instant.phase != "backward":
+            return Ledger(gradients=self._waiting(), buffers=self._gathered_in_forward(instant))
+        share = instant.blocks_done / max(instant.blocks, 1)
+        of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
+        whole = self._whole(of_root, instant.unit_gradients)
+        gathered = self._gathered_in_backward(instant)
+        kept = self._kept(instant.blocks_done, instant.blocks)
+        reducing = self._blocks.unit(-instant.blocks_done, instant.blocks).summed if instant.blocks_done else 0.0
+        if self._synchronised:
+            gradients = (kept if self._steps == 1 else self._waiting()) + whole
+            return Ledger(gradients=gradients, buffers=gathered + reducing)
+        # The last micro-batch reduces what the others left; before that, gradients are added up where they are.
+        last = Ledger(gradients=self._accumulated * (1 - share) + kept + whole, buffers=gathered + reducing)
+        added = self._accumulated * (share if self._steps == 2 else 1)
+        return max(last, Ledger(gradients=added + whole, buffers=gathered), key=lambda ledger: ledger.total)
+
+    def before_blocks(self) -> Ledger:
+        root, block = self._root, self._blocks.unit(0, 1)
+        beside = root.unsharded + root.collected + block.gathering
+        return Ledger(gradients=self._waiting(), buffers=max(root.gathering, beside))
+
+    def after_backward(self) -> Ledger:
+        whole, last = self._root.gradients, self._root.last_gradient
+        if not self._synchronised:
+            whole, last = (value * self._recipe.reduce / self._recipe.gather for value in (whole, last))
+        kept = self._waiting() if self._synchronised and self._steps > 1 else self._kept(1, 1)
+        return Ledger(gradients=kept + max(whole, self._root.kept + last), buffers=self._root.summed)
+
+    def _whole(self, of_root: float, of_unit: float) -> float:
+        """Gradients that are not reduced yet. Those of the dtype that is accumulated are added in place, so that only
+        the newest is a tensor of its own."""
+        if self._synchronised or self._recipe.gather != self._recipe.reduce:
+            return self._recipe.gather * (of_root + of_unit)
+        return self._recipe.gather * min(of_unit, self._largest)
+
+    def _kept(self, blocks: int, of: int) -> float:
+        """Sharded gradients of the last so many blocks; offload moves them away as they are made."""
+        return 0.0 if self._offloads else self._blocks.kept(blocks, of)
+
+    def _waiting(self) -> float:
+        """Gradients of earlier micro-batches."""
+        if not self._synchronised:
+            return self._accumulated
+        return self._kept(1, 1) + self._root.kept if self._steps > 1 else 0.0
+
+    def _gathered_in_forward(self, instant: Instant) -> float:
+        """The last buffer stays until the next unit's is copied out, or until the root's forward, which has the loss,
+        ends."""
+        done, blocks = instant.blocks_done, instant.blocks
+        if instant.unit == "head":
+            before = 0.0 if self._reshards else self._blocks.unsharded(blocks, blocks)
+            return self._root.unsharded + before + self._blocks.unit(-1, blocks).collected
+        block, previous = self._blocks.unit(done, blocks), self._blocks.unit(done - 1, blocks) if done else self._root
+        before = 0.0 if self._reshards else self._blocks.unsharded(done, blocks)
+        gathered = previous.collected + block.gathering if instant.enters else block.unsharded + block.collected
+        return self._root.unsharded + before + gathered
+
+    def _gathered_in_backward(self, instant: Instant) -> float:
+        """The root, the block at work, and the buffer of the one before it, which is next."""
+        blocks = instant.blocks
+        remaining = blocks - instant.blocks_done
+        if not self._reshards:
+            return self._root.unsharded + self._blocks.unsharded(remaining, blocks)
+        if instant.unit == "head":
+            last = self._blocks.unit(-1, blocks)
+            return self._root.unsharded + last.staged + last.collected
+        if instant.unit == "table":
+            return self._root.unsharded
+        ahead = self._blocks.unit(remaining - 2, blocks).collected if remaining > 1 else 0.0
+        return self._root.unsharded + self._blocks.unit(remaining - 1, blocks).unsharded + ahead
 
 
 def fsdp_transients(job: Job, recipe: Recipe, states: States, step: float) -> Transients:

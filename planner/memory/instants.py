@@ -24,7 +24,8 @@ class Instant:
     `unit` is what runs: the head with the loss, a block, or the token table with what surrounds it. `activations` and
     `cast` (autocast's copies of weights) in bytes; `unit_gradients`: elements of this unit's weights whose gradient is
     made by now; `done_gradients`: elements of weights in the units that have finished their backward; `blocks_done`:
-    blocks that have finished in this pass (forward or backward), out of `blocks`.
+    blocks that have finished in this pass (forward or backward), out of `blocks`; `enters`: whether the unit has not
+    begun yet, so that nothing of it is alive but what a strategy fetches for it.
     """
 
     phase: Literal["forward", "loss", "backward"]
@@ -35,6 +36,7 @@ class Instant:
     done_gradients: float = 0.0
     blocks_done: int = 0
     blocks: int = 0
+    enters: bool = False
 
 
 def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
@@ -98,14 +100,15 @@ class _Step:
     def forward(self) -> Iterator[Instant]:
         """The last block of each stack."""
         for place, (block, count) in enumerate(zip(self._figures.blocks, self._counts, strict=True)):
-            for peak in block.forward:
+            for peak in (None, *block.forward):
                 yield Instant(
                     phase="forward",
                     unit="block",
-                    activations=self._before(place, count - 1) + self._bytes(peak.activations),
-                    cast=self._casts(place, count - 1) + peak.cast,
+                    activations=self._before(place, count - 1) + (self._bytes(peak.activations) if peak else 0.0),
+                    cast=self._casts(place, count - 1) + (peak.cast if peak else 0.0),
                     blocks_done=sum(self._counts[: place + 1]) - 1,
                     blocks=sum(self._counts),
+                    enters=peak is None,
                 )
 
     def loss(self) -> Iterator[Instant]:
@@ -129,13 +132,14 @@ class _Step:
         )
 
     def backward(self, *, in_flight: int) -> Iterator[Instant]:
-        """The first and the last block of each stack, in backward order."""
+        """The first two blocks and the last one of each stack, in backward order: the second one's gradients are made
+        beside the first one's reduction."""
         others = (in_flight - 1) * self._all_kept()
         total = sum(self._counts)
         finished = 0
         for place in reversed(range(len(self._counts))):
             block, count = self._figures.blocks[place], self._counts[place]
-            for done in dict.fromkeys((count - 1, 0)):
+            for done in dict.fromkeys((count - 1, max(count - 2, 0), 0)):
                 behind = finished + count - 1 - done
                 for activations, cast, gradients in self._inside(block):
                     yield Instant(

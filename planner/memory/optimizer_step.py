@@ -16,9 +16,16 @@ def step_temporaries(job: Job, recipe: Recipe, states: States) -> float:
     if job.configuration.offload != "none":
         return 0.0
     if job.configuration.zero_stage:
-        return _flat_step(job, recipe, states)
+        cast = 4 * states.local if recipe.gradient < recipe.master else 0.0
+        return cast + flat_step_temporaries(job, states.local, recipe.master or recipe.weight)
     shards = shards_of(job)
     return _tensor_step(job, shards, recipe.weight)
+
+
+def flat_step_temporaries(job: Job, elements: float, width: int) -> int:
+    """The same where one flat tensor is stepped, as DeepSpeed does; Adafactor squares and clones what has no rows."""
+    copies = {"adamw": 2 if job.cluster.device.is_cpu else 1, "adamw-forloop": 2, "adafactor": 2, "lion": 2}
+    return copies.get(job.configuration.optimizer, 0) * rounded(elements * width)
 
 
 def _tensor_step(job: Job, shards: Units, width: int) -> float:
@@ -45,14 +52,3 @@ def _neighbours(shards: Units, width: int) -> Iterator[tuple[int, int]]:
     """Bytes of each tensor after those of the one before it, in the order a loop takes them; a block comes twice."""
     sizes = [0, *shards.embedding, *(size for block in shards.blocks for size in 2 * block.sizes), *shards.ending]
     return pairwise(rounded(size * width) for size in sizes)
-
-
-def _flat_step(job: Job, recipe: Recipe, states: States) -> float:
-    """DeepSpeed's optimizers work on one flat partition; ZeRO first makes an fp32 copy of its 16-bit gradients."""
-    optimizer = job.configuration.optimizer
-    state_width = 2 if job.configuration.precision == "bf16-pure" else 4
-    fp32_gradient = 4 * states.local if recipe.gradient == 2 and recipe.master else 0.0
-    if optimizer in ("adamw-fused", "adamw-8bit", "sgd"):
-        return fp32_gradient
-    for_loop = optimizer != "adamw" or job.cluster.device.is_cpu
-    return fp32_gradient + states.local * (2 if for_loop else 1) * state_width

@@ -51,7 +51,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """All parameters of one rank: the blocks in order, and the root around them.
+    """All parameters of one rank: the blocks in the order they run, and the root around them.
 
     The root's first `tables` tensors are the embedding's, which come before the blocks.
     """
@@ -73,6 +73,11 @@ class Units:
     def ending(self) -> tuple[int, ...]:
         """Elements of each tensor after the blocks."""
         return self.root.sizes[self.tables :]
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest tensor."""
+        return max(max(unit.sizes, default=0) for unit in self.every)
 
     @property
     def elements(self) -> float:
@@ -104,9 +109,10 @@ def shards_of(job: Job) -> Units:
 def _units(counts: ParameterCounts, tp: int, pp: int, shards: int) -> Units:
     layers = sum(block.repeats for block in counts.blocks) or 1
     share = -(-layers // pp) / layers
+    in_order = sorted(counts.blocks, key=lambda block: block.name != "vision")  # image towers run first, count last
     blocks = tuple(
         Unit(shapes=_parallel(block.shapes or ((block.parameters,),), tp), repeats=block.repeats * share)
-        for block in counts.blocks
+        for block in in_order
     )
     root = Unit(shapes=_parallel(_outside(counts, pp), tp))
     return Units(blocks=blocks, root=root, tables=_tables(counts)).shard(shards)
