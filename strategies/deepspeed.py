@@ -13,12 +13,13 @@ import torch
 
 from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
-from strategies.activation_checkpointing import checkpoint_activations
+from planner.trace.checkpointing import checkpoint_activations
 from strategies.base import Engine, Strategy, TrainingParts
 from strategies.checkpoint_origin import require_readable
 from strategies.environment import ensure_group
 from strategies.errors import BackendMissing
 from strategies.optimizers import OPTIMIZERS, trainable_parameters
+from strategies.zero_init import partition_model
 
 # Sections a plan decides; whatever else a script's config says is DeepSpeed's to read.
 _PLANNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16")
@@ -33,6 +34,8 @@ class DeepSpeedZero(Strategy):
         ensure_group(self.environment)
         checkpoint_activations(parts.model, self.configuration.activation_checkpointing)
         config = engine_config(parts, on_cpu=self.environment.device.type == "cpu")
+        if self.configuration.zero_stage == 3:
+            partition_model(library, parts.model, config, self.environment.device)
         optimizer = self._optimizer(parts, config)
         if optimizer is not None:
             config.pop("optimizer", None)

@@ -43,7 +43,7 @@ class StorageTracker:
             self._observe(tensor, was_alive=True)
 
     def __enter__(self) -> StorageTracker:
-        self._active.enter_context(_resizes_reported(self._measure))
+        self._active.enter_context(resizes_reported(self._measure))
         self._active.enter_context(_Operations(self._observe, _FAKE if self._fake else _PLAIN))
         return self
 
@@ -56,7 +56,7 @@ class StorageTracker:
         self._sizes.clear()
 
     def _observe(self, tensor: torch.Tensor, *, was_alive: bool) -> None:
-        for part in _plain_parts(tensor):
+        for part in plain_parts(tensor):
             storage = part.untyped_storage()
             if self._fake or storage.device.type != "meta":
                 new = weakref.ref(storage) not in self._sizes
@@ -115,7 +115,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 @contextlib.contextmanager
-def _resizes_reported(measure: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def resizes_reported(measure: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """FSDP2 frees and restores gathered parameters by resizing their storage, which is not an operation."""
     kind: Any = torch.UntypedStorage
     original = kind.resize_
@@ -132,10 +132,10 @@ def _resizes_reported(measure: Callable[[torch.UntypedStorage], None]) -> Iterat
         kind.resize_ = original
 
 
-def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors a tensor is made of: a DTensor's local shard, a wrapper subclass's parts, or itself."""
     if isinstance(tensor, FakeTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     parts = [getattr(tensor, name) for name in names]
-    return [plain for part in parts if isinstance(part, torch.Tensor) for plain in _plain_parts(part)]
+    return [plain for part in parts if isinstance(part, torch.Tensor) for plain in plain_parts(part)]

@@ -1,4 +1,7 @@
-"""Activation checkpointing: which tensors a block keeps for backward and which it computes again."""
+"""Activation checkpointing: which tensors a block keeps for backward and which it computes again.
+
+The engine runs it and the trace runs it, so that both mean the same by `full` and `selective`.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from planner.errors import DsplanError
 from planner.trace.blocks import repeated_blocks
-from strategies.errors import CannotRun
 
-_aten = torch.ops.aten
 # Results of matrix products and attention: costly to compute again, cheap to keep. The rest is computed again.
-_KEPT = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
+_PRODUCTS = (
+    *("mm", "addmm", "bmm", "_grouped_mm"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+)
+_KEPT = {getattr(torch.ops.aten, name).default for name in _PRODUCTS if hasattr(torch.ops.aten, name)}
 
 
 def checkpoint_activations(model: nn.Module, kind: str) -> None:
@@ -31,7 +31,7 @@ def checkpoint_activations(model: nn.Module, kind: str) -> None:
     A Hugging Face model switches on its own checkpointing for `full`.
 
     Raises:
-        CannotRun: no repeated block was found to checkpoint.
+        DsplanError: no repeated block was found to checkpoint.
     """
     if kind == "none":
         return
@@ -41,7 +41,7 @@ def checkpoint_activations(model: nn.Module, kind: str) -> None:
         return
     blocks = repeated_blocks(model)
     if not blocks:
-        raise CannotRun(
+        raise DsplanError(
             f"activation checkpointing {kind!r} found no stack of like blocks (a ModuleList of one class) in"
             f" {type(model).__name__}; choose 'none' or put the blocks in a ModuleList"
         )

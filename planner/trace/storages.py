@@ -1,0 +1,160 @@
+"""Live bytes of a traced step by category, with the peak of each phase.
+
+Every storage that an operation returns is alive until Python's weak reference to it dies; its size is rounded up to 512
+bytes as CUDA's allocator does. What kernels allocate and free inside is added by `planner.trace.cuda_scratch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.models.storage_tracker import plain_parts, resizes_reported
+
+Category = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries", "host"]
+CATEGORIES: tuple[Category, ...] = (
+    *("parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"),
+    "host",
+)
+"""`host` is not on the device and not part of any sum."""
+_ROUNDING = 512
+_FAKE = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+_DEVICE = torch.ops.prim.device.default
+_TO_COPY = torch.ops.aten._to_copy.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
+Scratch = Callable[[Any, tuple[Any, ...]], int]
+
+
+class Storages:
+    """Counts the storages of fake tensors while it is active.
+
+    `category` is that of storages made from now on. `scratch` tells the bytes that an operation allocates and frees
+    inside. `answers_items` lets code read a number from a tensor (optimizers do, their step count): it reads one.
+    """
+
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        self.category: Category = "activations"
+        self.answers_items = False
+        self.operation = ""
+        self._scratch = scratch
+        self._live = dict.fromkeys(CATEGORIES, 0)
+        self._total = 0
+        self._peak_total = -1
+        self._peak: dict[Category, int] = {}
+        self._known: dict[weakref.ref[torch.UntypedStorage], tuple[int, Category]] = {}
+        self._weights: set[weakref.ref[torch.UntypedStorage]] = set()
+        self._active = contextlib.ExitStack()
+
+    def __enter__(self) -> Storages:
+        self._active.enter_context(resizes_reported(self._resized))
+        self._active.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._active.close()
+
+    @property
+    def live(self) -> Mapping[Category, int]:
+        """Bytes alive now, by category."""
+        return dict(self._live)
+
+    def take_peak(self) -> dict[Category, int]:
+        """Bytes by category at the largest moment since the last call; the next search starts now."""
+        peak = self._peak if self._peak_total >= self._total else dict(self._live)
+        self._peak_total, self._peak = self._total, dict(self._live)
+        return peak
+
+    def label(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
+        """Count these tensors under another category from now on, or for the first time."""
+        for tensor in tensors:
+            for part in plain_parts(tensor) if tensor is not None else ():
+                storage = part.untyped_storage()
+                self._set(weakref.ref(storage, self._died), storage.nbytes(), category)
+
+    def cast_is_temporary(self, weights: Iterable[torch.Tensor]) -> None:
+        """Copies of these weights in another dtype, which autocast makes, are temporaries."""
+        self._weights = {weakref.ref(part.untyped_storage()) for weight in weights for part in plain_parts(weight)}
+
+    @contextlib.contextmanager
+    def making(self, category: Category) -> Iterator[None]:
+        """Storages made inside are of this category."""
+        before, self.category = self.category, category
+        try:
+            yield
+        finally:
+            self.category = before
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operation, its inputs and results counted."""
+        if func is _ITEM and self.answers_items:
+            return 1
+        self.operation = str(func)
+        for value in args:
+            self._see(value)
+        result = func(*args, **kwargs)
+        if self._scratch is not None:
+            beside = self._scratch(func, args)
+            if beside and self._total + beside > self._peak_total:
+                self._peak_total = self._total + beside
+                self._peak = {**self._live, "temporaries": self._live["temporaries"] + beside}
+        category = self.category
+        if func is _TO_COPY and weakref.ref(args[0].untyped_storage()) in self._weights:
+            category = "temporaries"
+        self._see(result, category)
+        self.operation = ""
+        return result
+
+    def _see(self, value: Any, category: Category | None = None) -> None:
+        if isinstance(value, torch.Tensor):
+            for part in plain_parts(value):
+                reference = weakref.ref(part.untyped_storage(), self._died)
+                if reference not in self._known:
+                    self._set(reference, part.untyped_storage().nbytes(), category or self.category)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self._see(item, category)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        reference = weakref.ref(storage, self._died)
+        _, category = self._known.get(reference, (0, self.category))
+        self._set(reference, storage.nbytes(), category)
+
+    def _set(self, reference: weakref.ref[torch.UntypedStorage], nbytes: int, category: Category) -> None:
+        size = -(-nbytes // _ROUNDING) * _ROUNDING
+        old_size, old_category = self._known.pop(reference, (0, category))
+        self._known[reference] = size, category
+        self._add(-old_size, old_category)
+        self._add(size, category)
+
+    def _add(self, size: int, category: Category) -> None:
+        self._live[category] += size
+        if category == "host":
+            return
+        self._total += size
+        if self._total > self._peak_total:
+            self._peak_total, self._peak = self._total, dict(self._live)
+
+    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        size, category = self._known.pop(reference, (0, "host"))
+        self._add(-size, category)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, storages: Storages) -> None:
+        initialize: Any = super().__init__
+        initialize()
+        self._storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if not _FAKE.issuperset(types):
+            # A tensor subclass such as DTensor: its own dispatch runs plain operations, which come back here.
+            return NotImplemented
+        return self._storages.run(func, args, kwargs or {})
