@@ -48,7 +48,7 @@ class NoAnswer(Exception):
 
 def main() -> None:
     arguments = _arguments()
-    cases = all_cases()
+    cases = [case for case in all_cases() if case.measured]
     known = {} if arguments.again else {(answer.case, answer.peer): answer for answer in read_peers()}
     answers = {**known, **{(item.case, item.peer): item for item in _arithmetic(cases)}}
     if arguments.llm_analysis:
