@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import cast
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from planner.trace.blocks import repeated_blocks
 from strategies.environment import ensure_group
@@ -33,9 +35,11 @@ class FullShard(TorchStrategy):
             offload_policy=self.offload_policy(),
         )
         for block in repeated_blocks(model):
-            shard(block, reshard_after_forward=self.reshard_after_forward)
+            with _letting_go(block, model):
+                shard(block, reshard_after_forward=self.reshard_after_forward)
         # The root keeps torch's default: it is needed first in backward, so it stays gathered after forward.
-        shard(model)
+        with _letting_go(model, model):
+            shard(model)
         return model
 
     def mesh(self) -> DeviceMesh:
@@ -70,6 +74,21 @@ class HybridShard(FullShard):
     def mesh(self) -> DeviceMesh:
         degrees = (self.configuration.dp_replicate, self.configuration.dp_shard)
         return init_device_mesh(self.environment.device.type, degrees, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+@contextmanager
+def _letting_go(unit: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Empty the whole parameters that sharding a unit replaces.
+
+    `fully_shard` moved them to the device, and whoever held them before (an optimizer, its groups) would keep them
+    there: the whole model on every device.
+    """
+    whole = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
+    yield
+    still_used = set(model.parameters())
+    for parameter in whole:
+        if parameter not in still_used:
+            parameter.data = parameter.data.new_empty(0)
 
 
 def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:

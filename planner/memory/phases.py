@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from planner.job import Job
 from planner.memory.activations import Activations, activations_of
 from planner.memory.ledger import Ledger, Transients
+from planner.memory.load import load_of
 from planner.memory.overhead import (
     FRAGMENTATION,
     FRAGMENTATION_UPPER,
@@ -28,7 +29,8 @@ def memory_estimate(job: Job) -> MemoryEstimate:
 def phases_of(job: Job) -> dict[str, Ledger]:
     """What is alive on the busiest rank at the peak of each phase."""
     recipe = recipe_of(job.configuration)
-    return _phases(job, recipe, states_of(job, recipe))
+    states = states_of(job, recipe)
+    return {"load": load_of(job, recipe, states).device, **_phases(job, recipe, states)}
 
 
 def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
