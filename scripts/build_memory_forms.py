@@ -27,6 +27,8 @@ from planner.models.facts import ModelFacts
 from planner.trace.form_trace import Variant, form_of
 
 # The class of the first has never been part of transformers; the second has the same kinds of layers.
+ON_CPU = frozenset({"bert", "gpt2", "gpt_neox", "llama", "mixtral", "opt", "qwen2", "t5", "vit"})
+"""Types whose forms on a CPU are told apart: attention and autocast keep other tensors there. The rest share the GPU's."""
 STAND_INS = {"deepseek": ("glm4_moe", "Glm4MoeForCausalLM")}
 
 
@@ -42,10 +44,11 @@ def structures(wanted: set[str]) -> dict[str, list[ModelFacts]]:
 def variants(facts: ModelFacts) -> Iterator[Variant]:
     """What a plan can ask of a model."""
     for mode in ("fp32", "autocast", "pure"):
-        for on_cpu in (False, True):
-            yield Variant(mode=mode, eager=True, on_cpu=on_cpu)
-            if not facts.eager_only:
-                yield Variant(mode=mode, on_cpu=on_cpu)
+        yield Variant(mode=mode, eager=True)
+        if facts.model_type in ON_CPU:
+            yield Variant(mode=mode, on_cpu=True)
+        if not facts.eager_only:
+            yield Variant(mode=mode)
         if facts.sliding_window and not facts.eager_only:
             yield Variant(mode=mode, windows=True)
 
@@ -58,7 +61,14 @@ def entry(facts: ModelFacts) -> dict[str, Any]:
     if facts.model_type in STAND_INS:
         model_type, architecture = STAND_INS[facts.model_type]
         traced = replace(facts, model_type=model_type, architecture=architecture)
-    forms = {variant.name: form_to_dict(form_of(traced, variant)) for variant in variants(facts)}
+    forms = {}
+    for variant in variants(facts):
+        try:
+            forms[variant.name] = form_to_dict(form_of(traced, variant))
+        except RuntimeError as problem:
+            # A CPU has no grouped matrix product in fp32; plans for it then take the GPU's form.
+            if not variant.on_cpu:
+                raise RuntimeError(f"{facts.name}, {variant.name}: {problem}") from problem
     return {"structure": structure_of(facts), "forms": forms}
 
 

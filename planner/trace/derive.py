@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from planner.memory.form import BlockForm, Form, Moment
 from planner.memory.polynomial import Polynomial, added, scaled, subtracted
 from planner.trace.prune import telling
-from planner.trace.timeline import Storage, Timeline
+from planner.trace.timeline import Timeline
 
 PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "attention", "grouped_mm")
 """Operations whose outputs selective checkpointing keeps."""
@@ -62,9 +62,10 @@ class Derivation:
         forward = self._moments(marks[f"leave{last}"], marks["loss"], before)
         backward = self._moments(marks["loss"], marks[f"back{last}"], before)
         table = self._moments(marks["back_first"], marks["end"], start)
+        inputs = added(scaled(self._decode(shape), size) for shape, size in self._timeline.inputs)
         return Form(
             blocks=blocks,
-            before=start.moment(),
+            before=replace(start.moment(), activations=added((start.activations, inputs))),
             loss=telling(forward),
             loss_backward=telling(backward),
             table_backward=telling(table),

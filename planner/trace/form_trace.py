@@ -124,6 +124,7 @@ def _record(
 ) -> Timeline:
     inputs = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     recorder = Recorder([*module.parameters(), *module.buffers(), *inputs], module.parameters())
+    recorder.timeline.inputs = [(tuple(value.shape), value.element_size()) for value in inputs]
     for weight in (weight for weight in module.parameters() if weight.requires_grad):
         weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda weight: recorder.is_gradient(weight.grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 
@@ -16,14 +17,16 @@ _WEIGHTS = ((2.0, 0.0), (4.0, 1.0), (0.0, 0.0), (6.0, 0.0))
 
 def telling(moments: Sequence[Moment]) -> tuple[Moment, ...]:
     """The fewest moments that, over many plausible models and batches, come within 0.2 % of the largest."""
-    unique = {str((m.activations, m.cast, m.gradients)): m for m in moments}
-    pool = list(unique.values())
-    symbols = sorted({name for m in pool for part in _parts(m) for term in part for name in term.split()})
-    rows = [
-        [_worth(moment, point, weights) for moment in pool]
-        for point in _points(symbols)
-        for weights in _WEIGHTS
-    ]
+    pool = list({str((m.activations, m.cast, m.gradients)): m for m in moments}.values())
+    terms = {term for moment in pool for part in _parts(moment) for term in part}
+    rows = []
+    for point in _points():
+        worth = {term: value({term: 1.0}, point) for term in terms}
+        sizes = [tuple(_size(part, worth) for part in _parts(moment)) for moment in pool]
+        rows += [
+            [activations + on * cast + per_element * gradients for activations, cast, gradients in sizes]
+            for per_element, on in _WEIGHTS
+        ]
     return tuple(pool[index] for index in sorted(_cover(rows, len(pool))))
 
 
@@ -31,13 +34,8 @@ def _parts(moment: Moment) -> tuple[Polynomial, ...]:
     return moment.activations, moment.cast, moment.gradients
 
 
-def _worth(moment: Moment, point: dict[str, float], weights: tuple[float, float]) -> float:
-    gradient, cast = weights
-    return (
-        value(moment.activations, point)
-        + cast * value(moment.cast, point)
-        + gradient * value(moment.gradients, point)
-    )
+def _size(polynomial: Polynomial, worth: dict[str, float]) -> float:
+    return sum(coefficient * worth[term] for term, coefficient in polynomial.items())
 
 
 def _cover(rows: list[list[float]], count: int) -> set[int]:
@@ -54,9 +52,10 @@ def _cover(rows: list[list[float]], count: int) -> set[int]:
     return chosen
 
 
-def _points(symbols: list[str]) -> list[dict[str, float]]:
+@functools.cache
+def _points() -> tuple[dict[str, float], ...]:
     chance = random.Random(0)
-    return [{name: point[name] for name in symbols} for point in (_point(chance) for _ in range(60))]
+    return tuple(_point(chance) for _ in range(40))
 
 
 def _point(chance: random.Random) -> dict[str, float]:

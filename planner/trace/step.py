@@ -26,6 +26,7 @@ from planner.trace.optimizers import host_states, make_optimizer
 from planner.trace.parallel import ranks, reduction_buckets, shard, sharding_counted, synchronize
 from planner.trace.precision import autocast_dtype, weight_dtype
 from planner.trace.storages import Category, Storages
+from planner.trace.unpadded import unpadded
 from planner.vocabulary import FSDP_STRATEGIES
 
 PHASES = ("forward", "loss", "backward", "step")
@@ -90,6 +91,7 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(ranks(configuration)) if configuration.strategy in FSDP_STRATEGIES else None
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(unpadded())
         stack.enter_context(cpu_outputs() if job.cluster.device.is_cpu else as_cuda())
         return _Run(job, chosen, mode, mesh).steps()
 

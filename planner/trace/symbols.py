@@ -133,9 +133,7 @@ def _tower(tower: TowerFacts, depth: int) -> TowerFacts:
     """Widths that the first tower does not have."""
     image = {"image_size": _SIDE * _PATCH, "patch_size": _PATCH, "mm_tokens_per_image": 49} if tower.patch_size else {}
     text = {"vocab_size": _VOCABULARY, "max_position_embeddings": _POSITIONS} if tower.vocab_size else {}
-    return replace(
-        tower, hidden_size=12 * 74, num_heads=12, intermediate_size=1423, num_layers=depth, **(image | text)
-    )
+    return replace(tower, hidden_size=12 * 74, num_heads=12, intermediate_size=1423, num_layers=depth, **(image | text))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,10 +41,11 @@ class Storage:
 
 @dataclass(slots=True)
 class Timeline:
-    """The storages of a step in the order of their making; `marks` are named moments, `outputs` what each block gave
-    the next one."""
+    """The storages of a step in the order of their making; `marks` are named moments, `inputs` the shapes and item
+    sizes of the batch, `outputs` those of what each block gave the next one."""
 
     storages: list[Storage] = field(default_factory=list)
+    inputs: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     outputs: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
     operations: int = 0
