@@ -128,7 +128,8 @@ def _train_step(engine: Engine, batch: Mapping[str, torch.Tensor], peaks: PhaseP
         loss = engine(**batch).loss
         enter("backward")
         engine.backward(loss)
-        enter("step")
+        if engine.is_gradient_accumulation_boundary():
+            enter("step")
         engine.step()
     enter("")
 

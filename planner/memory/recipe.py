@@ -1,8 +1,8 @@
 """Bytes per parameter of each training recipe: what weights, gradients and optimizer states cost before sharding.
 
 Sources: ZeRO (Rajbhandari et al. 2020, section 3) for the mixed-precision recipe 2 + 2 + K; torch's autocast and AMP
-notes for weights that stay fp32; DeepSpeed 0.19 `stage_1_and_2.py`, which keeps an fp32 copy of its partition in every
-dtype.
+notes for weights that stay fp32; DeepSpeed 0.19 `stage_1_and_2.py` and `stage3.py`, which keep a copy of partitions
+in every dtype: bf16 for `bf16-pure`, fp32 for the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATE_BYTES = {
 class Recipe:
     """Bytes per parameter, and the widths that activations and collectives use.
 
-    `weight`, `gradient`: of the tensors that live between steps; `master`: of an fp32 copy the optimizer keeps;
+    `weight`, `gradient`: of the tensors that live between steps; `master`: of a copy the optimizer keeps;
     `state`: optimizer moments; `compute`: of the dtype matrices multiply in; `residual`: of the residual stream between
     blocks; `gather` and `reduce`: of parameters and gradients on the wire. `autocast` marks fp32 weights cast on the
     fly.
@@ -56,7 +56,7 @@ def recipe_of(configuration: Configuration) -> Recipe:
         return Recipe(
             weight=2,
             gradient=2,
-            master=0,
+            master=2 if is_zero else 0,
             state=narrow_state,
             compute=2,
             residual=2,

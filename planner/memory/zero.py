@@ -1,24 +1,122 @@
-"""What DeepSpeed's ZeRO holds besides states and activations: reduction buckets and gathered parameters.
+"""What DeepSpeed's ZeRO holds besides weights, optimizer states and activations, moment by moment: stages 1 and 2.
 
-Source: DeepSpeed 0.19's `stage_1_and_2.py` and `stage3.py`; bucket sizes come from `planner.zero_buckets`.
+Source: DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py`; `zero3.py` has stage 3. Bucket sizes come from
+`planner.zero_buckets`. A gradient that backward makes is copied into a bucket at once, so that of a unit's gradients
+only the newest is a tensor of its own. A full bucket, and the last one when backward ends, is reduced: its slices are
+copied into one tensor for the all-reduce (unless there is one rank), and what the rank's part touches is copied to a
+tensor that holds all of these gradients. The buckets are made with a micro-batch's first gradient and freed after its
+last; where stage 1 accumulates, it keeps them, and unreduced gradients, to the end of the last micro-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from planner.job import Job
-from planner.memory.ledger import Transients
+from planner.memory.instants import Instant
+from planner.memory.ledger import Ledger, Transients
+from planner.memory.optimizer_step import flat_step_temporaries
 from planner.memory.recipe import Recipe
 from planner.memory.states import States
+from planner.memory.units import rounded
+from planner.memory.zero3 import NORM_BYTES, PartitionedZeroHolding
+from planner.memory.zero_partition import flat_partition
 from planner.zero_buckets import zero_buckets
 
 
+def zero_holding(job: Job, recipe: Recipe) -> FlatZeroHolding | PartitionedZeroHolding:
+    """The holding of a ZeRO stage. Its ledgers, one of them the step's, are all there is beside weights and optimizer
+    states."""
+    if job.configuration.zero_stage == 3:
+        return PartitionedZeroHolding(job, recipe)
+    return FlatZeroHolding(job, recipe)
+
+
 def zero_transients(job: Job, recipe: Recipe, states: States, step: float) -> Transients:
-    """Reduction buckets; in stage 3 also the parameters that DeepSpeed keeps gathered."""
-    counts, stage = job.counts, job.configuration.zero_stage
-    buckets = zero_buckets(stage, parameters=counts.total, hidden_size=job.facts.hidden_size)
-    reducing = recipe.gradient * buckets.reduce * (2 if buckets.overlap_comm else 1)
-    if stage < 3:
-        return Transients(backward=reducing, step=step)
-    live = recipe.weight * min(states.elements, max(buckets.max_live, counts.largest_block))
-    block = recipe.gradient * counts.largest_block
-    return Transients(forward=live, backward=live + reducing + block, step=step)
+    """The holding by phase: what the last block's backward has, and the step beside the gradients it begins with."""
+    holding = zero_holding(job, recipe)
+    forward = holding.at(Instant(phase="forward", unit="block", activations=0, cast=0))
+    backward = holding.at(Instant(phase="backward", unit="block", activations=0, cast=0, unit_gradients=1))
+    at_step = max(ledger.total for phase, ledger in holding.own_moments() if phase == "step")
+    return Transients(
+        forward=forward.buffers + (forward.gradients if job.configuration.zero_stage == 3 else 0),
+        backward=backward.buffers,
+        step=max(at_step - states.gradients, 0.0),
+    )
+
+
+class FlatZeroHolding:
+    """Stages 1 and 2, which cut the flattened parameters evenly over the ranks."""
+
+    def __init__(self, job: Job, recipe: Recipe) -> None:
+        configuration = job.configuration
+        buckets = zero_buckets(configuration.zero_stage, parameters=job.counts.total, hidden_size=job.facts.hidden_size)
+        self._job, self._recipe, self._flat = job, recipe, flat_partition(job)
+        self._width, self._bucket = recipe.gradient, min(buckets.reduce, self._flat.whole)
+        self._buckets = (2 if buckets.overlap_comm else 1) * rounded(self._width * buckets.reduce)
+        self._offloads = configuration.offload != "none"
+        self._steps = configuration.gradient_accumulation_steps
+        self._unreduced = configuration.zero_stage == 1 and self._steps > 1
+        self._kept = 0 if self._offloads else rounded(self._width * self._flat.touched)
+        # temp_grad_buffer_for_gpu_offload lives from step to step.
+        self._resident = rounded(self._width * self._flat.largest) if self._offloads else 0
+
+    def at(self, instant: Instant) -> Ledger:
+        """Gradients, buckets and temporaries at an instant."""
+        made = instant.done_gradients + instant.unit_gradients
+        newest = self._width * min(instant.unit_gradients, self._flat.largest)
+        if self._unreduced:
+            buffers = self._resident + self._buckets
+            return Ledger(gradients=newest + self._width * self._accumulated(made), buffers=buffers)
+        # Where there is a head its gradient comes before the buckets, beside the logits, which are gone after it.
+        in_use = made > 0 and instant.unit != "head"
+        flushed = made > self._bucket
+        return Ledger(
+            gradients=newest + self._earlier + (self._kept if flushed else 0),
+            buffers=self._resident + (self._buckets if in_use else 0),
+            temporaries=self._reduction if flushed else 0,
+        )
+
+    def own_moments(self) -> Sequence[tuple[str, Ledger]]:
+        """The last bucket's reduction when backward has ended, and the step."""
+        return ("backward", self._last_reduction()), *(("step", ledger) for ledger in self._step())
+
+    @property
+    def _earlier(self) -> int:
+        """Reduced gradients of earlier micro-batches."""
+        return self._kept if self._steps > 1 and not self._unreduced else 0
+
+    def _accumulated(self, made: float) -> float:
+        """Elements of unreduced gradients: in the last micro-batch they go into the bucket one by one, in the first
+        they come one by one, in one between them all are there."""
+        whole = self._flat.whole
+        return whole if self._steps > 2 else max(made, whole - made)
+
+    @property
+    def _reduction(self) -> float:
+        """What reducing a bucket adds to it: the copy that ranks exchange; under offload also, after it, the norm of
+        one gradient at a time."""
+        exchanged = self._width * self._bucket if self._job.configuration.dp_shard > 1 else 0.0
+        return max(exchanged, NORM_BYTES * self._flat.largest_piece if self._offloads else 0.0)
+
+    def _last_reduction(self) -> Ledger:
+        """The all-reduce, then the copy of its results, unless earlier buckets have made room for them."""
+        before = self._kept if self._flat.whole > self._bucket else 0
+        return Ledger(
+            gradients=self._earlier + before,
+            buffers=self._resident + self._buckets,
+            temporaries=max(self._reduction, self._kept - before),
+        )
+
+    def _step(self) -> tuple[Ledger, ...]:
+        """Gradients are measured, made one flat tensor in the master weights' dtype, let go of, and applied."""
+        if self._offloads:
+            return (Ledger(buffers=self._resident),)
+        part, master = (rounded(width * self._flat.size) for width in (self._width, self._recipe.master))
+        norm = rounded(NORM_BYTES * self._flat.largest_piece)
+        cast = part + master if self._recipe.master != self._width else part
+        applied = flat_step_temporaries(self._job, self._flat.size, self._recipe.master)
+        return (
+            Ledger(gradients=self._kept, temporaries=max(norm, cast)),
+            Ledger(gradients=master, temporaries=applied),
+        )
