@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -39,11 +39,8 @@ ZERO_OF = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp-grad-op": 2, "ze
 RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class NoAnswer(Exception):
     """Why a tool says nothing."""
-
-    reason: str
 
 
 def main() -> None:
@@ -95,16 +92,16 @@ def _answer(case: Case, peer: str, release: str, ask: Any) -> PeerAnswer:
     try:
         return PeerAnswer(case=case.name, peer=peer, version=release, bytes=ask(case.job), reason="")
     except NoAnswer as error:
-        return PeerAnswer(case=case.name, peer=peer, version=release, bytes=0, reason=error.reason)
+        return PeerAnswer(case=case.name, peer=peer, version=release, bytes=0, reason=str(error))
 
 
 def _accelerate(job: Job) -> int:
     """`accelerate estimate-memory`: training with Adam, one device, one sample."""
     chosen = job.configuration
     if chosen.strategy not in ("single", "ddp") or chosen.world_size != chosen.dims.data_parallel:
-        raise NoAnswer(reason="knows no sharding")
+        raise NoAnswer("knows no sharding")
     if chosen.optimizer not in ADAM:
-        raise NoAnswer(reason="knows Adam only")
+        raise NoAnswer("knows Adam only")
     dtype = "float32" if chosen.precision == "fp32" else "bfloat16"
     estimate = import_module("accelerate.commands.estimate")
     return int(max(estimate.estimate_training_usage(4 * job.counts.total, dtype).values()))
@@ -114,11 +111,11 @@ def _deepspeed(job: Job) -> int:
     """DeepSpeed's `estimate_zero2_model_states_mem_needs` and the same of stage 3: model states of mixed precision."""
     chosen, cluster = job.configuration, job.cluster
     if chosen.zero_stage < 2:
-        raise NoAnswer(reason="estimates stages 2 and 3 only")
+        raise NoAnswer("estimates stages 2 and 3 only")
     if chosen.precision not in ("bf16", "fp16"):
-        raise NoAnswer(reason="assumes 16-bit weights with fp32 copies")
+        raise NoAnswer("assumes 16-bit weights with fp32 copies")
     if chosen.optimizer not in ADAM or chosen.tp * chosen.pp > 1 or chosen.offload == "nvme":
-        raise NoAnswer(reason="assumes Adam, data parallel only, and no NVMe")
+        raise NoAnswer("assumes Adam, data parallel only, and no NVMe")
     places = {"num_gpus_per_node": cluster.gpus_per_node, "num_nodes": cluster.nodes}
     offloads = chosen.offload != "none"
     if chosen.zero_stage == 2:
@@ -140,7 +137,7 @@ def _llm_analysis(cases: Sequence[Case], interpreter: str) -> Iterable[PeerAnswe
         try:
             asked.append((case, _question(case.job)))
         except NoAnswer as error:
-            refused.append((case, error.reason))
+            refused.append((case, str(error)))
     done = subprocess.run(
         [interpreter, LLM_ANALYSIS],
         input=json.dumps([question for _, question in asked]),
@@ -163,11 +160,11 @@ def _question(job: Job) -> dict[str, Any]:
     """A case in llm-analysis's words."""
     facts, chosen = job.facts, job.configuration
     if facts.kind != "decoder":
-        raise NoAnswer(reason="knows decoders only")
+        raise NoAnswer("knows decoders only")
     if chosen.optimizer not in ADAM or chosen.offload != "none":
-        raise NoAnswer(reason="assumes Adam, and knows no offload")
+        raise NoAnswer("assumes Adam, and knows no offload")
     if chosen.precision == "fp32":
-        raise NoAnswer(reason="knows 4, 8 and 16 bits")
+        raise NoAnswer("knows 4, 8 and 16 bits")
     return {
         "model": {
             "name": facts.name,
@@ -207,13 +204,13 @@ def _trackers(cases: Sequence[Case], known: dict[tuple[str, str], PeerAnswer], d
 def _track(case: Case, job: Job) -> int:
     chosen = job.configuration
     if case.code != "transformers":
-        raise NoAnswer(reason="the code that ran is not installed")
+        raise NoAnswer("the code that ran is not installed")
     if chosen.strategy not in ("single", "fsdp"):
-        raise NoAnswer(reason="tracks one device and FSDP2 only")
+        raise NoAnswer("tracks one device and FSDP2 only")
     if chosen.optimizer not in (*ADAM, "sgd") or chosen.offload != "none" or chosen.precision == "fp16":
-        raise NoAnswer(reason="not asked: an optimizer, offload or precision that torch has not")
+        raise NoAnswer("not asked: an optimizer, offload or precision that torch has not")
     if chosen.activation_checkpointing == "selective":
-        raise NoAnswer(reason="not asked: selective checkpointing")
+        raise NoAnswer("not asked: selective checkpointing")
     try:
         return int(import_module("peer_trackers").tracked_bytes(job))
     except (
@@ -225,9 +222,7 @@ def _track(case: Case, job: Job) -> int:
         TypeError,
         ValueError,
     ) as error:
-        raise NoAnswer(
-            reason=f"fails: {type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:160]}"
-        ) from None
+        raise NoAnswer(f"fails: {type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:160]}") from None
 
 
 if __name__ == "__main__":

@@ -58,10 +58,11 @@ def _materialised(module: nn.Module) -> nn.Module:
     """The module with every weight and buffer made anew under the fake tensor mode; what is tied stays tied."""
     made: dict[int, torch.Tensor] = {}
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
+        own: tuple[Any, Any] = (part._parameters, part._buffers)
+        for tensors in own:
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = made.setdefault(id(tensor), _like(tensor))  # type: ignore[index]
+                    tensors[name] = made.setdefault(id(tensor), _like(tensor))
     return module
 
 

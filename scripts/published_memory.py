@@ -120,6 +120,8 @@ def _run(row: Row) -> PublishedRun:
 def _facts(row: Row) -> ModelFacts:
     """The catalogued model with the row's own numbers; a row that gives none is that model."""
     like = find_model(row["like"])
+    if row["code"] == "litgpt":  # its files leave `tie_embeddings` empty, which unties them
+        return replace(like, tie_word_embeddings=False)
     if not row["hidden"]:
         return like
     hidden, heads = int(row["hidden"]), int(row["heads"])

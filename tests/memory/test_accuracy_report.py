@@ -1,0 +1,62 @@
+"""The accuracy report sums errors up as it says, lists every case, and asks other tools only what they claim."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from accuracy_cases import Case, all_cases
+from accuracy_peers import PEERS, read_peers
+from accuracy_tables import spread
+from build_accuracy_report import report
+from measure_peers import NoAnswer, _accelerate, _question
+
+from planner.vocabulary import Precision, Strategy
+
+CASES = all_cases()
+
+
+def one(strategy: Strategy, precision: Precision) -> Case:
+    """A published run of one strategy, in a precision."""
+    found = next(case for case in CASES if case.strategy == strategy)
+    return replace(found, job=replace(found.job, configuration=replace(found.job.configuration, precision=precision)))
+
+
+def test_a_spread_is_of_sizes_and_keeps_the_signs_of_the_largest() -> None:
+    errors = spread([0.02, -0.10, 0.05, 0.01, -0.03])
+    assert (errors.cases, errors.median, errors.p90) == (5, 0.03, 0.10)
+    assert (errors.over, errors.under, errors.worst) == (0.05, -0.10, 0.10)
+
+
+def test_every_case_with_a_figure_is_listed() -> None:
+    page = "\n".join(report(CASES))
+    assert not [case.name for case in CASES if case.measured and f"| {case.name} |" not in page]
+
+
+def test_cases_have_names_of_their_own() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_answers_of_other_tools_are_bytes_or_a_reason() -> None:
+    answers = read_peers()
+    assert {answer.peer for answer in answers} <= set(PEERS)
+    assert all(bool(answer.bytes) != bool(answer.reason) for answer in answers)
+
+
+def test_accelerate_counts_adam_training_of_one_device() -> None:
+    case = one("single", "fp32")
+    assert _accelerate(case.job) == 16 * case.job.counts.total
+    assert _accelerate(one("single", "fp16").job) == 8 * case.job.counts.total
+    with pytest.raises(NoAnswer, match="sharding"):
+        _accelerate(one("zero2", "fp16").job)
+
+
+def test_llm_analysis_is_asked_for_16_bits_only() -> None:
+    assert _question(one("zero2", "fp16").job)["training"]["ds_zero"] == 2
+    with pytest.raises(NoAnswer, match="16 bits"):
+        _question(one("zero2", "fp32").job)
