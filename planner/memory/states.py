@@ -13,6 +13,7 @@ from planner.job import Job
 from planner.memory.optimizer_states import optimizer_state_bytes
 from planner.memory.recipe import Recipe
 from planner.memory.units import shards_of, units_of
+from planner.memory.zero_offload import zero_host_tensors
 from planner.vocabulary import FSDP_STRATEGIES
 
 
@@ -104,9 +105,8 @@ def _of_tensors(job: Job, recipe: Recipe) -> States:
 def _offloaded(job: Job, recipe: Recipe, states: States) -> States:
     """Move what the plan offloads from the device to the host or to NVMe.
 
-    ZeRO offload keeps the fp32 master, both moments and an fp32 gradient partition on the host (DeepSpeed 0.19,
-    `stage_1_and_2.py`, `stage3.py`); stages 2 and 3 free device gradients as they are copied, stage 1 keeps them.
-    FSDP2's CPU offload moves shards, gradients and states together.
+    ZeRO's gradients have left the device when backward ends (`zero_offload.py`). FSDP2's CPU offload moves shards,
+    gradients and states together.
     """
     offload = job.configuration.offload
     if offload == "none":
@@ -114,12 +114,11 @@ def _offloaded(job: Job, recipe: Recipe, states: States) -> States:
     if job.configuration.strategy in FSDP_STRATEGIES:
         host = states.parameters + states.gradients + states.optimizer
         return replace(states, parameters=0, gradients=0, optimizer=0, host=host)
-    moved = states.optimizer + 4 * states.local
-    gradients = states.gradients if job.configuration.zero_stage == 1 else 0
+    host = zero_host_tensors(job, recipe, states.optimizer / states.local - recipe.master)
+    moved = replace(states, gradients=0, optimizer=0, host=host)
     if offload == "optimizer":
-        return replace(states, gradients=gradients, optimizer=0, host=moved)
-    weights = recipe.weight * states.local
+        return moved
     if offload == "all":
-        return replace(states, parameters=0, gradients=gradients, optimizer=0, host=moved + weights)
-    window = min(moved, 16.0 * job.counts.largest_block)
-    return replace(states, parameters=0, gradients=gradients, optimizer=0, host=window, nvme=moved + weights)
+        return replace(moved, parameters=0)
+    window = min(host, 16.0 * job.counts.largest_block)
+    return replace(moved, parameters=0, host=window, nvme=host + recipe.weight * states.local)

@@ -19,7 +19,7 @@ from planner.memory.optimizer_step import flat_step_temporaries
 from planner.memory.recipe import Recipe
 from planner.memory.states import States
 from planner.memory.units import rounded
-from planner.memory.zero3 import NORM_BYTES, PartitionedZeroHolding
+from planner.memory.zero3 import NORM_BYTES, PartitionedZeroHolding, offloaded_step
 from planner.memory.zero_partition import flat_partition
 from planner.zero_buckets import zero_buckets
 
@@ -111,7 +111,7 @@ class FlatZeroHolding:
     def _step(self) -> tuple[Ledger, ...]:
         """Gradients are measured, made one flat tensor in the master weights' dtype, let go of, and applied."""
         if self._offloads:
-            return (Ledger(buffers=self._resident),)
+            return (Ledger(buffers=self._resident, temporaries=offloaded_step(self._job, self._flat.size)),)
         part, master = (rounded(width * self._flat.size) for width in (self._width, self._recipe.master))
         norm = rounded(NORM_BYTES * self._flat.largest_piece)
         cast = part + master if self._recipe.master != self._width else part

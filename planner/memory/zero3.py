@@ -27,6 +27,12 @@ NORM_BYTES = 8
 """DeepSpeed takes the gradient norm tensor by tensor in fp64 (`zero/utils.py`, get_norm_dtype)."""
 
 
+def offloaded_step(job: Job, size: int) -> float:
+    """Temporaries of a step in host memory, which on a CPU is the device's: torch's Adam runs there, and
+    `DeepSpeedCPUAdam`, which needs none, elsewhere."""
+    return flat_step_temporaries(job, size, 4) if job.cluster.device.is_cpu else 0.0
+
+
 class PartitionedZeroHolding:
     """Stage 3, which cuts every tensor over the ranks."""
 
@@ -71,7 +77,7 @@ class PartitionedZeroHolding:
     def _step(self) -> float:
         """Gradients made one flat tensor in the master weights' dtype and applied, a sub-group at a time."""
         if self._offloads:
-            return 0.0
+            return offloaded_step(self._job, self._tensors.local)
         size = min(self._tensors.local, self._limits.sub_group)
         norm = NORM_BYTES * -(-self._tensors.largest // self._job.configuration.dp_shard)
         flat, master = rounded(self._width * size), rounded(self._recipe.master * size)
