@@ -22,21 +22,24 @@ from planner.memory.instants import Instant
 from planner.memory.ledger import Ledger, Transients
 from planner.memory.recipe import Recipe
 from planner.memory.states import States
-from planner.memory.units import Unit, rounded, units_of
+from planner.memory.units import Unit, Units, rank_units, rounded
+from planner.models.parameter_counts import ParameterCounts
+from planner.plan import Configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitBytes:
     """One unit on one rank, in bytes, by the names of the module's docstring.
 
-    `gradients` are the whole ones, in the dtype of compute; `last_gradient`, that of the last parameter, outlives them,
-    for `foreach_reduce` keeps it in a loop's variable.
+    `gradients` are the whole ones, in the dtype of compute, `newest` the largest of them; `last_gradient`, that of the
+    last parameter, outlives the others, for `foreach_reduce` keeps it in a loop's variable.
     """
 
     unsharded: float
     collected: float
     staged: float
     gradients: float
+    newest: float
     last_gradient: float
     summed: float
     kept: float
@@ -65,6 +68,7 @@ def unit_bytes(unit: Unit, recipe: Recipe, shards: int, *, offloads: bool) -> Un
         collected=0 if alone else rounded(padded * recipe.gather),
         staged=staged,
         gradients=unit.bytes(recipe.gather),
+        newest=rounded(max(unit.sizes, default=0) * recipe.gather),
         last_gradient=0 if alone else rounded(unit.sizes[-1] * recipe.gather),
         summed=rounded(padded * recipe.reduce),
         kept=rounded(local.elements * recipe.reduce),
@@ -106,29 +110,28 @@ class _Stack:
 
 def fsdp_at(job: Job, recipe: Recipe, instant: Instant) -> Ledger:
     """Gradients and buffers at one instant of the worst micro-batch."""
-    return _fsdp(job, recipe).at(instant)
+    return _fsdp(job.counts, job.configuration, recipe).at(instant)
 
 
 def fsdp_before_blocks(job: Job, recipe: Recipe) -> Ledger:
     """The root gathered, then the first block beside the root's buffer; hardly an activation is alive."""
-    return _fsdp(job, recipe).before_blocks()
+    return _fsdp(job.counts, job.configuration, recipe).before_blocks()
 
 
 def fsdp_after_backward(job: Job, recipe: Recipe) -> Ledger:
     """The root's reduction, after all others' and when no activation is left."""
-    return _fsdp(job, recipe).after_backward()
+    return _fsdp(job.counts, job.configuration, recipe).after_backward()
 
 
 @lru_cache(maxsize=64)
-def _fsdp(job: Job, recipe: Recipe) -> _Fsdp:
-    return _Fsdp(job, recipe)
+def _fsdp(counts: ParameterCounts, configuration: Configuration, recipe: Recipe) -> _Fsdp:
+    return _Fsdp(rank_units(counts, configuration), configuration, recipe)
 
 
 class _Fsdp:
     """The units of one job."""
 
-    def __init__(self, job: Job, recipe: Recipe) -> None:
-        configuration, units = job.configuration, units_of(job)
+    def __init__(self, units: Units, configuration: Configuration, recipe: Recipe) -> None:
         self._recipe = recipe
         self._offloads = configuration.offload != "none"
         self._reshards = configuration.strategy != "fsdp-grad-op"
@@ -139,18 +142,19 @@ class _Fsdp:
         blocks = [(unit, unit_bytes(unit, recipe, shards, offloads=self._offloads)) for unit in units.blocks]
         self._blocks = _Stack([(unit.repeats, made) for unit, made in blocks])
         self._block_elements = sum(unit.repeats * unit.elements for unit, _ in blocks)
-        self._largest = units.largest
         self._accumulated = 0.0 if self._synchronised else units.bytes(recipe.reduce)
 
     def at(self, instant: Instant) -> Ledger:
         if instant.phase != "backward":
             return Ledger(gradients=self._waiting(), buffers=self._gathered_in_forward(instant))
+        if instant.leaves:
+            return self._reduction(instant)
         share = instant.blocks_done / max(instant.blocks, 1)
         of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
-        whole = self._whole(of_root, instant.unit_gradients)
-        gathered = self._gathered_in_backward(instant)
-        kept = self._kept(instant.blocks_done, instant.blocks)
-        reducing = self._blocks.unit(-instant.blocks_done, instant.blocks).summed if instant.blocks_done else 0.0
+        whole = self._whole(instant, of_root)
+        gathered, done = self._gathered_in_backward(instant), instant.blocks_done
+        kept = self._kept(done, instant.blocks)
+        reducing = self._blocks.unit(-done, instant.blocks).summed if done else 0.0
         if self._synchronised:
             gradients = (kept if self._steps == 1 else self._waiting()) + whole
             return Ledger(gradients=gradients, buffers=gathered + reducing)
@@ -158,6 +162,20 @@ class _Fsdp:
         last = Ledger(gradients=self._accumulated * (1 - share) + kept + whole, buffers=gathered + reducing)
         added = self._accumulated * (share if self._steps == 2 else 1)
         return max(last, Ledger(gradients=added + whole, buffers=gathered), key=lambda ledger: ledger.total)
+
+    def _reduction(self, instant: Instant) -> Ledger:
+        """The unit's parameters are freed, its whole gradients not before they are copied."""
+        done, blocks = instant.blocks_done, instant.blocks
+        unit, share = self._blocks.unit(-done - 1, blocks), done / max(blocks, 1)
+        of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
+        gathered = self._gathered_in_backward(instant) - unit.unsharded
+        if self._synchronised:
+            gradients = self._kept(done, blocks) if self._steps == 1 else self._waiting()
+            gradients += self._recipe.gather * of_root + max(unit.gradients, unit.kept + unit.last_gradient)
+        else:
+            of_root = 0.0 if self._recipe.gather == self._recipe.reduce else of_root
+            gradients = self._accumulated * (1 - share) + self._kept(done, blocks) + self._recipe.gather * of_root
+        return Ledger(gradients=gradients, buffers=gathered + unit.summed)
 
     def before_blocks(self) -> Ledger:
         root, block = self._root, self._blocks.unit(0, 1)
@@ -171,12 +189,13 @@ class _Fsdp:
         kept = self._waiting() if self._synchronised and self._steps > 1 else self._kept(1, 1)
         return Ledger(gradients=kept + max(whole, self._root.kept + last), buffers=self._root.summed)
 
-    def _whole(self, of_root: float, of_unit: float) -> float:
+    def _whole(self, instant: Instant, of_root: float) -> float:
         """Gradients that are not reduced yet. Those of the dtype that is accumulated are added in place, so that only
         the newest is a tensor of its own."""
         if self._synchronised or self._recipe.gather != self._recipe.reduce:
-            return self._recipe.gather * (of_root + of_unit)
-        return self._recipe.gather * min(of_unit, self._largest)
+            return self._recipe.gather * (of_root + instant.unit_gradients)
+        unit = self._blocks.unit(-instant.blocks_done - 1, instant.blocks) if instant.unit == "block" else self._root
+        return min(self._recipe.gather * instant.unit_gradients, unit.newest)
 
     def _kept(self, blocks: int, of: int) -> float:
         """Sharded gradients of the last so many blocks; offload moves them away as they are made."""

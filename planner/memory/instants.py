@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from planner.job import Job
@@ -25,7 +26,8 @@ class Instant:
     `cast` (autocast's copies of weights) in bytes; `unit_gradients`: elements of this unit's weights whose gradient is
     made by now; `done_gradients`: elements of weights in the units that have finished their backward; `blocks_done`:
     blocks that have finished in this pass (forward or backward), out of `blocks`; `enters`: whether the unit has not
-    begun yet, so that nothing of it is alive but what a strategy fetches for it.
+    begun its forward yet, so that nothing of it is alive but what a strategy fetches for it; `leaves`: whether it has
+    just ended its backward, so that nothing of it is left but its gradients.
     """
 
     phase: Literal["forward", "loss", "backward"]
@@ -37,6 +39,7 @@ class Instant:
     blocks_done: int = 0
     blocks: int = 0
     enters: bool = False
+    leaves: bool = False
 
 
 def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
@@ -141,17 +144,20 @@ class _Step:
             block, count = self._figures.blocks[place], self._counts[place]
             for done in dict.fromkeys((count - 1, max(count - 2, 0), 0)):
                 behind = finished + count - 1 - done
+                instant = partial(
+                    Instant,
+                    phase="backward",
+                    unit="block",
+                    done_gradients=self._head + behind * self._parameters,
+                    blocks_done=behind,
+                    blocks=total,
+                )
+                before = others + self._before(place, done)
+                casts = 0.0 if self._checkpointing != "none" else self._casts(place, done)
                 for activations, cast, gradients in self._inside(block):
-                    yield Instant(
-                        phase="backward",
-                        unit="block",
-                        activations=others + self._before(place, done) + activations,
-                        cast=cast if self._checkpointing != "none" else self._casts(place, done) + cast,
-                        unit_gradients=gradients,
-                        done_gradients=self._head + behind * self._parameters,
-                        blocks_done=behind,
-                        blocks=total,
-                    )
+                    yield instant(activations=before + activations, cast=casts + cast, unit_gradients=gradients)
+                boundary = self._bytes(block.boundary)  # the gradient of its input
+                yield instant(activations=before + boundary, cast=casts, unit_gradients=self._parameters, leaves=True)
             finished += count
 
     def _inside(self, block: BlockFigures) -> Iterator[tuple[float, float, float]]:

@@ -17,7 +17,7 @@ _BUCKET_BYTES = 25 << 20
 
 
 def replica_resident(job: Job, recipe: Recipe) -> Ledger:
-    """DDP's buckets. Where one ends depends on the order of the gradients, so that its rounding is taken at its mean."""
+    """DDP's buckets. Where one ends depends on the order of gradients, so that its rounding is taken at its mean."""
     if job.configuration.strategy != "ddp":
         return Ledger()
     size = recipe.gradient * units_of(job).elements

@@ -14,6 +14,7 @@ from math import prod
 
 from planner.job import Job
 from planner.models.parameter_counts import ParameterCounts, Shape
+from planner.plan import Configuration
 
 ALLOCATION_BYTES = 512
 """What torch's caching allocator rounds a block up to (`c10/cuda/CUDACachingAllocator`, kMinBlockSize)."""
@@ -97,7 +98,11 @@ class Units:
 
 def units_of(job: Job) -> Units:
     """The units of the largest pipeline stage on one tensor-parallel rank."""
-    return _units(job.counts, job.configuration.tp, job.configuration.pp, 1)
+    return rank_units(job.counts, job.configuration)
+
+
+def rank_units(counts: ParameterCounts, configuration: Configuration) -> Units:
+    return _units(counts, configuration.tp, configuration.pp, 1)
 
 
 def shards_of(job: Job) -> Units:
