@@ -27,6 +27,7 @@ from planner.trace.parallel import ranks, reduction_buckets, shard, sharding_cou
 from planner.trace.precision import autocast_dtype, weight_dtype
 from planner.trace.storages import Category, Storages
 from planner.trace.unpadded import unpadded
+from planner.trace.windows import windows_without_masks
 from planner.vocabulary import FSDP_STRATEGIES
 
 PHASES = ("forward", "loss", "backward", "step")
@@ -93,6 +94,9 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(unpadded())
         stack.enter_context(cpu_outputs() if job.cluster.device.is_cpu else as_cuda())
+        stack.enter_context(unpadded())
+        if configuration.attention == "flash":
+            stack.enter_context(windows_without_masks())
         return _Run(job, chosen, mode, mesh).steps()
 
 
