@@ -38,7 +38,7 @@ def structures(wanted: set[str]) -> dict[str, list[ModelFacts]]:
     for facts in models():
         if not wanted or facts.model_type in wanted:
             found[facts.model_type].setdefault(json.dumps(structure_of(facts)), facts)
-    return {model_type: list(by_structure.values()) for model_type, by_structure in found.items()}
+    return {name: list(found[name].values()) for name in sorted(found)}
 
 
 def variants(facts: ModelFacts) -> Iterator[Variant]:
@@ -53,38 +53,41 @@ def variants(facts: ModelFacts) -> Iterator[Variant]:
             yield Variant(mode=mode, windows=True)
 
 
-def entry(facts: ModelFacts) -> dict[str, Any]:
-    """A structure with its forms."""
+def entry(facts: ModelFacts) -> tuple[dict[str, Any], list[str]]:
+    """A structure with its forms, and what could not be traced."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     traced = facts
     if facts.model_type in STAND_INS:
         model_type, architecture = STAND_INS[facts.model_type]
         traced = replace(facts, model_type=model_type, architecture=architecture)
-    forms = {}
+    forms, problems = {}, []
     for variant in variants(facts):
         try:
             forms[variant.name] = form_to_dict(form_of(traced, variant))
-        except RuntimeError as problem:
-            # A CPU has no grouped matrix product in fp32; plans for it then take the GPU's form.
-            if not variant.on_cpu:
-                raise RuntimeError(f"{facts.name}, {variant.name}: {problem}") from problem
-    return {"structure": structure_of(facts), "forms": forms}
+        except Exception as problem:  # one line each; whoever runs this decides what to do about them
+            problems.append(f"{facts.name}, {variant.name}: {type(problem).__name__}: {str(problem).splitlines()[0]}")
+    return {"structure": structure_of(facts), "forms": forms}, problems
 
 
 def main(arguments: list[str]) -> int:
     FORMS.mkdir(exist_ok=True)
     chosen = structures(set(arguments))
+    failed = 0
     with ProcessPoolExecutor(max_workers=2) as workers:
         pending = {model_type: [workers.submit(entry, facts) for facts in rows] for model_type, rows in chosen.items()}
         for model_type, futures in pending.items():
+            found = [future.result() for future in futures]
             written = {
                 "versions": {name: version(name) for name in ("torch", "transformers")},
-                "structures": [future.result() for future in futures],
+                "structures": [structure for structure, _ in found],
             }
             replace_text(FORMS / f"{model_type}.json", json.dumps(written, separators=(",", ":")) + "\n")
             print(f"{model_type}: {len(futures)} structures", flush=True)
-    return 0
+            for problem in (problem for _, problems in found for problem in problems):
+                failed += 1
+                print(f"  not traced: {problem}", file=sys.stderr, flush=True)
+    return min(failed, 1)
 
 
 if __name__ == "__main__":

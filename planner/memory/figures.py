@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -106,11 +106,17 @@ def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
     if found is None:
         raise LookupError(f"no memory form for {facts.model_type}")
     sizes = model_dimensions(facts, question.tp) | _lengths(facts, question)
-    kinds = block_kinds(facts, windows="local" in found.form.blocks)
     blocks = [
-        _block(name, count, found.form.blocks[name], sizes) for name, count in kinds if name in found.form.blocks
+        _block(name, count, form, sizes)
+        for name, count, form in _stacks(facts, found.form)
     ]
     return _figures(found.form, blocks, sizes, found.differences)
+
+
+def _stacks(facts: ModelFacts, form: Form) -> Iterator[tuple[str, int, BlockForm]]:
+    """The model's kinds of blocks with their forms; a kind that the form of another structure lacks takes its last."""
+    for name, count in block_kinds(facts, windows="local" in form.blocks):
+        yield name, count, form.blocks.get(name) or list(form.blocks.values())[-1]
 
 
 def _attentions(attention: str, *, windows: bool) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ from planner.memory.form import BlockForm, Form, Moment
 from planner.memory.polynomial import Polynomial
 from planner.memory.structure import difference
 
+TYPICAL = {"encoder": "bert", "encoder-decoder": "bart", "speech-encoder-decoder": "whisper", "vision": "vit"}
+TYPICAL |= {"vision-text": "clip"}
 FORMS = Path(__file__).parent / "forms"
 
 
@@ -29,9 +31,11 @@ class Found:
 
 
 def find_form(structure: Mapping[str, str], variant: str) -> Found | None:
-    """The form of the structure nearest to this one; None where no model of its type was ever traced."""
-    model_type = structure["model_type"]
-    entries = [entry for entry in _file(model_type) if variant in entry["forms"]]
+    """The form of the structure nearest to this one; a type that was never traced takes that of a typical model of its
+    kind. None where that has no such variant."""
+    entries: list[Mapping[str, Any]] = []
+    for model_type in (structure["model_type"], TYPICAL.get(structure["kind"], "llama")):
+        entries = entries or [entry for entry in _file(model_type) if variant in entry["forms"]]
     if not entries:
         return None
     distances = [difference(dict(structure), entry["structure"]) for entry in entries]

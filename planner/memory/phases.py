@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from planner.job import Job
-from planner.memory.activations import Activations, activations_of
-from planner.memory.ledger import Ledger, Transients
+from planner.memory.holding import Holding, holding_of
+from planner.memory.instants import instants_of
+from planner.memory.ledger import Ledger
 from planner.memory.load import load_of
 from planner.memory.overhead import (
     FRAGMENTATION,
@@ -17,8 +18,9 @@ from planner.memory.overhead import (
 )
 from planner.memory.recipe import Recipe, recipe_of
 from planner.memory.states import States, nominal_states_of, states_of
-from planner.memory.transients import transients_of
 from planner.plan import MemoryEstimate
+
+PHASES = ("forward", "loss", "backward", "step")
 
 
 def memory_estimate(job: Job) -> MemoryEstimate:
@@ -63,84 +65,18 @@ def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEst
 
 
 def _phases(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
-    activations = activations_of(job, recipe)
-    transients = transients_of(job, recipe, states)
+    """The largest moment of each phase of the step."""
     always = Ledger(
-        parameters=states.parameters,
-        optimizer=states.optimizer,
-        buffers=transients.resident,
-        temporaries=library_workspace(job),
+        parameters=states.parameters, optimizer=states.optimizer, temporaries=library_workspace(job)
     )
-    all_gradients = Ledger(gradients=max(states.gradients, transients.accumulated))
-    waiting = all_gradients if job.configuration.gradient_accumulation_steps > 1 else Ledger()
-    forward = (
-        always + waiting + Ledger(activations=activations.kept, buffers=transients.forward, temporaries=transients.cast)
-    )
-    return {
-        "forward": forward,
-        "loss": forward + Ledger(activations=activations.loss),
-        "backward": _backward(job, recipe, always + waiting, (activations, transients, states)),
-        "step": always + Ledger(gradients=states.gradients, temporaries=transients.step),
-    }
+    holding = holding_of(job, recipe, states)
+    largest: dict[str, Ledger] = {}
+    for phase, ledger in (*_moments(job, recipe, holding), *holding.own_moments()):
+        if phase not in largest or ledger.total > largest[phase].total:
+            largest[phase] = ledger
+    return {phase: always + largest[phase] for phase in PHASES}
 
 
-Parts = tuple[Activations, Transients, States]
-
-
-def _backward(job: Job, recipe: Recipe, before: Ledger, parts: Parts) -> Ledger:
-    """The largest of three moments: the first block's backward, the last one's, and that of the token table."""
-    moments = (
-        _first_block(job, recipe, before, parts),
-        _last_block(job, recipe, before, parts),
-        _token_table(job, recipe, before, parts),
-    )
-    return max(moments, key=lambda ledger: ledger.total)
-
-
-def _first_block(job: Job, recipe: Recipe, before: Ledger, parts: Parts) -> Ledger:
-    """All activations, and no gradients but the head's."""
-    activations, transients, states = parts
-    head = recipe.gradient * (job.counts.head or _table(job)) * _kept_share(recipe, states)
-    return before + Ledger(
-        gradients=0 if before.gradients else min(head, states.gradients),
-        activations=activations.kept + activations.working,
-        buffers=transients.backward,
-        temporaries=transients.cast_in_backward,
-    )
-
-
-def _last_block(job: Job, recipe: Recipe, before: Ledger, parts: Parts) -> Ledger:
-    """One block's activations, and all gradients but the token table's, which are not made yet unless it is tied."""
-    activations, transients, states = parts
-    later = 0.0 if _tied(job) else recipe.gradient * _table(job) * _kept_share(recipe, states)
-    return before + Ledger(
-        gradients=0 if before.gradients else max(states.gradients - later, 0.0),
-        activations=activations.last_block,
-        buffers=transients.backward,
-    )
-
-
-def _token_table(job: Job, recipe: Recipe, before: Ledger, parts: Parts) -> Ledger:
-    """All gradients. A tied table's second gradient and the sum of both are made beside the first (traced)."""
-    _, transients, states = parts
-    return before + Ledger(
-        gradients=0 if before.gradients else states.gradients,
-        buffers=transients.backward,
-        temporaries=recipe.gradient * _table(job) * 2 if _tied(job) else 0.0,
-    )
-
-
-def _kept_share(recipe: Recipe, states: States) -> float:
-    """Share of a gradient that its rank keeps once it is reduced."""
-    return states.local / states.elements if states.gradients < recipe.gradient * states.elements else 1.0
-
-
-def _tied(job: Job) -> bool:
-    return job.facts.tie_word_embeddings and job.facts.kind != "custom"
-
-
-def _table(job: Job) -> float:
-    """Elements of the token table on one device; none where it belongs to the smaller of two towers."""
-    if job.facts.kind == "vision-text":
-        return 0.0
-    return job.facts.vocab_size * job.facts.hidden_size / job.configuration.tp
+def _moments(job: Job, recipe: Recipe, holding: Holding) -> Iterator[tuple[str, Ledger]]:
+    for instant in instants_of(job, recipe):
+        yield instant.phase, holding.at(instant) + Ledger(activations=instant.activations)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from planner.models.facts import ModelFacts
 from planner.models.transformers_config import ARGUMENTS
 from planner.trace import symbols
 from planner.trace.as_cuda import as_cuda
+from planner.trace.blocks import repeated_blocks
 from planner.trace.build import Subject, subject_of
 from planner.trace.derive import Derivation
 from planner.trace.timeline import Recorder, Timeline
@@ -53,9 +55,24 @@ def form_of(facts: ModelFacts, variant: Variant) -> Form:
     """
     small, labels, overrides = _small(facts, variant)
     subject = subject_of(small, attention="eager" if variant.eager else "sdpa", overrides=overrides)
-    timeline = _timeline(subject, variant)
     decoder = symbols.decoder_of(small, batch_sizes(small))
-    return Derivation(timeline, labels, decoder.elements).form()
+    form = Derivation(_timeline(subject, variant), labels, decoder.elements).form()
+    if small.kind != "vision-language":
+        return form
+    tower = _timeline(_image_tower(small), variant)
+    images = Derivation(tower, [IMAGE] * BLOCKS_PER_KIND, decoder.elements).form()
+    return replace(form, blocks={**images.blocks, **form.blocks})
+
+
+def _image_tower(small: ModelFacts) -> Subject:
+    """The SigLIP of a vision-language model. Where its images go in the text depends on the tokens, which a trace does
+    not know, so that it is run alone."""
+    transformers: Any = import_module("transformers")
+    config = transformers.SiglipConfig(vision_config=ARGUMENTS[small.model_type](small)["vision_config"], num_labels=2)
+    with torch.device("meta"):
+        module = transformers.SiglipForImageClassification(config).train()
+    facts = replace(small, kind="vision", image_size=config.vision_config.image_size)
+    return Subject(facts=facts, config=config.vision_config, module=module, blocks=tuple(repeated_blocks(module)))
 
 
 def batch_sizes(small: ModelFacts) -> dict[str, float]:
