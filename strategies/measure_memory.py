@@ -1,7 +1,7 @@
 """The true memory of an engine's step, phase by phase: what forward, loss, backward and optimizer step reach at most.
 
 A GPU's allocator keeps the peaks itself. On a CPU a `StorageTracker` counts every storage that an operation touches and
-every tensor that Python can reach when the step begins.
+every tensor that Python can reach; what neither shows it, such as DDP's buckets, it meets in the step before.
 
 The phases are those of a plan: `forward` ends when the model's last block returns, `loss` (final norm, head and loss)
 when the engine's forward does; `backward` and `step` are the engine's. With accumulation each phase is the largest of
@@ -96,7 +96,7 @@ def measure_step(
 
     `others` says which tensors are not this engine's (a CPU process may hold some from before).
     """
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS - 1):
         _train_step(engine, batch)
     gc.collect()
     if engine.device.type != "cuda":
@@ -111,8 +111,9 @@ def measure_step(
 def _measured(
     engine: Engine, batch: Mapping[str, torch.Tensor], meter: Meter, counting: AbstractContextManager[object]
 ) -> StepMemory:
-    resident = meter.live_bytes
     with counting:
+        _train_step(engine, batch)  # the last of the warm-up, in which the meter meets what lives from step to step
+        resident = meter.live_bytes
         peaks = PhasePeaks(meter)
         with peaks.following(engine.module):
             _train_step(engine, batch, peaks)

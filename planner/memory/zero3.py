@@ -4,9 +4,8 @@ Sources: DeepSpeed 0.19's `runtime/zero/stage3.py`, `partitioned_param_coordinat
 
 * Gradients are reduced into one buffer that lives from step to step, through a bucket that does as well. A tensor
   larger than the bucket waits as it is until the next gradient comes, is reduced in place, and let go of.
-* Parameters stay gathered after a module's forward where their next use, in backward, is less than
-  `max_reuse_distance` parameters away: the modules between are passed twice, so that this is the last half of it.
-  The rest is gathered module by module, with `prefetch` elements ahead.
+* Every module that begins, one without parameters too, has at least `prefetch` elements gathered ahead, so that the
+  gathers run ahead of the work until `max_live` elements are there, or all that are still to be used in the step.
 * Tensors below the persistence threshold are always there, whole.
 """
 
@@ -68,11 +67,9 @@ class PartitionedZeroHolding:
         if self._job.configuration.dp_shard == 1:
             return 0.0  # a lone rank's partitions are the tensors themselves
         largest = self._tensors.largest
-        whole = self._tensors.whole - self._tensors.persisted
-        at_work = 2 * largest + self._limits.prefetch
-        kept = min(whole, self._limits.max_reuse_distance / 2)
-        done = instant.done_gradients + max(instant.unit_gradients - largest, 0.0)
-        return max(kept - done, min(at_work, whole - done) if kept == whole else at_work)
+        to_come = self._tensors.whole - self._tensors.persisted - instant.done_gradients
+        # The last gather is begun below the limit; a unit's weights go one by one as their gradients are made.
+        return min(to_come - max(instant.unit_gradients - largest, 0.0), self._limits.max_live + largest)
 
     def _step(self) -> float:
         """Gradients made one flat tensor in the master weights' dtype and applied, a sub-group at a time."""
