@@ -92,8 +92,10 @@ _COUNTS = (
 class MemoryEstimate:
     """Bytes on the busiest rank. The first six figures are those alive at the peak and add up to it.
 
-    `phases` maps forward, loss, backward and step to their allocated peaks, `states` holds the resident
-    parameters_bytes, gradients_bytes and optimizer_bytes of the ZeRO arithmetic, whatever the peak's phase.
+    `phases` maps load, forward, loss, backward and step, and eval and save where they were asked for, to their
+    allocated peaks; `states` holds the resident parameters_bytes, gradients_bytes and optimizer_bytes of the ZeRO
+    arithmetic, whatever the peak's phase. `host_bytes_per_node` is what training takes, `host_load_bytes_per_node` what
+    loading the model takes.
     `device_used_bytes` is what NVML shows for the process; its upper bound decides the verdict.
     """
 
@@ -110,6 +112,7 @@ class MemoryEstimate:
     device_used_bytes: int
     device_used_upper_bytes: int
     host_bytes_per_node: int
+    host_load_bytes_per_node: int = 0
     phases: Mapping[str, int] = field(default_factory=dict)
     states: Mapping[str, int] = field(default_factory=dict)
 

@@ -91,7 +91,7 @@ def _more_host_memory(request: Request, fits: Fits) -> Remedy | None:
     priced = fits(replace(request, cluster=unlimited, workload=replace(request.workload, host_memory_bytes=None)))
     if priced is None:
         return None
-    need = format_bytes(priced.memory.host_bytes_per_node)
+    need = format_bytes(max(priced.memory.host_bytes_per_node, priced.memory.host_load_bytes_per_node))
     return _remedy(
         f"give each node {need} of host memory instead of {format_bytes(limit)}", "--host-memory-gb N", priced
     )

@@ -43,6 +43,7 @@ def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
     needs = [
         (memory.device_used_upper_bytes, device, "on the device", "the limit"),
         (memory.host_bytes_per_node, host_limit(workload, cluster), "of host memory", "a node"),
+        (memory.host_load_bytes_per_node, host_limit(workload, cluster), "of host memory to load the model", "a node"),
         (round(nvme_bytes), cluster.nvme_bytes_per_node, "of NVMe", "a node"),
     ]
     worst = max(((need / limit, need, limit, what, who) for need, limit, what, who in needs if limit), default=None)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from planner.job import Job
+from planner.memory.evaluation import evaluation_ledger
 from planner.memory.holding import Holding, holding_of
+from planner.memory.host import host_bytes, host_load_bytes
 from planner.memory.instants import instants_of
 from planner.memory.ledger import Ledger
 from planner.memory.load import load_of
-from planner.memory.overhead import (
-    FRAGMENTATION,
-    FRAGMENTATION_UPPER,
-    device_overhead,
-    host_bytes,
-    library_workspace,
-)
+from planner.memory.overhead import closed_form_margin, device_use, library_workspace
 from planner.memory.recipe import Recipe, recipe_of
+from planner.memory.saving import saving_of
 from planner.memory.states import States, nominal_states_of, states_of
 from planner.plan import MemoryEstimate
 
@@ -25,14 +23,21 @@ PHASES = ("forward", "loss", "backward", "step")
 
 def memory_estimate(job: Job) -> MemoryEstimate:
     """Bytes on the busiest rank in the steady state, by category and phase, and what the process uses beyond them."""
-    return composed(job, phases_of(job), FRAGMENTATION_UPPER)
+    phases = phases_of(job)
+    return composed(job, phases, closed_form_margin(job, max(phases.values(), key=lambda ledger: ledger.total)))
 
 
 def phases_of(job: Job) -> dict[str, Ledger]:
-    """What is alive on the busiest rank at the peak of each phase."""
+    """What is alive on the busiest rank at the peak of each phase; `eval` and `save` only where they were asked for."""
     recipe = recipe_of(job.configuration)
     states = states_of(job, recipe)
-    return {"load": load_of(job, recipe, states).device, **_phases(job, recipe, states)}
+    phases = {"load": load_of(job, recipe, states).device, **_phases(job, recipe, states)}
+    if job.workload.evaluation_batch_size:
+        phases["eval"] = evaluation_ledger(job, recipe, phases["forward"])
+    if job.workload.save != "none":
+        resting = replace(phases["step"], gradients=0, temporaries=library_workspace(job))
+        phases["save"] = resting + saving_of(job, recipe, states).device
+    return phases
 
 
 def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
@@ -42,19 +47,17 @@ def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEst
     peak_phase = max(phases, key=lambda name: phases[name].total)
     categories = phases[peak_phase].rounded()
     allocated = sum(categories.values())
-    overhead = device_overhead(job)
-    reserved, beside = round(allocated * (1 + FRAGMENTATION)), round(overhead.expected)
-    used = reserved + beside
-    upper = allocated * (1 + margin) + overhead.upper
+    use = device_use(job, allocated, margin)
     return MemoryEstimate(
         **{f"{name}_bytes": value for name, value in categories.items()},
         peak_allocated_bytes=allocated,
         peak_phase=peak_phase,
-        peak_reserved_bytes=reserved,
-        device_overhead_bytes=beside,
-        device_used_bytes=used,
-        device_used_upper_bytes=round(upper),
-        host_bytes_per_node=round(host_bytes(job, states, used)),
+        peak_reserved_bytes=use.reserved,
+        device_overhead_bytes=use.beside,
+        device_used_bytes=use.used,
+        device_used_upper_bytes=use.upper,
+        host_bytes_per_node=round(host_bytes(job, states, use.used)),
+        host_load_bytes_per_node=round(host_load_bytes(job, states)),
         phases={name: round(ledger.total) for name, ledger in phases.items()},
         states={
             "parameters_bytes": round(nominal.parameters),
@@ -66,9 +69,7 @@ def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEst
 
 def _phases(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     """The largest moment of each phase of the step."""
-    always = Ledger(
-        parameters=states.parameters, optimizer=states.optimizer, temporaries=library_workspace(job)
-    )
+    always = Ledger(parameters=states.parameters, optimizer=states.optimizer, temporaries=library_workspace(job))
     holding = holding_of(job, recipe, states)
     largest: dict[str, Ledger] = {}
     for phase, ledger in (*_moments(job, recipe, holding), *holding.own_moments()):
