@@ -86,6 +86,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._plain = plain
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if FakeTensor in types and FakeTensor not in self._plain:
+            # DTensor works out shapes on fake tensors of its own beside real ones.
+            return func(*args, **(kwargs or {}))
         if any(kind not in self._plain for kind in types):
             # A tensor subclass such as DTensor: its own dispatch runs plain operations, which come back here.
             return NotImplemented

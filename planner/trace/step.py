@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.job import Job
-from planner.trace.as_cuda import as_cuda
+from planner.trace.as_cuda import DEFAULT_CAPABILITY, as_cuda
 from planner.trace.build import subject_of
 from planner.trace.checkpointing import checkpoint_activations
 from planner.trace.cuda_outputs import cpu_outputs
@@ -93,18 +93,26 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
         mesh = stack.enter_context(ranks(configuration)) if configuration.strategy in FSDP_STRATEGIES else None
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(unpadded())
-        stack.enter_context(cpu_outputs() if job.cluster.device.is_cpu else as_cuda())
+        stack.enter_context(_device(job))
         stack.enter_context(unpadded())
         if configuration.attention == "flash":
             stack.enter_context(windows_without_masks())
         return _Run(job, chosen, mode, mesh).steps()
 
 
+def _device(job: Job) -> AbstractContextManager[object]:
+    device = job.cluster.device
+    if device.is_cpu:
+        return cpu_outputs()
+    major, _, minor = (device.compute_capability or "").partition(".")
+    return as_cuda((int(major), int(minor))) if minor else as_cuda(DEFAULT_CAPABILITY)
+
+
 class _Run:
     def __init__(self, job: Job, subject: Traceable, mode: FakeTensorMode, mesh: Any) -> None:
         self._job, self._configuration = job, job.configuration
         self._on_cpu = job.cluster.device.is_cpu
-        self._storages = Storages(None if self._on_cpu else scratch_bytes)
+        self._storages = Storages(mode, None if self._on_cpu else scratch_bytes)
         dtype = weight_dtype(self._configuration)
         self._batch = _narrowed(self._batch_of(subject), dtype)
         self._module, self._blocks = fake_copy(subject.module, subject.blocks, mode, dtype)

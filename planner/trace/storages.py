@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.models.storage_tracker import plain_parts, resizes_reported
@@ -32,17 +32,19 @@ Scratch = Callable[[Any, tuple[Any, ...]], int]
 
 
 class Storages:
-    """Counts the storages of fake tensors while it is active.
+    """Counts the storages of the fake tensors of `mode` while it is active.
+
+    DTensor has fake tensors of its own, with which it works out shapes; they do not count.
 
     `category` is that of storages made from now on. `scratch` tells the bytes that an operation allocates and frees
     inside. `answers_items` lets code read a number from a tensor (optimizers do, their step count): it reads one.
     """
 
-    def __init__(self, scratch: Scratch | None = None) -> None:
+    def __init__(self, mode: FakeTensorMode, scratch: Scratch | None = None) -> None:
         self.category: Category = "activations"
         self.answers_items = False
         self.operation = ""
-        self._scratch = scratch
+        self._mode, self._scratch = mode, scratch
         self._live = dict.fromkeys(CATEGORIES, 0)
         self._total = 0
         self._peak_total = -1
@@ -113,6 +115,8 @@ class Storages:
     def _see(self, value: Any, category: Category | None = None) -> None:
         if isinstance(value, torch.Tensor):
             for part in plain_parts(value):
+                if not isinstance(part, FakeTensor) or part.fake_mode is not self._mode:
+                    continue
                 reference = weakref.ref(part.untyped_storage(), self._died)
                 if reference not in self._known:
                     self._set(reference, part.untyped_storage().nbytes(), category or self.category)
