@@ -100,17 +100,19 @@ class Storages:
         for value in args:
             self._see(value)
         result = func(*args, **kwargs)
-        if self._scratch is not None:
-            beside = self._scratch(func, args)
-            if beside and self._total + beside > self._peak_total:
-                self._peak_total = self._total + beside
-                self._peak = {**self._live, "temporaries": self._live["temporaries"] + beside}
         category = self.category
         if func is _TO_COPY and weakref.ref(args[0].untyped_storage()) in self._weights:
             category = "temporaries"
         self._see(result, category)
+        self._count_inside(func, args)
         self.operation = ""
         return result
+
+    def _count_inside(self, func: Any, args: tuple[Any, ...]) -> None:
+        beside = self._scratch(func, args) if self._scratch is not None else 0
+        if self._total + beside > self._peak_total:
+            self._peak_total = self._total + beside
+            self._peak = {**self._live, "temporaries": self._live["temporaries"] + beside}
 
     def _see(self, value: Any, category: Category | None = None) -> None:
         if isinstance(value, torch.Tensor):

@@ -17,6 +17,7 @@ from planner.models.storage_tracker import StorageTracker
 from planner.trace import cuda_autocast
 from planner.trace.as_cuda import as_cuda
 from planner.trace.cuda_attention import Call, kernel_for
+from planner.trace.cuda_scratch import scratch_bytes
 
 B, H, S, D = 2, 4, 96, 32
 SEEDS = 2 * 512
@@ -103,6 +104,18 @@ def test_a_learned_bias_gets_its_gradient(cuda: None) -> None:
     attend(heads(), heads(), heads(), attn_mask=bias)().sum().backward()
     assert bias.grad is not None
     assert bias.grad.shape == bias.shape
+
+
+def test_attention_backward_needs_room_inside(cuda: None) -> None:
+    query, key, output = heads(), heads(2), heads()
+    rows = B * H * 128  # 96 positions, rounded up
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    in_place = query.transpose(1, 2).contiguous().transpose(1, 2)
+    alike = scratch_bytes(backward, (in_place, query, query, query, in_place))
+    assert alike == rows * D * 4 + rows * 4
+    assert scratch_bytes(backward, (in_place, query, key, key, in_place)) == alike + 2 * B * H * S * D * 2
+    assert scratch_bytes(backward, (in_place, query, query, query, output)) == alike + output.nbytes
+    assert scratch_bytes(torch.ops.aten.mm.default, (query, key)) == 0
 
 
 def test_dropout_keeps_a_byte_per_element(cuda: None) -> None:
