@@ -143,6 +143,7 @@ class _Fsdp:
         self._blocks = _Stack([(unit.repeats, made) for unit, made in blocks])
         self._block_elements = sum(unit.repeats * unit.elements for unit, _ in blocks)
         self._accumulated = 0.0 if self._synchronised else units.bytes(recipe.reduce)
+        self._accumulated_outside = 0.0 if self._synchronised else units.root.bytes(recipe.reduce)
 
     def at(self, instant: Instant) -> Ledger:
         if instant.phase != "backward":
@@ -159,8 +160,8 @@ class _Fsdp:
             gradients = (kept if self._steps == 1 else self._waiting()) + whole
             return Ledger(gradients=gradients, buffers=gathered + reducing)
         # The last micro-batch reduces what the others left; before that, gradients are added up where they are.
-        last = Ledger(gradients=self._accumulated * (1 - share) + kept + whole, buffers=gathered + reducing)
-        added = self._accumulated * (share if self._steps == 2 else 1)
+        last = Ledger(gradients=self._left(share) + kept + whole, buffers=gathered + reducing)
+        added = self._accumulated if self._steps > 2 else self._accumulated - self._left(share)
         return max(last, Ledger(gradients=added + whole, buffers=gathered), key=lambda ledger: ledger.total)
 
     def _reduction(self, instant: Instant) -> Ledger:
@@ -174,7 +175,7 @@ class _Fsdp:
             gradients += self._recipe.gather * of_root + max(unit.gradients, unit.kept + unit.last_gradient)
         else:
             of_root = 0.0 if self._recipe.gather == self._recipe.reduce else of_root
-            gradients = self._accumulated * (1 - share) + self._kept(done, blocks) + self._recipe.gather * of_root
+            gradients = self._left(share) + self._kept(done, blocks) + self._recipe.gather * of_root
         return Ledger(gradients=gradients, buffers=gathered + unit.summed)
 
     def before_blocks(self) -> Ledger:
@@ -200,6 +201,10 @@ class _Fsdp:
     def _kept(self, blocks: int, of: int) -> float:
         """Sharded gradients of the last so many blocks; offload moves them away as they are made."""
         return 0.0 if self._offloads else self._blocks.kept(blocks, of)
+
+    def _left(self, share: float) -> float:
+        """Accumulated gradients that are left when a share of the blocks is reduced."""
+        return self._accumulated - share * (self._accumulated - self._accumulated_outside)
 
     def _waiting(self) -> float:
         """Gradients of earlier micro-batches."""
