@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from dsplan.estimating import estimated
 from dsplan.question import Question
-from planner import estimate as pricing
 from planner import search, vocabulary
 from planner.errors import NothingFits
-from planner.exact import ExactOptions, exact
+from planner.exact import ExactOptions
 from planner.plan import Plan
+from planner.traces.ask import silent
 
 
 def recommend(
@@ -44,10 +45,11 @@ def plan(**question: Any) -> Plan:
     raise NothingFits(f"no plan fits: {closest}{remedy}")
 
 
-def estimate(**asked: Any) -> Plan:
+def estimate(*, exact: bool = False, **asked: Any) -> Plan:
     """Memory and time of one configuration: `estimate(model="opt-6.7b", gpus=8, strategy="zero3", micro_batch=2)`.
 
-    Takes the fields of `Question` and of `planner.exact.ExactOptions`.
+    Takes the fields of `Question` and of `planner.exact.ExactOptions`. With `exact` the memory comes from a trace of
+    the real module, which needs torch but neither weights nor a GPU, and is kept for the next time.
 
     Raises:
         DsplanError: the model, the hardware, a number or the configuration is not possible.
@@ -55,4 +57,4 @@ def estimate(**asked: Any) -> Plan:
     exactly = {item.name for item in fields(ExactOptions)}
     options = ExactOptions(**{name: value for name, value in asked.items() if name in exactly})
     question = Question(**{name: value for name, value in asked.items() if name not in exactly - {"global_batch"}})
-    return pricing.estimate(*exact(question.request(), options))
+    return estimated(question, options, silent if exact else None)[1]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planner import vocabulary as words
+from planner.models.facts import ModelFacts
 from planner.request import Request, WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
 
@@ -36,15 +37,16 @@ class Question:
     max_memory_gb: float | None = None
     host_memory_gb: float | None = None
 
-    def request(self, **ranking: Any) -> Request:
-        """The planner's request; `ranking` are its fields that say how plans are ranked.
+    def request(self, facts: ModelFacts | None = None, **ranking: Any) -> Request:
+        """The planner's request; `ranking` are its fields that say how plans are ranked, `facts` those of the model
+        where they are known already.
 
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
         """
         from planner.models.resolve import resolve_model
 
-        facts = resolve_model(self.model, model_size=self.model_size)
+        facts = facts or resolve_model(self.model, model_size=self.model_size)
         hardware = HardwareRequest(
             gpus=self.gpus,
             gpu=self.gpu,

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 
 from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
-from planner.cluster import Cluster
 from planner.errors import ContradictoryRequest
 from planner.job import Job
 from planner.memory import memory_estimate
@@ -20,11 +19,14 @@ from planner.verdict import Judgement, judge, limited_by
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Priced:
-    """A job with its memory and whether that fits."""
+    """A job with its memory and whether that fits; `memory_source` is where the memory comes from, `notes` what there
+    is to say of it."""
 
     job: Job
     memory: MemoryEstimate
     judgement: Judgement
+    memory_source: words.Provenance = "datasheet"
+    notes: tuple[str, ...] = ()
 
 
 def price(request: Request, configuration: Configuration) -> Priced:
@@ -37,7 +39,12 @@ def price(request: Request, configuration: Configuration) -> Priced:
         configuration=configuration,
     )
     memory = memory_estimate(job)
-    return Priced(job=job, memory=memory, judgement=judge(job, memory, _nvme_bytes(job)))
+    return Priced(job=job, memory=memory, judgement=judged(job, memory))
+
+
+def judged(job: Job, memory: MemoryEstimate) -> Judgement:
+    """Whether a job with this memory fits."""
+    return judge(job, memory, _nvme_bytes(job))
 
 
 def _nvme_bytes(job: Job) -> float:
@@ -51,14 +58,23 @@ def estimate(request: Request, configuration: Configuration) -> Plan:
     """The plan of one configuration on the request's cluster.
 
     Raises:
+        ContradictoryRequest: as `possible`.
+    """
+    priced = possible(request, configuration)
+    return plan_of(priced, step_time(priced.job))
+
+
+def possible(request: Request, configuration: Configuration) -> Priced:
+    """The price of a configuration that somebody asked for by name.
+
+    Raises:
         ContradictoryRequest: the configuration's degrees do not use exactly the cluster's devices, or a degree does not
             divide what it splits, or the strategy cannot do what is asked of it.
     """
     problem = impossible(request, configuration)
     if problem:
         raise ContradictoryRequest(problem)
-    priced = price(request, configuration)
-    return plan_of(priced, step_time(priced.job))
+    return price(request, configuration)
 
 
 def impossible(request: Request, configuration: Configuration) -> str:
@@ -106,7 +122,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     """The whole plan, with notes and provenance."""
     job, configuration = priced.job, priced.job.configuration
     blocked = unrunnable(configuration)
-    notes = [note for note in (blocked, priced.judgement.reason, *_remarks(job)) if note]
+    notes = [note for note in (blocked, priced.judgement.reason, *priced.notes, *_remarks(priced)) if note]
     return Plan(
         model=_model(job),
         cluster=_cluster(job),
@@ -127,7 +143,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
         limited_by=limited_by(time),
         runnable=not blocked,
         notes=tuple(notes),
-        provenance=_provenance(job.cluster),
+        provenance=_provenance(priced),
     )
 
 
@@ -140,10 +156,11 @@ def unrunnable(configuration: Configuration) -> str:
     return ""
 
 
-def _remarks(job: Job) -> list[str]:
+def _remarks(priced: Priced) -> list[str]:
+    job = priced.job
     facts, device, configuration = job.facts, job.cluster.device, job.configuration
     remarks = []
-    if facts.kind == "custom" and not facts.traced:
+    if facts.kind == "custom" and not facts.traced and priced.memory_source != "traced":
         why = f": {facts.note}" if facts.note else ""
         remarks.append(f"activations are a rule of thumb from {facts.name}'s parameters{why}")
     if configuration.attention != "eager" and facts.eager_only:
@@ -194,15 +211,15 @@ def _cluster(job: Job) -> dict[str, object]:
     }
 
 
-def _provenance(cluster: Cluster) -> dict[str, words.Provenance]:
-    rates = asdict(cluster.rates)
+def _provenance(priced: Priced) -> dict[str, words.Provenance]:
+    rates = asdict(priced.job.cluster.rates)
     groups = {
         "compute": "matmul_flops",
         "communication": "collective_bytes_per_s",
         "offload": "host_link_bytes_per_s",
         "optimizer": "cpu_optimizer_parameters_per_s",
     }
-    provenance: dict[str, words.Provenance] = {"memory": "datasheet"}
+    provenance: dict[str, words.Provenance] = {"memory": priced.memory_source}
     for group, rate in groups.items():
         provenance[group] = "datasheet" if rates[rate] is None else "calibrated"
     return provenance

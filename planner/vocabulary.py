@@ -15,7 +15,7 @@ Task = Literal["causal-lm", "masked-lm", "seq-cls", "seq2seq", "image-cls"]
 Save = Literal["none", "sharded", "full"]
 Objective = Literal["throughput", "memory", "cost"]
 Verdict = Literal["fits", "tight", "does_not_fit"]
-Provenance = Literal["measured", "calibrated", "datasheet"]
+Provenance = Literal["measured", "traced", "calibrated", "datasheet"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)

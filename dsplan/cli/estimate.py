@@ -6,7 +6,15 @@ from dataclasses import asdict
 
 import typer
 
-from dsplan.cli.flags import ConfigurationFlags, HardwareFlags, JsonFlag, ModelFlags, WorkFlags, with_flags
+from dsplan.cli.flags import (
+    ConfigurationFlags,
+    ExactFlag,
+    HardwareFlags,
+    JsonFlag,
+    ModelFlags,
+    WorkFlags,
+    with_flags,
+)
 
 
 @with_flags
@@ -15,20 +23,22 @@ def estimate(
     hardware: HardwareFlags,
     work: WorkFlags,
     configuration: ConfigurationFlags,
+    exact: ExactFlag = False,
     json: JsonFlag = False,
 ) -> None:
     """Memory and time of one configuration. Exit status 1 if it does not fit."""
+    from dsplan.estimating import estimated
     from dsplan.question import Question
     from dsplan.render.plan_view import plan_blocks
+    from dsplan.render.progress import progress
     from dsplan.render.show import show, show_json
-    from planner.estimate import estimate as priced
-    from planner.exact import ExactOptions, exact
+    from planner.exact import ExactOptions
     from planner.plan_io import plan_to_dict
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
     options = ExactOptions(**asdict(configuration), global_batch=work.global_batch)
-    request, chosen = exact(question.request(), options)
-    plan = priced(request, chosen)
+    with progress() as report:
+        request, plan = estimated(question, options, report if exact else None)
     if json:
         show_json(plan_to_dict(plan))
     else:

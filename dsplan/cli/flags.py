@@ -93,6 +93,16 @@ class ConfigurationFlags:
     pp: Annotated[int, _count(MOST_GPUS, "Pipeline-parallel degree.")] = 1
 
 
+ExactFlag = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Take the memory from a trace of the real module, which needs torch but neither weights nor a GPU; kept,"
+        " so that asking again is instant.",
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingFlags:
     """What is shown of the plans, and in which order."""

@@ -15,13 +15,21 @@ from planner.models.facts import ModelFacts
 
 
 def facts_from_factory(spec: str) -> ModelFacts:
-    """The model that `package.module:factory` makes, called without arguments and, with torch, on the meta device.
-
-    The factory returns an `nn.Module`, a transformers config, or a dict such as a parsed config.json. The working
-    directory is searched first, as `python -m` does.
+    """The model that `package.module:factory` makes; see `made_by` and `facts_of_made`.
 
     Raises:
         DsplanError: the module or the name in it is missing, the factory raised, or it returned something else.
+    """
+    return facts_of_made(spec, made_by(spec))
+
+
+def made_by(spec: str) -> Any:
+    """What `package.module:factory` returns, called without arguments and, with torch, on the meta device.
+
+    The working directory is searched first, as `python -m` does.
+
+    Raises:
+        DsplanError: the module or the name in it is missing, or the factory raised.
     """
     module_name, _, attribute = spec.partition(":")
     with _working_directory_first():
@@ -29,8 +37,7 @@ def facts_from_factory(spec: str) -> ModelFacts:
         if not callable(factory):
             kind = type(factory).__name__
             raise DsplanError(f"{spec}: {attribute} is of type {kind}; name a function that returns a model")
-        made = _call(spec, factory)
-    return _facts(spec, made)
+        return _call(spec, factory)
 
 
 @contextlib.contextmanager
@@ -84,7 +91,12 @@ def _meta_device() -> contextlib.AbstractContextManager[Any]:
     return device
 
 
-def _facts(spec: str, made: Any) -> ModelFacts:
+def facts_of_made(spec: str, made: Any) -> ModelFacts:
+    """The facts of what a factory made: an `nn.Module`, a transformers config, or a dict such as a parsed config.json.
+
+    Raises:
+        DsplanError: it is something else, or a config that cannot be planned with.
+    """
     from planner.models.hf_config import facts_from_config
 
     if hasattr(made, "named_parameters"):

@@ -32,6 +32,19 @@ def resolve_model(name: str | None, *, model_size: str | None = None) -> ModelFa
     return _named(name.strip())
 
 
+def config_file(name: str) -> Path | None:
+    """The config.json that a name stands for; None where the name stands for something else."""
+    path = Path(name.strip()).expanduser()
+    if not _is_config(path):
+        return None
+    return path if path.suffix == ".json" else path / "config.json"
+
+
+def is_factory(name: str) -> bool:
+    """Whether a name stands for `package.module:factory`."""
+    return config_file(name) is None and _FACTORY.fullmatch(name.strip()) is not None
+
+
 def _named(name: str) -> ModelFacts:
     path = Path(name).expanduser()
     if _is_config(path) or (_exists(path) and not knows_model(name)) or path.suffix == ".json":

@@ -241,11 +241,13 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """`output.loss`, a tensor that is a loss already, or the sum of all tensors that depend on weights."""
+    """`output.loss`, the first single number (nanoGPT returns logits and a loss), or the sum of all that depends on
+    weights."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    if isinstance(output, torch.Tensor) and output.dim() == 0:
-        return output
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    for tensor in tensors:
+        if tensor.dim() == 0:
+            return tensor
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum()

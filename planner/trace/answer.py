@@ -1,0 +1,54 @@
+"""The tracer's answer to a question of `planner.traces`: a reading, or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from planner.errors import DsplanError
+from planner.job import Job
+from planner.memory.ledger import Ledger
+from planner.models.factory import made_by
+from planner.trace.build import Subject, subject_of
+from planner.trace.failed import TraceFailed
+from planner.trace.own_module import own_subject
+from planner.trace.refusal import guarded, why_refused
+from planner.trace.step import trace_step
+from planner.traces.reading import Answer, Reading, Refusal, sizes_of
+from planner.traces.source import ModelSource
+
+# What `save_pretrained` writes beside the arguments of a config, and what the subject decides itself.
+_NO_ARGUMENTS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache")
+
+
+def trace_answer(job: Job, source: ModelSource, report: Callable[[str], None]) -> Answer:
+    """Builds the module without memory for its weights and traces a step of the job; `report` is told what is done.
+
+    Raises:
+        DsplanError: the factory that makes the module fails.
+    """
+    sizes = sizes_of(job)
+    made = made_by(source.factory) if source.factory else None
+    try:
+        with guarded():
+            report(f"building {source.facts.architecture} without its weights")
+            subject = _subject(job, source, made)
+            report(f"tracing a step of {source.facts.architecture} on fake tensors")
+            step = trace_step(job, subject)
+    except TraceFailed as problem:
+        return Refusal(sizes=sizes, reason=why_refused(problem, subject.module))
+    except DsplanError as problem:
+        return Refusal(sizes=sizes, reason=str(problem))
+    phases = {phase: {str(name): size for name, size in parts.items()} for phase, parts in step.phases.items()}
+    return Reading(sizes=sizes, phases={phase: Ledger(**parts) for phase, parts in phases.items()})
+
+
+def _subject(job: Job, source: ModelSource, made: Any) -> Subject:
+    attention = job.configuration.attention
+    if isinstance(made, nn.Module):
+        return own_subject(made, source.facts, attention)
+    config = made.to_dict() if hasattr(made, "to_dict") else made or source.config
+    arguments = {name: value for name, value in config.items() if name not in _NO_ARGUMENTS}
+    return subject_of(source.facts, attention=attention, task=job.workload.task, overrides=arguments)

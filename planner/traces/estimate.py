@@ -1,0 +1,116 @@
+"""`dsplan estimate --exact`: the plan of one configuration with the memory that a trace of its step found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from planner.estimate import Priced, judged, plan_of, possible
+from planner.job import Job
+from planner.memory.ledger import Ledger
+from planner.memory.overhead import FRAGMENTATION, FRAGMENTATION_UPPER, library_workspace
+from planner.memory.phases import composed, phases_of
+from planner.plan import Configuration, Plan
+from planner.request import Request
+from planner.timing import step_time
+from planner.traces.ask import Tracing, ask
+from planner.traces.coverage import Coverage, coverage_of
+from planner.traces.extrapolate import AGREEMENT
+from planner.traces.reading import Reading, Refusal, Sizes
+from planner.traces.source import ModelSource
+from planner.traces.versions import trace_versions
+
+TRACED_MARGIN = FRAGMENTATION
+"""What the upper bound adds to a traced peak: the allocator's slack alone. The closed forms' larger margin is one above
+an estimate, and also covers tensors that an estimate misses; a trace misses none."""
+UNPROVEN = 0.08
+"""What it adds to a closed form, beside that form's own margin, where a trace was asked for and there is none: the
+largest difference from a trace that the closed forms of known architectures are allowed (docs/cost-model.md)."""
+
+
+def traced_estimate(request: Request, configuration: Configuration, source: ModelSource, tracing: Tracing) -> Plan:
+    """The plan with traced memory; with the closed form's and a wider bound where the tracer cannot follow the module.
+
+    Raises:
+        ContradictoryRequest: as `planner.estimate.possible`.
+        DsplanError: torch or transformers is missing, or has no such model.
+    """
+    priced = possible(request, configuration)
+    coverage = coverage_of(priced.job)
+    if coverage.job is None:
+        found = _unproven(priced, coverage.remark)
+    else:
+        answer = ask(coverage.job, source, tracing)
+        if isinstance(answer, Refusal):
+            found = _unproven(priced, f"trace: {answer.reason}; the closed form is used, with a wider bound")
+        else:
+            found = _traced(priced, coverage, answer)
+    if tracing.cache.problem:
+        found = replace(found, notes=(*found.notes, f"traces are not kept: {tracing.cache.problem}"))
+    return plan_of(found, step_time(found.job))
+
+
+def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
+    job = priced.job
+    closed, workspace = phases_of(job), Ledger(temporaries=library_workspace(job))
+    seen = {name: ledger + workspace for name, ledger in reading.phases.items()}
+    if coverage.partly and coverage.job is not None:
+        phases, margin = _corrected(closed, phases_of(coverage.job), seen), FRAGMENTATION_UPPER
+    else:
+        # Loading, evaluation and saving are not part of a step.
+        phases, margin = {**closed, **seen}, TRACED_MARGIN
+    memory = composed(job, phases, margin + (AGREEMENT if reading.taken_from else 0.0))
+    off = priced.memory.peak_allocated_bytes / memory.peak_allocated_bytes - 1
+    notes = (_what_was_traced(job, reading) + _distance(off), coverage.remark)
+    return replace(
+        priced,
+        memory=memory,
+        judgement=judged(job, memory),
+        memory_source="traced",
+        notes=tuple(note for note in notes if note),
+    )
+
+
+def _corrected(
+    closed: Mapping[str, Ledger], alone: Mapping[str, Ledger], seen: Mapping[str, Ledger]
+) -> dict[str, Ledger]:
+    """Closed forms whose activations differ from before as the trace of one process differs from its closed form."""
+    corrected = dict(closed)
+    for name in closed.keys() & alone.keys() & seen.keys():
+        ledger = closed[name]
+        activations = ledger.activations + seen[name].total - alone[name].total
+        corrected[name] = replace(ledger, activations=max(activations, 0.0))
+    return corrected
+
+
+def _unproven(priced: Priced, note: str) -> Priced:
+    memory = composed(priced.job, phases_of(priced.job), FRAGMENTATION_UPPER + UNPROVEN)
+    return replace(priced, memory=memory, judgement=judged(priced.job, memory), notes=(note,))
+
+
+def _what_was_traced(job: Job, reading: Reading) -> str:
+    versions = trace_versions()
+    by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if versions[name])
+    if reading.taken_from:
+        return f"memory is extrapolated from traces at {_sizes(reading)} ({by})"
+    ranks = job.configuration.world_size
+    rank = f" on rank 0 of {ranks}" if ranks > 1 else ""
+    return f"memory is a trace of one step of {job.facts.architecture}{rank} ({by})"
+
+
+def _sizes(reading: Reading) -> str:
+    """The sizes that the traces behind an extrapolated reading differ in: `micro-batch 2 and 4`."""
+    known, asked = reading.taken_from, reading.sizes
+    by_samples = any(sizes.micro_batch != asked.micro_batch for sizes in known)
+    numbers = [str(_size(sizes, by_samples=by_samples)) for sizes in known]
+    return f"{'micro-batch' if by_samples else 'sequence length'} {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _size(sizes: Sizes, *, by_samples: bool) -> int:
+    return sizes.micro_batch if by_samples else sizes.sequence
+
+
+def _distance(off: float) -> str:
+    if abs(off) < 0.0005:
+        return "; the closed form agrees"
+    return f"; the closed form is {abs(off):.1%} {'above' if off > 0 else 'below'} it"
