@@ -29,6 +29,8 @@ from planner.trace.form_trace import Variant, form_of
 # The class of the first has never been part of transformers; the second has the same kinds of layers.
 ON_CPU = frozenset({"bert", "gpt2", "gpt_neox", "llama", "mixtral", "opt", "qwen2", "t5", "vit"})
 """Types whose forms on a CPU are told apart: attention and autocast keep other tensors there. The rest share the GPU's."""
+OWN_WINDOWS = frozenset({"gpt_neo"})
+"""Local attention by masks of their own, which no config can be asked for."""
 STAND_INS = {"deepseek": ("glm4_moe", "Glm4MoeForCausalLM")}
 
 
@@ -49,7 +51,7 @@ def variants(facts: ModelFacts) -> Iterator[Variant]:
             yield Variant(mode=mode, on_cpu=True)
         if not facts.eager_only:
             yield Variant(mode=mode)
-        if facts.sliding_window and not facts.eager_only:
+        if facts.sliding_window and not facts.eager_only and facts.model_type not in OWN_WINDOWS:
             yield Variant(mode=mode, windows=True)
 
 

@@ -106,10 +106,7 @@ def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
     if found is None:
         raise LookupError(f"no memory form for {facts.model_type}")
     sizes = model_dimensions(facts, question.tp) | _lengths(facts, question)
-    blocks = [
-        _block(name, count, form, sizes)
-        for name, count, form in _stacks(facts, found.form)
-    ]
+    blocks = [_block(name, count, form, sizes) for name, count, form in _stacks(facts, found.form)]
     return _figures(found.form, blocks, sizes, found.differences)
 
 

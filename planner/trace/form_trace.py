@@ -118,7 +118,7 @@ def _timeline(subject: Subject, variant: Variant) -> Timeline:
         _tie(module)
         batch = _narrowed(subject.batch_of(symbols.SAMPLES, symbols.LENGTH, source), module)
         with device, unpadded():
-            return _record(module, subject.blocks, batch, autocast)
+            return _record(subject, batch, autocast, on_cuda=not variant.on_cpu)
 
 
 def _tie(module: Any) -> None:
@@ -137,16 +137,17 @@ def _narrowed(batch: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
 
 
 def _record(
-    module: nn.Module, blocks: Sequence[nn.Module], batch: dict[str, Any], autocast: AbstractContextManager[object]
+    subject: Subject, batch: dict[str, Any], autocast: AbstractContextManager[object], *, on_cuda: bool
 ) -> Timeline:
+    module = subject.module
     inputs = [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    recorder = Recorder([*module.parameters(), *module.buffers(), *inputs], module.parameters())
+    recorder = Recorder([*module.parameters(), *module.buffers(), *inputs], module.parameters(), on_cuda=on_cuda)
     recorder.timeline.inputs = [(tuple(value.shape), value.element_size()) for value in inputs]
     for weight in (weight for weight in module.parameters() if weight.requires_grad):
         weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda weight: recorder.is_gradient(weight.grad)
         )
-    _Marks(recorder.timeline, blocks)
+    _Marks(recorder.timeline, subject.blocks)
     with recorder:
         with autocast:
             loss = module(**batch).loss

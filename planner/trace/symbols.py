@@ -85,11 +85,11 @@ def _latent(facts: ModelFacts) -> ModelFacts:
     if facts.mla is None:
         return facts
     mla = MlaFacts(
-        q_lora_rank=271 if facts.mla.q_lora_rank else None,
-        kv_lora_rank=199,
-        qk_nope_head_dim=38,
-        qk_rope_head_dim=26,
-        v_head_dim=34,
+        q_lora_rank=272 if facts.mla.q_lora_rank else None,
+        kv_lora_rank=200,
+        qk_nope_head_dim=40,
+        qk_rope_head_dim=24,
+        v_head_dim=48,
     )
     return replace(facts, mla=mla, head_dim=64, num_kv_heads=facts.num_heads)
 
@@ -133,7 +133,7 @@ def _tower(tower: TowerFacts, depth: int) -> TowerFacts:
     """Widths that the first tower does not have."""
     image = {"image_size": _SIDE * _PATCH, "patch_size": _PATCH, "mm_tokens_per_image": 49} if tower.patch_size else {}
     text = {"vocab_size": _VOCABULARY, "max_position_embeddings": _POSITIONS} if tower.vocab_size else {}
-    return replace(tower, hidden_size=12 * 74, num_heads=12, intermediate_size=1423, num_layers=depth, **(image | text))
+    return replace(tower, hidden_size=12 * 72, num_heads=12, intermediate_size=1423, num_layers=depth, **(image | text))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,14 +172,14 @@ def decoder_of(facts: ModelFacts, sizes: Mapping[str, float]) -> Decoder:
         size = value(expression, values)
         if size == int(size) and size > 1:
             known.setdefault(int(size), expression)
-    for name, multiple in itertools.product(("s", "t"), _PADDINGS):
+    for name, multiple in itertools.product(("s", "t", "d", "D"), _PADDINGS):
         if name in values:
             known.setdefault(-(-values[name] // multiple) * multiple, {name: 1.0})
     return Decoder(known=known)
 
 
-_PADDINGS = (8, 32)
-"""Attention kernels pad masks and log-sum-exps to multiples of these, which no estimate needs to follow."""
+_PADDINGS = (8, 32, 64, 128)
+"""Attention kernels pad rows, masks and widths to multiples of these; the sizes of real models mostly are such."""
 _ALIASES = {"e": "h", "j": "h", "F": "f", "m": "f", "R": "d", "t": "s", "g": "a", "r": "a"}
 """Symbols that mean another one where their values are the same."""
 

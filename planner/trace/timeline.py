@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from planner.trace.cuda_scratch import scratch
+
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -56,12 +58,16 @@ class Timeline:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fills a timeline while it is active; `existing` were alive before."""
+    """Fills a timeline while it is active; `existing` were alive before. With `on_cuda` it has also what CUDA's kernels
+    allocate and free inside one operation."""
 
-    def __init__(self, existing: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, existing: Iterable[torch.Tensor], weights: Iterable[torch.Tensor], *, on_cuda: bool = False
+    ) -> None:
         initialize: Any = super().__init__
         initialize()
         self.timeline = Timeline()
+        self._on_cuda = on_cuda
         self._known: dict[weakref.ref[torch.UntypedStorage], Storage | None] = {}
         self._weights = {weakref.ref(weight.untyped_storage()) for weight in weights}
         for tensor in existing:
@@ -75,6 +81,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._observe(leaf, func, args)
+        if self._on_cuda:
+            now = self.timeline.operations
+            inside = [Storage(*made, operation=str(func), made=now, freed=now + 1) for made in scratch(func, args)]
+            self.timeline.storages += inside
         return result
 
     def is_gradient(self, tensor: torch.Tensor) -> None:
