@@ -19,9 +19,8 @@ from functools import lru_cache
 
 from planner.job import Job
 from planner.memory.instants import Instant
-from planner.memory.ledger import Ledger, Transients
+from planner.memory.ledger import Ledger
 from planner.memory.recipe import Recipe
-from planner.memory.states import States
 from planner.memory.units import Unit, Units, rank_units, rounded
 from planner.models.parameter_counts import ParameterCounts
 from planner.plan import Configuration
@@ -237,21 +236,3 @@ class _Fsdp:
             return self._root.unsharded
         ahead = self._blocks.unit(remaining - 2, blocks).collected if remaining > 1 else 0.0
         return self._root.unsharded + self._blocks.unit(remaining - 1, blocks).unsharded + ahead
-
-
-def fsdp_transients(job: Job, recipe: Recipe, states: States, step: float) -> Transients:
-    """Current and prefetched block gathered, the root unit throughout; in backward the block's gradients and their
-    fp32 copy."""
-    counts, configuration = job.counts, job.configuration
-    block = counts.largest_block / configuration.tp
-    root = min(counts.outside_blocks / configuration.tp, states.elements)
-    layers = sum(item.repeats for item in counts.blocks)
-    units = block * min(2, layers)
-    gathered = recipe.gather * (root + units)
-    if configuration.strategy == "fsdp-grad-op":
-        gathered = recipe.gather * (states.elements + (block if layers > 1 else 0))
-    reducing = (recipe.gather + recipe.reduce) * block
-    accumulated = 0.0
-    if configuration.gradient_accumulation_steps > 1 and not configuration.sync_each_micro_batch:
-        accumulated = recipe.reduce * states.elements
-    return Transients(forward=gathered, backward=gathered + reducing, accumulated=accumulated, step=step)

@@ -1,4 +1,4 @@
-"""Ledger: device bytes by category, added up phase by phase; Transients: what a strategy adds to each phase."""
+"""Ledger: device bytes by category, added up phase by phase."""
 
 from __future__ import annotations
 
@@ -33,21 +33,3 @@ class Ledger:
     def rounded(self) -> dict[str, int]:
         """Whole bytes by category."""
         return {item.name: round(getattr(self, item.name)) for item in fields(self)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transients:
-    """Bytes on one rank that a strategy holds besides states and activations.
-
-    `resident` buffers live through the whole step, `forward` and `backward` in that pass only. `cast` are the 16-bit
-    copies of fp32 weights that autocast keeps until their backward, `accumulated` what unsynchronised accumulation
-    adds to the gradients, `step` the optimizer's temporaries.
-    """
-
-    resident: float = 0
-    forward: float = 0
-    backward: float = 0
-    cast: float = 0
-    cast_in_backward: float = 0
-    accumulated: float = 0
-    step: float = 0

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from planner.job import Job
 from planner.memory.instants import Instant
-from planner.memory.ledger import Ledger, Transients
+from planner.memory.ledger import Ledger
 from planner.memory.recipe import Recipe
-from planner.memory.states import States
 from planner.memory.units import ALLOCATION_BYTES, units_of
 
 _BUCKET_BYTES = 25 << 20
@@ -32,17 +31,3 @@ def replica_at(job: Job, recipe: Recipe, instant: Instant) -> Ledger:
         return Ledger(gradients=recipe.gradient * made, temporaries=instant.cast)
     newest = recipe.gradient * min(instant.unit_gradients, units.largest)
     return Ledger(gradients=units.bytes(recipe.gradient) + newest, temporaries=instant.cast)
-
-
-def replica_transients(job: Job, recipe: Recipe, states: States, step: float) -> Transients:
-    """Gradient buckets of DDP, and cast copies: all of them in forward, a block's at a time where it recomputes."""
-    resident = recipe.gradient * states.elements if job.configuration.strategy == "ddp" else 0.0
-    cast = cast_in_backward = 0.0
-    if recipe.autocast:
-        counts, tp = job.counts, job.configuration.tp
-        tied = job.facts.vocab_size * job.facts.hidden_size if job.facts.tie_word_embeddings else 0
-        cast = 2.0 * (states.elements - (counts.embedding + counts.other - tied) / tp)
-        cast = min(max(cast, 0.0), 2.0 * states.elements)
-        recomputes = job.configuration.activation_checkpointing != "none"
-        cast_in_backward = 2.0 * counts.largest_block / tp if recomputes else cast
-    return Transients(resident=resident, cast=cast, cast_in_backward=cast_in_backward, step=step)

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 from planner.job import Job
 from planner.memory.instants import Instant
-from planner.memory.ledger import Ledger, Transients
+from planner.memory.ledger import Ledger
 from planner.memory.optimizer_step import flat_step_temporaries
 from planner.memory.recipe import Recipe
-from planner.memory.states import States
 from planner.memory.units import rounded
 from planner.memory.zero3 import NORM_BYTES, PartitionedZeroHolding, offloaded_step
 from planner.memory.zero_partition import flat_partition
@@ -30,19 +29,6 @@ def zero_holding(job: Job, recipe: Recipe) -> FlatZeroHolding | PartitionedZeroH
     if job.configuration.zero_stage == 3:
         return PartitionedZeroHolding(job, recipe)
     return FlatZeroHolding(job, recipe)
-
-
-def zero_transients(job: Job, recipe: Recipe, states: States, step: float) -> Transients:
-    """The holding by phase: what the last block's backward has, and the step beside the gradients it begins with."""
-    holding = zero_holding(job, recipe)
-    forward = holding.at(Instant(phase="forward", unit="block", activations=0, cast=0))
-    backward = holding.at(Instant(phase="backward", unit="block", activations=0, cast=0, unit_gradients=1))
-    at_step = max(ledger.total for phase, ledger in holding.own_moments() if phase == "step")
-    return Transients(
-        forward=forward.buffers + (forward.gradients if job.configuration.zero_stage == 3 else 0),
-        backward=backward.buffers,
-        step=max(at_step - states.gradients, 0.0),
-    )
 
 
 class FlatZeroHolding:
