@@ -26,8 +26,9 @@ class Instant:
     `cast` (autocast's copies of weights) in bytes; `unit_gradients`: elements of this unit's weights whose gradient is
     made by now; `done_gradients`: elements of weights in the units that have finished their backward; `blocks_done`:
     blocks that have finished in this pass (forward or backward), out of `blocks`; `enters`: whether the unit has not
-    begun its forward yet, so that nothing of it is alive but what a strategy fetches for it; `leaves`: whether it has
-    just ended its backward, so that nothing of it is left but its gradients.
+    begun its pass yet, so that nothing of it is alive but what a strategy fetches for it (in backward: the first block,
+    when the head's gradients are all there and the logits gone); `leaves`: whether it has just ended its backward, so
+    that nothing of it is left but its gradients.
     """
 
     phase: Literal["forward", "loss", "backward"]
@@ -139,6 +140,15 @@ class _Step:
         beside the first one's reduction."""
         others = (in_flight - 1) * self._all_kept()
         total = sum(self._counts)
+        yield Instant(
+            phase="backward",
+            unit="block",
+            activations=others + self._all_kept() + self._bytes(self._figures.blocks[-1].boundary),
+            cast=0.0 if self._checkpointing != "none" else self._casts(len(self._counts), 0),
+            done_gradients=self._head,
+            blocks=total,
+            enters=True,
+        )
         finished = 0
         for place in reversed(range(len(self._counts))):
             block, count = self._figures.blocks[place], self._counts[place]

@@ -50,7 +50,8 @@ class FlatZeroHolding:
     def at(self, instant: Instant) -> Ledger:
         """Gradients, buckets and temporaries at an instant."""
         made = instant.done_gradients + instant.unit_gradients
-        newest = self._width * min(instant.unit_gradients, self._flat.largest)
+        last_unit = instant.done_gradients if instant.enters else instant.unit_gradients
+        newest = self._width * min(last_unit, self._flat.largest)
         if self._unreduced:
             buffers = self._resident + self._buckets
             return Ledger(gradients=newest + self._width * self._accumulated(made), buffers=buffers)
