@@ -29,9 +29,6 @@ from planner.vocabulary import Verdict
 from planner.workload import Workload
 
 MEASUREMENTS = Path(__file__).resolve().parent.parent / "hardware_db" / "measurements"
-DROPOUT = ("megatron", "megatron-deepspeed", "megatron-core")
-"""Megatron-LM trains with a dropout of 0.1 unless told otherwise; the others here with none."""
-
 Row = Mapping[str, Any]
 
 
@@ -134,13 +131,10 @@ def _facts(row: Row) -> ModelFacts:
         "head_dim": hidden // heads,
         "intermediate_size": int(row["ffn"] or 4 * hidden),
         "vocab_size": int(row["vocab"]),
+        "sliding_window": 0,
     }
     if like.learned_positions:
         numbers["max_position_embeddings"] = int(row["sequence_length"])
-    if not row["code"].startswith("transformers"):  # no other code writes GELU out
-        dropout = 0.1 if row["code"] in DROPOUT else 0.0
-        activation = "gelu" if not like.gated_mlp else like.activation
-        numbers |= {"activation": activation, "hidden_dropout": dropout, "attention_dropout": dropout}
     return replace(like, **numbers)
 
 
