@@ -28,12 +28,16 @@ _AUTO_CLASSES: Mapping[Task, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A module to trace with its config; `blocks` are its repeated blocks in the order of the model."""
+    """A module to trace with its config; `blocks` are its repeated blocks in the order of the model.
+
+    `with_images`: batches of a vision-language model hold an image per sample beside the text.
+    """
 
     facts: ModelFacts
     config: Any
     module: nn.Module
     blocks: tuple[nn.Module, ...]
+    with_images: bool = False
 
     def batch_of(self, samples: int, length: int, source_length: int | None = None) -> dict[str, Any]:
         """Arguments of one training step, made by `torch.zeros`: fake where a fake tensor mode is on.
@@ -48,6 +52,9 @@ class Subject:
             longest = self.config.text_config.max_position_embeddings
             text = _tokens(samples, min(length, longest))
             return {"input_ids": text, "pixel_values": _images(self.config.vision_config, samples), "return_loss": True}
+        if self.with_images:
+            kinds = {"input_ids": _tokens(samples, length), "token_type_ids": _tokens(samples, length)}
+            return {**kinds, "pixel_values": _images(self.config.vision_config, samples), "labels": kinds["input_ids"]}
         if facts.kind == "speech-encoder-decoder":
             frames = 2 * self.config.max_source_positions  # a convolution of stride two halves them
             audio = torch.zeros(samples, self.config.num_mel_bins, frames)

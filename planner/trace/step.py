@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.job import Job
 from planner.trace.as_cuda import DEFAULT_CAPABILITY, as_cuda
-from planner.trace.build import subject_of
+from planner.trace.build import Subject, subject_of
 from planner.trace.checkpointing import checkpoint_activations
 from planner.trace.cuda_outputs import cpu_outputs
 from planner.trace.cuda_scratch import scratch_bytes
@@ -26,6 +26,7 @@ from planner.trace.optimizers import host_states, make_optimizer
 from planner.trace.parallel import ranks, reduction_buckets, shard, sharding_counted, synchronize
 from planner.trace.precision import autocast_dtype, weight_dtype
 from planner.trace.storages import Category, Storages
+from planner.trace.unchecked import unchecked
 from planner.trace.unpadded import unpadded
 from planner.trace.windows import windows_without_masks
 from planner.vocabulary import FSDP_STRATEGIES
@@ -88,16 +89,23 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
         raise TraceFailed("", "", "tensor and pipeline parallelism are not traced")
     if configuration.offload != "none":
         raise TraceFailed("", "", "offload is not traced")
-    chosen = subject or subject_of(job.facts, attention=configuration.attention, task=job.workload.task)
+    chosen = subject or _described(job)
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(ranks(configuration)) if configuration.strategy in FSDP_STRATEGIES else None
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(unpadded())
+        stack.enter_context(unchecked(chosen.module))
         stack.enter_context(_device(job))
         stack.enter_context(unpadded())
+        stack.enter_context(unchecked(chosen.module))
         if configuration.attention == "flash":
             stack.enter_context(windows_without_masks())
         return _Run(job, chosen, mode, mesh).steps()
+
+
+def _described(job: Job) -> Subject:
+    subject = subject_of(job.facts, attention=job.configuration.attention, task=job.workload.task)
+    return replace(subject, with_images=job.facts.kind == "vision-language")
 
 
 def _device(job: Job) -> AbstractContextManager[object]:
