@@ -30,3 +30,10 @@ class Job:
     def eager_attention(self) -> bool:
         """Whether attention runs unfused: asked for, or all that the model has."""
         return self.configuration.attention == "eager" or self.facts.eager_only
+
+    @property
+    def source_length(self) -> int:
+        """Encoder positions per sample: a speech model's fixed window, the workload's, or the decoder's length."""
+        return (
+            self.facts.max_source_positions or self.workload.source_length or self.configuration.sequence_length
+        )

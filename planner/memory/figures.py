@@ -38,10 +38,14 @@ class BlockFigures:
     count: int
     kept: Amount
     cast: float
+    buffers: float
     boundary: Amount
     products: Amount
+    unused: Amount
     forward: Sequence[Peak]
     backward: Sequence[Peak]
+    recomputed: Sequence[Peak]
+    replayed: Sequence[Peak]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +88,15 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
             job.cluster.device.is_cpu,
             configuration.tp,
             configuration.sequence_length,
-            job.workload.source_length or 0,
+            job.source_length,
         ),
     )
+
+
+def buffer_bytes(job: Job, recipe: Recipe) -> float:
+    """Buffers of the blocks, such as the masks of older models: no strategy splits them."""
+    blocks = figures_of(job, recipe).blocks
+    return sum(-(-block.count // job.configuration.pp) * block.buffers for block in blocks)
 
 
 def precision_mode(recipe: Recipe) -> str:
@@ -125,13 +135,11 @@ def _attentions(attention: str, *, windows: bool) -> tuple[str, ...]:
 
 def _lengths(facts: ModelFacts, question: _Question) -> dict[str, float]:
     length, source = question.length, question.source
-    if facts.kind == "speech-encoder-decoder":
-        source = facts.max_source_positions
     if facts.vision is not None:
         source = facts.vision.image_tokens
         if facts.text is not None:
             length = min(length, facts.text.max_position_embeddings or length)
-    return {"s": length, "t": source or length}
+    return {"s": length, "t": source}
 
 
 def _figures(form: Form, blocks: list[BlockFigures], sizes: Dimensions, differences: int) -> Figures:
@@ -151,10 +159,14 @@ def _block(name: str, count: int, form: BlockForm, sizes: Dimensions) -> BlockFi
         count=count,
         kept=per_sample(form.kept, sizes),
         cast=sum(per_sample(form.cast, sizes)),
+        buffers=sum(per_sample(form.buffers, sizes)),
         boundary=per_sample(form.boundary, sizes),
         products=per_sample(form.products, sizes),
+        unused=per_sample(form.unused, sizes),
         forward=[_peak(moment, sizes) for moment in form.forward],
         backward=[_peak(moment, sizes) for moment in form.backward],
+        recomputed=[_peak(moment, sizes) for moment in form.recomputed],
+        replayed=[_peak(moment, sizes) for moment in form.replayed],
     )
 
 
@@ -170,14 +182,19 @@ def _traced(job: Job, traced: TracedActivations) -> Figures:
     """A module that was traced with its own batches: all its bytes are per sample."""
     count = sum(block.repeats for block in job.counts.blocks)
     parameters = float(job.counts.largest_block)
+    run = [Peak((0.0, traced.block), 2.0 * parameters, 0.0)]
     block = BlockFigures(
         name="block",
         count=count,
         kept=(0.0, traced.block),
         cast=2.0 * parameters,
+        buffers=0.0,
         boundary=(0.0, traced.boundary),
-        products=(0.0, traced.products),
-        forward=[Peak((0.0, traced.block), 2.0 * parameters, 0.0)],
+        products=(0.0, min(traced.products, traced.block)),
+        unused=(0.0, 0.0),
+        recomputed=run,
+        replayed=run,
+        forward=run,
         backward=[Peak((0.0, traced.block + traced.backward - traced.kept), 2.0 * parameters, parameters)],
     )
     return Figures(
@@ -199,14 +216,19 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
     count = sum(block.repeats for block in job.counts.blocks)
     parameters = job.counts.in_blocks / count if count else 0.0
     kept = 2.0 * recipe.compute * length * parameters / hidden
+    run = [Peak((0.0, kept), 2.0 * parameters, 0.0)]
     block = BlockFigures(
         name="block",
         count=count,
         kept=(0.0, kept),
         cast=2.0 * parameters,
+        buffers=0.0,
         boundary=(0.0, float(length * hidden * recipe.residual)),
         products=(0.0, kept / 2),
-        forward=[Peak((0.0, kept), 2.0 * parameters, 0.0)],
+        unused=(0.0, 0.0),
+        recomputed=run,
+        replayed=run,
+        forward=run,
         backward=[Peak((0.0, 2 * kept), 2.0 * parameters, parameters)],
     )
     logits = (0.0, 12.0 * length * job.facts.vocab_size)

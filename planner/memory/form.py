@@ -28,18 +28,25 @@ class Moment:
 class BlockForm:
     """One kind of block. All but the gradients of its moments in bytes.
 
-    `kept` until its backward; `cast` copies of its weights that live as long; `boundary`: its output, which is all that
-    full checkpointing keeps; `products`: outputs of matrix products and attention, which selective checkpointing keeps
-    as well. The moments that can be a peak: `forward` over what was alive before the block, `backward` over the same,
-    with what the block itself kept.
+    `kept` until its backward; `cast` copies of its weights that live as long; `buffers` of the module; `boundary`: its
+    output, which is all that full checkpointing keeps; `products`: outputs of matrix products and attention, which
+    selective checkpointing keeps as well, `unused` those of them that come after all that backward needs.
+
+    The moments that can be a peak: `forward` and `backward` over what was alive before the block, the latter with what
+    the block itself kept; `recomputed` where the block runs again up to the last tensor that backward needs, `replayed`
+    the same beside the products that are still to be used.
     """
 
     kept: Polynomial
     cast: Polynomial
+    buffers: Polynomial
     boundary: Polynomial
     products: Polynomial
+    unused: Polynomial
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
+    recomputed: tuple[Moment, ...]
+    replayed: tuple[Moment, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

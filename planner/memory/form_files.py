@@ -62,8 +62,8 @@ def form_to_dict(form: Form) -> dict[str, Any]:
 
 
 _ENDS = ("loss", "loss_backward", "table_backward")
-_KEPT = ("kept", "cast", "boundary", "products")
-_PASSES = ("forward", "backward")
+_KEPT = ("kept", "cast", "buffers", "boundary", "products", "unused")
+_PASSES = ("forward", "backward", "recomputed", "replayed")
 
 
 def _block_to_dict(block: BlockForm) -> dict[str, Any]:

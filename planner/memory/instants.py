@@ -78,10 +78,8 @@ class _Step:
     def _kept(self, block: BlockFigures) -> float:
         if self._checkpointing == "none":
             return self._bytes(block.kept)
-        kept = self._bytes(block.boundary)
-        if self._checkpointing == "selective":
-            kept = min(kept + self._bytes(block.products), self._bytes(block.kept))
-        return kept
+        products = self._bytes(block.products) if self._checkpointing == "selective" else 0.0
+        return self._bytes(block.boundary) + products
 
     def _before(self, place: int, done: int) -> float:
         """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one."""
@@ -173,11 +171,12 @@ class _Step:
     def _inside(self, block: BlockFigures) -> Iterator[tuple[float, float, float]]:
         """Moments of one block's backward; under checkpointing the block is run again first, beside the gradient of
         its output."""
-        if self._checkpointing != "none":
-            for peak in block.forward:
-                yield self._bytes(block.boundary) + self._bytes(peak.activations), peak.cast, 0.0
+        runs = {"none": (), "full": block.recomputed, "selective": block.replayed}[self._checkpointing]
+        for peak in runs:
+            yield self._bytes(block.boundary) + self._bytes(peak.activations), peak.cast, 0.0
+        unused = self._bytes(block.unused) if self._checkpointing == "selective" else 0.0
         for peak in block.backward:
-            yield self._bytes(peak.activations), peak.cast, peak.gradients
+            yield unused + self._bytes(peak.activations), peak.cast, peak.gradients
 
     def table(self, *, in_flight: int) -> Iterator[Instant]:
         """What comes after the first block's backward: the token table and the rest outside the blocks."""

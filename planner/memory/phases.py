@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from planner.job import Job
 from planner.memory.evaluation import evaluation_ledger
+from planner.memory.figures import buffer_bytes
 from planner.memory.holding import Holding, holding_of
 from planner.memory.host import host_bytes, host_load_bytes
 from planner.memory.instants import instants_of
@@ -69,7 +70,8 @@ def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEst
 
 def _phases(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     """The largest moment of each phase of the step."""
-    always = Ledger(parameters=states.parameters, optimizer=states.optimizer, temporaries=library_workspace(job))
+    weights = states.parameters + buffer_bytes(job, recipe)
+    always = Ledger(parameters=weights, optimizer=states.optimizer, temporaries=library_workspace(job))
     holding = holding_of(job, recipe, states)
     largest: dict[str, Ledger] = {}
     for phase, ledger in (*_moments(job, recipe, holding), *holding.own_moments()):

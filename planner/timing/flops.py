@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.job import Job
-from planner.memory.towers import source_length
 from planner.timing.stacks import KINDS, Stack, measured_stacks, stacks
 
 BACKWARD = 2.0
@@ -44,7 +43,7 @@ def geometry(job: Job) -> Geometry:
     return Geometry(
         samples=configuration.micro_batch_size,
         sequence=configuration.sequence_length,
-        source=source_length(job),
+        source=job.source_length,
     )
 
 

@@ -6,7 +6,7 @@ part can be a peak: each as a polynomial in the dimensions of model and batch (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.memory.form import BlockForm, Form, Moment
@@ -14,7 +14,7 @@ from planner.memory.polynomial import Polynomial, added, scaled, subtracted
 from planner.trace.prune import telling
 from planner.trace.timeline import Timeline
 
-PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "attention", "grouped_mm")
+PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "dot_product", "aten._grouped_mm.")
 """Operations whose outputs selective checkpointing keeps."""
 
 
@@ -62,7 +62,7 @@ class Derivation:
         forward = self._moments(marks[f"leave{last}"], marks["loss"], before)
         backward = self._moments(marks["loss"], marks[f"back{last}"], before)
         table = self._moments(marks["back_first"], marks["end"], start)
-        inputs = added(scaled(self._decode(shape), size) for shape, size in self._timeline.inputs)
+        inputs = self._bytes(self._timeline.inputs)
         return Form(
             blocks=blocks,
             before=replace(start.moment(), activations=added((start.activations, inputs))),
@@ -81,34 +81,58 @@ class Derivation:
         enter, leave = marks[f"enter{index}"], marks[f"leave{index}"]
         kept = self._alive(leave).less(before)
         ends = marks[f"back{index - 1}"] if index else marks["back_first"]
-        output = self._output(index)
+        needed = self._last_needed(enter, leave, index)
+        again = self._moments(enter, needed, before)
         return BlockForm(
             kept=kept.activations,
             cast=kept.cast,
-            boundary=output,
-            products=self._products(enter, leave, index),
+            buffers=self._bytes(self._timeline.buffers[index]),
+            boundary=self._bytes([self._timeline.outputs[index]]),
+            products=self._products(enter, leave),
+            unused=self._products(needed, leave),
             forward=telling(self._moments(enter, leave, before)),
             backward=telling(self._moments(marks[f"back{index}"], ends, before)),
+            recomputed=telling(again),
+            replayed=telling([self._beside_products(made, leave, before) for made in self._within(enter, needed)]),
         )
 
-    def _output(self, index: int) -> Polynomial:
-        """Bytes of the block's output: what checkpointing keeps of it."""
-        shape, item_bytes = self._timeline.outputs[index]
-        return scaled(self._decode(shape), item_bytes)
+    def _last_needed(self, enter: int, leave: int, index: int) -> int:
+        """When a block that is run again has made the last tensor that its backward needs; torch stops it there."""
+        output = self._timeline.outputs[index][0]
+        made = [
+            storage.made
+            for storage in self._timeline.storages
+            if enter < storage.made <= leave and storage.lives_at(leave) and storage.shape != output
+        ]
+        return max(made, default=leave)
 
-    def _products(self, enter: int, leave: int, index: int) -> Polynomial:
+    def _beside_products(self, moment: int, leave: int, before: _Alive) -> Moment:
+        """A moment of a block that is run again, with the products that it will be given later."""
+        alive = self._alive(moment).less(before).moment()
+        return replace(alive, activations=added((alive.activations, self._products(moment, leave))), gradients={})
+
+    def _bytes(self, tensors: Iterable[tuple[tuple[int, ...], int]]) -> Polynomial:
+        return added(scaled(self._decode(shape), item_bytes) for shape, item_bytes in tensors)
+
+    def _products(self, start: int, end: int) -> Polynomial:
+        """Bytes of the products made after `start` up to `end`."""
         found = [
             scaled(self._elements[place], storage.item_bytes)
             for place, storage in enumerate(self._timeline.storages)
-            if enter < storage.made <= leave and any(name in storage.operation for name in PRODUCTS)
+            if start < storage.made <= end
+            and any(name in storage.operation for name in PRODUCTS)
+            and "backward" not in storage.operation
         ]
         return added(found)
+
+    def _within(self, start: int, end: int) -> list[int]:
+        return [made for made in self._made if start < made <= end]
 
     def _moments(self, start: int, end: int, base: _Alive) -> list[Moment]:
         """Every moment after `start` up to `end` at which something was made, over `base`, with the gradients made
         since."""
         base = replace(base, gradients=self._alive(start).gradients)
-        return [self._alive(made).less(base).moment() for made in self._made if start < made <= end]
+        return [self._alive(made).less(base).moment() for made in self._within(start, end)]
 
     def _alive(self, moment: int) -> _Alive:
         parts: tuple[list[Polynomial], list[Polynomial], list[Polynomial]] = ([], [], [])

@@ -173,10 +173,11 @@ class _Marks:
         if self._entered == 0 and hidden.requires_grad:
             hidden.register_hook(lambda _gradient: self._timeline.mark("back_first"))
 
-    def _leave(self, _block: nn.Module, _inputs: Any, output: Any) -> None:
+    def _leave(self, block: nn.Module, _inputs: Any, output: Any) -> None:
         index = self._entered
         self._entered += 1
         self._timeline.mark(f"leave{index}")
         hidden = tree_leaves(output)[0]
+        self._timeline.buffers.append([(tuple(held.shape), held.element_size()) for held in block.buffers()])
         self._timeline.outputs.append((tuple(hidden.shape), hidden.element_size()))
         hidden.register_hook(lambda _gradient: self._timeline.mark(f"back{index}"))

@@ -44,11 +44,12 @@ class Storage:
 @dataclass(slots=True)
 class Timeline:
     """The storages of a step in the order of their making; `marks` are named moments, `inputs` the shapes and item
-    sizes of the batch, `outputs` those of what each block gave the next one."""
+    sizes of the batch, `outputs` those of what each block gave the next one, `buffers` those that each block has."""
 
     storages: list[Storage] = field(default_factory=list)
     inputs: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     outputs: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    buffers: list[list[tuple[tuple[int, ...], int]]] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
     operations: int = 0
 
