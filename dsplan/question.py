@@ -36,6 +36,9 @@ class Question:
     attention: words.Attention = "sdpa"
     max_memory_gb: float | None = None
     host_memory_gb: float | None = None
+    eval_batch: int | None = None
+    eval_keep: int | None = None
+    save: words.Save = "none"
 
     def request(self, facts: ModelFacts | None = None, **ranking: Any) -> Request:
         """The planner's request; `ranking` are its fields that say how plans are ranked, `facts` those of the model
@@ -65,5 +68,8 @@ class Question:
             attention=self.attention,
             max_memory_gb=self.max_memory_gb,
             host_memory_gb=self.host_memory_gb,
+            eval_batch=self.eval_batch,
+            eval_keep=self.eval_keep,
+            save=self.save,
         )
         return make_request(facts, resolve_cluster(hardware), work, **ranking)

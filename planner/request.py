@@ -33,6 +33,9 @@ class WorkOptions:
     attention: words.Attention = "sdpa"
     max_memory_gb: float | None = None
     host_memory_gb: float | None = None
+    eval_batch: int | None = None
+    eval_keep: int | None = None
+    save: words.Save = "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +77,9 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         source_length=_source_length(facts, options),
         max_memory_bytes=_bytes("--max-memory-gb", options.max_memory_gb),
         host_memory_bytes=_bytes("--host-memory-gb", options.host_memory_gb),
+        evaluation_batch_size=options.eval_batch or 0,
+        evaluation_steps_kept=_steps_kept(options),
+        save=options.save,
     )
     request = Request(facts=facts, counts=counts, workload=workload, cluster=cluster, defaults=tuple(defaults))
     return replace(request, **ranking)
@@ -95,6 +101,15 @@ def _source_length(facts: ModelFacts, options: WorkOptions) -> int:
             f" {facts.kind}; use --seq-len"
         )
     return options.source_len or 0
+
+
+def _steps_kept(options: WorkOptions) -> int:
+    if options.eval_keep is not None and options.eval_batch is None:
+        raise ContradictoryRequest(
+            f"--eval-keep {options.eval_keep} keeps the logits of evaluation steps; give their samples per GPU with"
+            " --eval-batch"
+        )
+    return options.eval_keep or 0
 
 
 def _sequence_length(facts: ModelFacts, options: WorkOptions, defaults: list[str]) -> int:

@@ -75,6 +75,17 @@ class WorkFlags:
     attention: Annotated[words.Attention, typer.Option(help="Attention implementation.")] = "sdpa"
     max_memory_gb: Annotated[float | None, _gigabytes("Memory one GPU may use, in 1e9 bytes.")] = None
     host_memory_gb: Annotated[float | None, _gigabytes("Memory of one node's host, in 1e9 bytes.")] = None
+    eval_batch: Annotated[
+        int | None, _count(MOST_SAMPLES, "Count evaluation too, with so many samples per GPU and evaluation step.")
+    ] = None
+    eval_keep: Annotated[
+        int | None,
+        _count(MOST_SAMPLES, "Evaluation steps whose logits stay on the GPU at once, as metrics need them; else none."),
+    ] = None
+    save: Annotated[
+        words.Save,
+        typer.Option(help="Count saving too: every rank its own part (sharded), or all weights on rank 0 (full)."),
+    ] = "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,15 @@ from planner.plan import Configuration, MemoryEstimate, Plan, StepTime
 VERDICT_STYLES: dict[str, Style] = {"fits": "good", "tight": "warning", "does_not_fit": "bad"}
 
 _BAR = 30
+_WHEN = {
+    "load": "once, while the model is placed",
+    "forward": "every micro-batch",
+    "loss": "every micro-batch",
+    "backward": "every micro-batch",
+    "step": "every optimizer step",
+    "eval": "every evaluation",
+    "save": "every checkpoint",
+}
 _CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporaries")
 
 
@@ -76,13 +85,14 @@ def memory_table(plan: Plan) -> Table:
 def phase_table(plan: Plan) -> Table:
     """The allocated peak of each phase of a step, and the host's memory."""
     capacity = limit_bytes(plan)
-    rows = [_row(phase, size / capacity, format_bytes(size)) for phase, size in plan.memory.phases.items()]
+    rows = [
+        [*_row(phase, size / capacity, format_bytes(size)), _WHEN.get(phase, "")]
+        for phase, size in plan.memory.phases.items()
+    ]
     sizes = plan.memory.states.items()
     states = ", ".join(f"{format_bytes(size)} {name.removesuffix('_bytes')}" for name, size in sizes)
-    title = (
-        f"resident states of a rank: {states}\nallocated peak by phase; the host needs {_host(plan.memory)} per node"
-    )
-    return Table(title=title, columns=columns("phase", "share", ">size"), rows=rows)
+    title = f"resident states of a rank: {states}\nallocated peak by phase; the host needs {_host(plan.memory)}"
+    return Table(title=title, columns=columns("phase", "share", ">size", "?when"), rows=rows)
 
 
 def time_table(time: StepTime) -> Table:
@@ -129,7 +139,8 @@ def _rates(plan: Plan) -> str:
 
 
 def _host(memory: MemoryEstimate) -> str:
-    return format_bytes(memory.host_bytes_per_node)
+    need, at_first = memory.host_bytes_per_node, memory.host_load_bytes_per_node
+    return f"{format_bytes(need)} per node" + (f" ({format_bytes(at_first)} at first)" if at_first > need else "")
 
 
 def _provenance(plan: Plan) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from planner.estimate import Priced, judged, plan_of, possible
 from planner.job import Job
 from planner.memory.ledger import Ledger
-from planner.memory.overhead import FRAGMENTATION, FRAGMENTATION_UPPER, library_workspace
+from planner.memory.overhead import FRAGMENTATION, FRAGMENTATION_UPPER, closed_form_margin, library_workspace
 from planner.memory.phases import composed, phases_of
 from planner.plan import Configuration, Plan
 from planner.request import Request
@@ -21,11 +21,11 @@ from planner.traces.source import ModelSource
 from planner.traces.versions import trace_versions
 
 TRACED_MARGIN = FRAGMENTATION
-"""What the upper bound adds to a traced peak: the allocator's slack alone. The closed forms' larger margin is one above
-an estimate, and also covers tensors that an estimate misses; a trace misses none."""
+"""What the upper bound adds to a traced peak: what the allocator cannot use. Closed forms add how far they may lie below
+the truth; a trace misses no tensor."""
 UNPROVEN = 0.08
 """What it adds to a closed form, beside that form's own margin, where a trace was asked for and there is none: the
-largest difference from a trace that the closed forms of known architectures are allowed (docs/cost-model.md)."""
+largest difference from a trace that the closed forms of known architectures are allowed (docs/exact.md)."""
 
 
 def traced_estimate(request: Request, configuration: Configuration, source: ModelSource, tracing: Tracing) -> Plan:
@@ -84,7 +84,9 @@ def _corrected(
 
 
 def _unproven(priced: Priced, note: str) -> Priced:
-    memory = composed(priced.job, phases_of(priced.job), FRAGMENTATION_UPPER + UNPROVEN)
+    phases = phases_of(priced.job)
+    margin = closed_form_margin(priced.job, max(phases.values(), key=lambda ledger: ledger.total))
+    memory = composed(priced.job, phases, margin + UNPROVEN)
     return replace(priced, memory=memory, judgement=judged(priced.job, memory), notes=(note,))
 
 
