@@ -16,13 +16,14 @@ from memory_rows import compared
 from published_memory import PublishedRun, predicted_bytes, published_runs
 
 from hardware_db.memory_runs import SHIPPED, MemoryRun, read_memory_runs
+from planner.estimate import Priced, price
 from planner.job import Job
-from planner.models.count import count_parameters
+from planner.memory.overhead import library_workspace
+from planner.models.catalogue import find_model
 from planner.models.hf_config import facts_from_config
 from planner.plan import Configuration, MemoryEstimate
 from planner.request import WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
-from planner.verdict import judge
 from planner.vocabulary import Verdict
 
 Truth = Literal["traced", "cpu", "gpu", "published"]
@@ -42,6 +43,7 @@ class Case:
     truth: Truth
     source: str
     code: str
+    model: str
     family: str
     kind: str
     ran: bool
@@ -101,25 +103,32 @@ def _measured(truth: Truth, path: Path) -> Iterator[Case]:
 
 
 def _case(truth: Truth, run: MemoryRun) -> Case:
-    both, job = compared(run), _job(run)
+    priced = _priced(run)
+    job = priced.job
     return Case(
         name=f"{truth}-{_digest(run)}",
         truth=truth,
         source=f"torch {run.torch}, transformers {run.transformers}",
         code="transformers",
-        family=run.model,
+        model=run.model,
+        family=job.facts.model_type,
         kind="allocated",
         ran=run.outcome == "completed",
         measured=run.peak_allocated_bytes if run.outcome == "completed" else 0,
-        predicted=both.predicted_bytes(),
+        predicted=_traced_peak(priced.memory, job) if truth == "traced" else compared(run).predicted_bytes(),
         states_measured=run.step_bytes,
         used_measured=run.device_used_bytes,
-        used_predicted=both.memory.device_used_bytes,
-        memory=both.memory,
-        verdict=judge(job, both.memory).verdict,
-        note=f"torch {run.torch}",
+        used_predicted=priced.memory.device_used_bytes,
+        memory=priced.memory,
+        verdict=priced.judgement.verdict,
+        note="",
         job=job,
     )
+
+
+def _traced_peak(memory: MemoryEstimate, job: Job) -> float:
+    """What a trace sees of a step: not its load, and not the workspace of the matrix library."""
+    return max(memory.phases[name] for name in ("forward", "loss", "backward", "step")) - library_workspace(job)
 
 
 def _digest(run: MemoryRun) -> str:
@@ -127,9 +136,10 @@ def _digest(run: MemoryRun) -> str:
     return hashlib.sha256(json.dumps(run.key).encode()).hexdigest()[:10]
 
 
-def _job(run: MemoryRun) -> Job:
+def _priced(run: MemoryRun) -> Priced:
+    """What dsplan says of a run today. A row without a config is a model of the catalogue."""
     configuration = Configuration(**{item.name: getattr(run, item.name) for item in fields(Configuration)})
-    facts = facts_from_config(run.model_config, run.model)
+    facts = facts_from_config(run.model_config, run.model) if run.config else find_model(run.model)
     cluster = resolve_cluster(HardwareRequest(gpu=run.device, gpus=run.world_size))
     options = WorkOptions(
         seq_len=run.sequence_length,
@@ -139,10 +149,7 @@ def _job(run: MemoryRun) -> Job:
         attention=configuration.attention,
         max_memory_gb=run.memory_limit_bytes / 1e9 or None,
     )
-    workload = make_request(facts, cluster, options).workload
-    return Job(
-        facts=facts, counts=count_parameters(facts), workload=workload, cluster=cluster, configuration=configuration
-    )
+    return price(make_request(facts, cluster, options), configuration)
 
 
 def _published(run: PublishedRun) -> Case:
@@ -160,7 +167,8 @@ def _published(run: PublishedRun) -> Case:
         truth="published",
         source=run.source,
         code=run.code,
-        family=run.model,
+        model=run.model,
+        family=run.code,
         kind=run.kind,
         ran=run.ran,
         measured=run.memory_bytes,

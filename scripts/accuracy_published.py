@@ -86,4 +86,4 @@ def _need(case: Case) -> list[str]:
     sizes = [memory.device_used_bytes, memory.device_used_upper_bytes, case.job.cluster.capacity_bytes]
     printed = gib(case.measured) if case.measured else "-"
     words = [case.verdict.replace("_", " "), case.note or "-"]
-    return [case.name, case.family, case.how, *map(gib, sizes), printed, *words]
+    return [case.name, case.model, case.how, *map(gib, sizes), printed, *words]

@@ -67,7 +67,7 @@ def listed(cases: Sequence[Case]) -> Iterator[str]:
     yield from table(
         columns,
         (
-            [case.name, case.family, case.how, case.kind, gib(case.measured), gib(case.predicted), f"{case.error:+.1%}"]
+            [case.name, case.model, case.how, case.kind, gib(case.measured), gib(case.predicted), f"{case.error:+.1%}"]
             for case in cases
         ),
     )

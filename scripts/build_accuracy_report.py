@@ -152,7 +152,7 @@ def section(text: str, cases: Sequence[Case]) -> Iterator[str]:
     yield f"{text}\nVersions: {versions}.\n"
     yield from grouped(cases, "strategy", lambda case: case.strategy)
     yield ""
-    yield from grouped(cases, "model", lambda case: case.family)
+    yield from grouped(cases, "family", lambda case: case.family)
     yield "\n### Every case\n"
     yield from listed(cases)
 

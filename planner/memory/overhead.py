@@ -18,6 +18,9 @@ from planner.vocabulary import FSDP_STRATEGIES
 CONTEXT_BYTES = 0.47 * GIB
 """CUDA context with lazily loaded kernels, A100, torch 2.1 [1]; 0.92 GiB loaded eagerly."""
 CONTEXT_UPPER_BYTES = 0.92 * GIB
+CONTEXT_UPPER_OF = {"volta": 1113 * MIB}
+"""By architecture: what `nvidia-smi` showed on V100s for one tensor of one element
+(bigscience-workshop/bigscience, experiments/tr3m-1B3.md)."""
 COMMUNICATOR_BYTES = 688e6
 """One NCCL communicator over more than two ranks, 4 x A100 [2]."""
 COMMUNICATOR_UPPER_BYTES = 1.6e9
@@ -76,7 +79,8 @@ def device_use(job: Job, allocated: float, margin: float) -> DeviceUse:
     communicators = _communicators(job)
     first = 1 if communicators else 0
     beside = round(CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES)
-    largest = CONTEXT_UPPER_BYTES + first * COMMUNICATOR_UPPER_BYTES + max(communicators - 1, 0) * COMMUNICATOR_BYTES
+    context = CONTEXT_UPPER_OF.get(job.cluster.device.architecture, CONTEXT_UPPER_BYTES)
+    largest = context + first * COMMUNICATOR_UPPER_BYTES + max(communicators - 1, 0) * COMMUNICATOR_BYTES
     needed = allocated + SEGMENT_BYTES
     bound = needed + margin * allocated + largest
     most = max(bound, TIGHT_ABOVE * device_limit(job.workload, job.cluster)) - SEGMENT_BYTES
