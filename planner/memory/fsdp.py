@@ -81,6 +81,10 @@ class _Stack:
         self._units = units
         self._count = sum(repeats for repeats, _ in units)
 
+    @property
+    def first(self) -> UnitBytes:
+        return self._units[0][1]
+
     def unit(self, index: int, blocks: int) -> UnitBytes:
         """The block at an index, which counts from the end where it is negative."""
         place = (index % max(blocks, 1) + 0.5) * self._count / max(blocks, 1)
@@ -178,7 +182,7 @@ class _Fsdp:
         return Ledger(gradients=gradients, buffers=gathered + unit.summed)
 
     def before_blocks(self) -> Ledger:
-        root, block = self._root, self._blocks.unit(0, 1)
+        root, block = self._root, self._blocks.first
         beside = root.unsharded + root.collected + block.gathering
         return Ledger(gradients=self._waiting(), buffers=max(root.gathering, beside))
 
@@ -224,7 +228,7 @@ class _Fsdp:
         return self._root.unsharded + before + gathered
 
     def _gathered_in_backward(self, instant: Instant) -> float:
-        """The root, the block at work, and the buffer of the one before it, which is next."""
+        """The root, the block at work, and, once that is copied out, the buffer of the one before it, which is next."""
         blocks = instant.blocks
         remaining = blocks - instant.blocks_done
         if not self._reshards:
@@ -233,6 +237,10 @@ class _Fsdp:
             last = self._blocks.unit(-1, blocks)
             return self._root.unsharded + last.staged + last.collected
         if instant.unit == "table":
-            return self._root.unsharded
+            following = self._blocks.unit(remaining - 1, blocks).collected if remaining > 0 else 0.0
+            return self._root.unsharded + following
+        if instant.enters:
+            unit = self._blocks.unit(remaining - 1, blocks)
+            return self._root.unsharded + unit.collected + unit.unsharded
         ahead = self._blocks.unit(remaining - 2, blocks).collected if remaining > 1 else 0.0
         return self._root.unsharded + self._blocks.unit(remaining - 1, blocks).unsharded + ahead

@@ -50,7 +50,7 @@ def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
     logits (Narayanan et al. 2021, section 2.2); the instants of both are given.
     """
     figures = figures_of(job, recipe)
-    step = _Step(job, figures)
+    step = _Step(job, recipe, figures)
     if job.configuration.pp == 1:
         return [*step.forward(), *step.loss(), *step.backward(in_flight=1), *step.table(in_flight=1)]
     flight = job.configuration.pp
@@ -61,7 +61,7 @@ def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
 class _Step:
     """One stage's blocks with a micro-batch of given size."""
 
-    def __init__(self, job: Job, figures: Figures) -> None:
+    def __init__(self, job: Job, recipe: Recipe, figures: Figures) -> None:
         configuration = job.configuration
         self._job, self._figures = job, figures
         self._samples = configuration.micro_batch_size
@@ -69,8 +69,9 @@ class _Step:
         self._counts = [-(-block.count // configuration.pp) for block in figures.blocks]
         per_block = job.counts.in_blocks / configuration.tp / max(sum(block.count for block in figures.blocks), 1)
         self._parameters = per_block
-        tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
-        self._head = 0.0 if tied else job.counts.head / configuration.tp
+        self._tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
+        self._head = 0.0 if self._tied else job.counts.head / configuration.tp
+        self._gradient_width = recipe.gather  # of a gradient that autograd has just made
 
     def _bytes(self, amount: Amount) -> float:
         return amount[0] + amount[1] * self._samples
@@ -137,36 +138,55 @@ class _Step:
         """The first two blocks and the last one of each stack, in backward order: the second one's gradients are made
         beside the first one's reduction."""
         others = (in_flight - 1) * self._all_kept()
-        total = sum(self._counts)
-        yield Instant(
-            phase="backward",
-            unit="block",
-            activations=others + self._all_kept() + self._bytes(self._figures.blocks[-1].boundary),
-            cast=0.0 if self._checkpointing != "none" else self._casts(len(self._counts), 0),
-            done_gradients=self._head,
-            blocks=total,
-            enters=True,
-        )
         finished = 0
         for place in reversed(range(len(self._counts))):
-            block, count = self._figures.blocks[place], self._counts[place]
+            count = self._counts[place]
             for done in dict.fromkeys((count - 1, max(count - 2, 0), 0)):
-                behind = finished + count - 1 - done
-                instant = partial(
-                    Instant,
-                    phase="backward",
-                    unit="block",
-                    done_gradients=self._head + behind * self._parameters,
-                    blocks_done=behind,
-                    blocks=total,
-                )
-                before = others + self._before(place, done)
-                casts = 0.0 if self._checkpointing != "none" else self._casts(place, done)
-                for activations, cast, gradients in self._inside(block):
-                    yield instant(activations=before + activations, cast=casts + cast, unit_gradients=gradients)
-                boundary = self._bytes(block.boundary)  # the gradient of its input
-                yield instant(activations=before + boundary, cast=casts, unit_gradients=self._parameters, leaves=True)
+                yield from self._block_backward(place, done, behind=finished + count - 1 - done, others=others)
             finished += count
+            if place and self._job.facts.kind.endswith("encoder-decoder"):
+                yield self._between_stacks(place, finished, others)
+
+    def _block_backward(self, place: int, done: int, *, behind: int, others: float) -> Iterator[Instant]:
+        """A block with `done` others before it in its stack, `behind` after it; beside what forward kept, the gradient
+        of its output when it begins, of its input when it ends."""
+        block, recomputes = self._figures.blocks[place], self._checkpointing != "none"
+        before, boundary = others + self._before(place, done), self._bytes(block.boundary)
+        casts = 0.0 if recomputes else self._casts(place, done)
+        instant = partial(
+            Instant,
+            phase="backward",
+            unit="block",
+            done_gradients=self._head + behind * self._parameters,
+            blocks_done=behind,
+            blocks=sum(self._counts),
+        )
+        yield instant(
+            activations=others + self._before(place, done + 1) + boundary,
+            cast=0.0 if recomputes else self._casts(place, done + 1),
+            enters=True,
+        )
+        for activations, cast, gradients in self._inside(block):
+            yield instant(activations=before + activations, cast=casts + cast, unit_gradients=gradients)
+        yield instant(activations=before + boundary, cast=casts, unit_gradients=self._parameters, leaves=True)
+
+    def _between_stacks(self, place: int, finished: int, others: float) -> Instant:
+        """The backward of a decoder's table, with all that its encoder kept."""
+        return Instant(
+            phase="backward",
+            unit="table",
+            activations=others + self._before(place, 0) + self._shared_table(),
+            cast=0.0 if self._checkpointing != "none" else self._casts(place, 0),
+            done_gradients=self._head + finished * self._parameters,
+            blocks_done=finished,
+            blocks=sum(self._counts),
+        )
+
+    def _shared_table(self) -> float:
+        """The decoder's gradient of its table, between the stacks: where the head shares it, a second tensor beside the
+        head's, and then a third, their sum."""
+        table = self._job.facts.vocab_size * self._job.facts.hidden_size / self._job.configuration.tp
+        return (3 if self._tied else 1) * self._gradient_width * table
 
     def _inside(self, block: BlockFigures) -> Iterator[tuple[float, float, float]]:
         """Moments of one block's backward; under checkpointing the block is run again first, beside the gradient of
@@ -174,9 +194,10 @@ class _Step:
         runs = {"none": (), "full": block.recomputed, "selective": block.replayed}[self._checkpointing]
         for peak in runs:
             yield self._bytes(block.boundary) + self._bytes(peak.activations), peak.cast, 0.0
-        unused = self._bytes(block.unused) if self._checkpointing == "selective" else 0.0
+        beside = self._bytes(block.unused) if self._checkpointing == "selective" else 0.0
+        beside += self._bytes(block.input) if self._checkpointing != "none" else 0.0
         for peak in block.backward:
-            yield unused + self._bytes(peak.activations), peak.cast, peak.gradients
+            yield beside + self._bytes(peak.activations), peak.cast, peak.gradients
 
     def table(self, *, in_flight: int) -> Iterator[Instant]:
         """What comes after the first block's backward: the token table and the rest outside the blocks."""

@@ -50,7 +50,8 @@ class FlatZeroHolding:
     def at(self, instant: Instant) -> Ledger:
         """Gradients, buckets and temporaries at an instant."""
         made = instant.done_gradients + instant.unit_gradients
-        last_unit = instant.done_gradients if instant.enters else instant.unit_gradients
+        just_after_head = instant.enters and not instant.blocks_done
+        last_unit = instant.done_gradients if just_after_head else instant.unit_gradients
         newest = self._width * min(last_unit, self._flat.largest)
         if self._unreduced:
             buffers = self._resident + self._buckets
