@@ -195,10 +195,15 @@ def _question(job: Job) -> dict[str, Any]:
 
 
 def _trackers(cases: Sequence[Case], known: dict[tuple[str, str], PeerAnswer], deadline: float) -> Iterable[PeerAnswer]:
-    """Torch's trackers on what has no answer yet, while there is time."""
-    for case in cases:
+    """Torch's trackers on what has no answer yet, shallow models first, while there is time."""
+    for case in sorted(cases, key=_depth):
         if (case.name, "torch") not in known and time.monotonic() < deadline:
             yield _answer(case, "torch", version("torch"), lambda job, case=case: _track(case, job))
+
+
+def _depth(case: Case) -> int:
+    """Blocks that two steps pass through: what a trace takes its time for."""
+    return case.job.facts.total_layers * case.job.configuration.gradient_accumulation_steps
 
 
 def _track(case: Case, job: Job) -> int:
