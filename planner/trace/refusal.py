@@ -58,15 +58,14 @@ def guarded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # meant for real runs
             yield
     finally:
-        logger.disabled = before
+        logging.disable(before)
 
 
 def why_refused(problem: TraceFailed, module: nn.Module) -> str:

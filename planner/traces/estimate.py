@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from planner.estimate import Priced, judged, plan_of, possible
 from planner.job import Job
+from planner.memory.instants import instants_of
 from planner.memory.ledger import Ledger
 from planner.memory.overhead import FRAGMENTATION, FRAGMENTATION_UPPER, closed_form_margin, library_workspace
 from planner.memory.phases import composed, phases_of
+from planner.memory.recipe import recipe_of
 from planner.plan import Configuration, Plan
 from planner.request import Request
 from planner.timing import step_time
@@ -21,8 +23,8 @@ from planner.traces.source import ModelSource
 from planner.traces.versions import trace_versions
 
 TRACED_MARGIN = FRAGMENTATION
-"""What the upper bound adds to a traced peak: what the allocator cannot use. Closed forms add how far they may lie below
-the truth; a trace misses no tensor."""
+"""What the upper bound adds to a traced peak: what the allocator cannot use. Closed forms add how far they may lie
+below the truth; a trace misses no tensor."""
 UNPROVEN = 0.08
 """What it adds to a closed form, beside that form's own margin, where a trace was asked for and there is none: the
 largest difference from a trace that the closed forms of known architectures are allowed (docs/exact.md)."""
@@ -53,10 +55,10 @@ def traced_estimate(request: Request, configuration: Configuration, source: Mode
 def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
     job = priced.job
     closed, workspace = phases_of(job), Ledger(temporaries=library_workspace(job))
-    seen = {name: ledger + workspace for name, ledger in reading.phases.items()}
-    if coverage.partly and coverage.job is not None:
-        phases, margin = _corrected(closed, phases_of(coverage.job), seen), FRAGMENTATION_UPPER
+    if coverage.partly:
+        phases, margin = _corrected(job, closed, reading.phases), FRAGMENTATION_UPPER
     else:
+        seen = {name: ledger + workspace for name, ledger in reading.phases.items()}
         # Loading, evaluation and saving are not part of a step.
         phases, margin = {**closed, **seen}, TRACED_MARGIN
     memory = composed(job, phases, margin + (AGREEMENT if reading.taken_from else 0.0))
@@ -71,15 +73,15 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
     )
 
 
-def _corrected(
-    closed: Mapping[str, Ledger], alone: Mapping[str, Ledger], seen: Mapping[str, Ledger]
-) -> dict[str, Ledger]:
-    """Closed forms whose activations differ from before as the trace of one process differs from its closed form."""
+def _corrected(job: Job, closed: Mapping[str, Ledger], seen: Mapping[str, Ledger]) -> dict[str, Ledger]:
+    """Closed forms whose activations are off as much as their largest ones are off those of a trace."""
+    largest: dict[str, float] = {}
+    for instant in instants_of(job, recipe_of(job.configuration)):
+        largest[instant.phase] = max(largest.get(instant.phase, 0.0), instant.activations)
     corrected = dict(closed)
-    for name in closed.keys() & alone.keys() & seen.keys():
-        ledger = closed[name]
-        activations = ledger.activations + seen[name].total - alone[name].total
-        corrected[name] = replace(ledger, activations=max(activations, 0.0))
+    for name, activations in largest.items():
+        off = seen[name].activations + seen[name].temporaries - activations
+        corrected[name] = replace(closed[name], activations=max(closed[name].activations + off, 0.0))
     return corrected
 
 
