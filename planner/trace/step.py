@@ -127,10 +127,10 @@ class _Run:
         self._phases: dict[str, Mapping[Category, int]] = {}
         self._in_forward = False
         checkpoint_activations(self._module, self._configuration.activation_checkpointing)
-        for block in self._blocks:
-            block.register_forward_hook(self._block_done)
         if mesh is not None:
             shard(self._module, self._blocks, mesh, self._configuration)
+        for block in self._blocks:  # after FSDP2's own hook, which frees the block's gathered weights
+            block.register_forward_hook(self._block_done)
 
     def steps(self) -> TracedStep:
         storages, module = self._storages, self._module
