@@ -1,0 +1,87 @@
+"""The load phase against models that the engine places on two real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import load_bodies
+import pytest
+
+from hardware_db.probe import probe_hardware
+from hardware_db.spawn import RankPool
+from planner.estimate import estimate, price
+from planner.exact import ExactOptions, exact
+from planner.memory.load import load_of
+from planner.memory.recipe import recipe_of
+from planner.memory.states import states_of
+from planner.models.catalogue import find_model
+from planner.models.hf_config import facts_from_config
+from planner.plan_io import save_plan
+from planner.request import Request, WorkOptions, make_request
+from planner.resolve_cluster import HardwareRequest, probed_cluster, resolve_cluster
+from planner.vocabulary import Precision, Strategy
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    variables = {"DS_ACCELERATOR": "cpu", "DSPLAN_QUIET": "1"}
+    with RankPool(RANKS, timeout_seconds=300, variables=variables) as ranks:
+        yield ranks
+
+
+def asked(precision: Precision, ranks: int = RANKS) -> Request:
+    facts = facts_from_config(load_bodies.CONFIG, "small-llama")
+    cluster = probed_cluster(probe_hardware(), ranks=ranks)
+    return make_request(facts, cluster, WorkOptions(seq_len=64, global_batch=ranks, precision=precision))
+
+
+CASES: list[tuple[Strategy, Precision]] = [
+    ("ddp", "fp32"),
+    ("ddp", "bf16-pure"),
+    ("fsdp", "bf16"),
+    ("zero1", "fp32"),
+    ("zero2", "bf16"),
+    ("zero3", "fp32"),
+    ("zero3", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "precision"), CASES)
+def test_the_peak_while_a_model_is_placed(
+    strategy: Strategy, precision: Precision, pool: RankPool, tmp_path: Path
+) -> None:
+    request, configuration = exact(asked(precision), ExactOptions(strategy=strategy))
+    plan = tmp_path / "plan.yaml"
+    save_plan(estimate(request, configuration), plan)
+    # Gloo's threads free what ZeRO-3 gathers, and the profiler does not see threads that were there before it.
+    body = load_bodies.peak_of_storages if strategy == "zero3" else load_bodies.peak_of_allocations
+    peaks = pool.run(body, str(plan))
+    job = price(request, configuration).job
+    recipe = recipe_of(configuration)
+    predicted = load_of(job, recipe, states_of(job, recipe)).device.total
+    assert predicted == pytest.approx(max(peaks), rel=0.02)
+
+
+def test_what_a_gpu_holds_while_the_shards_of_a_large_model_are_made() -> None:
+    """No strategy that shards the weights puts the whole model on a device; ZeRO-1 does."""
+    whole = 70.55e9
+    largest = {}
+    strategies: tuple[Strategy, ...] = ("zero1", "fsdp", "zero3")
+    for strategy in strategies:
+        cluster = resolve_cluster(HardwareRequest(gpu="h100", gpus=64))
+        asked_for = make_request(find_model("llama-3-70b"), cluster, WorkOptions(precision="bf16"))
+        request, configuration = exact(asked_for, ExactOptions(strategy=strategy))
+        largest[strategy] = price(request, configuration).memory.phases["load"]
+    assert largest["zero1"] >= 2 * whole
+    assert largest["fsdp"] < 4 * whole / 64 + 4 * (2 * 128256 * 8192 + 8192) * 1.02
+    assert largest["zero3"] < 16 * whole / 64 + 2 * 128256 * 8192
+
+
+def test_on_a_cpu_the_model_that_is_placed_is_there_already() -> None:
+    request, configuration = exact(asked("bf16", ranks=1), ExactOptions(strategy="single"))
+    memory = price(request, configuration).memory
+    assert memory.phases["load"] >= 4 * request.counts.total
+    assert memory.host_load_bytes_per_node == 0
