@@ -66,7 +66,12 @@ def test_a_strategy_holds_what_was_planned(sizes: Sizes, options: dict[str, Any]
 
 
 def configuration_of(**options: Any) -> Configuration:
-    chosen = {"precision": "bf16", "optimizer": "adamw-forloop", "gradient_accumulation_steps": 1, **options}
+    chosen: dict[str, Any] = {
+        "precision": "bf16",
+        "optimizer": "adamw-forloop",
+        "gradient_accumulation_steps": 1,
+        **options,
+    }
     ranks = options.get("dp_shard", 1) * options.get("dp_replicate", 1)
     batch = ranks * chosen["gradient_accumulation_steps"]
     return Configuration(backend="torch", micro_batch_size=1, global_batch_size=batch, sequence_length=1, **chosen)
