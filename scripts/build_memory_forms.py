@@ -27,7 +27,9 @@ from planner.models.facts import ModelFacts
 from planner.trace.form_trace import Variant, form_of
 
 # The class of the first has never been part of transformers; the second has the same kinds of layers.
-ON_CPU = frozenset({"bert", "gpt2", "gpt_neox", "llama", "mixtral", "opt", "qwen2", "t5", "vit"})
+ON_CPU = frozenset(
+    {"bert", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "phi3", "qwen2", "qwen3", "t5", "vit"}
+)
 """Types whose forms on a CPU are told apart: attention and autocast keep other tensors there. The rest share the GPU's."""
 OWN_WINDOWS = frozenset({"gpt_neo"})
 """Local attention by masks of their own, which no config can be asked for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TypeAlias
 
 from planner.job import Job
@@ -42,6 +43,7 @@ class BlockFigures:
     boundary: Amount
     products: Amount
     unused: Amount
+    input: Amount
     forward: Sequence[Peak]
     backward: Sequence[Peak]
     recomputed: Sequence[Peak]
@@ -109,10 +111,10 @@ def precision_mode(recipe: Recipe) -> str:
 @functools.lru_cache(maxsize=256)
 def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
     windows = question.attention == "sdpa" and 0 < facts.sliding_window < question.length
-    found = None
-    for attention in _attentions(question.attention, windows=windows):
-        for device in ("cpu", "cuda") if question.on_cpu else ("cuda",):
-            found = found or find_form(structure_of(facts), f"{device} {question.mode} {attention}")
+    attentions = _attentions(question.attention, windows=windows)
+    devices = ("cpu", "cuda") if question.on_cpu else ("cuda",)
+    variants = [f"{device} {question.mode} {attention}" for attention, device in product(attentions, devices)]
+    found = find_form(structure_of(facts), variants)
     if found is None:
         raise LookupError(f"no memory form for {facts.model_type}")
     sizes = model_dimensions(facts, question.tp) | _lengths(facts, question)
@@ -163,6 +165,7 @@ def _block(name: str, count: int, form: BlockForm, sizes: Dimensions) -> BlockFi
         boundary=per_sample(form.boundary, sizes),
         products=per_sample(form.products, sizes),
         unused=per_sample(form.unused, sizes),
+        input=per_sample(form.input, sizes),
         forward=[_peak(moment, sizes) for moment in form.forward],
         backward=[_peak(moment, sizes) for moment in form.backward],
         recomputed=[_peak(moment, sizes) for moment in form.recomputed],
@@ -192,6 +195,7 @@ def _traced(job: Job, traced: TracedActivations) -> Figures:
         boundary=(0.0, traced.boundary),
         products=(0.0, min(traced.products, traced.block)),
         unused=(0.0, 0.0),
+        input=(0.0, 0.0),
         recomputed=run,
         replayed=run,
         forward=run,
@@ -226,6 +230,7 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
         boundary=(0.0, float(length * hidden * recipe.residual)),
         products=(0.0, kept / 2),
         unused=(0.0, 0.0),
+        input=(0.0, 0.0),
         recomputed=run,
         replayed=run,
         forward=run,

@@ -30,7 +30,8 @@ class BlockForm:
 
     `kept` until its backward; `cast` copies of its weights that live as long; `buffers` of the module; `boundary`: its
     output, which is all that full checkpointing keeps; `products`: outputs of matrix products and attention, which
-    selective checkpointing keeps as well, `unused` those of them that come after all that backward needs.
+    selective checkpointing keeps as well, `unused` those of them that come after all that backward needs; `input`: what
+    the block was given, where nothing but checkpointing keeps it.
 
     The moments that can be a peak: `forward` and `backward` over what was alive before the block, the latter with what
     the block itself kept; `recomputed` where the block runs again up to the last tensor that backward needs, `replayed`
@@ -43,6 +44,7 @@ class BlockForm:
     boundary: Polynomial
     products: Polynomial
     unused: Polynomial
+    input: Polynomial
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
     recomputed: tuple[Moment, ...]

@@ -30,17 +30,17 @@ class Found:
     differences: int
 
 
-def find_form(structure: Mapping[str, str], variant: str) -> Found | None:
-    """The form of the structure nearest to this one; a type that was never traced takes that of a typical model of its
-    kind. None where that has no such variant."""
-    entries: list[Mapping[str, Any]] = []
+def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | None:
+    """The form of the structure nearest to this one, in the first of the variants that its model type has; a type that
+    was never traced in any takes that of a typical model of its kind. None where that has none either."""
     for model_type in (structure["model_type"], TYPICAL.get(structure["kind"], "llama")):
-        entries = entries or [entry for entry in _file(model_type) if variant in entry["forms"]]
-    if not entries:
-        return None
-    distances = [difference(dict(structure), entry["structure"]) for entry in entries]
-    place = distances.index(min(distances))
-    return Found(form=_form(entries[place]["forms"][variant]), differences=distances[place])
+        for variant in variants:
+            entries = [entry for entry in _file(model_type) if variant in entry["forms"]]
+            if entries:
+                distances = [difference(dict(structure), entry["structure"]) for entry in entries]
+                place = distances.index(min(distances))
+                return Found(form=_form(entries[place]["forms"][variant]), differences=distances[place])
+    return None
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def form_to_dict(form: Form) -> dict[str, Any]:
 
 
 _ENDS = ("loss", "loss_backward", "table_backward")
-_KEPT = ("kept", "cast", "buffers", "boundary", "products", "unused")
+_KEPT = ("kept", "cast", "buffers", "boundary", "products", "unused", "input")
 _PASSES = ("forward", "backward", "recomputed", "replayed")
 
 
@@ -88,8 +88,9 @@ def _form(written: Mapping[str, Any]) -> Form:
 
 
 def _block(written: Mapping[str, Any]) -> BlockForm:
-    moments = {name: tuple(_moment(moment) for moment in written[name]) for name in _PASSES}
-    return BlockForm(**{name: written[name] for name in _KEPT}, **moments)
+    values: dict[str, Any] = {name: written[name] for name in _KEPT}
+    values |= {name: tuple(_moment(moment) for moment in written[name]) for name in _PASSES}
+    return BlockForm(**values)
 
 
 def _moment(written: Sequence[Polynomial]) -> Moment:

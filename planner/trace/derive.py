@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from planner.memory.dimensions import Dimensions
 from planner.memory.form import BlockForm, Form, Moment
 from planner.memory.polynomial import Polynomial, added, scaled, subtracted
 from planner.trace.prune import telling
@@ -39,22 +40,27 @@ class _Alive:
 
 class Derivation:
     """Reads a timeline; `labels` name the kind of each block in the order they ran, `elements` turns a storage's shape
-    into a polynomial."""
+    into a polynomial, `points` are sizes at which a moment may be the peak."""
 
     def __init__(
-        self, timeline: Timeline, labels: Sequence[str], elements: Callable[[tuple[int, ...]], Polynomial]
+        self,
+        timeline: Timeline,
+        labels: Sequence[str],
+        elements: Callable[[tuple[int, ...]], Polynomial],
+        points: Sequence[Dimensions],
     ) -> None:
         self._timeline, self._labels, self._decode = timeline, labels, elements
+        self._points = points
         self._elements = [elements(storage.shape) for storage in timeline.storages]
         self._made = sorted({storage.made for storage in timeline.storages})
 
     def form(self) -> Form:
         marks, last = self._timeline.marks, len(self._labels) - 1
-        start = self._alive(marks["enter0"])
+        start = self._settled(marks["enter0"])
         blocks = {}
         before = start
         for index, label in enumerate(self._labels):
-            after = self._alive(marks[f"leave{index}"])
+            after = self._settled(marks[f"leave{index}"])
             representative = index == self._representative(label)
             if representative:
                 blocks[label] = self._block(index, before)
@@ -66,9 +72,9 @@ class Derivation:
         return Form(
             blocks=blocks,
             before=replace(start.moment(), activations=added((start.activations, inputs))),
-            loss=telling(forward),
-            loss_backward=telling(backward),
-            table_backward=telling(table),
+            loss=telling(self._points, forward),
+            loss_backward=telling(self._points, backward),
+            table_backward=telling(self._points, table),
         )
 
     def _representative(self, label: str) -> int:
@@ -79,7 +85,7 @@ class Derivation:
     def _block(self, index: int, before: _Alive) -> BlockForm:
         marks = self._timeline.marks
         enter, leave = marks[f"enter{index}"], marks[f"leave{index}"]
-        kept = self._alive(leave).less(before)
+        kept = self._settled(leave).less(before)
         ends = marks[f"back{index - 1}"] if index else marks["back_first"]
         needed = self._last_needed(enter, leave, index)
         again = self._moments(enter, needed, before)
@@ -87,22 +93,25 @@ class Derivation:
             kept=kept.activations,
             cast=kept.cast,
             buffers=self._bytes(self._timeline.buffers[index]),
-            boundary=self._bytes([self._timeline.outputs[index]]),
+            boundary=self._size(self._timeline.outputs[index]),
+            input=self._forgotten_input(index),
             products=self._products(enter, leave),
             unused=self._products(needed, leave),
-            forward=telling(self._moments(enter, leave, before)),
-            backward=telling(self._moments(marks[f"back{index}"], ends, before)),
-            recomputed=telling(again),
-            replayed=telling([self._beside_products(made, leave, before) for made in self._within(enter, needed)]),
+            forward=telling(self._points, self._moments(enter, leave, before)),
+            backward=telling(self._points, self._moments(marks[f"back{index}"], ends, before)),
+            recomputed=telling(self._points, again),
+            replayed=telling(
+                self._points, [self._beside_products(made, leave, before) for made in self._within(enter, needed)]
+            ),
         )
 
     def _last_needed(self, enter: int, leave: int, index: int) -> int:
         """When a block that is run again has made the last tensor that its backward needs; torch stops it there."""
-        output = self._timeline.outputs[index][0]
+        output = self._timeline.outputs[index]
         made = [
             storage.made
             for storage in self._timeline.storages
-            if enter < storage.made <= leave and storage.lives_at(leave) and storage.shape != output
+            if enter < storage.made and storage.outlives(leave) and storage is not output
         ]
         return max(made, default=leave)
 
@@ -134,10 +143,24 @@ class Derivation:
         base = replace(base, gradients=self._alive(start).gradients)
         return [self._alive(made).less(base).moment() for made in self._within(start, end)]
 
+    def _size(self, storage: Storage) -> Polynomial:
+        return scaled(self._decode(storage.shape), storage.item_bytes)
+
+    def _forgotten_input(self, index: int) -> Polynomial:
+        """Bytes of a block's input that only checkpointing keeps to the block's backward."""
+        given = self._timeline.outputs[index - 1] if index else None
+        return {} if given is None or given.lives_at(self._timeline.marks["loss"]) else self._size(given)
+
     def _alive(self, moment: int) -> _Alive:
+        return self._sum(lambda storage: storage.lives_at(moment))
+
+    def _settled(self, moment: int) -> _Alive:
+        return self._sum(lambda storage: storage.outlives(moment))
+
+    def _sum(self, counts: Callable[[Storage], bool]) -> _Alive:
         parts: tuple[list[Polynomial], list[Polynomial], list[Polynomial]] = ([], [], [])
         for place, storage in enumerate(self._timeline.storages):
-            if not storage.lives_at(moment):
+            if not counts(storage):
                 continue
             if storage.gradient:
                 parts[2].append(self._elements[place])

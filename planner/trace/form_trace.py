@@ -23,6 +23,7 @@ from planner.trace.as_cuda import as_cuda
 from planner.trace.blocks import repeated_blocks
 from planner.trace.build import Subject, subject_of
 from planner.trace.derive import Derivation
+from planner.trace.points import plausible_points
 from planner.trace.timeline import Recorder, Timeline
 from planner.trace.unpadded import unpadded
 
@@ -56,19 +57,21 @@ def form_of(facts: ModelFacts, variant: Variant) -> Form:
     small, labels, overrides = _small(facts, variant)
     subject = subject_of(small, attention="eager" if variant.eager else "sdpa", overrides=overrides)
     decoder = symbols.decoder_of(small, batch_sizes(small))
-    form = Derivation(_timeline(subject, variant), labels, decoder.elements).form()
+    points = plausible_points(facts.model_type)
+    form = Derivation(_timeline(subject, variant), labels, decoder.elements, points).form()
     if small.kind != "vision-language":
         return form
-    tower = _timeline(_image_tower(small), variant)
-    images = Derivation(tower, [IMAGE] * BLOCKS_PER_KIND, decoder.elements).form()
+    tower = _timeline(_image_tower(small, eager=variant.eager), variant)
+    images = Derivation(tower, [IMAGE] * BLOCKS_PER_KIND, decoder.elements, points).form()
     return replace(form, blocks={**images.blocks, **form.blocks})
 
 
-def _image_tower(small: ModelFacts) -> Subject:
+def _image_tower(small: ModelFacts, *, eager: bool) -> Subject:
     """The SigLIP of a vision-language model. Where its images go in the text depends on the tokens, which a trace does
     not know, so that it is run alone."""
     transformers: Any = import_module("transformers")
     config = transformers.SiglipConfig(vision_config=ARGUMENTS[small.model_type](small)["vision_config"], num_labels=2)
+    config.vision_config._attn_implementation = config._attn_implementation = "eager" if eager else "sdpa"
     with torch.device("meta"):
         module = transformers.SiglipForImageClassification(config).train()
     facts = replace(small, kind="vision", image_size=config.vision_config.image_size)
@@ -147,7 +150,7 @@ def _record(
         weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda weight: recorder.is_gradient(weight.grad)
         )
-    _Marks(recorder.timeline, subject.blocks)
+    _Marks(recorder, subject.blocks)
     with recorder:
         with autocast:
             loss = module(**batch).loss
@@ -160,8 +163,8 @@ def _record(
 class _Marks:
     """Names the moments at which blocks begin and end, by the order in which they run."""
 
-    def __init__(self, timeline: Timeline, blocks: Sequence[nn.Module]) -> None:
-        self._timeline = timeline
+    def __init__(self, recorder: Recorder, blocks: Sequence[nn.Module]) -> None:
+        self._recorder, self._timeline = recorder, recorder.timeline
         self._entered = 0
         for block in blocks:
             block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -179,5 +182,5 @@ class _Marks:
         self._timeline.mark(f"leave{index}")
         hidden = tree_leaves(output)[0]
         self._timeline.buffers.append([(tuple(held.shape), held.element_size()) for held in block.buffers()])
-        self._timeline.outputs.append((tuple(hidden.shape), hidden.element_size()))
+        self._recorder.output(hidden)
         hidden.register_hook(lambda _gradient: self._timeline.mark(f"back{index}"))

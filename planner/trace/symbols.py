@@ -51,8 +51,8 @@ def small(facts: ModelFacts, depth: int, *, windows: bool = False) -> ModelFacts
         num_layers=2 * depth if facts.is_moe and facts.first_k_dense else depth,
         encoder_layers=depth if facts.encoder_layers else 0,
         decoder_layers=depth if facts.decoder_layers else 0,
-        embedding_size=131 if facts.embedding_size not in (0, facts.hidden_size) else 0,
-        word_embed_proj_dim=173 if facts.word_embed_proj_dim not in (0, facts.hidden_size) else 0,
+        embedding_size=_beside(facts.embedding_size, facts.hidden_size, (131, hidden)),
+        word_embed_proj_dim=_beside(facts.word_embed_proj_dim, facts.hidden_size, (173, hidden)),
         max_source_positions=SOURCE if facts.max_source_positions else 0,
         max_target_positions=_POSITIONS if facts.max_target_positions else 0,
         num_mel_bins=83 if facts.num_mel_bins else 0,
@@ -71,6 +71,12 @@ _FREE_HEAD_DIM = frozenset(
         *("internlm2", "internlm3", "chatglm", "t5", "mt5"),
     }
 )
+
+
+def _beside(width: int, hidden: int, small: tuple[int, int]) -> int:
+    """A width that some models have besides the hidden one: absent, its own, or the hidden one."""
+    own, same = small
+    return 0 if width == 0 else same if width == hidden else own
 
 
 def _width(facts: ModelFacts, hidden: int) -> int:

@@ -40,15 +40,19 @@ class Storage:
     def lives_at(self, moment: int) -> bool:
         return self.made <= moment and (self.freed is None or self.freed > moment)
 
+    def outlives(self, moment: int) -> bool:
+        """Whether it still lives when the next operation begins."""
+        return self.made <= moment and (self.freed is None or self.freed > moment + 1)
+
 
 @dataclass(slots=True)
 class Timeline:
     """The storages of a step in the order of their making; `marks` are named moments, `inputs` the shapes and item
-    sizes of the batch, `outputs` those of what each block gave the next one, `buffers` those that each block has."""
+    sizes of the batch, `outputs` what each block gave the next one, `buffers` shapes and sizes of those each block has."""
 
     storages: list[Storage] = field(default_factory=list)
     inputs: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
-    outputs: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    outputs: list[Storage] = field(default_factory=list)
     buffers: list[list[tuple[tuple[int, ...], int]]] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
     operations: int = 0
@@ -70,7 +74,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline = Timeline()
         self._on_cuda = on_cuda
         self._known: dict[weakref.ref[torch.UntypedStorage], Storage | None] = {}
-        self._weights = {weakref.ref(weight.untyped_storage()) for weight in weights}
+        self._weights = {weakref.ref(weight.untyped_storage()): weight.stride() for weight in weights}
         for tensor in existing:
             self._known[self._reference(tensor)] = None
 
@@ -87,6 +91,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inside = [Storage(*made, operation=str(func), made=now, freed=now + 1) for made in scratch(func, args)]
             self.timeline.storages += inside
         return result
+
+    def output(self, tensor: torch.Tensor) -> None:
+        """Say that a tensor is what a block gives to the next one."""
+        storage = self._known[weakref.ref(tensor.untyped_storage())]
+        assert storage is not None, "a block gives back an input or a weight"
+        self.timeline.outputs.append(storage)
 
     def is_gradient(self, tensor: torch.Tensor) -> None:
         """Say that a storage made in this step is a weight's gradient."""
@@ -106,7 +116,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline.storages.append(made)
 
     def _is_weight(self, tensor: Any) -> bool:
-        return isinstance(tensor, torch.Tensor) and weakref.ref(tensor.untyped_storage()) in self._weights
+        """Whether it is a weight as its module holds it; autocast keeps no copy of a transposed one."""
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        return self._weights.get(weakref.ref(tensor.untyped_storage())) == tensor.stride()
 
     def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
         storage = self._known.pop(reference, None)
