@@ -85,8 +85,9 @@ def subject_of(
     config = hf_config(described, overrides)
     _prepare(config, attention)
     build: Any = _training_class(described, config, task or default_task(described))
-    with torch.device("meta"):
+    with torch.device("meta"), import_module("transformers.initialization").no_init_weights():
         module: Any = build(copy.deepcopy(config))
+    module.tie_weights()
     if facts.model_type in ("t5", "mt5") and not facts.tie_word_embeddings:
         module.lm_head.weight = nn.Parameter(torch.empty_like(module.lm_head.weight))
     module.train()

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.models.storage_tracker import plain_parts, resizes_reported
+from planner.trace.replay import Replay
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries", "host"]
 CATEGORIES: tuple[Category, ...] = (
@@ -44,7 +45,7 @@ class Storages:
         self.category: Category = "activations"
         self.answers_items = False
         self.operation = ""
-        self._mode, self._scratch = mode, scratch
+        self._mode, self._scratch, self._replay = mode, scratch, Replay(mode)
         self._live = dict.fromkeys(CATEGORIES, 0)
         self._total = 0
         self._peak_total = -1
@@ -99,7 +100,7 @@ class Storages:
         self.operation = str(func)
         for value in args:
             self._see(value)
-        result = func(*args, **kwargs)
+        result = self._replay.run(func, args, kwargs)
         category = self.category
         if func is _TO_COPY and weakref.ref(args[0].untyped_storage()) in self._weights:
             category = "temporaries"
