@@ -82,6 +82,11 @@ class _Stack:
         self._count = sum(repeats for repeats, _ in units)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether one unit is used again and again, as ALBERT's: it is neither fetched ahead nor reduced in between."""
+        return self._count <= 1
+
+    @property
     def first(self) -> UnitBytes:
         return self._units[0][1]
 
@@ -151,14 +156,14 @@ class _Fsdp:
     def at(self, instant: Instant) -> Ledger:
         if instant.phase != "backward":
             return Ledger(gradients=self._waiting(), buffers=self._gathered_in_forward(instant))
-        if instant.leaves:
+        if instant.leaves and (instant.blocks_done + 1 == instant.blocks or not self._blocks.is_shared):
             return self._reduction(instant)
         share = instant.blocks_done / max(instant.blocks, 1)
         of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
         whole = self._whole(instant, of_root)
         gathered, done = self._gathered_in_backward(instant), instant.blocks_done
         kept = self._kept(done, instant.blocks)
-        reducing = self._blocks.unit(-done, instant.blocks).summed if done else 0.0
+        reducing = self._blocks.unit(-done, instant.blocks).summed if done and not self._blocks.is_shared else 0.0
         if self._synchronised:
             gradients = (kept if self._steps == 1 else self._waiting()) + whole
             return Ledger(gradients=gradients, buffers=gathered + reducing)
@@ -242,5 +247,6 @@ class _Fsdp:
         if instant.enters:
             unit = self._blocks.unit(remaining - 1, blocks)
             return self._root.unsharded + unit.collected + unit.unsharded
-        ahead = self._blocks.unit(remaining - 2, blocks).collected if remaining > 1 else 0.0
+        fetches = remaining > 1 and not self._blocks.is_shared
+        ahead = self._blocks.unit(remaining - 2, blocks).collected if fetches else 0.0
         return self._root.unsharded + self._blocks.unit(remaining - 1, blocks).unsharded + ahead

@@ -135,13 +135,13 @@ class _Step:
         )
 
     def backward(self, *, in_flight: int) -> Iterator[Instant]:
-        """The first two blocks and the last one of each stack, in backward order: the second one's gradients are made
-        beside the first one's reduction."""
+        """The first two blocks and the last two of each stack, in backward order: the second one's gradients are made
+        beside the first one's reduction, and beside the one before the last there is one more to be fetched."""
         others = (in_flight - 1) * self._all_kept()
         finished = 0
         for place in reversed(range(len(self._counts))):
             count = self._counts[place]
-            for done in dict.fromkeys((count - 1, max(count - 2, 0), 0)):
+            for done in sorted({count - 1, max(count - 2, 0), min(1, count - 1), 0}, reverse=True):
                 yield from self._block_backward(place, done, behind=finished + count - 1 - done, others=others)
             finished += count
             if place and self._job.facts.kind.endswith("encoder-decoder"):
