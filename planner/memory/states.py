@@ -13,7 +13,7 @@ from planner.job import Job
 from planner.memory.optimizer_states import optimizer_state_bytes
 from planner.memory.recipe import Recipe
 from planner.memory.units import shards_of, units_of
-from planner.memory.zero_offload import zero_host_tensors
+from planner.memory.zero_offload import swapping_buffers, zero_host_buffers
 from planner.vocabulary import FSDP_STRATEGIES
 
 
@@ -114,11 +114,11 @@ def _offloaded(job: Job, recipe: Recipe, states: States) -> States:
     if job.configuration.strategy in FSDP_STRATEGIES:
         host = states.parameters + states.gradients + states.optimizer
         return replace(states, parameters=0, gradients=0, optimizer=0, host=host)
-    host = zero_host_tensors(job, recipe, states.optimizer / states.local - recipe.master)
+    host = zero_host_buffers(job, recipe, states.optimizer / states.local - recipe.master).total
     moved = replace(states, gradients=0, optimizer=0, host=host)
     if offload == "optimizer":
         return moved
     if offload == "all":
         return replace(moved, parameters=0)
-    window = min(host, 16.0 * job.counts.largest_block)
-    return replace(moved, parameters=0, host=window, nvme=host + recipe.weight * states.local)
+    swapping = swapping_buffers(job, recipe).total
+    return replace(moved, parameters=0, host=swapping, nvme=host + recipe.weight * states.local)
