@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from memory_grid import Case
 
 from hardware_db.memory_runs import MemoryRun
-from planner.estimate import price
+from planner.estimate import estimate, price
 from planner.job import Job
 from planner.memory.recipe import recipe_of
 from planner.memory.states import states_of
 from planner.models.hf_config import facts_from_config
-from planner.plan import Configuration, MemoryEstimate
+from planner.plan import Configuration, MemoryEstimate, Plan
 from planner.request import Request, WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
 from planner.vocabulary import default_backend
@@ -47,10 +47,18 @@ class Compared:
 
 def compared(run: MemoryRun) -> Compared:
     """Ask today's planner about a run."""
-    configuration = Configuration(**{item.name: getattr(run, item.name) for item in fields(Configuration)})
-    request = _request(run.model, run.model_config, run.device, configuration)
-    priced = price(request, configuration)
+    priced = price(*_asked(run))
     return Compared(run=run, memory=priced.memory, host_bytes=_host_tensors(priced.job))
+
+
+def planned(run: MemoryRun) -> Plan:
+    """The plan of a run, for the engine to run again."""
+    return estimate(*_asked(run))
+
+
+def _asked(run: MemoryRun) -> tuple[Request, Configuration]:
+    configuration = Configuration(**{item.name: getattr(run, item.name) for item in fields(Configuration)})
+    return _request(run.model, run.model_config, run.device, configuration), configuration
 
 
 def question(case: Case, device: str) -> tuple[Request, Configuration]:
