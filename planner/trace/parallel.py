@@ -44,12 +44,20 @@ def ranks(configuration: Configuration) -> Iterator[DeviceMesh]:
 
 
 def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, configuration: Configuration) -> None:
-    """FSDP2 over the blocks and the root, as `strategies.fsdp` wraps them."""
+    """FSDP2 over the blocks and the root, as `strategies.fsdp` wraps them.
+
+    Raises:
+        TraceFailed: FSDP2 does not take the module; a parameter that is a scalar, say.
+    """
     dtype = gathered_dtype(configuration)
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=configuration.strategy != "fsdp-grad-op")
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+    reshard = configuration.strategy != "fsdp-grad-op"
+    try:
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    except ValueError as problem:
+        raise TraceFailed("fully_shard", type(module).__name__, str(problem)) from problem
 
 
 def synchronize(module: nn.Module, configuration: Configuration, *, reduces: bool) -> None:

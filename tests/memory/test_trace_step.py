@@ -168,6 +168,38 @@ def test_what_cannot_be_followed_is_named_in_one_line() -> None:
     assert "head.1" in str(failed.value)
 
 
+def test_under_zero_weights_and_activations_are_traced_in_16_bits() -> None:
+    subject = llama()
+    configuration = configuration_of(strategy="zero2", ranks=RANKS, precision="bf16", backend="deepspeed")
+    phases = trace_step(job_of(find_model("llama-3-8b"), configuration, gpu="a100-80gb"), subject).phases
+    weights = sum(weight.numel() for weight in subject.module.parameters())
+    assert set(phases) == {"forward", "loss", "backward"}
+    assert phases["backward"]["parameters"] == pytest.approx(2 * weights, rel=0.01)
+    assert not any(parts["optimizer"] + parts["gradients"] for parts in phases.values())
+
+
+def test_flash_attention_is_told_of_a_window_without_a_mask() -> None:
+    subject = subject_of(find_model("mistral-7b-v0.1"), layers=2, overrides={**GROUPED, "sliding_window": 32})
+    with_mask, without = (
+        trace_step(
+            job_of(
+                find_model("mistral-7b-v0.1"), configuration_of(precision="bf16", attention=attention), gpu="a100-80gb"
+            ),
+            subject,
+        ).phases["forward"]["activations"]
+        for attention in ("sdpa", "flash")
+    )
+    # Masks have no place for groups either: keys and values are repeated for all heads.
+    assert with_mask > without + SAMPLES * LENGTH * LENGTH * 2
+
+
+def test_what_fsdp_does_not_take_is_said() -> None:
+    clip = find_model("openai/clip-vit-base-patch32")
+    configuration = configuration_of(strategy="fsdp", ranks=RANKS)
+    with pytest.raises(TraceFailed, match="fully_shard in CLIPModel"):
+        trace_step(job_of(clip, configuration, gpu="a100-80gb"), subject_of(clip, layers=1))
+
+
 def test_a_plan_that_is_not_traced_is_refused() -> None:
     split = configuration_of(ranks=2, tp=2, dp_replicate=1, global_batch_size=SAMPLES)
     with pytest.raises(TraceFailed, match="tensor and pipeline"):
