@@ -47,21 +47,18 @@ _Kernel = Callable[..., Any]
 
 def register(library: Any) -> None:
     """Replace the rules for CPU tensors as long as `library`, a `torch.library.Library` of aten kernels, lives."""
+    # An older torch lacks some of the operations.
+    known = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
     for names, rule in ((FP32, _in_fp32), (FP32_OUTPUT, _with_fp32_output), (PROMOTE, _promoted)):
-        for name in names:
+        for name in names & known:
             library.impl(name, rule(_operator(name)), "AutocastCPU")
-    with_rule = _operators_with_cpu_rule()
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    with_rule = {name for name in known if has(f"aten::{name}", "AutocastCPU")}
     # torch caches the cast copies of weights in its own kernels, so those that exist stay.
-    for name in LOWER_PRECISION - with_rule:
+    for name in (LOWER_PRECISION & known) - with_rule:
         library.impl(name, _in_lower_precision(_operator(name)), "AutocastCPU")
     for name in with_rule - LOWER_PRECISION - FP32 - FP32_OUTPUT - PROMOTE - _SAME_ON_CPU:
         library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
-
-
-def _operators_with_cpu_rule() -> set[str]:
-    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return {name.removeprefix("aten::") for name in names if has(name, "AutocastCPU")}
 
 
 def _operator(name: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
+_GROUPED = _aten._grouped_mm.default if hasattr(_aten, "_grouped_mm") else None  # torch 2.8 has it first
 _WITH_STATISTICS = frozenset({_aten.native_layer_norm.default, _aten.native_group_norm.default})
 
 
@@ -33,7 +34,7 @@ class _Outputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fp32_statistics = fp32_statistics
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _aten._grouped_mm.default:
+        if func is _GROUPED:
             return _grouped_product(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if self._fp32_statistics and func in _WITH_STATISTICS:
