@@ -1,4 +1,4 @@
-"""Host memory: pinned buffers one by one, models while they load, what a save collects, and the verdict that follows."""
+"""Host memory: pinned buffers one by one, models while they load, what a save collects, and verdicts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_pinned_buffer_takes_the_next_power_of_two() -> None:
 
 
 def test_zero_offload_pins_buffer_by_buffer() -> None:
-    """Of a billion parameters per rank 4 GB of master weights take 4 GiB; moments are not pinned and take their size."""
+    """Of a billion parameters per rank 4 GB of master weights take 4 GiB; moments are not pinned."""
     part = PSI / 8
     buffers = 2 * pinned(4 * part) + pinned(2 * part) + pinned(2 * 128256 * 4096)
     expected = 8 * (PROCESS + buffers + 8 * part)
