@@ -240,7 +240,7 @@ class _Fsdp:
             return self._root.unsharded + self._blocks.unsharded(remaining, blocks)
         if instant.unit == "head":
             last = self._blocks.unit(-1, blocks)
-            return self._root.unsharded + last.staged + last.collected
+            return self._root.unsharded + last.collected
         if instant.unit == "table":
             following = self._blocks.unit(remaining - 1, blocks).collected if remaining > 0 else 0.0
             return self._root.unsharded + following
