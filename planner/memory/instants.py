@@ -71,6 +71,7 @@ class _Step:
         self._parameters = per_block
         self._tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
         self._head = 0.0 if self._tied else job.counts.head / configuration.tp
+        self._table = job.facts.vocab_size * job.facts.hidden_size / configuration.tp
         self._gradient_width = recipe.gather  # of a gradient that autograd has just made
 
     def _bytes(self, amount: Amount) -> float:
@@ -162,13 +163,24 @@ class _Step:
             blocks=sum(self._counts),
         )
         yield instant(
-            activations=others + self._before(place, done + 1) + boundary,
+            activations=others + self._before(place, done + 1) + boundary + self._waiting_table(),
             cast=0.0 if recomputes else self._casts(place, done + 1),
             enters=True,
         )
         for activations, cast, gradients in self._inside(block):
             yield instant(activations=before + activations, cast=casts + cast, unit_gradients=gradients)
-        yield instant(activations=before + boundary, cast=casts, unit_gradients=self._parameters, leaves=True)
+        yield instant(
+            activations=before + boundary + self._waiting_table(),
+            cast=casts,
+            unit_gradients=self._parameters,
+            leaves=True,
+        )
+
+    def _waiting_table(self) -> float:
+        """The head's gradient of a table it shares, which autograd holds until the table's own is there to be added;
+        the moments inside a block have it."""
+        has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq")
+        return self._gradient_width * self._table if self._tied and has_head else 0.0
 
     def _between_stacks(self, place: int, finished: int, others: float) -> Instant:
         """The backward of a decoder's table, with all that its encoder kept."""
@@ -185,8 +197,7 @@ class _Step:
     def _shared_table(self) -> float:
         """The decoder's gradient of its table, between the stacks: where the head shares it, a second tensor beside the
         head's, and then a third, their sum."""
-        table = self._job.facts.vocab_size * self._job.facts.hidden_size / self._job.configuration.tp
-        return (3 if self._tied else 1) * self._gradient_width * table
+        return (3 if self._tied else 1) * self._gradient_width * self._table
 
     def _inside(self, block: BlockFigures) -> Iterator[tuple[float, float, float]]:
         """Moments of one block's backward; under checkpointing the block is run again first, beside the gradient of
