@@ -51,6 +51,8 @@ def inapplicable(request: Request, strategy: words.Strategy) -> str:
         return "needs more than one GPU"
     if strategy in words.FSDP_STRATEGIES and request.workload.optimizer == "adafactor":
         return "torch's Adafactor cannot step on shards"
+    if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
+        return "torch's FSDP2 cannot shard the scalar logit_scale"
     if strategy == "hsdp" and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
         return "the same as fsdp unless there are several nodes of several GPUs"
     return ""

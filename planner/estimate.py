@@ -94,6 +94,9 @@ def impossible(request: Request, configuration: Configuration) -> str:
         return f"backend {configuration.backend} does not run {strategy}; use {words.default_backend(strategy)}"
     if strategy in words.FSDP_STRATEGIES and configuration.optimizer == "adafactor":
         return f"torch's Adafactor cannot step on the shards of {strategy}; use zero1-3, ddp, or another optimizer"
+    if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
+        # torch 2.13, distributed/fsdp/_fully_shard: "fully_shard doesn't support scalar parameters" (logit_scale).
+        return f"torch's FSDP2 cannot shard the scalar logit_scale of {request.facts.name}; use zero1-3 or ddp"
     if strategy in ("zero2", "zero3") and configuration.backend == "deepspeed" and configuration.pp > 1:
         # DeepSpeed 0.19, runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism".
         return f"DeepSpeed has no {strategy} in a pipeline (--pp {configuration.pp}); use zero1, fsdp or ddp, or --pp 1"

@@ -77,7 +77,7 @@ def traced(case: TraceCase) -> MemoryRun:
     job = job_of(case)
     try:
         totals = trace_step(job).totals
-    except TraceFailed as problem:
+    except (TraceFailed, ValueError) as problem:  # FSDP2 refuses scalar parameters, such as CLIP's
         print(f"  {case.model}: {problem}", file=sys.stderr, flush=True)
         return _row(job, "failed", {})
     return _row(job, "completed", totals)
