@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 import trace_bodies as bodies
 from torch import nn
 
+from hardware_db.memory_runs import SHIPPED, read_memory_runs
 from hardware_db.spawn import RankPool
 from planner.job import Job
 from planner.models.catalogue import find_model
 from planner.models.count import count_parameters
 from planner.models.facts import ModelFacts
+from planner.models.hf_config import facts_from_config
 from planner.plan import Configuration
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
 from planner.trace.build import Subject, subject_of
@@ -97,6 +100,26 @@ def test_a_trace_is_what_a_rank_among_others_uses(
     real = pool.run(bodies.rank_peaks, configuration)[0]
     traced = trace_step(job_of(find_model("gpt2"), configuration), bodies.Own())
     assert traced.totals == pytest.approx(real, rel=0.01)
+
+
+MEASURED = {
+    (run.model, run.strategy): run
+    for run in read_memory_runs(SHIPPED / "memory_cpu.csv")
+    if run.outcome == "completed" and run.world_size == 2
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"), [("t5", "ddp"), ("mixtral", "fsdp"), ("gemma2", "fsdp"), ("opt", "fsdp-grad-op")]
+)
+def test_a_trace_is_what_was_measured_of_the_engine(model: str, strategy: str) -> None:
+    run = MEASURED[model, strategy]
+    facts = facts_from_config(run.model_config, model)
+    arguments = {name: value for name, value in run.model_config.items() if name != "model_type"}
+    configuration = Configuration(**{item.name: getattr(run, item.name) for item in fields(Configuration)})
+    job = job_of(facts, configuration)
+    subject = subject_of(facts, attention=configuration.attention, overrides=arguments)
+    assert trace_step(job, subject).totals == pytest.approx(run.phases, rel=0.002)
 
 
 def test_the_module_is_left_as_it_was() -> None:
