@@ -41,6 +41,12 @@ def trace_answer(job: Job, source: ModelSource, report: Callable[[str], None]) -
         return Refusal(sizes=sizes, reason=why_refused(problem, subject.module))
     except DsplanError as problem:
         return Refusal(sizes=sizes, reason=str(problem))
+    except Exception as problem:
+        # Code of the user's own may raise anything, also where it is copied or sharded; ours has its traceback.
+        if made is None:
+            raise
+        lines = str(problem).strip().splitlines() or ["no message"]
+        return Refusal(sizes=sizes, reason=f"{type(made).__name__} raised {type(problem).__name__}: {lines[0][:200]}")
     phases = {phase: {str(name): size for name, size in parts.items()} for phase, parts in step.phases.items()}
     return Reading(sizes=sizes, phases={phase: Ledger(**parts) for phase, parts in phases.items()})
 

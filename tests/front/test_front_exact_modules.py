@@ -104,6 +104,17 @@ class Pair(nn.Module):
         return {"loss": x.sum()}
 
 
+class Scaled(MyModel):
+    """Has a weight without dimensions, which FSDP2 does not shard."""
+
+    def __init__(self):
+        super().__init__("plain")
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scale
+
+
 class Told(Pair):
     def example_batch(self, samples, length):
         return torch.zeros(samples, length, 8), torch.zeros(samples, length, 12)
@@ -173,6 +184,14 @@ def test_what_the_trace_cannot_follow_is_named(cli: Cli, module: str, factory: s
     assert plan["memory"]["peak_allocated_bytes"] == closed.json["memory"]["peak_allocated_bytes"]
     assert plan["memory"]["device_used_upper_bytes"] > closed.json["memory"]["device_used_upper_bytes"]
     assert plan["provenance"] == closed.json["provenance"]
+
+
+def test_what_a_strategy_cannot_do_with_a_module_is_told_in_one_line(cli: Cli, module: str) -> None:
+    line = f"estimate --gpu H100-SXM5-80GB --gpus 2 --seq-len 32 --strategy fsdp --exact --json --model {module}:Scaled"
+    printed = cli(line)
+    assert printed.err == ""
+    assert printed.json["notes"][0].startswith("trace: Scaled raised ValueError: fully_shard doesn't support scalar")
+    assert cli(line.replace("fsdp", "ddp")).json["provenance"]["memory"] == "traced"
 
 
 def test_a_module_is_known_again_without_torch(cli: Cli, module: str) -> None:
