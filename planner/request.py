@@ -13,7 +13,7 @@ from planner.errors import ContradictoryRequest
 from planner.models.count import count_parameters
 from planner.models.facts import ModelFacts
 from planner.models.parameter_counts import ParameterCounts
-from planner.models.tasks import default_sequence_length, default_task, possible_tasks
+from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
 from planner.workload import Workload
 
 SAMPLES_PER_GPU = 8
@@ -65,10 +65,11 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         ContradictoryRequest: a number is out of range, the sequence is longer than the model has positions for, or the
             task is not one of such a model's.
     """
-    counts = count_parameters(facts)
+    task = _task(facts, options)
+    facts = facts_for_task(facts, task)
     defaults: list[str] = [cluster.assumed] if cluster.assumed else []
     workload = Workload(
-        task=_task(facts, options),
+        task=task,
         sequence_length=_sequence_length(facts, options, defaults),
         global_batch_size=_global_batch(cluster, options, defaults),
         precision=options.precision or _precision(cluster, defaults),
@@ -81,7 +82,9 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         evaluation_steps_kept=_steps_kept(options),
         save=options.save,
     )
-    request = Request(facts=facts, counts=counts, workload=workload, cluster=cluster, defaults=tuple(defaults))
+    request = Request(
+        facts=facts, counts=count_parameters(facts), workload=workload, cluster=cluster, defaults=tuple(defaults)
+    )
     return replace(request, **ranking)
 
 

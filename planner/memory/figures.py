@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias
 
@@ -119,7 +119,8 @@ def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
         raise LookupError(f"no memory form for {facts.model_type}")
     sizes = model_dimensions(facts, question.tp) | _lengths(facts, question)
     blocks = [_block(name, count, form, sizes) for name, count, form in _stacks(facts, found.form)]
-    return _figures(found.form, blocks, sizes, found.differences)
+    figures = _figures(found.form, blocks, sizes, found.differences)
+    return _classifying(figures, found.form, sizes | {"V": facts.num_labels}) if _classifies(facts) else figures
 
 
 def _stacks(facts: ModelFacts, form: Form) -> Iterator[tuple[str, int, BlockForm]]:
@@ -152,6 +153,19 @@ def _figures(form: Form, blocks: list[BlockFigures], sizes: Dimensions, differen
         loss_backward=[_peak(moment, sizes) for moment in form.loss_backward],
         table_backward=[_peak(moment, sizes) for moment in form.table_backward],
         differences=differences,
+    )
+
+
+def _classifies(facts: ModelFacts) -> bool:
+    """Whether the head is a classifier of text, whose form is that of the language model with labels for words."""
+    return bool(facts.vocab_size) and facts.architecture.endswith("ForSequenceClassification")
+
+
+def _classifying(figures: Figures, form: Form, sizes: Dimensions) -> Figures:
+    return replace(
+        figures,
+        loss=[_peak(moment, sizes) for moment in form.loss],
+        loss_backward=[_peak(moment, sizes) for moment in form.loss_backward],
     )
 
 

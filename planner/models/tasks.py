@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
+from planner.models.count import active_parameters, count_parameters
 from planner.models.facts import ModelFacts
 from planner.vocabulary import TASKS, Task
 
@@ -21,13 +25,15 @@ _OTHER_TASKS: dict[str, tuple[Task, ...]] = {
     "encoder-decoder": ("seq-cls",),
 }
 """Tasks beside the usual one that transformers has heads for; nothing is known of what a custom module does."""
+_CLASSIFIERS = ("Classification", "ForQuestionAnswering")
+_LANGUAGE_HEAD = re.compile(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|ForConditionalGeneration|Model)$")
 LONGEST_DEFAULT = {"decoder": 2048, "vision-language": 2048, "custom": 2048}
 """Sequence length planned for when none is asked: common in pre-training; encoders and encoder-decoders take 512."""
 
 
 def default_task(facts: ModelFacts) -> Task:
     """The task a model of this kind is trained for unless another is named; a classifier's class says so itself."""
-    if facts.kind in ("encoder", "decoder") and facts.architecture.endswith(("Classification", "ForQuestionAnswering")):
+    if facts.kind in ("encoder", "decoder") and facts.architecture.endswith(_CLASSIFIERS):
         return "seq-cls"
     return _TASKS[facts.kind]
 
@@ -35,6 +41,27 @@ def default_task(facts: ModelFacts) -> Task:
 def possible_tasks(facts: ModelFacts) -> tuple[Task, ...]:
     """The tasks that models of this kind can be trained for, the usual one first."""
     return TASKS if facts.kind == "custom" else (_TASKS[facts.kind], *_OTHER_TASKS.get(facts.kind, ()))
+
+
+def facts_for_task(facts: ModelFacts, task: Task) -> ModelFacts:
+    """The facts of the class that has the head of `task`, where the model's own class has another.
+
+    A classifier of text has a small head on one position in place of the one over the vocabulary, and no table that the
+    head shares; two labels, transformers' default, where the model says nothing of them.
+    """
+    if task != "seq-cls" or facts.measured_counts is not None or facts.architecture.endswith(_CLASSIFIERS):
+        return facts
+    classifier = replace(
+        facts,
+        architecture=_LANGUAGE_HEAD.sub("", facts.architecture) + "ForSequenceClassification",
+        num_labels=max(facts.num_labels, 2),
+        tie_word_embeddings=facts.kind == "encoder-decoder",
+        mlm_transform=False,
+        lm_head_bias=False,
+        pooler=False,
+    )
+    counts = count_parameters(classifier)
+    return replace(classifier, parameters=counts.total, active_parameters=active_parameters(classifier, counts))
 
 
 def default_sequence_length(facts: ModelFacts) -> int:

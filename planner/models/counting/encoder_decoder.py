@@ -8,6 +8,7 @@ from planner.models.counting.weights import (
     attention,
     block_count,
     counted,
+    linear,
     mlp,
     norms,
     tensor,
@@ -26,15 +27,21 @@ def count_encoder_decoder(facts: ModelFacts) -> ParameterCounts:
     fine-tuning.
     """
     has_head = not facts.tie_word_embeddings and not facts.architecture.endswith("Model")
+    classifies = facts.architecture.endswith("ForSequenceClassification")
     positions, embedding_norms = _positions(facts), norms(facts, 2 if facts.embedding_layernorm else 0)
     final_norms = norms(facts, 2 if _has_final_norms(facts) else 0)
     table = tensor(facts.vocab_size, facts.hidden_size)
     return counted(
         embedding=table + positions + embedding_norms + _audio_stem(facts),
         blocks=_blocks(facts),
-        head=table if has_head else NOTHING,
+        head=_classifier(facts) if classifies else table if has_head else NOTHING,
         other=final_norms + _relative_positions(facts),
     )
+
+
+def _classifier(facts: ModelFacts) -> Weights:
+    hidden = facts.hidden_size
+    return linear(hidden, hidden, bias=True) + linear(hidden, facts.num_labels, bias=True)
 
 
 def _relative_positions(facts: ModelFacts) -> Weights:
