@@ -23,7 +23,6 @@ from planner.memory.ledger import Ledger
 from planner.memory.recipe import Recipe
 from planner.memory.units import Unit, Units, rank_units, rounded
 from planner.models.parameter_counts import ParameterCounts
-from planner.plan import Configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,36 +115,48 @@ class _Stack:
             left -= min(repeats, left)
 
 
-def fsdp_at(job: Job, recipe: Recipe, instant: Instant) -> Ledger:
-    """Gradients and buffers at one instant of the worst micro-batch."""
-    return _fsdp(job.counts, job.configuration, recipe).at(instant)
+@dataclass(frozen=True, slots=True)
+class _Sharding:
+    """What buffers depend on besides the parameters and the recipe."""
+
+    shards: int
+    tp: int
+    pp: int
+    offloads: bool
+    reshards: bool
+    steps: int
+    synchronised: bool
 
 
-def fsdp_before_blocks(job: Job, recipe: Recipe) -> Ledger:
-    """The root gathered, then the first block beside the root's buffer; hardly an activation is alive."""
-    return _fsdp(job.counts, job.configuration, recipe).before_blocks()
+def fsdp_holding(job: Job, recipe: Recipe) -> FsdpHolding:
+    """What FSDP2 holds in a job."""
+    chosen = job.configuration
+    steps = chosen.gradient_accumulation_steps
+    sharding = _Sharding(
+        chosen.dp_shard,
+        chosen.tp,
+        chosen.pp,
+        chosen.offload != "none",
+        chosen.strategy != "fsdp-grad-op",
+        steps,
+        steps == 1 or chosen.sync_each_micro_batch,
+    )
+    return _holding(job.counts, sharding, recipe)
 
 
-def fsdp_after_backward(job: Job, recipe: Recipe) -> Ledger:
-    """The root's reduction, after all others' and when no activation is left."""
-    return _fsdp(job.counts, job.configuration, recipe).after_backward()
+@lru_cache(maxsize=128)
+def _holding(counts: ParameterCounts, sharding: _Sharding, recipe: Recipe) -> FsdpHolding:
+    return FsdpHolding(rank_units(counts, sharding.tp, sharding.pp), sharding, recipe)
 
 
-@lru_cache(maxsize=64)
-def _fsdp(counts: ParameterCounts, configuration: Configuration, recipe: Recipe) -> _Fsdp:
-    return _Fsdp(rank_units(counts, configuration), configuration, recipe)
+class FsdpHolding:
+    """Gathered units, whole gradients and reduction buffers of one job, at every moment but the optimizer's step."""
 
-
-class _Fsdp:
-    """The units of one job."""
-
-    def __init__(self, units: Units, configuration: Configuration, recipe: Recipe) -> None:
+    def __init__(self, units: Units, sharding: _Sharding, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._offloads = configuration.offload != "none"
-        self._reshards = configuration.strategy != "fsdp-grad-op"
-        self._steps = configuration.gradient_accumulation_steps
-        self._synchronised = self._steps == 1 or configuration.sync_each_micro_batch
-        shards = configuration.dp_shard
+        self._offloads, self._reshards = sharding.offloads, sharding.reshards
+        self._steps, self._synchronised = sharding.steps, sharding.synchronised
+        shards = sharding.shards
         self._root = unit_bytes(units.root, recipe, shards, offloads=self._offloads)
         blocks = [(unit, unit_bytes(unit, recipe, shards, offloads=self._offloads)) for unit in units.blocks]
         self._blocks = _Stack([(unit.repeats, made) for unit, made in blocks])
@@ -154,6 +165,7 @@ class _Fsdp:
         self._accumulated_outside = 0.0 if self._synchronised else units.root.bytes(recipe.reduce)
 
     def at(self, instant: Instant) -> Ledger:
+        """Gradients and buffers at one instant of the worst micro-batch."""
         if instant.phase != "backward":
             return Ledger(gradients=self._waiting(), buffers=self._gathered_in_forward(instant))
         if instant.leaves and (instant.blocks_done + 1 == instant.blocks or not self._blocks.is_shared):
@@ -187,11 +199,13 @@ class _Fsdp:
         return Ledger(gradients=gradients, buffers=gathered + unit.summed)
 
     def before_blocks(self) -> Ledger:
+        """The root gathered, then the first block beside the root's buffer; hardly an activation is alive."""
         root, block = self._root, self._blocks.first
         beside = root.unsharded + root.collected + block.gathering
         return Ledger(gradients=self._waiting(), buffers=max(root.gathering, beside))
 
     def after_backward(self) -> Ledger:
+        """The root's reduction, after all others' and when no activation is left."""
         whole, last = self._root.gradients, self._root.last_gradient
         if not self._synchronised:
             whole, last = (value * self._recipe.reduce / self._recipe.gather for value in (whole, last))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from planner.job import Job
-from planner.memory.fsdp import fsdp_after_backward, fsdp_at, fsdp_before_blocks
+from planner.memory.fsdp import FsdpHolding, fsdp_holding
 from planner.memory.instants import Instant
 from planner.memory.ledger import Ledger
 from planner.memory.optimizer_step import step_temporaries
 from planner.memory.recipe import Recipe
-from planner.memory.replica import replica_at, replica_resident
+from planner.memory.replica import ReplicaHolding
 from planner.memory.states import States
 from planner.memory.zero import zero_holding
 from planner.vocabulary import FSDP_STRATEGIES
@@ -36,41 +36,35 @@ def holding_of(job: Job, recipe: Recipe, states: States) -> Holding:
     """The holding of the job's strategy."""
     if job.configuration.zero_stage:
         return zero_holding(job, recipe)
+    step = Ledger(gradients=states.gradients, temporaries=step_temporaries(job, recipe, states))
     if job.configuration.strategy in FSDP_STRATEGIES:
-        return _Sharded(job, recipe, states)
-    return _Replica(job, recipe, states)
+        return _Sharded(fsdp_holding(job, recipe), step)
+    return _Replica(ReplicaHolding(job, recipe), step)
 
 
 @dataclass(frozen=True, slots=True)
 class _Replica:
-    _job: Job
-    _recipe: Recipe
-    _states: States
+    _held: ReplicaHolding
+    _step: Ledger
 
     def at(self, instant: Instant) -> Ledger:
-        return replica_resident(self._job, self._recipe) + replica_at(self._job, self._recipe, instant)
+        return self._held.at(instant)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
-        step = replica_resident(self._job, self._recipe) + _step(self._job, self._recipe, self._states)
-        return (("step", step),)
+        return (("step", self._step + Ledger(buffers=self._held.buckets)),)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sharded:
-    _job: Job
-    _recipe: Recipe
-    _states: States
+    _held: FsdpHolding
+    _step: Ledger
 
     def at(self, instant: Instant) -> Ledger:
-        return fsdp_at(self._job, self._recipe, instant)
+        return self._held.at(instant)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
         return (
-            ("forward", fsdp_before_blocks(self._job, self._recipe)),
-            ("backward", fsdp_after_backward(self._job, self._recipe)),
-            ("step", _step(self._job, self._recipe, self._states)),
+            ("forward", self._held.before_blocks()),
+            ("backward", self._held.after_backward()),
+            ("step", self._step),
         )
-
-
-def _step(job: Job, recipe: Recipe, states: States) -> Ledger:
-    return Ledger(gradients=states.gradients, temporaries=step_temporaries(job, recipe, states))

@@ -71,7 +71,8 @@ class _Step:
         self._parameters = per_block
         self._tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
         self._head = 0.0 if self._tied else job.counts.head / configuration.tp
-        self._table = job.facts.vocab_size * job.facts.hidden_size / configuration.tp
+        width = job.facts.embedding_size or job.facts.word_embed_proj_dim or job.facts.hidden_size
+        self._table = job.facts.vocab_size * width / configuration.tp
         self._gradient_width = recipe.gather  # of a gradient that autograd has just made
 
     def _bytes(self, amount: Amount) -> float:
@@ -158,7 +159,7 @@ class _Step:
             Instant,
             phase="backward",
             unit="block",
-            done_gradients=self._head + behind * self._parameters,
+            done_gradients=self._head + behind * self._parameters + self._finished_table(place),
             blocks_done=behind,
             blocks=sum(self._counts),
         )
@@ -175,6 +176,10 @@ class _Step:
             unit_gradients=self._parameters,
             leaves=True,
         )
+
+    def _finished_table(self, place: int) -> float:
+        """The table's gradient while a speech model's encoder, which reads no tokens, is in its backward."""
+        return self._table if place == 0 and self._job.facts.kind == "speech-encoder-decoder" else 0.0
 
     def _waiting_table(self) -> float:
         """The head's gradient of a table it shares, which autograd holds until the table's own is there to be added;

@@ -73,13 +73,20 @@ def _phases(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     weights = states.parameters + buffer_bytes(job, recipe)
     always = Ledger(parameters=weights, optimizer=states.optimizer, temporaries=library_workspace(job))
     holding = holding_of(job, recipe, states)
-    largest: dict[str, Ledger] = {}
-    for phase, ledger in (*_moments(job, recipe, holding), *holding.own_moments()):
-        if phase not in largest or ledger.total > largest[phase].total:
-            largest[phase] = ledger
-    return {phase: always + largest[phase] for phase in PHASES}
+    largest: dict[str, tuple[float, Ledger, float]] = {}
+    for phase, ledger, activations in _moments(job, recipe, holding):
+        total = ledger.total + activations
+        if phase not in largest or total > largest[phase][0]:
+            largest[phase] = total, ledger, activations
+    return {
+        phase: always + ledger + Ledger(activations=activations)
+        for phase, (_, ledger, activations) in ((phase, largest[phase]) for phase in PHASES)
+    }
 
 
-def _moments(job: Job, recipe: Recipe, holding: Holding) -> Iterator[tuple[str, Ledger]]:
+def _moments(job: Job, recipe: Recipe, holding: Holding) -> Iterator[tuple[str, Ledger, float]]:
+    """The phase, what the strategy holds, and the activations."""
     for instant in instants_of(job, recipe):
-        yield instant.phase, holding.at(instant) + Ledger(activations=instant.activations)
+        yield instant.phase, holding.at(instant), instant.activations
+    for phase, ledger in holding.own_moments():
+        yield phase, ledger, 0.0

@@ -15,19 +15,25 @@ from planner.memory.units import ALLOCATION_BYTES, units_of
 _BUCKET_BYTES = 25 << 20
 
 
-def replica_resident(job: Job, recipe: Recipe) -> Ledger:
-    """DDP's buckets. Where one ends depends on the order of gradients, so that its rounding is taken at its mean."""
-    if job.configuration.strategy != "ddp":
-        return Ledger()
-    size = recipe.gradient * units_of(job).elements
-    return Ledger(buffers=size + (1 + size // _BUCKET_BYTES) * ALLOCATION_BYTES / 2)
+class ReplicaHolding:
+    """Gradients, DDP's buckets and autocast's copies of weights, at every moment but the optimizer's step."""
+
+    def __init__(self, job: Job, recipe: Recipe) -> None:
+        units = units_of(job)
+        self._width, self._largest = recipe.gradient, units.largest
+        self._adds = job.configuration.gradient_accumulation_steps > 1
+        self._all = units.bytes(recipe.gradient)
+        self.buckets = _buckets(recipe.gradient * units.elements) if job.configuration.strategy == "ddp" else 0.0
+
+    def at(self, instant: Instant) -> Ledger:
+        """A micro-batch after the first adds to gradients that are all there, tensor by tensor."""
+        if self._adds:
+            gradients = self._all + self._width * min(instant.unit_gradients, self._largest)
+        else:
+            gradients = self._width * (instant.done_gradients + instant.unit_gradients)
+        return Ledger(gradients=gradients, buffers=self.buckets, temporaries=instant.cast)
 
 
-def replica_at(job: Job, recipe: Recipe, instant: Instant) -> Ledger:
-    """Gradients at one instant, and autocast's copies of weights. A micro-batch after the first adds to gradients that
-    are all there, tensor by tensor."""
-    units, made = units_of(job), instant.done_gradients + instant.unit_gradients
-    if job.configuration.gradient_accumulation_steps == 1:
-        return Ledger(gradients=recipe.gradient * made, temporaries=instant.cast)
-    newest = recipe.gradient * min(instant.unit_gradients, units.largest)
-    return Ledger(gradients=units.bytes(recipe.gradient) + newest, temporaries=instant.cast)
+def _buckets(size: float) -> float:
+    """Bytes. Where a bucket ends depends on the order of gradients, so that its rounding is taken at its mean."""
+    return size + (1 + size // _BUCKET_BYTES) * ALLOCATION_BYTES / 2

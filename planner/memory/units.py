@@ -14,7 +14,6 @@ from math import prod
 
 from planner.job import Job
 from planner.models.parameter_counts import ParameterCounts, Shape
-from planner.plan import Configuration
 
 ALLOCATION_BYTES = 512
 """What torch's caching allocator rounds a block up to (`c10/cuda/CUDACachingAllocator`, kMinBlockSize)."""
@@ -37,7 +36,7 @@ class Unit:
         """Elements of each tensor."""
         return tuple(map(prod, self.shapes))
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return sum(self.sizes)
 
@@ -47,10 +46,16 @@ class Unit:
 
     def bytes(self, width: float) -> int:
         """Bytes of one unit, each tensor a storage."""
-        return sum(rounded(size * width) for size in self.sizes)
+        if width not in self._bytes:
+            self._bytes[width] = sum(rounded(size * width) for size in self.sizes)
+        return self._bytes[width]
+
+    @cached_property
+    def _bytes(self) -> dict[float, int]:
+        return {}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Units:
     """All parameters of one rank: the blocks in the order they run, and the root around them.
 
@@ -61,7 +66,7 @@ class Units:
     root: Unit
     tables: int
 
-    @property
+    @cached_property
     def every(self) -> tuple[Unit, ...]:
         return (*self.blocks, self.root)
 
@@ -75,12 +80,12 @@ class Units:
         """Elements of each tensor after the blocks."""
         return self.root.sizes[self.tables :]
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest tensor."""
         return max(max(unit.sizes, default=0) for unit in self.every)
 
-    @property
+    @cached_property
     def elements(self) -> float:
         return sum(unit.repeats * unit.elements for unit in self.every)
 
@@ -98,11 +103,12 @@ class Units:
 
 def units_of(job: Job) -> Units:
     """The units of the largest pipeline stage on one tensor-parallel rank."""
-    return rank_units(job.counts, job.configuration)
+    return rank_units(job.counts, job.configuration.tp, job.configuration.pp)
 
 
-def rank_units(counts: ParameterCounts, configuration: Configuration) -> Units:
-    return _units(counts, configuration.tp, configuration.pp, 1)
+def rank_units(counts: ParameterCounts, tp: int, pp: int) -> Units:
+    """The same by the degrees that split the model."""
+    return _units(counts, tp, pp, 1)
 
 
 def shards_of(job: Job) -> Units:
