@@ -77,6 +77,8 @@ def _place(machine: Machine, device: str) -> Place:
     columns = {name: getattr(versions, name) for name in ("torch", "transformers", "deepspeed")}
     if device == "cpu":
         return Place(columns={**columns, "device": "cpu", "driver": ""})
+    if not machine.usable_gpus:
+        raise SystemExit("measure_memory: this machine shows no GPU; leave --device out to measure on CPU ranks")
     gpu = machine.usable_gpus[0]
     columns |= {"device": gpu_device(gpu).name, "driver": machine.software.driver or ""}
     total = gpu.total_bytes or 0
@@ -132,7 +134,8 @@ class Ranks:
         variables = {"LOCAL_RANK": "0"} if self.place.is_gpu else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         self._pool = RankPool(case.world_size, timeout_seconds=RUN_SECONDS, variables=variables)
         if self.place.is_gpu:
-            used = max(self._pool.run(device_used_bytes))
+            self._pool.run(device_used_bytes)
+            used = max(self._pool.run(device_used_bytes))  # now that every rank is there
             self.context_bytes = max(used - self.place.used_bytes, 0) // case.world_size
 
     def close(self) -> None:

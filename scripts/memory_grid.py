@@ -166,8 +166,8 @@ CPU_GRID = tuple(cpu_grid())
 
 
 def gpu_grid(total_bytes: int) -> Iterator[Case]:
-    """Runs for one GPU of `total_bytes`, the most telling first: full-size models alone, then ranks that share the
-    card, then runs that end near a limit set on purpose."""
+    """Runs for one GPU of `total_bytes`, the most telling first: full-size models alone, then under limits set on
+    purpose, then ranks that share the card. Runs that can use the same processes follow one another."""
     alone = [
         _full("qwen2-0.5b", length=2048),
         _full("llama-1.2b", length=2048, micro_batch=4),
@@ -181,13 +181,14 @@ def gpu_grid(total_bytes: int) -> Iterator[Case]:
     yield from alone
     for case, change in product(alone[:5], _CHANGES):
         yield replace(case, **change)
-    shared: tuple[words.Strategy, ...] = ("zero1", "zero2", "zero3", "ddp", "fsdp", "fsdp-grad-op")
-    for strategy, world_size in product(shared, (1, 2, 4)):
-        for case in alone[:4]:
-            yield replace(case, strategy=strategy, world_size=world_size, micro_batch=1)
     # The process may take this much of the card: some of these runs must end as they were predicted to, within 5 %.
     for case, gibibytes in product((alone[0], alone[2], alone[4]), (8, 10, 12, 14, 16, 18, 20, 24)):
         yield replace(case, memory_fraction=min(gibibytes * GIB / total_bytes, 1.0))
+    replicated: tuple[words.Strategy, ...] = ("ddp", "fsdp", "fsdp-grad-op")
+    zero: tuple[words.Strategy, ...] = ("zero1", "zero2", "zero3")
+    for world_size, strategies in product((1, 2, 4), (replicated, zero)):
+        for strategy, case in product(strategies, alone[:4]):
+            yield replace(case, strategy=strategy, world_size=world_size, micro_batch=1)
 
 
 def _full(model: str, *, precision: words.Precision = "bf16", length: int, micro_batch: int = 2) -> Case:

@@ -54,6 +54,8 @@ def measure_subject(subject: Subject) -> StepMemory:
     model = build_model(subject.config, subject.task, chosen.attention, device)
     batch = batch_for(model, subject.task, chosen.micro_batch_size, chosen.sequence_length, device)
     engine, *_ = initialize(model=model, plan=plan)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what building the model on the device left, which training does not need
     return measure_step(
         engine, batch, others=lambda tensor: _has_storage(tensor) and weakref.ref(tensor.untyped_storage()) in before
     )
