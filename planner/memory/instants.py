@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 from planner.job import Job
@@ -75,6 +76,15 @@ class _Step:
         self._table = job.facts.vocab_size * width / configuration.tp
         self._gradient_width = recipe.gather  # of a gradient that autograd has just made
 
+        self._each = [self._kept(block) for block in figures.blocks]
+        kept = (count * each for count, each in zip(self._counts, self._each, strict=True))
+        self._earlier = list(accumulate(kept, initial=self._bytes(figures.before.activations)))
+        casts = (count * block.cast for count, block in zip(self._counts, figures.blocks, strict=True))
+        self._earlier_casts = list(accumulate(casts, initial=figures.before.cast))
+        self._blocks = sum(self._counts)
+        self._waiting = self._waiting_table()
+        self._is_replica = configuration.strategy in ("single", "ddp")
+
     def _bytes(self, amount: Amount) -> float:
         return amount[0] + amount[1] * self._samples
 
@@ -86,21 +96,14 @@ class _Step:
 
     def _before(self, place: int, done: int) -> float:
         """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one."""
-        stacks = zip(self._figures.blocks[:place], self._counts[:place], strict=True)
-        earlier = sum(count * self._kept(block) for block, count in stacks)
-        blocks = self._figures.blocks
-        own = done * self._kept(blocks[place]) if done else 0.0
-        return self._bytes(self._figures.before.activations) + earlier + own
+        return self._earlier[place] + (done * self._each[place] if done else 0.0)
 
     def _all_kept(self) -> float:
-        return self._before(len(self._counts), 0)
+        return self._earlier[-1]
 
     def _casts(self, place: int, done: int) -> float:
         """Cast copies of the weights of all blocks before; under checkpointing they live until the forward ends."""
-        stacks = zip(self._figures.blocks[:place], self._counts[:place], strict=True)
-        earlier = sum(count * block.cast for block, count in stacks)
-        own = done * self._figures.blocks[place].cast if done else 0.0
-        return self._figures.before.cast + earlier + own
+        return self._earlier_casts[place] + (done * self._figures.blocks[place].cast if done else 0.0)
 
     def forward(self) -> Iterator[Instant]:
         """The last block of each stack."""
@@ -112,7 +115,7 @@ class _Step:
                     activations=self._before(place, count - 1) + (self._bytes(peak.activations) if peak else 0.0),
                     cast=self._casts(place, count - 1) + (peak.cast if peak else 0.0),
                     blocks_done=sum(self._counts[: place + 1]) - 1,
-                    blocks=sum(self._counts),
+                    blocks=self._blocks,
                     enters=peak is None,
                 )
 
@@ -133,7 +136,7 @@ class _Step:
             cast=casts + peak.cast,
             unit_gradients=peak.gradients,
             blocks_done=sum(self._counts) if phase == "loss" else 0,
-            blocks=sum(self._counts),
+            blocks=self._blocks,
         )
 
     def backward(self, *, in_flight: int) -> Iterator[Instant]:
@@ -143,11 +146,16 @@ class _Step:
         finished = 0
         for place in reversed(range(len(self._counts))):
             count = self._counts[place]
-            for done in sorted({count - 1, max(count - 2, 0), min(1, count - 1), 0}, reverse=True):
+            for done in sorted(self._places(count), reverse=True):
                 yield from self._block_backward(place, done, behind=finished + count - 1 - done, others=others)
             finished += count
             if place and self._job.facts.kind.endswith("encoder-decoder"):
                 yield self._between_stacks(place, finished, others)
+
+    def _places(self, count: int) -> set[int]:
+        """Blocks of a stack at which a peak can be; a replica's bytes change evenly from the last to the first."""
+        ends = {count - 1, 0}
+        return ends if self._is_replica else ends | {max(count - 2, 0), min(1, count - 1)}
 
     def _block_backward(self, place: int, done: int, *, behind: int, others: float) -> Iterator[Instant]:
         """A block with `done` others before it in its stack, `behind` after it; beside what forward kept, the gradient
@@ -161,21 +169,22 @@ class _Step:
             unit="block",
             done_gradients=self._head + behind * self._parameters + self._finished_table(place),
             blocks_done=behind,
-            blocks=sum(self._counts),
+            blocks=self._blocks,
         )
-        yield instant(
-            activations=others + self._before(place, done + 1) + boundary + self._waiting_table(),
-            cast=0.0 if recomputes else self._casts(place, done + 1),
-            enters=True,
-        )
+        if not self._is_replica:
+            yield instant(
+                activations=others + self._before(place, done + 1) + boundary + self._waiting,
+                cast=0.0 if recomputes else self._casts(place, done + 1),
+                enters=True,
+            )
+            yield instant(
+                activations=before + boundary + self._waiting,
+                cast=casts,
+                unit_gradients=self._parameters,
+                leaves=True,
+            )
         for activations, cast, gradients in self._inside(block):
             yield instant(activations=before + activations, cast=casts + cast, unit_gradients=gradients)
-        yield instant(
-            activations=before + boundary + self._waiting_table(),
-            cast=casts,
-            unit_gradients=self._parameters,
-            leaves=True,
-        )
 
     def _finished_table(self, place: int) -> float:
         """The table's gradient while a speech model's encoder, which reads no tokens, is in its backward."""
@@ -196,7 +205,7 @@ class _Step:
             cast=0.0 if self._checkpointing != "none" else self._casts(place, 0),
             done_gradients=self._head + finished * self._parameters,
             blocks_done=finished,
-            blocks=sum(self._counts),
+            blocks=self._blocks,
         )
 
     def _shared_table(self) -> float:
@@ -227,5 +236,5 @@ class _Step:
                 unit_gradients=peak.gradients,
                 done_gradients=self._head + sum(self._counts) * self._parameters,
                 blocks_done=sum(self._counts),
-                blocks=sum(self._counts),
+                blocks=self._blocks,
             )
