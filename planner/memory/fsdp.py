@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from planner.job import Job
 from planner.memory.instants import Instant
@@ -79,6 +79,7 @@ class _Stack:
     def __init__(self, units: Sequence[tuple[float, UnitBytes]]) -> None:
         self._units = units
         self._count = sum(repeats for repeats, _ in units)
+        self._kept_of_all = sum(repeats * unit.kept for repeats, unit in units)
 
     @property
     def is_shared(self) -> bool:
@@ -104,9 +105,9 @@ class _Stack:
 
     def kept(self, last: int, blocks: int) -> float:
         """Bytes of the sharded gradients of the last so many blocks."""
-        return sum(repeats * unit.kept for repeats, unit in self._units) - sum(
-            share * unit.kept for share, unit in self._first(blocks - last, blocks)
-        )
+        if last == 0:
+            return 0.0
+        return self._kept_of_all - sum(share * unit.kept for share, unit in self._first(blocks - last, blocks))
 
     def _first(self, blocks: int, of: int) -> Iterator[tuple[float, UnitBytes]]:
         left = self._count * blocks / max(of, 1)
@@ -167,7 +168,7 @@ class FsdpHolding:
     def at(self, instant: Instant) -> Ledger:
         """Gradients and buffers at one instant of the worst micro-batch."""
         if instant.phase != "backward":
-            return Ledger(gradients=self._waiting(), buffers=self._gathered_in_forward(instant))
+            return Ledger(gradients=self._waiting, buffers=self._gathered_in_forward(instant))
         if instant.leaves and (instant.blocks_done + 1 == instant.blocks or not self._blocks.is_shared):
             return self._reduction(instant)
         share = instant.blocks_done / max(instant.blocks, 1)
@@ -177,7 +178,7 @@ class FsdpHolding:
         kept = self._kept(done, instant.blocks)
         reducing = self._blocks.unit(-done, instant.blocks).summed if done and not self._blocks.is_shared else 0.0
         if self._synchronised:
-            gradients = (kept if self._steps == 1 else self._waiting()) + whole
+            gradients = (kept if self._steps == 1 else self._waiting) + whole
             return Ledger(gradients=gradients, buffers=gathered + reducing)
         # The last micro-batch reduces what the others left; before that, gradients are added up where they are.
         last = Ledger(gradients=self._left(share) + kept + whole, buffers=gathered + reducing)
@@ -191,7 +192,7 @@ class FsdpHolding:
         of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
         gathered = self._gathered_in_backward(instant) - unit.unsharded
         if self._synchronised:
-            gradients = self._kept(done, blocks) if self._steps == 1 else self._waiting()
+            gradients = self._kept(done, blocks) if self._steps == 1 else self._waiting
             gradients += self._recipe.gather * of_root + max(unit.gradients, unit.kept + unit.last_gradient)
         else:
             of_root = 0.0 if self._recipe.gather == self._recipe.reduce else of_root
@@ -202,14 +203,14 @@ class FsdpHolding:
         """The root gathered, then the first block beside the root's buffer; hardly an activation is alive."""
         root, block = self._root, self._blocks.first
         beside = root.unsharded + root.collected + block.gathering
-        return Ledger(gradients=self._waiting(), buffers=max(root.gathering, beside))
+        return Ledger(gradients=self._waiting, buffers=max(root.gathering, beside))
 
     def after_backward(self) -> Ledger:
         """The root's reduction, after all others' and when no activation is left."""
         whole, last = self._root.gradients, self._root.last_gradient
         if not self._synchronised:
             whole, last = (value * self._recipe.reduce / self._recipe.gather for value in (whole, last))
-        kept = self._waiting() if self._synchronised and self._steps > 1 else self._kept(1, 1)
+        kept = self._waiting if self._synchronised and self._steps > 1 else self._kept(1, 1)
         return Ledger(gradients=kept + max(whole, self._root.kept + last), buffers=self._root.summed)
 
     def _whole(self, instant: Instant, of_root: float) -> float:
@@ -228,6 +229,7 @@ class FsdpHolding:
         """Accumulated gradients that are left when a share of the blocks is reduced."""
         return self._accumulated - share * (self._accumulated - self._accumulated_outside)
 
+    @cached_property
     def _waiting(self) -> float:
         """Gradients of earlier micro-batches."""
         if not self._synchronised:
