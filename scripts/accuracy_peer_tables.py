@@ -38,7 +38,7 @@ def peers(cases: Sequence[Case]) -> Iterator[str]:
     rows = [row for peer in PEERS for truth in TRUTHS for row in _row(peer, truth, answers, known)]
     yield from table((*columns, "dsplan: median", "dsplan: worst"), rows)
     yield ""
-    yield from table(("tool", "version", "what it claims", "cases without an answer"), _claims(answers))
+    yield from table(("tool", "version", "what it claims", "cases without an answer"), _claims(answers, len(known)))
 
 
 def _row(peer: str, truth: Truth, answers: Sequence[PeerAnswer], known: dict[str, Case]) -> Iterator[list[str]]:
@@ -57,10 +57,11 @@ def _row(peer: str, truth: Truth, answers: Sequence[PeerAnswer], known: dict[str
     yield [*cells, f"{ours.median:.1%}", f"{ours.worst:.1%}"]
 
 
-def _claims(answers: Sequence[PeerAnswer]) -> Iterator[list[str]]:
+def _claims(answers: Sequence[PeerAnswer], cases: int) -> Iterator[list[str]]:
     for peer, name in PEERS.items():
         own = [item for item in answers if item.peer == peer]
         if own:
             reasons = Counter(item.reason for item in own if item.reason)
+            reasons.update({"not asked yet": cases - len(own)} if cases > len(own) else {})
             silent = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common())
             yield [name, ", ".join(sorted({item.version for item in own})), CLAIMS[peer], silent or "none"]

@@ -71,8 +71,9 @@ METHOD = """
 * The peak is of the steady state: the second step, when the optimizer has its states. The first step, loading,
   evaluation and saving are not in these figures.
 * A trace is not a measurement: it is as good as the storages that fake tensors have, and knows no fragmentation, no
-  context and no communication library. It proves the arithmetic on architectures and lengths that no GPU was at hand
-  for.
+  context and no communication library. The closed forms were themselves derived from traces of small models of the same
+  architectures, under the same rules for CUDA: that both agree on models a thousand times larger shows that the
+  arithmetic carries over, not that the rules are right. CPU ranks and GPUs show that.
 * CPU ranks prove what the strategies hold and when; kernels of a CPU keep other tensors than a GPU's in places
   (attention, dropout masks), which the prediction follows by the device it is asked for.
 * Reserved and driver figures are predicted from the allocated peak with a margin for fragmentation and one figure per

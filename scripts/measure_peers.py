@@ -213,9 +213,9 @@ def _track(case: Case, job: Job) -> int:
     if chosen.strategy not in ("single", "fsdp"):
         raise NoAnswer("tracks one device and FSDP2 only")
     if chosen.optimizer not in (*ADAM, "sgd") or chosen.offload != "none" or chosen.precision == "fp16":
-        raise NoAnswer("not asked: an optimizer, offload or precision that torch has not")
+        raise NoAnswer("not set up: fp16, offload, or an optimizer that torch has not")
     if chosen.activation_checkpointing == "selective":
-        raise NoAnswer("not asked: selective checkpointing")
+        raise NoAnswer("not set up: selective checkpointing")
     try:
         return int(import_module("peer_trackers").tracked_bytes(job))
     except (
