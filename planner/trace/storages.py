@@ -153,6 +153,10 @@ class Storages:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's wrapper costs as much as the operation
+
     def __init__(self, storages: Storages) -> None:
         initialize: Any = super().__init__
         initialize()
