@@ -165,6 +165,7 @@ def _question(job: Job) -> dict[str, Any]:
         raise NoAnswer("assumes Adam, and knows no offload")
     if chosen.precision == "fp32":
         raise NoAnswer("knows 4, 8 and 16 bits")
+    width = facts.moe_intermediate_size or facts.intermediate_size
     return {
         "model": {
             "name": facts.name,
@@ -174,8 +175,8 @@ def _question(job: Job) -> dict[str, Any]:
             "vocab_size": facts.vocab_size,
             "max_seq_len": chosen.sequence_length,
             "num_key_value_heads": facts.num_kv_heads,
-            "ffn_embed_dim": facts.intermediate_size,
-            "expansion_ratio": facts.intermediate_size / facts.hidden_size,
+            "ffn_embed_dim": width,
+            "expansion_ratio": width / facts.hidden_size,
             "moe_num_experts": max(facts.num_experts, 1),
             "moe_top_k": max(facts.experts_per_token, 1),
         },
