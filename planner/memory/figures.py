@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import le
 from typing import TypeAlias
 
 from planner.job import Job
@@ -149,9 +151,9 @@ def _figures(form: Form, blocks: list[BlockFigures], sizes: Dimensions, differen
     return Figures(
         blocks=blocks,
         before=_peak(form.before, sizes),
-        loss=[_peak(moment, sizes) for moment in form.loss],
-        loss_backward=[_peak(moment, sizes) for moment in form.loss_backward],
-        table_backward=[_peak(moment, sizes) for moment in form.table_backward],
+        loss=_peaks(form.loss, sizes),
+        loss_backward=_peaks(form.loss_backward, sizes),
+        table_backward=_peaks(form.table_backward, sizes),
         differences=differences,
     )
 
@@ -164,8 +166,8 @@ def _classifies(facts: ModelFacts) -> bool:
 def _classifying(figures: Figures, form: Form, sizes: Dimensions) -> Figures:
     return replace(
         figures,
-        loss=[_peak(moment, sizes) for moment in form.loss],
-        loss_backward=[_peak(moment, sizes) for moment in form.loss_backward],
+        loss=_peaks(form.loss, sizes),
+        loss_backward=_peaks(form.loss_backward, sizes),
     )
 
 
@@ -180,11 +182,34 @@ def _block(name: str, count: int, form: BlockForm, sizes: Dimensions) -> BlockFi
         products=per_sample(form.products, sizes),
         unused=per_sample(form.unused, sizes),
         input=per_sample(form.input, sizes),
-        forward=[_peak(moment, sizes) for moment in form.forward],
-        backward=[_peak(moment, sizes) for moment in form.backward],
-        recomputed=[_peak(moment, sizes) for moment in form.recomputed],
-        replayed=[_peak(moment, sizes) for moment in form.replayed],
+        forward=_peaks(form.forward, sizes),
+        backward=_peaks(form.backward, sizes),
+        recomputed=_peaks(form.recomputed, sizes),
+        replayed=_peaks(form.replayed, sizes),
     )
+
+
+def _peaks(moments: Sequence[Moment], sizes: Dimensions) -> list[Peak]:
+    """The moments that can be the largest of their part for this model."""
+    found = [_peak(moment, sizes) for moment in moments]
+    corners = [_corners(peak) for peak in found]
+    kept: list[int] = []
+    for index, mine in sorted(enumerate(corners), key=lambda entry: -entry[1][0]):
+        if not any(all(map(le, mine, corners[other])) for other in kept):
+            kept.append(index)
+    return [found[index] for index in sorted(kept)]
+
+
+def _corners(peak: Peak) -> list[float]:
+    """The moment's bytes where they are extreme: few samples and many, cast weights counted or not, gradients let go of
+    at once or held at eight bytes per element. What a strategy makes of a moment lies between."""
+    fixed, grows = peak.activations
+    extremes = itertools.product(_FEW_AND_MANY, (peak.cast, 0.0), (_WIDEST * peak.gradients, 0.0))
+    return [fixed + samples * grows + cast + gradients for samples, cast, gradients in extremes]
+
+
+_FEW_AND_MANY = (1, 1024)
+_WIDEST = 8.0
 
 
 def _peak(moment: Moment, sizes: Mapping[str, float]) -> Peak:
