@@ -73,11 +73,15 @@ def unit_bytes(unit: Unit, recipe: Recipe, shards: int, *, offloads: bool) -> Un
     )
 
 
+_NO_UNIT = UnitBytes(unsharded=0, collected=0, staged=0, gradients=0, newest=0, last_gradient=0, summed=0, kept=0)
+"""The blocks of a module that has none: all of it is the root."""
+
+
 class _Stack:
     """The blocks of one rank in the order they run, addressed by index among a pass's `blocks`."""
 
     def __init__(self, units: Sequence[tuple[float, UnitBytes]]) -> None:
-        self._units = units
+        self._units = units or [(0.0, _NO_UNIT)]
         self._count = sum(repeats for repeats, _ in units)
         self._kept_of_all = sum(repeats * unit.kept for repeats, unit in units)
 

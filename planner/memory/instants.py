@@ -106,7 +106,9 @@ class _Step:
         return self._earlier_casts[place] + (done * self._figures.blocks[place].cast if done else 0.0)
 
     def forward(self) -> Iterator[Instant]:
-        """The last block of each stack."""
+        """The last block of each stack; the end of the pass where a module has no repeated blocks."""
+        if not self._figures.blocks:
+            yield Instant(phase="forward", unit="table", activations=self._all_kept(), cast=self._casts(0, 0))
         for place, (block, count) in enumerate(zip(self._figures.blocks, self._counts, strict=True)):
             for peak in (None, *block.forward):
                 yield Instant(

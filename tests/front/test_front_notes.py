@@ -34,3 +34,20 @@ def test_a_rule_of_thumb_is_said_to_be_one(
     monkeypatch.chdir(tmp_path)
     printed = cli(f"{command} --model front_notes_module:make {HARDWARE} --seq-len 16")
     assert "note: activations are a rule of thumb from front_notes_module:make's parameters" in printed.out
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3"])
+def test_a_module_without_repeated_blocks_has_all_phases(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    (tmp_path / "front_notes_mlp.py").write_text(
+        "from torch import nn\n\n\ndef make():\n"
+        "    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    memory = cli(f"estimate --model front_notes_mlp:make {HARDWARE} --seq-len 1 --strategy {strategy} --json").json[
+        "memory"
+    ]
+    assert list(memory["phases"]) == ["load", "forward", "loss", "backward", "step"]
+    # Weights of this size in fp32, or in bf16 with an fp32 master copy, spread over two GPUs at most.
+    assert memory["states"]["parameters_bytes"] + memory["states"]["optimizer_bytes"] >= 12 * 19210 // 2
