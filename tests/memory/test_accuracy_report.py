@@ -60,3 +60,16 @@ def test_llm_analysis_is_asked_for_16_bits_only() -> None:
     assert _question(one("zero2", "fp16").job)["training"]["ds_zero"] == 2
     with pytest.raises(NoAnswer, match="16 bits"):
         _question(one("zero2", "fp32").job)
+
+
+def test_gpu_runs_get_a_section_of_their_own_and_their_verdicts() -> None:
+    """As they will be once there are rows: one that ran, and one that ran out of memory."""
+    found = next(case for case in CASES if case.truth == "cpu")
+    ran = replace(found, truth="gpu", name="gpu-1", used_measured=2e9, used_predicted=3e9)
+    out = replace(ran, name="gpu-2", ran=False, measured=0, used_measured=0, verdict="does_not_fit")
+    page = "\n".join(report([ran, out]))
+    assert "## Against GPUs" in page
+    assert "### What the driver shows" in page
+    assert "| 1 | 50.0% | 50.0% | +50.0% | +0.0% |" in page
+    assert "| GPU, out of memory | 1 | 0 | 0 | 1 (100.0%) |" in page
+    assert "## Against traces" not in page
