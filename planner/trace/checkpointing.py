@@ -45,20 +45,23 @@ def checkpoint_activations(model: nn.Module, kind: str) -> None:
             f"activation checkpointing {kind!r} found no stack of like blocks (a ModuleList of one class) in"
             f" {type(model).__name__}; choose 'none' or put the blocks in a ModuleList"
         )
+    kept = _kept_in(model)
     for block in blocks:
         # The forward of the instance, not a module around it: parameters keep their names in checkpoints.
-        block.forward = _recomputing(block.forward, kind)
+        block.forward = _recomputing(block.forward, kind, kept)
 
 
-def _recomputing(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if kind == "selective" else {}
-    return partial(checkpoint, forward, use_reentrant=False, **options)
+def _kept_in(model: nn.Module) -> frozenset[Any]:
+    """Experts of transformers that have biases add them in place, and what is kept must not change."""
+    if any(getattr(part, "has_bias", False) for part in model.modules()):
+        return frozenset(operation for operation in _KEPT if "_grouped_mm" not in str(operation))
+    return frozenset(_KEPT)
 
 
-def _selective_contexts() -> Any:
+def _recomputing(forward: Callable[..., Any], kind: str, kept: frozenset[Any]) -> Callable[..., Any]:
+    def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
     make: Callable[..., Any] = create_selective_checkpoint_contexts
-    return make(_keep_products)
-
-
-def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    options: dict[str, Any] = {"context_fn": partial(make, keep_products)} if kind == "selective" else {}
+    return partial(checkpoint, forward, use_reentrant=False, **options)
