@@ -36,15 +36,18 @@ def saving_of(job: Job, recipe: Recipe, states: States) -> Saving:
         size = 4.0 * states.local if job.configuration.zero_stage else 4.0 * matrix / job.configuration.dp_shard
         weights = recipe.weight * states.elements if job.configuration.zero_stage in (1, 2) else 0.0
         return Saving(device=Ledger(), host_of_rank_0=max(size, weights), host_of_others=size)
-    whole = recipe.weight * job.counts.total
-    return Saving(device=Ledger(temporaries=_gathered(job, recipe, matrix)), host_of_rank_0=whole, host_of_others=0)
+    return Saving(
+        device=Ledger(temporaries=recipe.weight * _gathered(job) * matrix),
+        host_of_rank_0=recipe.weight * job.counts.total,
+        host_of_others=0,
+    )
 
 
-def _gathered(job: Job, recipe: Recipe, matrix: int) -> float:
-    """The largest tensor whole; FSDP2 first in the padded form that its shards have, where rows do not divide."""
+def _gathered(job: Job) -> int:
+    """Whole tensors on every rank's device at once: DTensor copies what it gathered (measured on ranks)."""
     if job.configuration.strategy in FSDP_STRATEGIES:
-        return recipe.weight * matrix * (1 if matrix % job.configuration.dp_shard == 0 else 2)
-    return recipe.weight * matrix if job.configuration.zero_stage == 3 else 0.0
+        return 2
+    return 1 if job.configuration.zero_stage == 3 else 0
 
 
 def _largest_matrix(job: Job) -> int:

@@ -1,0 +1,35 @@
+"""The save phase against a state dict that FSDP2 gathers on two real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import load_bodies
+import pytest
+import save_bodies
+
+from hardware_db.spawn import RankPool
+from planner.estimate import price
+from planner.exact import ExactOptions, exact
+from planner.memory.recipe import recipe_of
+from planner.memory.saving import saving_of
+from planner.memory.states import states_of
+from planner.models.hf_config import facts_from_config
+from planner.request import WorkOptions, make_request
+from planner.resolve_cluster import HardwareRequest, resolve_cluster
+
+
+def test_a_full_save_of_shards_holds_the_largest_tensor_twice_and_all_of_it_on_rank_0() -> None:
+    with RankPool(2, timeout_seconds=300) as pool:
+        (held, peak), (held_elsewhere, _) = pool.run(save_bodies.gather_full)
+    cluster = resolve_cluster(HardwareRequest(gpu="h100", gpus=2))
+    asked = make_request(facts_from_config(load_bodies.CONFIG, "small-llama"), cluster, WorkOptions(seq_len=64))
+    request, configuration = exact(asked, ExactOptions(strategy="fsdp"))
+    job = price(replace(request, workload=replace(request.workload, save="full")), configuration).job
+    recipe = recipe_of(configuration)
+    saving = saving_of(job, recipe, states_of(job, recipe))
+    assert held_elsewhere == 0
+    assert saving.host_of_rank_0 == pytest.approx(held, rel=0.01)
+    # On a CPU what is moved to the host is what was gathered, so that the last tensor counts once.
+    table = 4 * job.facts.vocab_size * job.facts.hidden_size
+    assert saving.host_of_rank_0 - table + saving.device.total == pytest.approx(peak, rel=0.01)
