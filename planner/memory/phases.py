@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from planner.job import Job
 from planner.memory.evaluation import evaluation_ledger
 from planner.memory.figures import buffer_bytes
-from planner.memory.holding import Holding, holding_of
 from planner.memory.host import host_bytes, host_load_bytes
-from planner.memory.instants import instants_of
 from planner.memory.ledger import Ledger
 from planner.memory.load import load_of
+from planner.memory.moments import largest_moments
 from planner.memory.overhead import closed_form_margin, device_use, library_workspace
 from planner.memory.recipe import Recipe, recipe_of
 from planner.memory.saving import saving_of
@@ -72,21 +71,5 @@ def _phases(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     """The largest moment of each phase of the step."""
     weights = states.parameters + buffer_bytes(job, recipe)
     always = Ledger(parameters=weights, optimizer=states.optimizer, temporaries=library_workspace(job))
-    holding = holding_of(job, recipe, states)
-    largest: dict[str, tuple[float, Ledger, float]] = {}
-    for phase, ledger, activations in _moments(job, recipe, holding):
-        total = ledger.total + activations
-        if phase not in largest or total > largest[phase][0]:
-            largest[phase] = total, ledger, activations
-    return {
-        phase: always + ledger + Ledger(activations=activations)
-        for phase, (_, ledger, activations) in ((phase, largest[phase]) for phase in PHASES)
-    }
-
-
-def _moments(job: Job, recipe: Recipe, holding: Holding) -> Iterator[tuple[str, Ledger, float]]:
-    """The phase, what the strategy holds, and the activations."""
-    for instant in instants_of(job, recipe):
-        yield instant.phase, holding.at(instant), instant.activations
-    for phase, ledger in holding.own_moments():
-        yield phase, ledger, 0.0
+    largest = largest_moments(job, recipe, states)
+    return {phase: always + largest[phase] for phase in PHASES}

@@ -1,0 +1,114 @@
+"""Moments: an instant's activations together with what the strategy holds at it, as the samples of a micro-batch go up.
+
+Activations grow evenly with the samples and what a strategy holds does not depend on them, so that the moments of a job
+are worked out once for all of its micro-batches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from planner.job import Job
+from planner.memory.holding import holding_of
+from planner.memory.instants import Instant, instants_of
+from planner.memory.ledger import Ledger
+from planner.memory.recipe import Recipe
+from planner.memory.states import States
+
+_MANY = 3
+"""From here on the number of micro-batches in a step changes nothing."""
+
+
+def largest_moments(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
+    """By phase: what is alive beside weights and optimizer states at its largest moment."""
+    samples = job.configuration.micro_batch_size
+    best: dict[str, tuple[float, _Line]] = {}
+    for line in _lines(job, recipe, states):
+        total = line.total + samples * line.grows
+        if line.phase not in best or total > best[line.phase][0]:
+            best[line.phase] = total, line
+    return {
+        phase: line.held + Ledger(activations=line.fixed + samples * line.grows) for phase, (_, line) in best.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A moment over the samples: what is held, activations whatever the batch and by sample; `total` without those."""
+
+    phase: str
+    held: Ledger
+    fixed: float
+    grows: float
+    total: float
+
+
+class _Alike:
+    """Jobs that are the same as far as `key` and the model say."""
+
+    def __init__(self, job: Job, recipe: Recipe, key: tuple[Hashable, ...]) -> None:
+        self.job, self.recipe = job, recipe
+        self._key = (*key, job.facts.name, job.cluster.device.is_cpu, job.workload.task, job.workload.source_length)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Alike)
+            and self._key == other._key
+            and self.job.facts == other.job.facts
+            and self.job.facts.traced == other.job.facts.traced
+            and self.job.counts == other.job.counts
+        )
+
+    def with_samples(self, samples: int) -> Job:
+        chosen = self.job.configuration
+        batch = samples * chosen.gradient_accumulation_steps * chosen.dims.data_parallel
+        return replace(self.job, configuration=replace(chosen, micro_batch_size=samples, global_batch_size=batch))
+
+
+def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
+    """The lines of a job, for all micro-batches."""
+    chosen = job.configuration
+    steps = min(chosen.gradient_accumulation_steps, _MANY)
+    degrees = (chosen.dp_replicate, chosen.dp_shard, chosen.tp, chosen.pp)
+    key = (chosen.strategy, degrees, steps, chosen.optimizer, chosen.offload, chosen.sync_each_micro_batch)
+    found = _CACHE.get(alike := _Alike(job, recipe, (*key, *_activations_key(job, recipe))))
+    if found is None:
+        found = _CACHE[alike] = _worked_out(job, recipe, states)
+        if len(_CACHE) > _REMEMBERED:
+            _CACHE.pop(next(iter(_CACHE)))
+    return found
+
+
+_CACHE: dict[_Alike, Sequence[_Line]] = {}
+_REMEMBERED = 512
+
+
+def _worked_out(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
+    holding = holding_of(job, recipe, states)
+    lines = [_Line(phase, held, 0.0, 0.0, held.total) for phase, held in holding.own_moments()]
+    for instant, grows in _growing(_Alike(job, recipe, _activations_key(job, recipe))):
+        held, fixed = holding.at(instant), instant.activations - grows
+        lines.append(_Line(instant.phase, held, fixed, grows, held.total + fixed))
+    return lines
+
+
+def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
+    """What activations depend on: strategies only in the moments that are looked at."""
+    chosen = job.configuration
+    return (
+        (recipe.compute, recipe.residual, recipe.autocast, recipe.gather),
+        (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing),
+        (chosen.tp, chosen.pp, chosen.strategy in ("single", "ddp")),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _growing(alike: _Alike) -> list[tuple[Instant, float]]:
+    """The instants of one sample, and by how many bytes their activations grow with each more."""
+    one, two = (instants_of(alike.with_samples(samples), alike.recipe) for samples in (1, 2))
+    return [(single, double.activations - single.activations) for single, double in zip(one, two, strict=True)]
