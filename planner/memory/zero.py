@@ -3,8 +3,8 @@
 Source: DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py`; `zero3.py` has stage 3. Bucket sizes come from
 `planner.zero_buckets`. A gradient that backward makes is copied into a bucket at once, so that of a unit's gradients
 only the newest is a tensor of its own. A full bucket, and the last one when backward ends, is reduced: its slices are
-copied into one tensor for the all-reduce (unless there is one rank), and what the rank's part touches is copied to a
-tensor that holds all of these gradients. The buckets are made with a micro-batch's first gradient and freed after its
+copied into one tensor for the all-reduce, unless one rank owns them all, and what the rank's part touches is copied to
+a tensor that holds all of these gradients. The buckets are made with a micro-batch's first gradient and freed after its
 last; where stage 1 accumulates, it keeps them, and unreduced gradients, to the end of the last micro-batch.
 """
 
@@ -62,7 +62,7 @@ class FlatZeroHolding:
         return Ledger(
             gradients=newest + self._earlier + (self._kept if flushed else 0),
             buffers=self._resident + (self._buckets if in_use else 0),
-            temporaries=self._reduction if flushed else 0,
+            temporaries=self._reduction(made) if flushed else 0,
         )
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
@@ -80,11 +80,11 @@ class FlatZeroHolding:
         whole = self._flat.whole
         return whole if self._steps > 2 else max(made, whole - made)
 
-    @property
-    def _reduction(self) -> float:
-        """What reducing a bucket adds to it: the copy that ranks exchange; under offload also, after it, the norm of
-        one gradient at a time."""
-        exchanged = self._width * self._bucket if self._job.configuration.dp_shard > 1 else 0.0
+    def _reduction(self, made: float) -> float:
+        """What reducing a bucket adds to it: the copy that ranks exchange, which a bucket that lies in one rank's part
+        does without; under offload also, after it, the norm of one gradient at a time."""
+        spans_ranks = self._flat.size < min(max(self._bucket, made), self._flat.whole)
+        exchanged = self._width * self._bucket if spans_ranks else 0.0
         return max(exchanged, NORM_BYTES * self._flat.largest_piece if self._offloads else 0.0)
 
     def _last_reduction(self) -> Ledger:
@@ -93,7 +93,7 @@ class FlatZeroHolding:
         return Ledger(
             gradients=self._earlier + before,
             buffers=self._resident + self._buckets,
-            temporaries=max(self._reduction, self._kept - before),
+            temporaries=max(self._reduction(self._flat.whole), self._kept - before),
         )
 
     def _step(self) -> tuple[Ledger, ...]:

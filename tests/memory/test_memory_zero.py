@@ -17,6 +17,7 @@ from planner.models.hf_config import facts_from_config
 from planner.plan import Configuration
 from planner.request import WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
+from planner.zero_buckets import ZeroBuckets
 
 H, F, V, LAYERS, RANKS = 64, 128, 512, 3, 2
 BLOCK = 4 * H * H + 3 * H * F + 2 * H
@@ -95,6 +96,19 @@ def test_buckets_come_with_the_first_gradient_and_hold_the_others(strategy: str)
     assert ledger.buffers == pytest.approx(2 * 2 * WHOLE, rel=1e-3), "two buckets of the whole model, in bf16"
     assert ledger.gradients == 2 * H * F, "only the newest is a tensor of its own"
     assert ledger.temporaries == 0
+
+
+def test_a_full_bucket_is_copied_only_where_ranks_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank owns what backward makes first; a bucket of a quarter of the model is within its half at first."""
+    quarter = WHOLE // 4
+    buckets = ZeroBuckets(reduce=quarter, allgather=WHOLE)
+    monkeypatch.setattr("planner.memory.zero.zero_buckets", lambda *_, **__: buckets)
+    subject, touched = job("zero2"), flat_partition(job("zero2")).touched
+    filling, own_part, shared = (at(subject, done_gradients=share * WHOLE) for share in (0.2, 0.3, 0.6))
+    assert (filling.gradients, filling.temporaries) == (0, 0)
+    assert (own_part.gradients, own_part.temporaries) == (pytest.approx(2 * touched, abs=512), 0)
+    assert shared.temporaries == 2 * quarter
+    assert shared.buffers == pytest.approx(2 * 2 * quarter, abs=1024)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
