@@ -30,7 +30,8 @@ class UnitBytes:
     """One unit on one rank, in bytes, by the names of the module's docstring.
 
     `gradients` are the whole ones, in the dtype of compute, `newest` the largest of them; `last_gradient`, that of the
-    last parameter, outlives the others, for `foreach_reduce` keeps it in a loop's variable.
+    last parameter, outlives the others, for `foreach_reduce` keeps it in a loop's variable. `accumulated` are the whole
+    ones that earlier micro-batches left.
     """
 
     unsharded: float
@@ -39,6 +40,7 @@ class UnitBytes:
     gradients: float
     newest: float
     last_gradient: float
+    accumulated: float
     summed: float
     kept: float
 
@@ -68,12 +70,15 @@ def unit_bytes(unit: Unit, recipe: Recipe, shards: int, *, offloads: bool) -> Un
         gradients=unit.bytes(recipe.gather),
         newest=rounded(max(unit.sizes, default=0) * recipe.gather),
         last_gradient=0 if alone else rounded(unit.sizes[-1] * recipe.gather),
+        accumulated=unit.bytes(recipe.reduce),
         summed=rounded(padded * recipe.reduce),
         kept=rounded(local.elements * recipe.reduce),
     )
 
 
-_NO_UNIT = UnitBytes(unsharded=0, collected=0, staged=0, gradients=0, newest=0, last_gradient=0, summed=0, kept=0)
+_NO_UNIT = UnitBytes(
+    unsharded=0, collected=0, staged=0, gradients=0, newest=0, last_gradient=0, accumulated=0, summed=0, kept=0
+)
 """The blocks of a module that has none: all of it is the root."""
 
 
@@ -106,6 +111,10 @@ class _Stack:
     def unsharded(self, first: int, blocks: int) -> float:
         """Bytes of the first so many blocks gathered."""
         return sum(share * unit.unsharded for share, unit in self._first(first, blocks))
+
+    def accumulated(self, first: int, blocks: int) -> float:
+        """Bytes of the whole gradients of the first so many blocks."""
+        return sum(share * unit.accumulated for share, unit in self._first(first, blocks))
 
     def kept(self, last: int, blocks: int) -> float:
         """Bytes of the sharded gradients of the last so many blocks."""
@@ -167,7 +176,6 @@ class FsdpHolding:
         self._blocks = _Stack([(unit.repeats, made) for unit, made in blocks])
         self._block_elements = sum(unit.repeats * unit.elements for unit, _ in blocks)
         self._accumulated = 0.0 if self._synchronised else units.bytes(recipe.reduce)
-        self._accumulated_outside = 0.0 if self._synchronised else units.root.bytes(recipe.reduce)
 
     def at(self, instant: Instant) -> Ledger:
         """Gradients and buffers at one instant of the worst micro-batch."""
@@ -185,8 +193,8 @@ class FsdpHolding:
             gradients = (kept if self._steps == 1 else self._waiting) + whole
             return Ledger(gradients=gradients, buffers=gathered + reducing)
         # The last micro-batch reduces what the others left; before that, gradients are added up where they are.
-        last = Ledger(gradients=self._left(share) + kept + whole, buffers=gathered + reducing)
-        added = self._accumulated if self._steps > 2 else self._accumulated - self._left(share)
+        last = Ledger(gradients=self._left(instant) + kept + whole, buffers=gathered + reducing)
+        added = self._accumulated if self._steps > 2 else self._accumulated - self._left(instant)
         return max(last, Ledger(gradients=added + whole, buffers=gathered), key=lambda ledger: ledger.total)
 
     def _reduction(self, instant: Instant) -> Ledger:
@@ -200,7 +208,7 @@ class FsdpHolding:
             gradients += self._recipe.gather * of_root + max(unit.gradients, unit.kept + unit.last_gradient)
         else:
             of_root = 0.0 if self._recipe.gather == self._recipe.reduce else of_root
-            gradients = self._left(share) + self._kept(done, blocks) + self._recipe.gather * of_root
+            gradients = self._left(instant) + self._kept(done, blocks) + self._recipe.gather * of_root
         return Ledger(gradients=gradients, buffers=gathered + unit.summed)
 
     def before_blocks(self) -> Ledger:
@@ -213,7 +221,7 @@ class FsdpHolding:
         """The root's reduction, after all others' and when no activation is left."""
         whole, last = self._root.gradients, self._root.last_gradient
         if not self._synchronised:
-            whole, last = (value * self._recipe.reduce / self._recipe.gather for value in (whole, last))
+            whole, last = self._root.accumulated, last * self._recipe.reduce / self._recipe.gather
         kept = self._waiting if self._synchronised and self._steps > 1 else self._kept(1, 1)
         return Ledger(gradients=kept + max(whole, self._root.kept + last), buffers=self._root.summed)
 
@@ -229,9 +237,10 @@ class FsdpHolding:
         """Sharded gradients of the last so many blocks; offload moves them away as they are made."""
         return 0.0 if self._offloads else self._blocks.kept(blocks, of)
 
-    def _left(self, share: float) -> float:
-        """Accumulated gradients that are left when a share of the blocks is reduced."""
-        return self._accumulated - share * (self._accumulated - self._accumulated_outside)
+    def _left(self, instant: Instant) -> float:
+        """Accumulated gradients that are not reduced yet."""
+        remaining = instant.blocks - instant.blocks_done
+        return self._root.accumulated + self._blocks.accumulated(remaining, instant.blocks)
 
     @cached_property
     def _waiting(self) -> float:
