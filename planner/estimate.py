@@ -9,6 +9,8 @@ from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
 from planner.job import Job
 from planner.memory import memory_estimate
+from planner.memory.host import loads_once
+from planner.memory.load import MADE_BYTES
 from planner.memory.recipe import recipe_of
 from planner.memory.states import states_of
 from planner.plan import Configuration, MemoryEstimate, Plan, StepTime
@@ -170,6 +172,10 @@ def _remarks(priced: Priced) -> list[str]:
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
     if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:
         remarks.append(f"{device.name} has no bf16 units; fp16 is its fast precision")
+    if loads_once(job):
+        copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(MADE_BYTES * job.counts.total)} each"
+        way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
+        remarks.append(f"a node has no room to load {copies}: counted for one, as {way} makes it")
     asked, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes
     if asked is not None and asked > capacity:
         usable = f"the {format_bytes(capacity)} usable on one {device.name}, which stay the limit"

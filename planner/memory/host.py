@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hardware_db.units import MIB
 from planner.job import Job
-from planner.memory.load import load_of
+from planner.memory.load import MADE_BYTES
 from planner.memory.recipe import Recipe, recipe_of
 from planner.memory.saving import saving_of
 from planner.memory.states import States
@@ -33,20 +33,20 @@ def host_bytes(job: Job, states: States, device_used: float) -> float:
     return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe)) + collected
 
 
-def host_load_bytes(job: Job, states: States) -> float:
-    """What a node's processes take while each makes its model in host memory, and the engine places it from there.
-
-    FSDP and ZeRO-3 do without so many copies (accelerate's `cpu_ram_efficient_loading`, DeepSpeed's `zero.Init`), so
-    that one is counted where a node has no room for one per process.
-    """
-    cluster = job.cluster
-    if cluster.device.is_cpu:
+def host_load_bytes(job: Job) -> float:
+    """What a node's processes take while each makes its model in host memory, and the engine places it from there."""
+    if job.cluster.device.is_cpu:
         return 0.0
-    made = load_of(job, recipe_of(job.configuration), states).host_bytes
-    processes = cluster.gpus_per_node * CPU_PROCESS_BYTES
-    everywhere, limit = processes + cluster.gpus_per_node * made, host_limit(job.workload, cluster)
+    ranks = job.cluster.gpus_per_node
+    return ranks * CPU_PROCESS_BYTES + (1 if loads_once(job) else ranks) * MADE_BYTES * job.counts.total
+
+
+def loads_once(job: Job) -> bool:
+    """Whether a node has no room for a whole model per process and the strategy can do with one: FSDP by accelerate's
+    `cpu_ram_efficient_loading`, ZeRO-3 by DeepSpeed's `zero.Init`."""
+    ranks, limit = job.cluster.gpus_per_node, host_limit(job.workload, job.cluster)
     shards = job.configuration.strategy in FSDP_STRATEGIES or job.configuration.zero_stage == 3
-    return processes + made if shards and limit and everywhere > limit else everywhere
+    return shards and 0 < limit < ranks * (MADE_BYTES * job.counts.total + CPU_PROCESS_BYTES)
 
 
 def offloaded_bytes(job: Job, recipe: Recipe) -> float:

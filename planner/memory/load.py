@@ -1,4 +1,4 @@
-"""Load: what is on the device and in the host's memory while the engine places a model that was made on the host.
+"""Load: what is on the device while the engine places a model that was made on the host.
 
 `strategies/` and the libraries under it decide: torch moves a replica tensor by tensor, and DDP makes its buckets at
 once; FSDP2 moves one wrapped unit at a time and keeps its shards (`fsdp/_fully_shard`); DeepSpeed 0.19 copies the
@@ -7,8 +7,6 @@ weights of ZeRO-1 and 2 into one flat tensor (`stage_1_and_2.py`), and is handed
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from planner.job import Job
 from planner.memory.ledger import Ledger
@@ -23,22 +21,13 @@ BROADCAST_BYTES = 2 * (250 << 20)
 """DDP sends rank 0's weights in flat tensors of 250 MiB, two at a time (torch `nn/parallel/distributed.py`; traced)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """The largest moments while one rank's model is placed: `device` on its device, `host_bytes` in the process."""
-
-    device: Ledger
-    host_bytes: float
-
-
-def load_of(job: Job, recipe: Recipe, states: States) -> Load:
-    """What placing the model takes on one rank. On a CPU the model lies on the device before it is placed."""
-    made = MADE_BYTES * job.counts.total
+def load_ledger(job: Job, recipe: Recipe, states: States) -> Ledger:
+    """The most that one rank's device holds while the model is placed. On a CPU the model lies there before that."""
     placed = _placed(job, recipe, states)
     if not job.cluster.device.is_cpu:
-        return Load(device=placed, host_bytes=made)
-    before = Ledger(parameters=made, temporaries=_beside_the_whole(job, recipe))
-    return Load(device=max(before, placed, key=_total), host_bytes=0)
+        return placed
+    made = Ledger(parameters=MADE_BYTES * job.counts.total, temporaries=_beside_the_whole(job, recipe))
+    return max(made, placed, key=_total)
 
 
 def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:

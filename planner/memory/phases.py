@@ -10,7 +10,7 @@ from planner.memory.evaluation import evaluation_ledger
 from planner.memory.figures import buffer_bytes
 from planner.memory.host import host_bytes, host_load_bytes
 from planner.memory.ledger import Ledger
-from planner.memory.load import load_of
+from planner.memory.load import load_ledger
 from planner.memory.moments import largest_moments
 from planner.memory.overhead import closed_form_margin, device_use, library_workspace
 from planner.memory.recipe import Recipe, recipe_of
@@ -31,7 +31,7 @@ def phases_of(job: Job) -> dict[str, Ledger]:
     """What is alive on the busiest rank at the peak of each phase; `eval` and `save` only where they were asked for."""
     recipe = recipe_of(job.configuration)
     states = states_of(job, recipe)
-    phases = {"load": load_of(job, recipe, states).device, **_phases(job, recipe, states)}
+    phases = {"load": load_ledger(job, recipe, states), **_phases(job, recipe, states)}
     if job.workload.evaluation_batch_size:
         phases["eval"] = evaluation_ledger(job, recipe, phases["forward"])
     if job.workload.save != "none":
@@ -57,7 +57,7 @@ def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEst
         device_used_bytes=use.used,
         device_used_upper_bytes=use.upper,
         host_bytes_per_node=round(host_bytes(job, states, use.used)),
-        host_load_bytes_per_node=round(host_load_bytes(job, states)),
+        host_load_bytes_per_node=round(host_load_bytes(job)),
         phases={name: round(ledger.total) for name, ledger in phases.items()},
         states={
             "parameters_bytes": round(nominal.parameters),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.estimate import Priced, price
+from planner.estimate import Priced, estimate, price
 from planner.exact import ExactOptions, exact
 from planner.memory.host import pinned
 from planner.models.catalogue import find_model
@@ -55,6 +55,8 @@ def test_every_process_makes_a_whole_model_unless_the_node_has_no_room() -> None
     assert roomy.host_load_bytes_per_node == pytest.approx(8 * (4 * PSI + PROCESS), rel=1e-3)
     small = asked(host_gb=100)
     assert priced(small, "zero3").memory.host_load_bytes_per_node == pytest.approx(4 * PSI + 8 * PROCESS, rel=1e-3)
+    (note,) = estimate(*exact(small, ExactOptions(strategy="fsdp"))).notes
+    assert note.startswith("a node has no room to load 8 copies of the model, 29.9 GiB each: counted for one")
     replica = priced(small, "zero1")
     assert replica.judgement.verdict == "does_not_fit"
     assert "of host memory to load the model" in replica.judgement.reason

@@ -12,7 +12,7 @@ from hardware_db.probe import probe_hardware
 from hardware_db.spawn import RankPool
 from planner.estimate import estimate, price
 from planner.exact import ExactOptions, exact
-from planner.memory.load import load_of
+from planner.memory.load import load_ledger
 from planner.memory.recipe import recipe_of
 from planner.memory.states import states_of
 from planner.models.catalogue import find_model
@@ -61,7 +61,7 @@ def test_the_peak_while_a_model_is_placed(
     peaks = pool.run(body, str(plan))
     job = price(request, configuration).job
     recipe = recipe_of(configuration)
-    predicted = load_of(job, recipe, states_of(job, recipe)).device.total
+    predicted = load_ledger(job, recipe, states_of(job, recipe)).total
     assert predicted == pytest.approx(max(peaks), rel=0.02)
 
 
