@@ -34,6 +34,4 @@ class Job:
     @property
     def source_length(self) -> int:
         """Encoder positions per sample: a speech model's fixed window, the workload's, or the decoder's length."""
-        return (
-            self.facts.max_source_positions or self.workload.source_length or self.configuration.sequence_length
-        )
+        return self.facts.max_source_positions or self.workload.source_length or self.configuration.sequence_length

@@ -30,7 +30,7 @@ from planner.trace.form_trace import Variant, form_of
 ON_CPU = frozenset(
     {"bert", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "phi3", "qwen2", "qwen3", "t5", "vit"}
 )
-"""Types whose forms on a CPU are told apart: attention and autocast keep other tensors there. The rest share the GPU's."""
+"""Types with forms of their own on a CPU, where attention and autocast keep other tensors; the rest share the GPU's."""
 OWN_WINDOWS = frozenset({"gpt_neo"})
 """Local attention by masks of their own, which no config can be asked for."""
 STAND_INS = {"deepseek": ("glm4_moe", "Glm4MoeForCausalLM")}

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from strategies import checkpoint
 from planner.trace.checkpointing import checkpoint_activations
+from strategies import checkpoint
 from strategies.base import Engine, Scheduler, Strategy, TrainingParts
 from strategies.checkpoint_origin import require_readable
 from strategies.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters

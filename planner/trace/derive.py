@@ -13,7 +13,7 @@ from planner.memory.dimensions import Dimensions
 from planner.memory.form import BlockForm, Form, Moment
 from planner.memory.polynomial import Polynomial, added, scaled, subtracted
 from planner.trace.prune import telling
-from planner.trace.timeline import Timeline
+from planner.trace.timeline import Storage, Timeline
 
 PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "dot_product", "aten._grouped_mm.")
 """Operations whose outputs selective checkpointing keeps."""

@@ -137,9 +137,10 @@ def _towers(facts: ModelFacts) -> ModelFacts:
 
 def _tower(tower: TowerFacts, depth: int) -> TowerFacts:
     """Widths that the first tower does not have."""
-    image = {"image_size": _SIDE * _PATCH, "patch_size": _PATCH, "mm_tokens_per_image": 49} if tower.patch_size else {}
-    text = {"vocab_size": _VOCABULARY, "max_position_embeddings": _POSITIONS} if tower.vocab_size else {}
-    return replace(tower, hidden_size=12 * 72, num_heads=12, intermediate_size=1423, num_layers=depth, **(image | text))
+    tower = replace(tower, hidden_size=12 * 72, num_heads=12, intermediate_size=1423, num_layers=depth)
+    if tower.patch_size:
+        return replace(tower, image_size=_SIDE * _PATCH, patch_size=_PATCH, mm_tokens_per_image=49)
+    return replace(tower, vocab_size=_VOCABULARY, max_position_embeddings=_POSITIONS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,12 +195,12 @@ def _expressions(symbols: Mapping[str, int]) -> list[list[Polynomial]]:
     """From the plainest to the strangest; the first that gives a size is taken for it."""
     singles: list[Polynomial] = [{name: 1.0} for name in symbols]
     widths = [name for name in ("h", "f", "m", "x", "F", "G", "H", "R", "s", "t", "d", "n", "o") if name in symbols]
-    multiples = [{name: factor} for factor in (2.0, 3.0, 4.0, 0.5) for name in widths]
-    products = [{" ".join(sorted(pair)): 1.0} for pair in _PRODUCTS if set(pair) <= symbols.keys()]
+    multiples: list[Polynomial] = [{name: factor} for factor in (2.0, 3.0, 4.0, 0.5) for name in widths]
+    products: list[Polynomial] = [{" ".join(sorted(pair)): 1.0} for pair in _PRODUCTS if set(pair) <= symbols.keys()]
     sums = [total for total in _SUMS if {name for term in total for name in term.split()} <= symbols.keys()]
     shifts: list[Polynomial] = [{name: 1.0, "": shift} for shift in (-1.0, 1.0, 2.0) for name in ("s", "t", "P")]
     shifts = [shift for shift in shifts if set(shift) - {""} <= symbols.keys()]
-    samples = [multiplied({"b": 1.0}, shift) for shift in shifts] if "b" in symbols else []
+    samples: list[Polynomial] = [multiplied({"b": 1.0}, shift) for shift in shifts] if "b" in symbols else []
     return [singles, products, multiples, sums, shifts, samples]
 
 

@@ -47,8 +47,11 @@ class Storage:
 
 @dataclass(slots=True)
 class Timeline:
-    """The storages of a step in the order of their making; `marks` are named moments, `inputs` the shapes and item
-    sizes of the batch, `outputs` what each block gave the next one, `buffers` shapes and sizes of those each block has."""
+    """The storages of a step in the order of their making.
+
+    `marks` are named moments, `inputs` shapes and item sizes of the batch, `outputs` what each block gave the next one,
+    `buffers` shapes and item sizes of those each block has.
+    """
 
     storages: list[Storage] = field(default_factory=list)
     inputs: list[tuple[tuple[int, ...], int]] = field(default_factory=list)

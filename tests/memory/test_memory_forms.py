@@ -94,10 +94,10 @@ def job_of(name: str, precision: Precision, checkpointing: Checkpointing, sample
 
 
 def test_a_block_of_llama_keeps_what_its_code_says() -> None:
-    """In pure bf16 a token leaves behind, of width h: the fp32 input of two norms, their normalised bf16 copies, and what
-    goes into the first products of attention and MLP, 2 x (4 + 2 + 2); the block's output takes its input's place. Of
-    the heads' widths q, k, v and attention's output; of the MLP's width gate, its SiLU, up, and their product, in two
-    bytes each."""
+    """In pure bf16 a token leaves behind, of width h: the fp32 input of two norms, their normalised bf16 copies, and
+    what goes into the first products of attention and MLP, 2 x (4 + 2 + 2); the block's output takes its input's place.
+    Of the heads' widths q, k, v and attention's output; of the MLP's width gate, its SiLU, up, and their product, in
+    two bytes each."""
     job = job_of("llama-3-8b", "bf16-pure", "none", 1, 1)
     (block,) = figures_of(job, recipe_of(job.configuration)).blocks
     width, keys, mlp, heads = 4096, 1024, 14336, 32
