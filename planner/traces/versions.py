@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from planner.errors import DsplanError
 
-TRACE_FORMAT = 1
-"""Raised whenever the tracer counts differently, so that older answers are not taken for its own."""
+_TRACER = ("trace/*.py", "models/transformers_config/*.py", "models/storage_tracker.py")
+"""The files of this package that decide what a trace counts."""
 
 
 def trace_versions() -> dict[str, str]:
-    """torch and transformers as installed (transformers is empty where it is missing), and the tracer's own format.
+    """torch and transformers as installed, transformers empty where it is missing, and the tracer's own version: the
+    hash of its code, so that no answer of another tracer is taken for its own.
 
     Raises:
         DsplanError: torch is not installed.
@@ -19,7 +23,18 @@ def trace_versions() -> dict[str, str]:
     torch = _version("torch")
     if not torch:
         raise DsplanError("--exact traces the model with torch, which is not installed; pip install 'dsplan[train]'")
-    return {"torch": torch, "transformers": _version("transformers"), "trace": str(TRACE_FORMAT)}
+    return {"torch": torch, "transformers": _version("transformers"), "tracer": tracer_version()}
+
+
+@functools.lru_cache(maxsize=1)
+def tracer_version() -> str:
+    """The hash of the tracer's files."""
+    planner = Path(__file__).parents[1]
+    files = sorted(path for pattern in _TRACER for path in planner.glob(pattern))
+    code = hashlib.sha256()
+    for path in files:
+        code.update(path.read_bytes())
+    return code.hexdigest()[:16]
 
 
 def _version(package: str) -> str:

@@ -15,6 +15,7 @@ from hardware_db.trace_record import trace_record
 from planner.errors import BrokenFile
 from planner.models.catalogue import find_model, models
 from planner.models.facts import ModelFacts
+from planner.traces import versions
 from planner.traces.cache import TraceCache
 from planner.traces.rebuild import rebuild
 from planner.traces.source import ModelSource, model_source
@@ -152,3 +153,10 @@ def test_installed_packages_stand_for_themselves() -> None:
     assert any(path.endswith("planner/traces/source_files.py") for path in files)
     assert unchanged(files)
     assert not unchanged({**files, str(here): "0" * 64})
+
+
+def test_every_file_of_the_tracer_counts_as_its_version() -> None:
+    planner = Path(versions.__file__).parents[1]
+    counted = {path for pattern in versions._TRACER for path in planner.glob(pattern)}
+    assert {planner / "trace/step.py", planner / "models/storage_tracker.py"} <= counted
+    assert set((planner / "trace").rglob("*.py")) <= counted
