@@ -122,7 +122,10 @@ def main() -> None:
             run = future.result()
             done[run.key] = run
             write_memory_runs(ROWS, done.values())
-            print(f"{number}/{len(wanted)} {run.model} {run.strategy} {run.peak_allocated_bytes / 2**30:.2f} GiB", flush=True)
+            print(
+                f"{number}/{len(wanted)} {run.model} {run.strategy} {run.peak_allocated_bytes / 2**30:.2f} GiB",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
