@@ -159,7 +159,7 @@ class _Run:
         return optimizer
 
     def _accumulate(self) -> None:
-        """Two micro-batches stand for any larger number: from the second on, gradients are there already. Three do where
+        """Two micro-batches stand for any larger number: from the second on, gradients are there. Three do where
         only the last one is reduced, so that one finds gradients and leaves them."""
         enough = 2 if self._configuration.sync_each_micro_batch else 3
         micro_batches = min(self._configuration.gradient_accumulation_steps, enough)
