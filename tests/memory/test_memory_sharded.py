@@ -94,9 +94,8 @@ def planned_peaks(sizes: Sizes, configuration: Configuration) -> dict[str, float
 def _job(sizes: Sizes, configuration: Configuration) -> Job:
     with meta_device():
         facts = facts_from_module(Stack(sizes))
-    # foreach AdamW is what a GPU runs; every other optimizer is the same on both.
-    gpu = "a100-80gb" if configuration.optimizer == "adamw" else "cpu"
-    cluster = resolve_cluster(HardwareRequest(gpu=gpu, gpus=configuration.world_size))
+    # As on a GPU: gloo's copies and counters in device memory are a CPU's own.
+    cluster = resolve_cluster(HardwareRequest(gpu="a100-80gb", gpus=configuration.world_size))
     options = WorkOptions(seq_len=1, global_batch=configuration.global_batch_size, precision=configuration.precision)
     workload = make_request(facts, cluster, options).workload
     return Job(
