@@ -15,8 +15,9 @@ from planner.memory.polynomial import Polynomial, added, scaled, subtracted
 from planner.trace.prune import telling
 from planner.trace.timeline import Storage, Timeline
 
-PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "dot_product", "aten._grouped_mm.")
-"""Operations whose outputs selective checkpointing keeps."""
+PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "dot_product")
+GROUPED_PRODUCT = "aten._grouped_mm."
+"""Operations whose outputs selective checkpointing keeps; the last only where no bias is added to it in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,12 @@ class Derivation:
         labels: Sequence[str],
         elements: Callable[[tuple[int, ...]], Polynomial],
         points: Sequence[Dimensions],
+        *,
+        keeps_grouped: bool = True,
     ) -> None:
         self._timeline, self._labels, self._decode = timeline, labels, elements
         self._points = points
+        self._products_of = (*PRODUCTS, GROUPED_PRODUCT) if keeps_grouped else PRODUCTS
         self._elements = [elements(storage.shape) for storage in timeline.storages]
         self._made = sorted({storage.made for storage in timeline.storages})
 
@@ -129,7 +133,7 @@ class Derivation:
             scaled(self._elements[place], storage.item_bytes)
             for place, storage in enumerate(self._timeline.storages)
             if start < storage.made <= end
-            and any(name in storage.operation for name in PRODUCTS)
+            and any(name in storage.operation for name in self._products_of)
             and "backward" not in storage.operation
         ]
         return added(found)

@@ -58,7 +58,8 @@ def form_of(facts: ModelFacts, variant: Variant) -> Form:
     subject = subject_of(small, attention="eager" if variant.eager else "sdpa", overrides=overrides)
     decoder = symbols.decoder_of(small, batch_sizes(small))
     points = plausible_points(facts.model_type)
-    form = Derivation(_timeline(subject, variant), labels, decoder.elements, points).form()
+    timeline = _timeline(subject, variant)
+    form = Derivation(timeline, labels, decoder.elements, points, keeps_grouped=not small.expert_bias).form()
     if small.kind != "vision-language":
         return form
     tower = _timeline(_image_tower(small, eager=variant.eager), variant)
