@@ -170,6 +170,8 @@ def _remarks(priced: Priced) -> list[str]:
         remarks.append(f"activations are a rule of thumb from {facts.name}'s parameters{why}")
     if configuration.attention != "eager" and facts.eager_only:
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
+    if configuration.attention == "flash" and configuration.precision == "fp32":
+        remarks.append("flash attention takes 16-bit types only; in fp32 the run needs --attention sdpa")
     if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:
         remarks.append(f"{device.name} has no bf16 units; fp16 is its fast precision")
     if loads_once(job):

@@ -58,6 +58,7 @@ class Figures:
     None where no form was found."""
 
     blocks: Sequence[BlockFigures]
+    buffers: float
     before: Peak
     loss: Sequence[Peak]
     loss_backward: Sequence[Peak]
@@ -98,9 +99,10 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
 
 
 def buffer_bytes(job: Job, recipe: Recipe) -> float:
-    """Buffers of the blocks, such as the masks of older models: no strategy splits them."""
-    blocks = figures_of(job, recipe).blocks
-    return sum(-(-block.count // job.configuration.pp) * block.buffers for block in blocks)
+    """Buffers, such as the masks of older models: no strategy splits them."""
+    figures = figures_of(job, recipe)
+    blocks = figures.blocks
+    return figures.buffers + sum(-(-block.count // job.configuration.pp) * block.buffers for block in blocks)
 
 
 def precision_mode(recipe: Recipe) -> str:
@@ -150,6 +152,7 @@ def _lengths(facts: ModelFacts, question: _Question) -> dict[str, float]:
 def _figures(form: Form, blocks: list[BlockFigures], sizes: Dimensions, differences: int) -> Figures:
     return Figures(
         blocks=blocks,
+        buffers=sum(per_sample(form.buffers, sizes)),
         before=_peak(form.before, sizes),
         loss=_peaks(form.loss, sizes),
         loss_backward=_peaks(form.loss_backward, sizes),
@@ -242,6 +245,7 @@ def _traced(job: Job, traced: TracedActivations) -> Figures:
     )
     return Figures(
         blocks=[block] if count else [],
+        buffers=0.0,
         before=Peak((0.0, traced.kept - count * traced.block), 0.0, 0.0),
         loss=[Peak((0.0, traced.forward - traced.kept), 0.0, 0.0)],
         loss_backward=[Peak((0.0, traced.backward - traced.kept), 0.0, 0.0)],
@@ -278,6 +282,7 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
     logits = (0.0, 12.0 * length * job.facts.vocab_size)
     return Figures(
         blocks=[block] if count else [],
+        buffers=0.0,
         before=Peak((0.0, 0.0), 0.0, 0.0),
         loss=[Peak(logits, 0.0, 0.0)],
         loss_backward=[Peak(logits, 0.0, float(job.counts.head))],

@@ -53,7 +53,7 @@ class BlockForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """One architecture in one precision and with one kind of attention.
+    """One architecture in one precision and with one kind of attention. `buffers`: bytes of those outside the blocks.
 
     `blocks` by the names that `planner.memory.kinds` gives them; `before` is what the part in front of the blocks
     keeps, `loss` and `loss_backward` are moments of head and loss over what all blocks keep, `table_backward` those
@@ -61,6 +61,7 @@ class Form:
     """
 
     blocks: Mapping[str, BlockForm]
+    buffers: Polynomial
     before: Moment
     loss: tuple[Moment, ...]
     loss_backward: tuple[Moment, ...]

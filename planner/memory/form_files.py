@@ -56,6 +56,7 @@ def form_to_dict(form: Form) -> dict[str, Any]:
     """The form as JSON keeps it."""
     return {
         "blocks": {name: _block_to_dict(block) for name, block in form.blocks.items()},
+        "buffers": _numbers(form.buffers),
         "before": _moment_to_list(form.before),
         **{name: [_moment_to_list(moment) for moment in getattr(form, name)] for name in _ENDS},
     }
@@ -82,6 +83,7 @@ def _numbers(polynomial: Polynomial) -> dict[str, float]:
 def _form(written: Mapping[str, Any]) -> Form:
     return Form(
         blocks={name: _block(block) for name, block in written["blocks"].items()},
+        buffers=written["buffers"],
         before=_moment(written["before"]),
         **{name: tuple(_moment(moment) for moment in written[name]) for name in _ENDS},
     )

@@ -66,11 +66,17 @@ def _module(spec: str, name: str) -> ModuleType:
 
 def _attribute(module: ModuleType, path: str, spec: str) -> Any:
     found: Any = module
+    before = f"{module.__name__}:"
     for name in path.split("."):
         if not hasattr(found, name):
-            raise UnknownName(f"name in {spec!r}", name, [known for known in dir(found) if not known.startswith("_")])
-        found = getattr(found, name)
+            raise UnknownName("factory", spec, [before + known for known in _callables(found)])
+        found, before = getattr(found, name), f"{before}{name}."
     return found
+
+
+def _callables(holder: Any) -> list[str]:
+    """What could be meant."""
+    return [name for name in dir(holder) if not name.startswith("_") and callable(getattr(holder, name))]
 
 
 def _call(spec: str, factory: Callable[[], Any]) -> Any:

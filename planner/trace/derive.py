@@ -75,6 +75,7 @@ class Derivation:
         inputs = self._bytes(self._timeline.inputs)
         return Form(
             blocks=blocks,
+            buffers=self._bytes(self._timeline.outside),
             before=replace(start.moment(), activations=added((start.activations, inputs))),
             loss=telling(self._points, forward),
             loss_backward=telling(self._points, backward),

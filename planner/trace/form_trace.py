@@ -151,6 +151,9 @@ def _record(
         weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda weight: recorder.is_gradient(weight.grad)
         )
+    inside = {id(held) for block in subject.blocks for held in block.buffers()}
+    outside = [held for held in module.buffers() if id(held) not in inside]
+    recorder.timeline.outside = [(tuple(held.shape), held.element_size()) for held in outside]
     _Marks(recorder, subject.blocks)
     with recorder:
         with autocast:

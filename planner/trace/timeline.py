@@ -50,13 +50,14 @@ class Timeline:
     """The storages of a step in the order of their making.
 
     `marks` are named moments, `inputs` shapes and item sizes of the batch, `outputs` what each block gave the next one,
-    `buffers` shapes and item sizes of those each block has.
+    `buffers` shapes and item sizes of those each block has, `outside` of those that are in no block.
     """
 
     storages: list[Storage] = field(default_factory=list)
     inputs: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     outputs: list[Storage] = field(default_factory=list)
     buffers: list[list[tuple[tuple[int, ...], int]]] = field(default_factory=list)
+    outside: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
     operations: int = 0
 
