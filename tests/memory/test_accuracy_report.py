@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,17 @@ def test_a_spread_is_of_sizes_and_keeps_the_signs_of_the_largest() -> None:
 def test_every_case_with_a_figure_is_listed() -> None:
     page = "\n".join(report(CASES))
     assert not [case.name for case in CASES if case.measured and f"| {case.name} |" not in page]
+
+
+def test_closed_forms_hold_for_every_shipped_trace() -> None:
+    traced = [case for case in CASES if case.truth == "traced" and case.measured]
+    assert len(traced) >= 150
+    errors = sorted(case.error for case in traced)
+    sizes = sorted(map(abs, errors))
+    assert statistics.median(sizes) <= 0.015
+    assert sizes[int(0.95 * len(sizes))] <= 0.04
+    assert sizes[-1] <= 0.08
+    assert errors[0] >= -0.03
 
 
 def test_cases_have_names_of_their_own() -> None:
