@@ -39,10 +39,17 @@ STAND_INS = {"deepseek": ("glm4_moe", "Glm4MoeForCausalLM")}
 def structures(wanted: set[str]) -> dict[str, list[ModelFacts]]:
     """One model of every structure, by model type."""
     found: dict[str, dict[str, ModelFacts]] = defaultdict(dict)
-    for facts in models():
-        if not wanted or facts.model_type in wanted:
+    for row in models():
+        for facts in with_dropouts(row) if not wanted or row.model_type in wanted else ():
             found[facts.model_type].setdefault(json.dumps(structure_of(facts)), facts)
     return {name: list(found[name].values()) for name in sorted(found)}
+
+
+def with_dropouts(facts: ModelFacts) -> Iterator[ModelFacts]:
+    """The model as published, and with dropout switched off in attention or everywhere, as many configs have it."""
+    yield facts
+    yield replace(facts, attention_dropout=0.0)
+    yield replace(facts, attention_dropout=0.0, hidden_dropout=0.0)
 
 
 def variants(facts: ModelFacts) -> Iterator[Variant]:
@@ -51,6 +58,7 @@ def variants(facts: ModelFacts) -> Iterator[Variant]:
         yield Variant(mode=mode, eager=True)
         if facts.model_type in ON_CPU:
             yield Variant(mode=mode, on_cpu=True)
+            yield Variant(mode=mode, eager=True, on_cpu=True)
         if not facts.eager_only:
             yield Variant(mode=mode)
         if facts.sliding_window and not facts.eager_only and facts.model_type not in OWN_WINDOWS:

@@ -84,6 +84,7 @@ def subject_of(
     described = facts if layers is None else shortened(facts, layers)
     config = hf_config(described, overrides)
     _prepare(config, attention)
+    _set_dropout(config, described)
     build: Any = _training_class(described, config, task or default_task(described))
     with torch.device("meta"), import_module("transformers.initialization").no_init_weights():
         module: Any = build(copy.deepcopy(config))
@@ -108,6 +109,18 @@ def _prepare(config: Any, attention: Attention) -> None:
         config.num_labels = 2  # a row without a head has none, and transformers makes two by default
     if attention == "eager":
         config._attn_implementation = "eager"  # transformers' own choice is sdpa wherever the model has it
+
+
+_ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+_HIDDEN_DROPOUTS = ("resid_pdrop", "embd_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout", "dropout_rate")
+
+
+def _set_dropout(config: Any, facts: ModelFacts) -> None:
+    """What the figures say, which may come from a config that differs from its class's defaults."""
+    for names, chance in ((_ATTENTION_DROPOUTS, facts.attention_dropout), (_HIDDEN_DROPOUTS, facts.hidden_dropout)):
+        for name in names:
+            if isinstance(getattr(config, name, None), int | float):
+                setattr(config, name, chance)
 
 
 def _training_class(facts: ModelFacts, config: Any, task: Task) -> type[nn.Module]:

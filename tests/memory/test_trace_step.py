@@ -98,8 +98,11 @@ def test_a_trace_is_what_a_rank_among_others_uses(
 ) -> None:
     configuration = configuration_of(strategy=strategy, ranks=RANKS, precision=precision, accumulation=accumulation)
     real = pool.run(bodies.rank_peaks, configuration)[0]
-    traced = trace_step(job_of(find_model("gpt2"), configuration), bodies.Own())
-    assert traced.totals == pytest.approx(real, rel=0.01)
+    traced = trace_step(job_of(find_model("gpt2"), configuration), bodies.Own()).totals
+    # A thread of gloo's may let go of a reduction's buffer only when the step has begun.
+    late = real.pop("step") - traced.pop("step")
+    assert -0.01 <= late / traced["backward"] <= 0.05
+    assert traced == pytest.approx(real, rel=0.01)
 
 
 MEASURED = {
