@@ -79,8 +79,8 @@ def test_runs_survive_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_rows_can_be_measured_again(rows: ModuleType, pool: RankPool) -> None:
-    """Two shipped rows, with half their length so that they are quick: within what single runs may be off, since a thread
-    of gloo's may hold a buffer for longer in one run than in another."""
+    """Two shipped rows, with half their length so that they are quick: within what single runs may be off, since a
+    thread of gloo's may hold a buffer for longer in one run than in another."""
     from strategies.measured_run import Subject, measure_subject
 
     for model, strategy, precision in LIVE:
