@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hardware_db.device import Device, Link
+from planner.factors import SHIPPED, Factors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,8 @@ class Cluster:
     """`nodes` equal nodes of `gpus_per_node` devices.
 
     `capacity_bytes` is what one process may use on one device (free now, where the machine was probed). `assumed` is
-    the sentence that says what was taken for granted, empty when everything was asked for or probed.
+    the sentence that says what was taken for granted, empty when everything was asked for or probed. `factors` is what
+    calibration found.
     """
 
     device: Device
@@ -45,6 +47,7 @@ class Cluster:
     assumed: str = ""
     probed: bool = False
     rates: Rates = Rates()
+    factors: Factors = SHIPPED
 
     @property
     def gpus(self) -> int:

@@ -167,8 +167,8 @@ def _micro_batches(request: Request, shape: Shape) -> tuple[int, ...]:
 
 
 def _largest(request: Request, shape: Shape, micros: tuple[int, ...], smallest: Priced) -> Iterable[Timed]:
-    """The largest micro-batch that fits and the one below it; in a pipeline every one, since smaller ones shrink the
-    bubble."""
+    """The largest micro-batch that fits, and the one below it where that is tight; in a pipeline also smaller ones, for
+    as long as the bubble that they shrink is worth more than the speed that they cost."""
     low, high, found = 0, len(micros) - 1, {0: smallest}
     middle = high  # often all of them fit
     while low < high:
@@ -178,12 +178,17 @@ def _largest(request: Request, shape: Shape, micros: tuple[int, ...], smallest: 
         else:
             low, found[middle] = middle, priced
         middle = (low + high + 1) // 2
-    wanted = range(low + 1) if shape.pp > 1 else range(max(low - 1, 0), low + 1)
-    for index in wanted:
+    largest = found[low]
+    tight, seconds = largest.judgement.verdict == "tight", float("inf")
+    for index in range(low, -1, -1):
         priced = found.get(index) or price(request, configuration_of(request, shape, micros[index]))
-        yield Timed(priced=priced, time=step_time(priced.job))
+        timed = Timed(priced=priced, time=step_time(priced.job))
+        yield timed
+        is_better, seconds = timed.time.step_seconds < seconds, timed.time.step_seconds
+        if not (is_better if shape.pp > 1 else tight and index == low):
+            break
     if not shape.is_model_parallel:
-        yield from _reduced_once(request, priced)
+        yield from _reduced_once(request, largest)
 
 
 def _reduced_once(request: Request, priced: Priced) -> Iterator[Timed]:

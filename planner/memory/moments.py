@@ -17,9 +17,6 @@ from planner.memory.ledger import Ledger
 from planner.memory.recipe import Recipe
 from planner.memory.states import States
 
-_MANY = 3
-"""From here on the number of micro-batches in a step changes nothing."""
-
 
 def largest_moments(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     """By phase: what is alive beside weights and optimizer states at its largest moment."""
@@ -71,9 +68,11 @@ class _Alike:
 
 
 def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
-    """The lines of a job, for all micro-batches."""
+    """The lines of a job, for all micro-batches. A second one in a step finds gradients, and where they are kept whole
+    one between the first and the last finds them all; more of them change nothing."""
     chosen = job.configuration
-    steps = min(chosen.gradient_accumulation_steps, _MANY)
+    whole = chosen.strategy == "zero1" or not chosen.sync_each_micro_batch
+    steps = min(chosen.gradient_accumulation_steps, 3 if whole else 2)
     degrees = (chosen.dp_replicate, chosen.dp_shard, chosen.tp, chosen.pp)
     key = (chosen.strategy, degrees, steps, chosen.optimizer, chosen.offload, chosen.sync_each_micro_batch)
     found = _CACHE.get(alike := _Alike(job, recipe, (*key, *_activations_key(job, recipe))))

@@ -175,6 +175,10 @@ class ModelFacts:
     measured_counts: ParameterCounts | None = None
     traced: Mapping[str, TracedActivations] = field(default_factory=dict, compare=False)
 
+    def __hash__(self) -> int:
+        # A plan is looked up by its model hundreds of times in a search, and eighty fields take their time.
+        return hash((self.name, self.parameters))
+
     @property
     def total_layers(self) -> int:
         """Transformer blocks over all towers that a step passes through."""
