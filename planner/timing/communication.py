@@ -90,12 +90,12 @@ def _link_bytes_per_s(link: Link, name: Collective, ranks: int) -> float | None:
 
 
 def _intra(cluster: Cluster, name: Collective) -> tuple[float, float, float]:
-    measured, link = cluster.rates.collective_bytes_per_s, cluster.intra_link
+    measured, link, factor = cluster.rates.collective_bytes_per_s, cluster.intra_link, cluster.factors.intra_link
     if measured or link is None:
-        rate = measured or UNKNOWN_INTRA_BYTES_PER_S
+        rate = (measured or UNKNOWN_INTRA_BYTES_PER_S) * factor
         return rate, rate, rate
     two, four, more = (_link_bytes_per_s(link, name, ranks) or UNKNOWN_INTRA_BYTES_PER_S for ranks in (2, 4, 8))
-    return two, four, more
+    return two * factor, four * factor, more * factor
 
 
 def _inter(cluster: Cluster, name: Collective) -> float:
@@ -113,18 +113,21 @@ def _latency(link: Link | None, key: str, default_us: float) -> float:
 
 @memo_by_identity
 def fabric(cluster: Cluster) -> Fabric:
-    """The links of a cluster, looked up once; measured rates replace datasheet figures inside a node."""
-    link = cluster.intra_link
+    """The links of a cluster, looked up once; measured rates replace datasheet figures inside a node.
+
+    The cluster's factors multiply the rates, and divide the host's part of a collective's latency.
+    """
+    link, factors = cluster.intra_link, cluster.factors
     intra = {name: _intra(cluster, name) for name in COLLECTIVES}
     peer = link.typical_p2p_gbs_per_direction if link else None
     return Fabric(
         intra=intra,
-        inter={name: _inter(cluster, name) for name in COLLECTIVES},
-        base=COLLECTIVE_LAUNCH_SECONDS + _latency(link, "base", DEFAULT_BASE_US),
+        inter={name: _inter(cluster, name) * factors.inter_link for name in COLLECTIVES},
+        base=COLLECTIVE_LAUNCH_SECONDS / factors.launch + _latency(link, "base", DEFAULT_BASE_US),
         intra_step=_latency(link, "per_step", DEFAULT_STEP_US),
         inter_step=_latency(cluster.inter_link, "per_step", DEFAULT_INTER_STEP_US),
         measured_latency=cluster.rates.collective_latency_s,
-        neighbour=peer * GB if peer else intra["all_gather"][0],
+        neighbour=peer * GB * factors.intra_link if peer else intra["all_gather"][0],
     )
 
 

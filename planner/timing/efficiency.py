@@ -8,7 +8,7 @@ docs/cost-model-time.md say how well. Nothing here is a property of one model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hardware_db.device import Device
 from planner.cluster import Cluster
@@ -102,8 +102,11 @@ def ceilings(device: Device) -> tuple[float, float]:
 
 
 def device_rates(cluster: Cluster, precision: Precision, code: Implementation = TRANSFORMERS) -> DeviceRates:
-    """Rates of one device of the cluster; a measured rate replaces the datasheet's wherever there is one."""
-    device, measured = cluster.device, cluster.rates
+    """Rates of one device of the cluster; a measured rate replaces the datasheet's wherever there is one.
+
+    The cluster's factors multiply both.
+    """
+    device, measured, factors = cluster.device, cluster.rates, cluster.factors
     dtype = compute_dtype(device, precision)
     peak = device.peak_flops(dtype)
     products, attention = ceilings(device)
@@ -111,9 +114,20 @@ def device_rates(cluster: Cluster, precision: Precision, code: Implementation = 
     bandwidth = (device.memory_bandwidth_bytes_per_s or CPU_BANDWIDTH) * MEMORY_CEILING
     return DeviceRates(
         peak_flops=peak,
-        gemm_flops=gemm,
-        attention_flops=gemm * attention / products,
-        memory_bytes_per_s=measured.memory_bytes_per_s or bandwidth,
+        gemm_flops=gemm * factors.compute,
+        attention_flops=gemm * attention / products * factors.attention,
+        memory_bytes_per_s=(measured.memory_bytes_per_s or bandwidth) * factors.memory,
         element_bytes=4 if precision == "fp32" else 2,
-        code=code,
+        code=_launched(code, factors.launch),
+    )
+
+
+def _launched(code: Implementation, factor: float) -> Implementation:
+    """The code run by a host that launches `factor` times as fast."""
+    if factor == 1:
+        return code
+    return replace(
+        code,
+        block_host_seconds=code.block_host_seconds / factor,
+        kernel_host_seconds=code.kernel_host_seconds / factor,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hardware_db.device import Device
 from hardware_db.units import GB
 from planner.cluster import Cluster
 from planner.job import Job
@@ -41,9 +42,12 @@ class OffloadCost:
 
 def host_link_bytes_per_s(cluster: Cluster) -> float:
     """Host-device copy rate of one rank."""
-    device = cluster.device
-    if cluster.rates.host_link_bytes_per_s:
-        return cluster.rates.host_link_bytes_per_s
+    return (
+        cluster.rates.host_link_bytes_per_s or _datasheet_link_bytes_per_s(cluster.device)
+    ) * cluster.factors.host_link
+
+
+def _datasheet_link_bytes_per_s(device: Device) -> float:
     if device.pcie_generation is None:
         # Without PCIe host and device share one memory.
         return (device.memory_bandwidth_gbs or 12) * GB
@@ -53,12 +57,12 @@ def host_link_bytes_per_s(cluster: Cluster) -> float:
 
 def cpu_optimizer_rate(job: Job) -> float:
     """Parameters per second that one rank's share of the node's cores updates."""
-    cluster = job.cluster
+    cluster, factor = job.cluster, job.cluster.factors.cpu_optimizer
     if cluster.rates.cpu_optimizer_parameters_per_s:
-        return cluster.rates.cpu_optimizer_parameters_per_s
+        return cluster.rates.cpu_optimizer_parameters_per_s * factor
     cores = cluster.host_cores_per_node or CPU_ADAM_CORES
     whole = CPU_ADAM_PARAMETERS_PER_S if job.configuration.backend == "deepspeed" else TORCH_CPU_ADAM_PARAMETERS_PER_S
-    return whole * min(1.0, cores / CPU_ADAM_CORES) / cluster.gpus_per_node
+    return factor * whole * min(1.0, cores / CPU_ADAM_CORES) / cluster.gpus_per_node
 
 
 def offload_cost(job: Job, where: Layout, passes: Passes) -> OffloadCost:

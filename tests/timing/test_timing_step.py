@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from timing_cases import SHARDED, cluster, make_job, on
 
 from planner.cluster import Rates
+from planner.factors import Factors
 from planner.job import Job
 from planner.models.catalogue import find_model, models
 from planner.models.facts import ModelFacts
@@ -202,3 +203,15 @@ def test_a_larger_micro_batch_takes_longer_but_not_per_sample(micro: int, strate
     small = step_time(make_job("facebook/opt-1.3b", strategy=strategy, micro_batch_size=micro)).step_seconds
     large = step_time(make_job("facebook/opt-1.3b", strategy=strategy, micro_batch_size=2 * micro)).step_seconds
     assert small < large <= 2 * small
+
+
+@pytest.mark.parametrize("name", Factors.__slots__)
+def test_every_factor_multiplies_a_rate(name: str) -> None:
+    # Small blocks wait for the host, two nodes use both links, offload the host's link and optimizer.
+    job = make_job("facebook/opt-125m", cluster(nodes=2), strategy="zero2", offload="optimizer", micro_batch_size=8)
+    if name == "launch":
+        job = make_job("facebook/opt-125m", cluster(nodes=2), strategy="zero2", sequence_length=16)
+    if name == "intra_link":
+        job = make_job("facebook/opt-125m", strategy="zero2", micro_batch_size=8)
+    slow, same, fast = (step_time(on(job, factors=Factors(**{name: value}))).step_seconds for value in (0.5, 1.0, 2.0))
+    assert fast < same == step_time(job).step_seconds < slow <= 2.01 * same
