@@ -46,8 +46,9 @@ class RecordError(DsplanError):
 class Measured:
     """What a run showed on its busiest rank; None where nothing was measured.
 
-    Memory in bytes, `host_bytes` per node. `step_seconds` is the median optimizer step, `tokens_per_second` counts all
-    ranks, `steps` the optimizer steps done. A loss that is not finite is kept as None: JSON and SQL have no NaN.
+    Memory in bytes, `host_bytes` per node. `step_seconds` is the median optimizer step, between the 5th and the 95th
+    percentile of the settled steps (`step_seconds_low`, `step_seconds_high`); `tokens_per_second` counts all ranks,
+    `steps` the optimizer steps done. A loss that is not finite is kept as None: JSON and SQL have no NaN.
 
     Raises:
         RecordError: a figure is negative, not finite, or beyond 64 bits.
@@ -58,6 +59,8 @@ class Measured:
     device_used_bytes: int | None = None
     host_bytes: int | None = None
     step_seconds: float | None = None
+    step_seconds_low: float | None = None
+    step_seconds_high: float | None = None
     tokens_per_second: float | None = None
     first_loss: float | None = None
     last_loss: float | None = None
@@ -73,7 +76,8 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """What the plan promised: bytes on the busiest rank, seconds per optimizer step; None where it promised nothing.
+    """What the plan promised: bytes on the busiest rank, seconds per optimizer step with the interval that should hold
+    nine runs of ten; None where it promised nothing.
 
     Raises:
         RecordError: a figure is negative, not finite, or beyond 64 bits.
@@ -81,6 +85,8 @@ class Predicted:
 
     peak_allocated_bytes: int | None = None
     step_seconds: float | None = None
+    step_seconds_low: float | None = None
+    step_seconds_high: float | None = None
 
     def __post_init__(self) -> None:
         _check_figures(self, "predicted")
@@ -141,7 +147,9 @@ class RateMeasurement:
     """One point of a micro-benchmark: `operation` (matmul, memory, all_reduce …) ran at `value` `unit`.
 
     `size` is the bytes moved per rank, for matmul the edge of the square matrices; None where the rate has no size.
-    `dtype` is empty where it does not matter; `ranks` is how many processes took part.
+    `shape` is what `size` cannot say: m, k, n of a matrix product, batch, heads, length, head width of attention.
+    `dtype` is empty where it does not matter; `ranks` is how many processes took part. `value` is the median of
+    `repeats` rounds, whose largest was `1 + spread` times the smallest; None where nobody kept that.
 
     Raises:
         RecordError: a field is malformed or a figure negative, not finite, or beyond 64 bits.
@@ -157,11 +165,16 @@ class RateMeasurement:
     dtype: str = ""
     size: int | None = None
     ranks: int = 1
+    shape: tuple[int, ...] = ()
+    spread: float | None = None
+    repeats: int = 1
 
     def __post_init__(self) -> None:
         _check_identity(self.id, self.created_at)
         _check_figures(self.fingerprint.machine, "fingerprint.machine")
         _check_figures(self, "rate")
+        if not all(type(extent) is int and 0 < extent <= _LARGEST_INTEGER for extent in self.shape):
+            raise RecordError("rate.shape", f"is {self.shape}; every extent must be a whole number above 0")
         for name in ("operation", "unit"):
             if not getattr(self, name):
                 raise RecordError(name, "is empty")
@@ -196,10 +209,7 @@ def measure_run(
         outcome=outcome,
         source=source,
         measured=measured,
-        predicted=Predicted(
-            peak_allocated_bytes=cast("int | None", _section(plan, "memory").get("peak_allocated_bytes")),
-            step_seconds=cast("float | None", _section(plan, "time").get("step_seconds")),
-        ),
+        predicted=_promised(_section(plan, "memory"), _section(plan, "time")),
     )
 
 
@@ -214,6 +224,16 @@ def plan_key(plan: Mapping[str, object]) -> str:
         for name, left_out in CIRCUMSTANCES.items()
     }
     return digest({"plan_key_version": PLAN_KEY_VERSION, **inputs}, 32)
+
+
+def _promised(memory: Mapping[str, object], time: Mapping[str, object]) -> Predicted:
+    """What a plan's estimates promise."""
+    return Predicted(
+        peak_allocated_bytes=cast("int | None", memory.get("peak_allocated_bytes")),
+        step_seconds=cast("float | None", time.get("step_seconds")),
+        step_seconds_low=cast("float | None", time.get("step_seconds_low")),
+        step_seconds_high=cast("float | None", time.get("step_seconds_high")),
+    )
 
 
 def _section(plan: Mapping[str, object], name: str) -> Mapping[str, object]:

@@ -84,7 +84,28 @@ def m002_traces(connection: sqlite3.Connection) -> None:
     connection.execute("CREATE INDEX traces_by_series ON traces (series)")
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_measurements, m002_traces)
+def m003_calibrations(connection: sqlite3.Connection) -> None:
+    connection.execute("ALTER TABLE rates ADD COLUMN shape TEXT NOT NULL DEFAULT ''")
+    connection.execute("ALTER TABLE rates ADD COLUMN spread REAL")
+    connection.execute("ALTER TABLE rates ADD COLUMN repeats INTEGER NOT NULL DEFAULT 1")
+    for column in ("step_seconds_low", "step_seconds_high"):
+        connection.execute(f"ALTER TABLE measurements ADD COLUMN {column} REAL")
+        connection.execute(f"ALTER TABLE measurements ADD COLUMN predicted_{column} REAL")
+    connection.execute(
+        """CREATE TABLE calibrations (
+            id TEXT PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            key TEXT NOT NULL,
+            device TEXT NOT NULL,
+            intra_link TEXT NOT NULL,
+            inter_link TEXT NOT NULL,
+            document TEXT NOT NULL
+        )"""
+    )
+    connection.execute("CREATE INDEX calibrations_by_key ON calibrations (key, created_at)")
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_measurements, m002_traces, m003_calibrations)
 
 
 def check_owner(connection: sqlite3.Connection, path: object) -> None:

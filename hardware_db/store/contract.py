@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TypeVar
 
+from hardware_db.calibration_record import CalibrationRecord, HardwareKind
 from hardware_db.errors import DsplanError
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
 from hardware_db.trace_record import TraceRecord
@@ -13,7 +14,8 @@ Opened = TypeVar("Opened", bound="Store")
 
 
 class Store(ABC):
-    """Measurements of runs and rates of micro-benchmarks, kept for good, and traces, which can be found anew.
+    """Measurements of runs and rates of micro-benchmarks, kept for good; traces and calibrations, which can be found
+    anew.
 
     What every store holds to, and `tests/store` checks for each:
 
@@ -27,6 +29,7 @@ class Store(ABC):
     * A fingerprint argument is the key of a Fingerprint (that machine with those versions), or the key of its machine
       alone (any versions).
     * Traces hold to the same: a key that is there already keeps its first answer, and they come newest first.
+    * Calibrations are added and never changed; the newest of a kind of hardware is in force.
     * Expected failures (no record, a locked, full, read-only or broken file) are a DsplanError of one line.
     """
 
@@ -75,8 +78,20 @@ class Store(ABC):
         """The traces of one series."""
 
     @abstractmethod
+    def add_calibration(self, calibration: CalibrationRecord) -> None:
+        """Stores a calibration in one transaction; one whose id is there already changes nothing."""
+
+    @abstractmethod
+    def calibration(self, hardware: HardwareKind) -> CalibrationRecord | None:
+        """The newest calibration of this kind of hardware; None where there is none."""
+
+    @abstractmethod
+    def calibrations(self) -> tuple[CalibrationRecord, ...]:
+        """All calibrations."""
+
+    @abstractmethod
     def count(self) -> int:
-        """How many measurements there are; rates and traces are not counted."""
+        """How many measurements there are; nothing else is counted."""
 
     @abstractmethod
     def close(self) -> None:

@@ -72,6 +72,8 @@ def _build(cls: type[_Value], document: object, where: str, *, spelled: Mapping[
 def _value(hint: Any, value: object, where: str) -> object:
     if is_dataclass(hint):
         return _build(cast("type[object]", hint), value, where)
+    if get_origin(hint) is tuple:
+        return _tuple(get_args(hint)[0], value, where)
     allowed = (str,) if get_origin(hint) is Literal else get_args(hint) or (hint,)
     if (type(value) is int and float not in allowed and int in allowed) or (type(value) is str and str in allowed):
         return value
@@ -82,6 +84,12 @@ def _value(hint: Any, value: object, where: str) -> object:
     names = {str: "text", int: "a whole number", float: "a number", NoneType: "null"}
     wanted = " or ".join(names[option] for option in allowed)
     raise RecordError(where, f"is {reprlib.repr(value)}; it must be {wanted}")
+
+
+def _tuple(hint: Any, value: object, where: str) -> tuple[object, ...]:
+    if not isinstance(value, list):
+        raise RecordError(where, f"is {reprlib.repr(value)}; it must be a list")
+    return tuple(_value(hint, item, f"{where}[{index}]") for index, item in enumerate(value))
 
 
 def _float(value: int | float, where: str) -> float:

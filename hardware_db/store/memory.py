@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hardware_db.calibration_record import CalibrationRecord, HardwareKind
 from hardware_db.fingerprint import Fingerprint
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
 from hardware_db.store.contract import Store, single_match
@@ -15,6 +16,7 @@ class MemoryStore(Store):
         self._measurements: dict[str, Measurement] = {}
         self._rates: dict[str, RateMeasurement] = {}
         self._traces: dict[str, TraceRecord] = {}
+        self._calibrations: dict[str, CalibrationRecord] = {}
 
     def add(self, *records: Record) -> int:
         before = len(self._measurements) + len(self._rates)
@@ -64,6 +66,15 @@ class MemoryStore(Store):
         matches = (one for one in self._traces.values() if one.series == series)
         return tuple(sorted(matches, key=lambda one: (one.created_at, one.key), reverse=True))
 
+    def add_calibration(self, calibration: CalibrationRecord) -> None:
+        self._calibrations.setdefault(calibration.id, calibration)
+
+    def calibration(self, hardware: HardwareKind) -> CalibrationRecord | None:
+        return next((one for one in self.calibrations() if one.hardware == hardware), None)
+
+    def calibrations(self) -> tuple[CalibrationRecord, ...]:
+        return tuple(sorted(self._calibrations.values(), key=_age, reverse=True))
+
     def count(self) -> int:
         return len(self._measurements)
 
@@ -75,5 +86,5 @@ def _made_on(fingerprint: Fingerprint, key: str | None) -> bool:
     return key in (None, fingerprint.key, fingerprint.machine.key)
 
 
-def _age(record: Record) -> tuple[str, str]:
+def _age(record: Record | CalibrationRecord) -> tuple[str, str]:
     return record.created_at, record.id

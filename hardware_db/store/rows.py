@@ -1,4 +1,4 @@
-"""Measurements, rates and traces as rows of the database and back."""
+"""Measurements, rates, traces and calibrations as rows of the database and back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, fields
 from typing import Any
 
+from hardware_db.calibration_record import CalibrationRecord, HardwareKind
 from hardware_db.canonical import canonical_json
 from hardware_db.fingerprint import Fingerprint, MachineIdentity, Versions
 from hardware_db.measurement import Measured, Measurement, Predicted, RateMeasurement
@@ -17,7 +18,11 @@ _PREDICTED = tuple(item.name for item in fields(Predicted))
 _FIGURES = (*_MEASURED, *(f"predicted_{name}" for name in _PREDICTED))
 _DERIVED = ("fingerprint", "model", "strategy", "plan_key")
 _TRACE = ("key", "series", "created_at", "document")
-_RATE = ("id", "created_at", "source", "operation", "dtype", "size", "ranks", "value", "unit")
+_CALIBRATION = ("id", "created_at", "key", "device", "intra_link", "inter_link", "document")
+_RATE = (
+    *("id", "created_at", "source", "operation", "dtype", "size", "ranks", "value", "unit"),
+    *("spread", "repeats", "shape"),
+)
 
 
 def _insert(table: str, columns: tuple[str, ...]) -> str:
@@ -35,9 +40,12 @@ INSERT_FINGERPRINT = _insert("fingerprints", ("key", "machine", "versions"))
 INSERT_MEASUREMENT = _insert("measurements", (*_IDENTITY, *_DERIVED, *_FIGURES))
 INSERT_RATE = _insert("rates", (*_RATE, "fingerprint"))
 INSERT_TRACE = _insert("traces", _TRACE)
+INSERT_CALIBRATION = _insert("calibrations", _CALIBRATION)
 SELECT_MEASUREMENTS = _select("measurements", (*_IDENTITY, *_FIGURES))
 SELECT_RATES = _select("rates", _RATE)
 SELECT_TRACES = f"SELECT {', '.join(_TRACE)} FROM traces"
+
+SELECT_CALIBRATIONS = f"SELECT {', '.join(_CALIBRATION)} FROM calibrations"
 
 
 def fingerprint_row(fingerprint: Fingerprint) -> tuple[str, str, str]:
@@ -58,7 +66,8 @@ def measurement_row(record: Measurement) -> tuple[object, ...]:
 
 def rate_row(record: RateMeasurement) -> tuple[object, ...]:
     """The row of INSERT_RATE."""
-    return (*(getattr(record, name) for name in _RATE), record.fingerprint.key)
+    shape = ",".join(map(str, record.shape))
+    return (*(getattr(record, name) for name in _RATE[:-1]), shape, record.fingerprint.key)
 
 
 def measurement(row: tuple[Any, ...]) -> Measurement:
@@ -79,7 +88,9 @@ def measurement(row: tuple[Any, ...]) -> Measurement:
 
 def rate(row: tuple[Any, ...]) -> RateMeasurement:
     """The rate of a row of SELECT_RATES."""
-    return RateMeasurement(**dict(zip(_RATE, row, strict=False)), fingerprint=_fingerprint(*row[-2:]))
+    values = dict(zip(_RATE, row, strict=False))
+    shape = tuple(int(extent) for extent in values.pop("shape").split(",") if extent)
+    return RateMeasurement(**values, shape=shape, fingerprint=_fingerprint(*row[-2:]))
 
 
 def trace_row(record: TraceRecord) -> tuple[str, str, str, str]:
@@ -91,6 +102,22 @@ def trace(row: tuple[str, str, str, str]) -> TraceRecord:
     """The trace of a row of SELECT_TRACES."""
     key, series, created_at, document = row
     return TraceRecord(key=key, series=series, created_at=created_at, document_json=document)
+
+
+def calibration_row(record: CalibrationRecord) -> tuple[str, ...]:
+    """The row of INSERT_CALIBRATION."""
+    kind = record.hardware
+    return (
+        *(record.id, record.created_at, kind.key),
+        *(kind.device, kind.intra_link, kind.inter_link, record.document_json),
+    )
+
+
+def calibration(row: tuple[str, ...]) -> CalibrationRecord:
+    """The calibration of a row of SELECT_CALIBRATIONS."""
+    id, created_at, _, device, intra_link, inter_link, document = row
+    hardware = HardwareKind(device=device, intra_link=intra_link, inter_link=inter_link)
+    return CalibrationRecord(id=id, created_at=created_at, hardware=hardware, document_json=document)
 
 
 def _fingerprint(machine: str, versions: str) -> Fingerprint:

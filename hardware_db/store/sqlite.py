@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hardware_db.calibration_record import CalibrationRecord, HardwareKind
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
 from hardware_db.store import rows
 from hardware_db.store.connection import clear_errors, connect, transaction
@@ -83,6 +84,17 @@ class SqliteStore(Store):
     def traces(self, series: str) -> tuple[TraceRecord, ...]:
         return self._traces("series = ?", series)
 
+    def add_calibration(self, calibration: CalibrationRecord) -> None:
+        with clear_errors(self.path), transaction(self._connection):
+            self._connection.execute(rows.INSERT_CALIBRATION, rows.calibration_row(calibration))
+
+    def calibration(self, hardware: HardwareKind) -> CalibrationRecord | None:
+        found = self._calibrations("WHERE key = ?", hardware.key)
+        return found[0] if found else None
+
+    def calibrations(self) -> tuple[CalibrationRecord, ...]:
+        return self._calibrations("")
+
     def count(self) -> int:
         with clear_errors(self.path):
             return int(self._connection.execute("SELECT count(*) FROM measurements").fetchone()[0])
@@ -95,6 +107,12 @@ class SqliteStore(Store):
         with clear_errors(self.path):
             found = self._connection.execute(query, (value,)).fetchall()
         return tuple(rows.trace(row) for row in found)
+
+    def _calibrations(self, condition: str, *values: str) -> tuple[CalibrationRecord, ...]:
+        query = f"{rows.SELECT_CALIBRATIONS} {condition} {_NEWEST_FIRST}"
+        with clear_errors(self.path):
+            found = self._connection.execute(query, values).fetchall()
+        return tuple(rows.calibration(row) for row in found)
 
     def _measurements(self, condition: str, values: dict[str, object]) -> tuple[Measurement, ...]:
         query = f"{rows.SELECT_MEASUREMENTS} {condition} {_NEWEST_FIRST} LIMIT :limit"

@@ -15,7 +15,7 @@ SCHEMAS = Path(__file__).parent / "schemas"
 
 def main() -> None:
     sys.path.insert(0, str(ROOT))
-    from store_records import FROZEN, FROZEN_TRACE
+    from store_records import FROZEN, FROZEN_CALIBRATION, FROZEN_RATE, FROZEN_RUN, FROZEN_TRACE
 
     from hardware_db.migrations import MIGRATIONS
     from hardware_db.store import open_store
@@ -25,8 +25,9 @@ def main() -> None:
         sys.exit(f"{path} exists; a released schema does not change, add a migration instead")
     SCHEMAS.mkdir(exist_ok=True)
     with open_store(path) as store:
-        store.add(*FROZEN)
+        store.add(*FROZEN, FROZEN_RATE, FROZEN_RUN)
         store.add_trace(FROZEN_TRACE)
+        store.add_calibration(FROZEN_CALIBRATION)
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("PRAGMA journal_mode = delete")
     connection.execute("PRAGMA page_size = 512")

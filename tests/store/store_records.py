@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hardware_db.calibration_record import CalibrationRecord, HardwareKind
 from hardware_db.canonical import canonical_json
 from hardware_db.fingerprint import Fingerprint, MachineIdentity, Versions
 from hardware_db.measurement import Measured, Measurement, Predicted, RateMeasurement
@@ -77,6 +78,16 @@ def trace(number: int, series: str = "a" * 32) -> TraceRecord:
     return TraceRecord(key=f"{number:032x}", series=series, created_at=created_at, document_json=document)
 
 
+def calibration(number: int, hardware: HardwareKind | None = None) -> CalibrationRecord:
+    """The calibration with id `number`, made `number` seconds after midnight."""
+    return CalibrationRecord(
+        id=f"{number:032x}",
+        created_at=f"2026-01-31T00:00:{number:02d}.000000Z",
+        hardware=hardware or HardwareKind(device="A100-SXM4-80GB", intra_link="nvswitch-a100"),
+        document_json=canonical_json({"factors": {"compute": 1 + number / 100}}),
+    )
+
+
 FROZEN = (
     measurement(1),
     measurement(2, outcome="out_of_memory", measured=Measured(), predicted=Predicted(), fingerprint=LAPTOP),
@@ -85,3 +96,11 @@ FROZEN = (
 """What every file in `schemas/` holds."""
 FROZEN_TRACE = trace(4)
 """What the files since schema 2 hold as well."""
+FROZEN_RATE = rate(5, operation="matmul", size=None, shape=(512, 1024, 2048), spread=0.08, repeats=7)
+FROZEN_RUN = measurement(
+    6,
+    measured=Measured(step_seconds=0.26, step_seconds_low=0.25, step_seconds_high=0.28, steps=20),
+    predicted=Predicted(step_seconds=0.25, step_seconds_low=0.2, step_seconds_high=0.31),
+)
+FROZEN_CALIBRATION = calibration(7)
+"""What the files since schema 3 hold as well."""

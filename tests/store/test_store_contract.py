@@ -6,8 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from store_records import A100, LAPTOP, measurement, plan, rate, trace
+from store_records import A100, FROZEN_RATE, FROZEN_RUN, LAPTOP, calibration, measurement, plan, rate, trace
 
+from hardware_db.calibration_record import HardwareKind
 from hardware_db.canonical import canonical_json
 from hardware_db.errors import DsplanError
 from hardware_db.measurement import OUTCOMES, Measured, Predicted
@@ -155,3 +156,21 @@ def test_a_trace_that_is_there_stays_as_it_is(store: Store) -> None:
     assert store.add_trace(first)
     assert not store.add_trace(replace(first, document_json="{}"))
     assert store.trace(first.key) == first
+
+
+def test_shapes_repeats_and_intervals_come_out_as_they_went_in(store: Store) -> None:
+    assert store.add(FROZEN_RATE, FROZEN_RUN) == 2
+    assert store.rates() == (FROZEN_RATE,)
+    assert store.get(FROZEN_RUN.id) == FROZEN_RUN
+
+
+def test_the_newest_calibration_of_a_kind_of_hardware_is_in_force(store: Store) -> None:
+    laptop = HardwareKind(device="laptop")
+    old, new, other = calibration(1), calibration(2), calibration(3, laptop)
+    for one in (new, old, other, replace(new, document_json="{}")):
+        store.add_calibration(one)
+    assert store.calibration(new.hardware) == new
+    assert store.calibration(laptop) == other
+    assert store.calibration(HardwareKind(device="laptop", inter_link="eth-25")) is None
+    assert store.calibrations() == (other, new, old)
+    assert store.count() == 0

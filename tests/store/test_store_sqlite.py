@@ -8,7 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_records import FROZEN, FROZEN_TRACE, measurement, trace
+from store_records import (
+    FROZEN,
+    FROZEN_CALIBRATION,
+    FROZEN_RATE,
+    FROZEN_RUN,
+    FROZEN_TRACE,
+    calibration,
+    measurement,
+    trace,
+)
 
 from hardware_db.errors import BrokenFile
 from hardware_db.migrations import APPLICATION_ID, MIGRATIONS, migrate
@@ -27,14 +36,18 @@ def test_every_schema_has_a_frozen_file() -> None:
 def test_a_database_of_every_schema_opens_with_its_records(tmp_path: Path, number: int) -> None:
     path = Path(shutil.copy(SCHEMAS / f"schema-{number}.db", tmp_path / "dsplan.db"))
     with open_store(path) as store:
-        assert store.list() == (FROZEN[1], FROZEN[0])
-        assert store.rates() == (FROZEN[2],)
-        assert store.find(FROZEN[0].plan_key, FROZEN[0].fingerprint.key) == FROZEN[0]
+        runs = (FROZEN[1], FROZEN[0]) if number < 3 else (FROZEN_RUN, FROZEN[1], FROZEN[0])
+        assert store.list() == runs
+        assert store.rates() == ((FROZEN[2],) if number < 3 else (FROZEN_RATE, FROZEN[2]))
+        assert store.find(FROZEN[0].plan_key, FROZEN[0].fingerprint.key) == (FROZEN[0] if number < 3 else FROZEN_RUN)
         assert store.trace(FROZEN_TRACE.key) == (FROZEN_TRACE if number > 1 else None)
+        assert store.calibrations() == ((FROZEN_CALIBRATION,) if number > 2 else ())
         assert store.add(measurement(9)) == 1
         assert store.add_trace(trace(9))
+        store.add_calibration(calibration(9))
     with open_store(path) as store:
-        assert store.count() == 3
+        assert store.count() == len(runs) + 1
+        assert store.calibration(calibration(9).hardware) == calibration(9)
         assert store.trace(trace(9).key) == trace(9)
 
 
@@ -166,7 +179,7 @@ def _under_a_file(path: Path) -> None:
         (Path.mkdir, "dsplan.db: cannot be opened; set DSPLAN_HOME"),
         (_of_another_program, "dsplan.db: is the SQLite database of another program; move it away"),
         (_of_another_application_id, "dsplan.db: is the SQLite database of another program; move it away"),
-        (_newer, "schema 99 was written by a newer dsplan, this one knows up to 2; upgrade dsplan"),
+        (_newer, "schema 99 was written by a newer dsplan, this one knows up to 3; upgrade dsplan"),
         (_under_a_file, "home: cannot be created (File exists); set DSPLAN_HOME"),
     ],
 )

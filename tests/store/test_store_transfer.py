@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from store_records import LAPTOP, measurement, rate
+from store_records import FROZEN_RATE, FROZEN_RUN, LAPTOP, measurement, rate
 
-from hardware_db.errors import BrokenFile
+from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.measurement import Measured, Predicted
 from hardware_db.store import MemoryStore, Store
 from hardware_db.store.documents import from_document, to_document
@@ -146,3 +147,25 @@ def test_figures_left_out_take_their_defaults() -> None:
     assert record == measurement(
         1, source=RECORDS[0].source, measured=Measured(), predicted=Predicted(step_seconds=1.0)
     )
+
+
+def test_shapes_and_intervals_travel(store: Store, tmp_path: Path) -> None:
+    source = MemoryStore()
+    source.add(replace(FROZEN_RATE, source="import"), replace(FROZEN_RUN, source="import"))
+    path = tmp_path / "export.jsonl"
+    path.write_text(export_text(source))
+    import_file(store, path)
+    assert (store.rates(), store.list()) == (source.rates(), source.list())
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (7, "shape is 7; it must be a list"),
+        ([1, "2"], r"shape\[1\] is '2'; it must be a whole number"),
+        ([8, 0], r"rate\.shape is \(8, 0\); every extent must be a whole number above 0"),
+    ],
+)
+def test_a_shape_that_is_none_names_the_key(shape: object, message: str) -> None:
+    with pytest.raises(DsplanError, match=message):
+        from_document({**to_document(FROZEN_RATE), "shape": shape})
