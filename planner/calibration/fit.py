@@ -1,0 +1,174 @@
+"""The most probable factors for a set of measured runs: Levenberg-Marquardt with Gaussian priors and a robust error.
+
+With residuals r_i = log(measured / predicted) / scale_i, which depend on the logarithms theta of the factors, this
+minimises
+
+    sum_i (nu + 1) / 2 log(1 + r_i² / (nu s²))  +  sum_j theta_j² / (2 prior_j²)
+
+for Student's t with nu = 4 degrees of freedom, whose heavy tails let one run that another job disturbed weigh little.
+s, the spread that is left, is found beside theta by expectation-maximisation (Lange, Little and Taylor 1989, Robust
+statistical modeling using the t distribution), starting from `noise`, which counts as much as `noise.rows` more runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from planner.calibration.linear import Matrix, Vector, inverse, quadratic, solve
+
+FREEDOM = 4.0
+"""Degrees of freedom of the error: few enough for outliers, enough for a variance."""
+_STEP = 1e-4
+_DAMPING = 1e-3
+_ROUNDS = 20
+_TRIES = 8
+_SETTLED = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prior:
+    """What is known of a factor before any run: its logarithm is 0, give or take `spread` (one standard deviation)."""
+
+    name: str
+    spread: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """The spread of residuals to expect, and how many runs that expectation is worth."""
+
+    spread: float = 1.0
+    rows: float = 4.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """What was found: `values` are logarithms of the factors, `covariance` their posterior covariance, `spread` what
+    the residuals keep, in the residuals' own unit."""
+
+    names: tuple[str, ...]
+    values: Vector
+    covariance: Matrix
+    spread: float
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """The factors themselves, by name."""
+        return {name: math.exp(value) for name, value in zip(self.names, self.values, strict=True)}
+
+    def variance(self, gradient: Sequence[float]) -> float:
+        """How uncertain a figure is that changes by `gradient` with each value."""
+        return quadratic(self.covariance, gradient)
+
+
+Residuals = Callable[[Sequence[float]], Sequence[float]]
+
+
+def fit(residuals: Residuals, priors: Sequence[Prior], noise: Noise | None = None) -> Fit:
+    """The most probable values. `residuals` takes the logarithms in the order of `priors`.
+
+    With no residuals at all the answer is the prior: zeros, its variances, and the expected spread.
+    """
+    expected = noise or Noise()
+    problem = _Problem(residuals=residuals, priors=tuple(priors))
+    here = problem.at((0.0,) * len(priors))
+    spread = expected.spread
+    for _ in range(_ROUNDS):
+        before = here
+        here = problem.descend(here, spread)
+        spread = problem.spread_left(here, spread, expected)
+        if here is before or _moved(before, here) < _SETTLED:
+            break
+    covariance = inverse(problem.curvature(here, spread))
+    names = tuple(prior.name for prior in priors)
+    return Fit(names=names, values=here.values, covariance=covariance, spread=spread)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Point:
+    """Values with the residuals there and how these change with each value, by value."""
+
+    values: Vector
+    residuals: tuple[float, ...]
+    columns: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Problem:
+    residuals: Residuals
+    priors: tuple[Prior, ...]
+
+    def at(self, values: Vector, found: tuple[float, ...] | None = None) -> _Point:
+        """The point; `found` are its residuals where they are known already."""
+        known = tuple(self.residuals(values)) if found is None else found
+        columns = []
+        for index in range(len(values)):
+            beside = tuple(value + _STEP * (i == index) for i, value in enumerate(values))
+            moved = self.residuals(beside)
+            columns.append(tuple((there - here) / _STEP for there, here in zip(moved, known, strict=True)))
+        return _Point(values=values, residuals=known, columns=tuple(columns))
+
+    def cost(self, values: Vector, residuals: Sequence[float], spread: float) -> float:
+        """The negative logarithm of the posterior, up to a constant."""
+        misfit = sum(math.log1p((r / spread) ** 2 / FREEDOM) for r in residuals)
+        pull = sum((value / prior.spread) ** 2 for value, prior in zip(values, self.priors, strict=True))
+        return (FREEDOM + 1) / 2 * misfit + pull / 2
+
+    def downhill(self, point: _Point, spread: float) -> list[float]:
+        """The negative gradient of the cost."""
+        weights = _weights(point, spread)
+        return [
+            -sum(w * c * r for w, c, r in zip(weights, column, point.residuals, strict=True)) - value / prior.spread**2
+            for column, value, prior in zip(point.columns, point.values, self.priors, strict=True)
+        ]
+
+    def curvature(self, point: _Point, spread: float) -> list[list[float]]:
+        """The cost's curvature, as Gauss and Newton approximate it."""
+        weights = _weights(point, spread)
+        found = [
+            [sum(w * a * b for w, a, b in zip(weights, one, other, strict=True)) for other in point.columns]
+            for one in point.columns
+        ]
+        for index, prior in enumerate(self.priors):
+            found[index][index] += 1 / prior.spread**2
+        return found
+
+    def descend(self, point: _Point, spread: float) -> _Point:
+        """One accepted step of Levenberg and Marquardt, or the same point where none goes down."""
+        downhill, curvature = self.downhill(point, spread), self.curvature(point, spread)
+        here, damping = self.cost(point.values, point.residuals, spread), _DAMPING
+        for _ in range(_TRIES):
+            damped = [
+                [figure * (1 + damping) if i == j else figure for j, figure in enumerate(row)]
+                for i, row in enumerate(curvature)
+            ]
+            step = solve(damped, downhill)
+            values = tuple(value + move for value, move in zip(point.values, step, strict=True))
+            found = tuple(self.residuals(values))
+            if self.cost(values, found, spread) < here:
+                return self.at(values, found)
+            damping *= 10
+        return point
+
+    def spread_left(self, point: _Point, spread: float, noise: Noise) -> float:
+        """The next estimate of the spread; factors that the runs determine take degrees of freedom from them."""
+        weighted = sum(_weight(r, spread) * r**2 for r in point.residuals)
+        covariance = inverse(self.curvature(point, spread))
+        taken = sum(1 - covariance[i][i] / prior.spread**2 for i, prior in enumerate(self.priors))
+        rows = noise.rows + max(len(point.residuals) - taken, 0.0)
+        return math.sqrt((weighted + noise.rows * noise.spread**2) / rows)
+
+
+def _weights(point: _Point, spread: float) -> list[float]:
+    return [_weight(r, spread) / spread**2 for r in point.residuals]
+
+
+def _weight(residual: float, spread: float) -> float:
+    """How much a run counts: 1.25 where it is as expected, ever less the further off it is."""
+    return (FREEDOM + 1) / (FREEDOM + (residual / spread) ** 2)
+
+
+def _moved(before: _Point, after: _Point) -> float:
+    return max((abs(new - old) for new, old in zip(after.values, before.values, strict=True)), default=0.0)
