@@ -1,4 +1,4 @@
-"""Runs to measure: a real model with random weights and batches of random words, trained by dsplan's engine."""
+"""Runs to measure: a real model with random weights, trained by dsplan's engine on random words or on real text."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from planner.vocabulary import Attention, Task
 from strategies.engine import initialize
 from strategies.environment import join
 from strategies.measure_memory import StepMemory, measure_step, reachable_tensors
+from strategies.measure_times import TimedStep, measure_times
+from strategies.standard_text import text_batches
 
 _CLASSES: Mapping[Task, str] = {
     "causal-lm": "AutoModelForCausalLM",
@@ -59,6 +61,21 @@ def measure_subject(subject: Subject) -> StepMemory:
     return measure_step(
         engine, batch, others=lambda tensor: _has_storage(tensor) and weakref.ref(tensor.untyped_storage()) in before
     )
+
+
+def time_subject(subject: Subject, steps: int, threads: int = 1) -> tuple[TimedStep, ...]:
+    """Train the subject on text and time `steps` steps in its steady state; called on every rank of its group."""
+    gc.collect()
+    torch.set_num_threads(threads)
+    environment = join()
+    plan = plan_from_dict(subject.plan)
+    chosen = plan.configuration
+    model = build_model(subject.config, subject.task, chosen.attention, environment.device)
+    vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
+    size = chosen.micro_batch_size, chosen.sequence_length
+    batches = text_batches(vocabulary, *size, seed=environment.rank, device=environment.device)
+    engine, *_ = initialize(model=model, plan=plan)
+    return measure_times(engine, batches, steps)
 
 
 def device_used_bytes() -> int:
