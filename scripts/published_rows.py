@@ -1,12 +1,21 @@
-"""Published training rows as jobs, for the scripts that check and fit the time model."""
+"""Published training rows as jobs, for the scripts that check and fit the time model.
+
+`published_training.csv` holds the rows in the words of a plan, `tp_dp_pp_a100.csv` vTrain's grid. A row's `reading`
+says how it may be used: `stated` (the document has the whole plan), `interpreted` (part of it comes from elsewhere in
+the repository), `vendor` (tuned by the vendor until best, and recomputation not stated) or `disclaimed` (its own
+authors say that it cannot be compared). Only stated rows are fitted to, and only they make the headline figures.
+"""
 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from published_code import code_of
 
 from hardware_db.datasheets import find_device, find_link
 from planner.cluster import Cluster
@@ -14,34 +23,53 @@ from planner.job import Job
 from planner.models.facts import ModelFacts
 from planner.models.parameter_counts import BlockCount, ParameterCounts
 from planner.plan import Configuration
-from planner.timing.implementation import (
-    COMPILED,
-    LLM_FOUNDRY,
-    MEGATRON,
-    TORCHTITAN,
-    TORCHTITAN_COMPILED,
-    TRANSFORMERS,
-    Implementation,
-)
+from planner.timing.implementation import Implementation
 from planner.workload import Workload
 
 MEASUREMENTS = Path(__file__).resolve().parent.parent / "hardware_db" / "measurements"
 MEGATRON_SOURCES = ("bigscience", "vtrain")
 """Megatron-LM trains with its default hidden dropout of 0.1 unless told otherwise."""
 
-TRANSFORMER_OF_VTRAIN = {"ffn": "", "vocab": "50257", "gated": "no", "norm": "layernorm", "position": "learned"}
+TRANSFORMER_OF_VTRAIN = {
+    **{"ffn": "", "vocab": "50257", "gated": "no", "norm": "layernorm", "position": "learned"},
+    **{"offload": "none", "code": "", "reading": "stated", "why": ""},
+}
+
+SAME_BATCH = 1.05
+"""Global batches that differ by less are taken for one: a batch that degrees do not divide is rounded by its authors."""
+
+Reading = Literal["stated", "interpreted", "vendor", "disclaimed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedRun:
-    """A measured step: `alike` groups runs that differ only in their plan."""
+    """A measured step: `alike` groups runs that differ only in their plan, `document` those of one publication."""
 
     source: str
+    document: str
+    reading: Reading
+    why: str
     model: str
     job: Job
     measured_seconds: float
     alike: str
     code: Implementation
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """What was measured, as a rate."""
+        return self.rate(self.measured_seconds)
+
+    def rate(self, seconds: float) -> float:
+        """Tokens per second and GPU of a step that takes so long."""
+        plan = self.job.configuration
+        return plan.global_batch_size * plan.sequence_length / seconds / plan.world_size
+
+
+def document_of(source: str) -> str:
+    """The publication of a source: versions and neighbouring tables of one document belong together."""
+    documents = ("llmfoundry", "torchtitan", "torchao", "fms_fsdp", "internevo", "dgxc", "qwen", "nemo_launcher", "alpa")
+    return next((name for name in documents if source.startswith(name)), source)
 
 
 def _architecture(row: Mapping[str, str]) -> tuple[ModelFacts, ParameterCounts]:
@@ -118,6 +146,7 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
         optimizer=row["optimizer"],
         attention=row["attention"],
         activation_checkpointing=row["checkpointing"],
+        offload=row["offload"],
     )
     workload = Workload(
         task="causal-lm", sequence_length=sequence, global_batch_size=batch, precision=configuration.precision
@@ -131,31 +160,24 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
     )
     return PublishedRun(
         source=row["source"],
+        document=document_of(row["source"]),
+        reading=row["reading"],
+        why=row["why"],
         model=row["model"],
         job=job,
         measured_seconds=seconds,
-        alike=" ".join(
-            str(part)
-            for part in (
-                row["source"],
-                *(facts.hidden_size, facts.num_layers, facts.num_heads, sequence),
-                *(batch, gpus, configuration.precision),
-            )
-        ),
-        code=_code(row),
+        alike=_alike(row["source"], job),
+        code=code_of(row),
     )
 
 
-def _code(row: Mapping[str, str]) -> Implementation:
-    """Whose modules a row ran."""
-    if row["source"].startswith("llmfoundry"):
-        return LLM_FOUNDRY
-    if row["source"].startswith(MEGATRON_SOURCES):
-        return MEGATRON
-    compiled = row["compiled"] == "y"
-    if row["source"].startswith("torch"):
-        return TORCHTITAN_COMPILED if compiled else TORCHTITAN
-    return COMPILED if compiled else TRANSFORMERS
+def _alike(source: str, job: Job) -> str:
+    """What a run shares with those that differ only in their plan."""
+    facts, plan = job.facts, job.configuration
+    batch = round(math.log(plan.global_batch_size) / math.log(SAME_BATCH))
+    shape = (facts.hidden_size, facts.num_layers, facts.num_heads, plan.sequence_length)
+    where = (job.cluster.device.name, job.cluster.gpus)
+    return " ".join(map(str, (source, *shape, *where, batch, plan.precision)))
 
 
 def _vtrain_row(row: Mapping[str, str]) -> dict[str, str]:
