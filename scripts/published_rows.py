@@ -31,12 +31,19 @@ MEGATRON_SOURCES = ("bigscience", "vtrain")
 """Megatron-LM trains with its default hidden dropout of 0.1 unless told otherwise."""
 
 TRANSFORMER_OF_VTRAIN = {
-    **{"ffn": "", "vocab": "50257", "gated": "no", "norm": "layernorm", "position": "learned"},
-    **{"offload": "none", "code": "", "reading": "stated", "why": ""},
+    "ffn": "",
+    "vocab": "50257",
+    "gated": "no",
+    "norm": "layernorm",
+    "position": "learned",
+    "offload": "none",
+    "code": "",
+    "reading": "stated",
+    "why": "",
 }
 
 SAME_BATCH = 1.05
-"""Global batches that differ by less are taken for one: a batch that degrees do not divide is rounded by its authors."""
+"""Global batches that differ by less are taken for one: authors round a batch that the degrees do not divide."""
 
 Reading = Literal["stated", "interpreted", "vendor", "disclaimed"]
 
@@ -68,7 +75,17 @@ class PublishedRun:
 
 def document_of(source: str) -> str:
     """The publication of a source: versions and neighbouring tables of one document belong together."""
-    documents = ("llmfoundry", "torchtitan", "torchao", "fms_fsdp", "internevo", "dgxc", "qwen", "nemo_launcher", "alpa")
+    documents = (
+        "llmfoundry",
+        "torchtitan",
+        "torchao",
+        "fms_fsdp",
+        "internevo",
+        "dgxc",
+        "qwen",
+        "nemo_launcher",
+        "alpa",
+    )
     return next((name for name in documents if source.startswith(name)), source)
 
 
