@@ -32,7 +32,7 @@ def record_run(report: RunReport) -> Stored:
             plan_to_dict(report.plan),
             fingerprint(probe()),
             outcome=report.outcome.name,
-            measured=_measured(report.measured),
+            measured=measured_of(report.measured),
         )
         with open_store() as store:
             store.add(measurement)
@@ -44,7 +44,8 @@ def record_run(report: RunReport) -> Stored:
     )
 
 
-def _measured(run: MeasuredRun) -> Measured:
+def measured_of(run: MeasuredRun) -> Measured:
+    """The figures of a run as the database keeps them."""
     return Measured(
         peak_allocated_bytes=run.peak_allocated_bytes,
         peak_reserved_bytes=run.peak_reserved_bytes,
