@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from hardware_db.curve import Curve
 from hardware_db.device import Device, Link
 from planner.factors import SHIPPED, Factors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Measured rates of this machine, which replace datasheet figures where they are not None.
+    """Measured seconds of this machine, which replace datasheet figures where they are not None.
 
-    FLOP/s of large matrix products in the compute dtype, bytes/s of device memory and of host-device copies, bus
-    bandwidth of collectives in bytes/s and their latency in seconds, parameters/s of the CPU optimizer.
+    Curves over the work of one kernel: `matmul`, and each of its backward's two products, over FLOPs in the compute
+    dtype, `attention` and its backward over the forward's FLOPs of causal attention counted in full, `memory` and
+    `elementwise` (a GELU) over bytes read and written, copies between host and device and disks over bytes, the CPU
+    optimizers over parameters.
+    `collectives` maps an operation and its number of ranks to a curve over the bytes of the whole tensor.
+    `launch_seconds` is what the host takes to launch one kernel.
     """
 
-    matmul_flops: float | None = None
-    memory_bytes_per_s: float | None = None
-    host_link_bytes_per_s: float | None = None
-    collective_bytes_per_s: float | None = None
-    collective_latency_s: float | None = None
-    cpu_optimizer_parameters_per_s: float | None = None
+    matmul: Curve | None = None
+    matmul_backward: Curve | None = None
+    attention: Curve | None = None
+    attention_backward: Curve | None = None
+    memory: Curve | None = None
+    elementwise: Curve | None = None
+    launch_seconds: float | None = None
+    host_to_device: Curve | None = None
+    device_to_host: Curve | None = None
+    collectives: Mapping[tuple[str, int], Curve] = field(default_factory=dict)
+    cpu_optimizer: Curve | None = None
+    cpu_optimizer_fused: Curve | None = None
+    disk_read: Curve | None = None
+    disk_write: Curve | None = None
+
+
+NOTHING_MEASURED = Rates()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +47,7 @@ class Cluster:
 
     `capacity_bytes` is what one process may use on one device (free now, where the machine was probed). `assumed` is
     the sentence that says what was taken for granted, empty when everything was asked for or probed. `factors` is what
-    calibration found.
+    calibration found. `machine_key` finds what was measured on the probed machine, empty for any other.
     """
 
     device: Device
@@ -46,7 +63,8 @@ class Cluster:
     node_type: str = ""
     assumed: str = ""
     probed: bool = False
-    rates: Rates = Rates()
+    machine_key: str = ""
+    rates: Rates = NOTHING_MEASURED
     factors: Factors = SHIPPED
 
     @property

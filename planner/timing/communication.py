@@ -17,7 +17,7 @@ from hardware_db.units import GB
 from planner.cluster import Cluster
 from planner.timing.memo import memo_by_identity
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 RING_SHARE_OF_LINK = 0.75
@@ -42,7 +42,7 @@ class Fabric:
     """The links of a cluster as rates (bytes/s) and latencies (seconds).
 
     `intra` maps a collective to bus bandwidths inside a node for 2, for 3 or 4, and for more ranks; `inter` to what
-    leaves a node over all its NICs. `measured_latency` replaces the ring's inside a node where it was measured.
+    leaves a node over all its NICs.
     """
 
     intra: Mapping[Collective, tuple[float, float, float]]
@@ -50,7 +50,6 @@ class Fabric:
     base: float
     intra_step: float
     inter_step: float
-    measured_latency: float | None
     neighbour: float
 
 
@@ -90,9 +89,9 @@ def _link_bytes_per_s(link: Link, name: Collective, ranks: int) -> float | None:
 
 
 def _intra(cluster: Cluster, name: Collective) -> tuple[float, float, float]:
-    measured, link, factor = cluster.rates.collective_bytes_per_s, cluster.intra_link, cluster.factors.intra_link
-    if measured or link is None:
-        rate = (measured or UNKNOWN_INTRA_BYTES_PER_S) * factor
+    link, factor = cluster.intra_link, cluster.factors.intra_link
+    if link is None:
+        rate = UNKNOWN_INTRA_BYTES_PER_S * factor
         return rate, rate, rate
     two, four, more = (_link_bytes_per_s(link, name, ranks) or UNKNOWN_INTRA_BYTES_PER_S for ranks in (2, 4, 8))
     return two * factor, four * factor, more * factor
@@ -113,7 +112,7 @@ def _latency(link: Link | None, key: str, default_us: float) -> float:
 
 @memo_by_identity
 def fabric(cluster: Cluster) -> Fabric:
-    """The links of a cluster, looked up once; measured rates replace datasheet figures inside a node.
+    """The links of a cluster, looked up once.
 
     The cluster's factors multiply the rates, and divide the host's part of a collective's latency.
     """
@@ -126,38 +125,70 @@ def fabric(cluster: Cluster) -> Fabric:
         base=COLLECTIVE_LAUNCH_SECONDS / factors.launch + _latency(link, "base", DEFAULT_BASE_US),
         intra_step=_latency(link, "per_step", DEFAULT_STEP_US),
         inter_step=_latency(cluster.inter_link, "per_step", DEFAULT_INTER_STEP_US),
-        measured_latency=cluster.rates.collective_latency_s,
         neighbour=peer * GB * factors.intra_link if peer else intra["all_gather"][0],
     )
+
+
+def crossings(name: Collective, ranks: int) -> float:
+    """Bytes that pass a rank's link per byte of the whole tensor: what nccl-tests divides by to get bus bandwidth."""
+    if name in ("broadcast", "point_to_point"):
+        return 1.0
+    return (2 if name == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 def collective_seconds(cluster: Cluster, name: Collective, size_bytes: float, members: Group) -> float:
     """One collective over a tensor of `size_bytes` (the whole one, before or after sharding)."""
     if members.size < 2 or size_bytes <= 0:
         return 0.0
+    measured = _measured_seconds(cluster, name, size_bytes, members)
+    if measured is not None:
+        return measured
     links = fabric(cluster)
-    trips = 2 if name == "all_reduce" else 1
     local = members.per_node
     bandwidth = math.inf if local == 1 else links.intra[name][0 if local == 2 else 1 if local <= 4 else 2]
     if members.nodes > 1:
         bandwidth = min(bandwidth, links.inter[name] / members.sharing)
-    volume = trips * (members.size - 1) / members.size * size_bytes
-    return _latency_seconds(links, trips, members) + volume / bandwidth
+    return _latency_seconds(links, name, members) + crossings(name, members.size) * size_bytes / bandwidth
 
 
-def _latency_seconds(links: Fabric, trips: int, members: Group) -> float:
-    """A ring walks every rank; between nodes a tree may be shorter."""
-    if members.nodes == 1 and links.measured_latency is not None:
-        return links.measured_latency
-    seconds = links.base + trips * links.intra_step * (members.per_node - 1)
-    if members.nodes > 1:
-        steps = min(members.nodes - 1, 2 * (members.nodes - 1).bit_length())
-        seconds += links.inter_step * trips * steps
-    return seconds
+def _measured_seconds(cluster: Cluster, name: Collective, size_bytes: float, members: Group) -> float | None:
+    """What this machine took with all its ranks at work, a smaller group of one node in proportion to what it moves.
+
+    Without the operation itself an all-reduce stands in, which is a reduce-scatter and an all-gather.
+    """
+    curves = cluster.rates.collectives
+    if not curves:
+        return None
+    ranks = cluster.gpus if members.nodes > 1 else cluster.gpus_per_node
+    if members.nodes > 1 and members.size < ranks:
+        return None
+    factor = cluster.factors.inter_link if members.nodes > 1 else cluster.factors.intra_link
+    share = crossings(name, members.size) / crossings(name, ranks) / factor
+    curve = curves.get((name, ranks))
+    if curve is not None:
+        return curve.seconds(size_bytes) * share
+    whole = curves.get(("all_reduce", ranks))
+    return None if whole is None else whole.seconds(size_bytes) / 2 * share
+
+
+def _latency_seconds(links: Fabric, name: Collective, members: Group) -> float:
+    """A ring walks every rank; all-reduces between nodes may take a tree over the nodes instead (NCCL, tuning.cc)."""
+    if name == "point_to_point":
+        return links.base + (links.inter_step if members.nodes > 1 else links.intra_step)
+    trips = 2 if name == "all_reduce" else 1
+    inside, between = members.nodes * (members.per_node - 1), members.nodes - 1
+    ring = inside * links.intra_step + between * links.inter_step
+    if name != "all_reduce" or not between:
+        return links.base + trips * ring
+    tree = (members.per_node - 1) * links.intra_step + between.bit_length() * links.inter_step
+    return links.base + trips * min(ring, tree)
 
 
 def neighbour_seconds(cluster: Cluster, size_bytes: float, stride: int) -> float:
     """Sending `size_bytes` to the rank `stride` away while every rank does the same (pipeline boundaries)."""
+    curve = cluster.rates.collectives.get(("point_to_point", cluster.gpus_per_node))
+    if curve is not None and cluster.nodes == 1:
+        return curve.seconds(size_bytes) / cluster.factors.intra_link
     links = fabric(cluster)
     if stride < cluster.gpus_per_node:
         return links.base + size_bytes / links.neighbour

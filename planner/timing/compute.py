@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.job import Job
-from planner.timing.efficiency import GEMM_TRAFFIC, DeviceRates
+from planner.timing.efficiency import ATTENTION_BACKWARD, BACKWARD, DeviceRates
 from planner.timing.flops import (
-    BACKWARD,
     Geometry,
     attention_flops,
     executed_attention_flops,
@@ -22,9 +21,6 @@ from planner.timing.stacks import Stack
 
 USUAL_MATMULS = 7
 """Weight products of a dense gated block; those beyond are an expert's and cost the host a launch each."""
-
-ATTENTION_BACKWARD = 3.0
-"""Fused attention: backward over forward time. Five products for two, at 5/6 of the forward's rate (see docs)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,33 +48,42 @@ class Passes:
         )
 
 
-def gemm_seconds(flops: float, moved_elements: float, rates: DeviceRates) -> float:
-    """Weight products of `flops` operations whose three matrices hold `moved_elements`."""
-    traffic = moved_elements * rates.element_bytes * GEMM_TRAFFIC / rates.memory_bytes_per_s
-    return flops / rates.gemm_flops + traffic
+NOTHING = Passes(forward=0.0, backward=0.0)
+
+ALIGNED_ELEMENTS = 8
+"""Tensor cores take 16-bit products whose inner width is a multiple of this (16 bytes); others run without them."""
 
 
-def _elementwise_bytes(stack: Stack, rates: DeviceRates, tp: int) -> float:
-    """Bytes per token that the forward of one block moves outside products; norms and residuals are not split by tp."""
+def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: int) -> float:
+    """What the forward of one block does outside products; norms and residuals are not split by tp."""
     code = rates.code
     norm = code.rms_norm_passes if stack.root_mean_square_norm else code.layer_norm_passes
     hidden = stack.norms * norm + 2 * code.residual_passes + (2 * code.dropout_passes if stack.dropout else 0)
     activation = code.composite_activation_passes if stack.composite_activation else code.activation_passes
-    split = (code.gated_passes if stack.gated else activation) * stack.mlp_width
-    if stack.rotary:
-        split += code.rotary_passes * (stack.attention_width + stack.key_value_width)
-    return (hidden * stack.hidden + split / tp) * rates.element_bytes
+    rotated = stack.attention_width + stack.key_value_width if stack.rotary else 0
+    element = tokens * rates.element_bytes
+    plain = hidden * stack.hidden + code.rotary_passes * rotated / tp
+    activated = (code.gated_passes if stack.gated else activation) * stack.mlp_width / tp
+    return rates.elementwise(plain * element, 2 * stack.hidden * element) + rates.elementwise(
+        activated * element, 2 * stack.mlp_width / tp * element, exponentials=True
+    )
 
 
-def _attention_seconds(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) -> float:
-    """Forward of attention in one block on one tp rank."""
+def _attention_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
+    """Attention in one block on one tp rank."""
     tp = job.configuration.tp
-    full = attention_flops(stack, shape)
+    full = attention_flops(stack, shape) / tp
+    if not full:
+        return NOTHING
     if not job.eager_attention:
-        executed = executed_attention_flops(stack, shape) if rates.code.skips_masked else full
-        return executed / tp / rates.attention_flops
-    scores = full / (4.0 * stack.attention_width) * stack.heads if stack.attention_width else 0.0
-    return (full / rates.gemm_flops + scores * rates.code.score_bytes / rates.memory_bytes_per_s) / tp
+        executed = executed_attention_flops(stack, shape) / tp if rates.code.skips_masked else full
+        return Passes(forward=rates.attention(executed), backward=rates.attention_backward(executed))
+    aligned = stack.attention_width // stack.heads % ALIGNED_ELEMENTS == 0 or rates.element_bytes > 2
+    products = full / (rates.gemm_flops if aligned else rates.plain_flops)
+    scores = full / (4.0 * stack.attention_width) * stack.heads
+    size = rates.code.score_bytes * scores
+    forward = products + rates.elementwise(size, 2 * rates.element_bytes * scores, exponentials=True)
+    return Passes(forward=forward, backward=ATTENTION_BACKWARD * forward)
 
 
 def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
@@ -87,20 +92,27 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     matmuls = stack.matmuls
     tokens = shape.samples * stack.length(shape.sequence, shape.source)
     moved = matmuls.stored / tp + tokens * (matmuls.unsplit_width + matmuls.split_width / tp)
-    products = gemm_seconds(2.0 * matmuls.active * tokens / tp, moved, rates)
-    elementwise = tokens * _elementwise_bytes(stack, rates, tp) / rates.memory_bytes_per_s
-    attention = _attention_seconds(stack, job, shape, rates)
+    work = 2.0 * matmuls.active * tokens / tp, moved, matmuls.kernels
+    products = rates.products(*work)
+    elementwise = _elementwise_seconds(stack, tokens, rates, tp)
+    attention = _attention_passes(stack, job, shape, rates)
     host = _host_seconds(stack, rates)
-    forward = max(products + elementwise + attention, host)
-    backward = max(BACKWARD * (products + elementwise) + ATTENTION_BACKWARD * attention, BACKWARD * host)
+    forward = _with_host(products + elementwise + attention.forward, host, rates)
+    device = rates.products_backward(*work) + BACKWARD * elementwise + attention.backward
+    backward = _with_host(device, BACKWARD * host, rates)
     checkpointing = job.configuration.activation_checkpointing
     selective = elementwise + rates.code.selective_products * products
     recomputed = {"none": 0.0, "full": forward, "selective": selective}[checkpointing]
     return Passes(forward=forward, backward=backward, recomputed=recomputed)
 
 
+def _with_host(device: float, host: float, rates: DeviceRates) -> float:
+    """A device runs beside its host and is never faster; a CPU is both, one after the other."""
+    return device + host if rates.serial else max(device, host)
+
+
 def _host_seconds(stack: Stack, rates: DeviceRates) -> float:
-    """Launching the forward of one block: nothing on the device can be faster than its host."""
+    """Launching the forward of one block."""
     if not stack.norms:
         return stack.matmuls.kernels * rates.code.kernel_host_seconds
     experts = max(0, stack.matmuls.kernels - USUAL_MATMULS) * rates.code.kernel_host_seconds
@@ -112,6 +124,7 @@ def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     tp = job.configuration.tp
     tokens, width, hidden = head_tokens(job, shape), head_width(job), job.facts.hidden_size
     moved = (width * hidden + tokens * width) / tp + tokens * hidden
-    product = gemm_seconds(2.0 * tokens * width * hidden / tp, moved, rates)
-    loss = tokens * width / tp * rates.code.loss_bytes / rates.memory_bytes_per_s
-    return Passes(forward=product + loss / 2, backward=BACKWARD * product + loss / 2)
+    work = 2.0 * tokens * width * hidden / tp, moved, 1
+    logits = tokens * width / tp
+    loss = rates.elementwise(logits * rates.code.loss_bytes, 2 * rates.element_bytes * logits, exponentials=True)
+    return Passes(forward=rates.products(*work) + loss / 2, backward=rates.products_backward(*work) + loss / 2)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hardware_db.device import Device
-from planner.cluster import Cluster
+from planner.cluster import Cluster, Rates
+from planner.factors import Factors
 from planner.timing.implementation import TRANSFORMERS, Implementation
 from planner.vocabulary import Precision
 
@@ -47,8 +48,17 @@ reads them.
 OTHER_ATTENTION_CEILING = 0.40
 """The same for architectures without a measurement: the lowest that has been measured."""
 
+ATTENTION_BACKWARD = 3.0
+"""Fused attention: backward over forward time. Five products for two, at 5/6 of the forward's rate (see docs)."""
+
+BACKWARD = 2.0
+"""Backward over forward: one product for the input's gradient, one for the weight's (arXiv 2001.08361, section 2.1)."""
+
 MEMORY_CEILING = 0.85
 """Share of the datasheet's memory bandwidth that elementwise kernels reach."""
+
+LARGE_BYTES = 1 << 30
+"""Work at which a measured memory curve is read where the size of a kernel does not matter."""
 
 CPU_PEAK_PER_CORE = 64e9
 """FLOP/s of one core of an unknown CPU in fp32: two 8-wide fused multiply-adds a cycle (AVX2) at 2 GHz."""
@@ -64,16 +74,59 @@ CPU_BANDWIDTH = 20e9
 class DeviceRates:
     """What one rank reaches: FLOP/s of products and of fused attention, bytes/s, and how its code runs a block.
 
-    `peak_flops` is the datasheet's dense peak of the compute dtype, None where unknown; `element_bytes` the width of an
-    activation.
+    `peak_flops` is the datasheet's dense peak of the compute dtype, None where unknown; `plain_flops` what products
+    reach that tensor cores refuse; `element_bytes` the width of an activation. `measured` curves count before the rates
+    wherever there are any, divided by the cluster's `factors`, which the rates already hold. `serial` says that host,
+    kernels and collectives take turns on the same cores.
     """
 
     peak_flops: float | None
     gemm_flops: float
     attention_flops: float
+    plain_flops: float
     memory_bytes_per_s: float
     element_bytes: int
     code: Implementation
+    measured: Rates
+    factors: Factors
+    serial: bool
+
+    def products(self, flops: float, moved_elements: float, kernels: float) -> float:
+        """Seconds of `kernels` weight products of `flops` operations, whose matrices hold `moved_elements`."""
+        curve = self.measured.matmul
+        if curve is not None:
+            return kernels * curve.seconds(flops / kernels) / self.factors.compute
+        return flops / self.gemm_flops + moved_elements * self.element_bytes * GEMM_TRAFFIC / self.memory_bytes_per_s
+
+    def products_backward(self, flops: float, moved_elements: float, kernels: float) -> float:
+        """Seconds of the two products that follow each of `products` in the backward."""
+        curve = self.measured.matmul_backward
+        if curve is not None:
+            return 2 * kernels * curve.seconds(flops / kernels) / self.factors.compute
+        return BACKWARD * self.products(flops, moved_elements, kernels)
+
+    def attention(self, executed_flops: float) -> float:
+        """Seconds of fused attention's forward over the products that it really computes."""
+        curve = self.measured.attention
+        if curve is not None:
+            return curve.seconds(2 * executed_flops) / self.factors.attention
+        return executed_flops / (self.attention_flops * self.code.attention_share)
+
+    def attention_backward(self, executed_flops: float) -> float:
+        """Seconds of its backward."""
+        curve = self.measured.attention_backward
+        if curve is not None:
+            return curve.seconds(2 * executed_flops) / self.factors.attention
+        return ATTENTION_BACKWARD * self.attention(executed_flops)
+
+    def elementwise(self, size_bytes: float, kernel_bytes: float, *, exponentials: bool = False) -> float:
+        """Seconds of moving `size_bytes` in kernels that read and write `kernel_bytes` each."""
+        curve = self.measured.memory
+        if exponentials and self.measured.elementwise is not None:
+            curve = self.measured.elementwise
+        if curve is None or kernel_bytes <= 0:
+            return size_bytes / self.memory_bytes_per_s
+        return size_bytes / curve.rate(kernel_bytes) / self.factors.memory
 
 
 def compute_dtype(device: Device, precision: Precision) -> str:
@@ -97,37 +150,44 @@ def assumed_peak(cluster: Cluster) -> float:
 def ceilings(device: Device) -> tuple[float, float]:
     """Shares of the peak that weight products and fused attention reach."""
     kind = "cpu" if device.is_cpu else device.architecture
-    products = GEMM_CEILING.get(f"{kind} {device.form}") or GEMM_CEILING.get(kind, OTHER_GEMM_CEILING)
-    return products, ATTENTION_CEILING.get(kind, OTHER_ATTENTION_CEILING)
+    formed = f"{kind} {device.form}"
+    products = GEMM_CEILING.get(formed) or GEMM_CEILING.get(kind, OTHER_GEMM_CEILING)
+    return products, ATTENTION_CEILING.get(formed) or ATTENTION_CEILING.get(kind, OTHER_ATTENTION_CEILING)
 
 
 def device_rates(cluster: Cluster, precision: Precision, code: Implementation = TRANSFORMERS) -> DeviceRates:
-    """Rates of one device of the cluster; a measured rate replaces the datasheet's wherever there is one.
+    """Rates of one device of the cluster; measured curves replace the datasheet's rates wherever there are any.
 
     The cluster's factors multiply both.
     """
     device, measured, factors = cluster.device, cluster.rates, cluster.factors
-    dtype = compute_dtype(device, precision)
-    peak = device.peak_flops(dtype)
+    peak = device.peak_flops(compute_dtype(device, precision))
     products, attention = ceilings(device)
-    gemm = measured.matmul_flops or (peak or assumed_peak(cluster)) * products
+    gemm = (peak or assumed_peak(cluster)) * products
+    # Large work takes these rates; only memory is asked for without a size.
+    memory = measured.memory.rate(LARGE_BYTES) if measured.memory else None
     bandwidth = (device.memory_bandwidth_bytes_per_s or CPU_BANDWIDTH) * MEMORY_CEILING
     return DeviceRates(
         peak_flops=peak,
         gemm_flops=gemm * factors.compute,
         attention_flops=gemm * attention / products * factors.attention,
-        memory_bytes_per_s=(measured.memory_bytes_per_s or bandwidth) * factors.memory,
+        plain_flops=min(gemm, (device.peak_flops("fp32") or assumed_peak(cluster)) * products) * factors.attention,
+        memory_bytes_per_s=(memory or bandwidth) * factors.memory,
         element_bytes=4 if precision == "fp32" else 2,
-        code=_launched(code, factors.launch),
+        code=_launched(code, factors.launch, measured.launch_seconds),
+        measured=measured,
+        factors=factors,
+        serial=device.is_cpu,
     )
 
 
-def _launched(code: Implementation, factor: float) -> Implementation:
-    """The code run by a host that launches `factor` times as fast."""
-    if factor == 1:
+def _launched(code: Implementation, factor: float, measured: float | None) -> Implementation:
+    """The code run by a host that launches `factor` times as fast as expected, or as measured.
+
+    A measured launch scales a block's host time too: both are the same interpreter's work.
+    """
+    expected = code.kernel_host_seconds
+    kernel = (measured or expected) / factor
+    if kernel == expected:
         return code
-    return replace(
-        code,
-        block_host_seconds=code.block_host_seconds / factor,
-        kernel_host_seconds=code.kernel_host_seconds / factor,
-    )
+    return replace(code, block_host_seconds=code.block_host_seconds * kernel / expected, kernel_host_seconds=kernel)

@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.job import Job
+from planner.timing.efficiency import BACKWARD
 from planner.timing.stacks import KINDS, Stack, measured_stacks, stacks
-
-BACKWARD = 2.0
-"""Backward over forward: one product for the input's gradient, one for the weight's (arXiv 2001.08361, section 2.1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

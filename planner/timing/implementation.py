@@ -11,9 +11,11 @@ class Implementation:
 
     Passes are elements read or written per element of the tensor, in the compute dtype, by one forward.
     `score_bytes` is the traffic of one attention score that is not fused away, `loss_bytes` of one logit from cast to
-    gradient. `skips_masked` says whether fused attention leaves out the masked half of a causal product,
-    `hides_reductions` whether gradients are reduced behind the backward, `selective_products` which share of the weight
-    products selective checkpointing runs again.
+    gradient, `attention_share` the rate of its fused attention over that of the kernels that were measured.
+    `skips_masked` says whether fused attention leaves out the masked half of a causal product, `hides_reductions`
+    whether gradients are reduced behind the backward, `reduces_whole` whether ZeRO-1 and 2 all-reduce gradients rather
+    than reduce-scatter them, `broadcasts_partitions` whether they send updated parameters rank by rank,
+    `selective_products` which share of the weight products selective checkpointing runs again.
     """
 
     layer_norm_passes: float = 2.0
@@ -26,8 +28,11 @@ class Implementation:
     rotary_passes: float = 10.0
     score_bytes: float = 24.0
     loss_bytes: float = 30.0
+    attention_share: float = 1.0
     skips_masked: bool = True
     hides_reductions: bool = True
+    reduces_whole: bool = True
+    broadcasts_partitions: bool = False
     selective_products: float = 0.0
     block_host_seconds: float = 0.85e-3
     kernel_host_seconds: float = 10e-6

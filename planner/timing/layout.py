@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from planner.job import Job
 from planner.plan import Configuration
 from planner.timing.communication import Group, group
-from planner.timing.flops import executed_layers
+from planner.timing.compute import USUAL_MATMULS
+from planner.timing.flops import executed_layers, job_stacks
 from planner.vocabulary import FSDP_STRATEGIES
 
 
@@ -16,14 +17,17 @@ from planner.vocabulary import FSDP_STRATEGIES
 class Layout:
     """One rank of the busiest pipeline stage.
 
-    `layers` blocks of `block` parameters and `root` parameters outside blocks, all divided by tp. Widths are bytes per
+    `layers` blocks of `block` parameters in `products` modules, and `root` parameters outside blocks, `embedding` of
+    them last in the backward; all divided by tp. Widths are bytes per
     parameter of what is gathered, of what is reduced, and of a stored gradient.
     """
 
     layers: int
     share_of_layers: float
     block: float
+    products: float
     root: float
+    embedding: float
     shards: int
     shard_group: Group
     replica_group: Group
@@ -51,6 +55,15 @@ def _widths(configuration: Configuration) -> tuple[int, int, int]:
     return (2, 4, 4) if configuration.strategy in FSDP_STRATEGIES else (4, 4, 4)
 
 
+def _products_per_block(job: Job) -> float:
+    """Modules with weights in an average block; experts count as one each kind of product."""
+    stacks = [stack for stack in job_stacks(job) if stack.norms]
+    if not stacks:
+        return 1.0
+    kernels = sum(min(stack.matmuls.kernels, USUAL_MATMULS) * stack.layers for stack in stacks)
+    return kernels / sum(stack.layers for stack in stacks)
+
+
 def layout(job: Job) -> Layout:
     """The layout of a job's busiest stage."""
     configuration, counts = job.configuration, job.counts
@@ -68,7 +81,9 @@ def layout(job: Job) -> Layout:
         layers=layers,
         share_of_layers=layers / total_layers,
         block=counts.in_blocks / total_layers / tp,
+        products=_products_per_block(job),
         root=outside / tp,
+        embedding=counts.embedding / tp,
         shards=shards,
         shard_group=group(job.cluster, shards, tp),
         replica_group=group(job.cluster, replicas, tp * shards),

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from planner.job import Job
 from planner.timing.communication import collective_seconds, group, neighbour_seconds
 from planner.timing.efficiency import DeviceRates
 from planner.timing.layout import Layout
 
-TENSOR_PARALLEL_REDUCTIONS = 4
-"""All-reduces of a block: after attention and after the MLP, forward and backward (Megatron-LM, arXiv 1909.08053)."""
+REDUCTIONS_EACH_WAY = 2
+"""All-reduces of a block's forward, and of its backward: one for attention, one for the MLP (Megatron-LM, arXiv
+1909.08053). Sequence parallelism puts an all-gather and a reduce-scatter in the place of each: the same bytes."""
 
 
-def tensor_parallel_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
-    """All-reduces of one micro-batch on one rank; nothing hides them. Full recomputation repeats the forward's."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorParallel:
+    """Seconds of all-reduces in the forward and in the backward of one micro-batch on one rank; nothing hides them."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def tensor_parallel(job: Job, where: Layout, rates: DeviceRates) -> TensorParallel:
+    """All-reduces of activations over the tp ranks. Full recomputation repeats the forward's."""
     configuration = job.configuration
     if configuration.tp == 1:
-        return 0.0
+        return TensorParallel()
     size = job.tokens_per_micro_batch * job.facts.hidden_size * rates.element_bytes
-    members = group(job.cluster, configuration.tp, 1)
-    repeated = 2 if configuration.activation_checkpointing == "full" else 0
-    # Two more for the embedding's output and the gradient that enters the head.
-    count = where.layers * (TENSOR_PARALLEL_REDUCTIONS + repeated) + 2
-    return count * collective_seconds(job.cluster, "all_reduce", size, members)
+    one = collective_seconds(job.cluster, "all_reduce", size, group(job.cluster, configuration.tp, 1))
+    each_way = where.layers * REDUCTIONS_EACH_WAY
+    repeated = each_way if configuration.activation_checkpointing == "full" else 0
+    # One more each way: for the embedding's output, and for the gradient that leaves the head.
+    return TensorParallel(forward=(each_way + 1) * one, backward=(each_way + repeated + 1) * one)
 
 
 def boundary_seconds(job: Job, rates: DeviceRates) -> float:

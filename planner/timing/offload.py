@@ -8,9 +8,10 @@ from hardware_db.device import Device
 from hardware_db.units import GB
 from planner.cluster import Cluster
 from planner.job import Job
-from planner.timing.compute import Passes
+from planner.timing.efficiency import DeviceRates
 from planner.timing.layout import Layout
-from planner.timing.overlap import exposed_seconds
+from planner.timing.overlap import SERIAL_SLOWDOWN, SLOWDOWN, exposed_seconds
+from planner.timing.stages import Stage
 
 PCIE_X16_BYTES_PER_S = {3: 12 * GB, 4: 24 * GB, 5: 55.4 * GB, 6: 55.4 * GB}
 """Host-to-device copies over sixteen lanes by generation: `pcie*-x16` of the link catalogue; 6 is not measured."""
@@ -40,11 +41,13 @@ class OffloadCost:
     cpu_optimizer: float = 0.0
 
 
-def host_link_bytes_per_s(cluster: Cluster) -> float:
-    """Host-device copy rate of one rank."""
-    return (
-        cluster.rates.host_link_bytes_per_s or _datasheet_link_bytes_per_s(cluster.device)
-    ) * cluster.factors.host_link
+def link_seconds(cluster: Cluster, size_bytes: float, *, to_host: bool) -> float:
+    """Copying `size_bytes` of one rank between device and host, pinned."""
+    curve = cluster.rates.device_to_host if to_host else cluster.rates.host_to_device
+    curve = curve or cluster.rates.host_to_device
+    if curve is not None:
+        return curve.seconds(size_bytes) / cluster.factors.host_link if size_bytes else 0.0
+    return size_bytes / _datasheet_link_bytes_per_s(cluster.device) / cluster.factors.host_link
 
 
 def _datasheet_link_bytes_per_s(device: Device) -> float:
@@ -55,37 +58,54 @@ def _datasheet_link_bytes_per_s(device: Device) -> float:
     return PCIE_X16_BYTES_PER_S[generation] * (device.pcie_lanes or 16) / 16
 
 
-def cpu_optimizer_rate(job: Job) -> float:
-    """Parameters per second that one rank's share of the node's cores updates."""
-    cluster, factor = job.cluster, job.cluster.factors.cpu_optimizer
-    if cluster.rates.cpu_optimizer_parameters_per_s:
-        return cluster.rates.cpu_optimizer_parameters_per_s * factor
+def cpu_optimizer_seconds(job: Job, parameters: float) -> float:
+    """AdamW over one rank's parameters on its share of the node's cores.
+
+    torch's measured rate stands for DeepSpeed's kernel times the quotient of the two published ones.
+    """
+    cluster, compiled = job.cluster, job.configuration.backend == "deepspeed"
+    factor = cluster.factors.cpu_optimizer
+    curve = cluster.rates.cpu_optimizer
+    if curve is not None:
+        faster = CPU_ADAM_PARAMETERS_PER_S / TORCH_CPU_ADAM_PARAMETERS_PER_S
+        return curve.seconds(parameters) / factor / (faster if compiled and not cluster.device.is_cpu else 1)
     cores = cluster.host_cores_per_node or CPU_ADAM_CORES
-    whole = CPU_ADAM_PARAMETERS_PER_S if job.configuration.backend == "deepspeed" else TORCH_CPU_ADAM_PARAMETERS_PER_S
-    return factor * whole * min(1.0, cores / CPU_ADAM_CORES) / cluster.gpus_per_node
+    whole = CPU_ADAM_PARAMETERS_PER_S if compiled else TORCH_CPU_ADAM_PARAMETERS_PER_S
+    return parameters / (factor * whole * min(1.0, cores / CPU_ADAM_CORES) / cluster.gpus_per_node)
 
 
-def offload_cost(job: Job, where: Layout, passes: Passes) -> OffloadCost:
+def offload_cost(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> OffloadCost:
     """What offload adds to one step, given the compute of one micro-batch on one rank.
 
-    Gradients leave behind the backward; updated parameters return in the open. Offloaded parameters stream in for every
-    forward and backward, behind compute. Disk traffic of the states is shared by the ranks of a node.
+    Gradients leave behind the backward: in every micro-batch under ZeRO-2 and 3 and FSDP, once a step under ZeRO-1.
+    Updated parameters return in the open, or, where they live on the host, stream in for every forward and backward,
+    behind compute. States on disk are read, stepped and written in turn (DeepSpeed's `pipeline_read` and
+    `pipeline_write` are off unless asked for); the ranks of a node share its disk.
     """
-    offload = job.configuration.offload
-    if offload == "none":
+    configuration, cluster = job.configuration, job.cluster
+    if configuration.offload == "none":
         return OffloadCost()
-    link = host_link_bytes_per_s(job.cluster)
-    steps = job.configuration.gradient_accumulation_steps
-    behind = passes.backward + passes.recomputed
-    gradients = exposed_seconds(behind, where.owned * where.reduce_bytes / link) * steps
-    transfers = gradients
-    if offload == "optimizer":
-        transfers += where.owned * where.gather_bytes / link
+    slowdown = SERIAL_SLOWDOWN if rates.serial else SLOWDOWN
+    steps = configuration.gradient_accumulation_steps
+    weights = link_seconds(cluster, where.owned * where.gather_bytes, to_host=False)
+    gradients = link_seconds(cluster, where.owned * where.reduce_bytes, to_host=True)
+    departures = 1 if configuration.strategy == "zero1" else steps
+    transfers = departures * exposed_seconds(stage.backward, gradients, slowdown=slowdown)
+    if configuration.offload == "optimizer":
+        transfers += weights
     else:
-        stream = where.owned * where.gather_bytes / link
-        transfers += steps * (exposed_seconds(passes.forward, stream) + exposed_seconds(behind, stream))
-    if offload == "nvme":
-        states = 2 * OPTIMIZER_STATE_BYTES * where.owned * job.cluster.gpus_per_node
-        parameters = 2 * steps * where.gather_bytes * where.owned * job.cluster.gpus_per_node
-        transfers += (states + parameters) / NVME_BYTES_PER_S
-    return OffloadCost(transfers=transfers, cpu_optimizer=where.owned / cpu_optimizer_rate(job))
+        backward = exposed_seconds(stage.backward, weights, slowdown=slowdown)
+        transfers += steps * (exposed_seconds(stage.forward, weights, slowdown=slowdown) + backward)
+    if configuration.offload == "nvme":
+        transfers += _disk_seconds(job, where)
+    return OffloadCost(transfers=transfers, cpu_optimizer=cpu_optimizer_seconds(job, where.owned))
+
+
+def _disk_seconds(job: Job, where: Layout) -> float:
+    """States read and written once a step, parameters read twice a micro-batch, by all ranks of a node."""
+    rates, owned = job.cluster.rates, where.owned * job.cluster.gpus_per_node
+    states = OPTIMIZER_STATE_BYTES * owned
+    read = states + 2 * job.configuration.gradient_accumulation_steps * where.gather_bytes * owned
+    read_rate = rates.disk_read.rate(read) if rates.disk_read else NVME_BYTES_PER_S
+    write_rate = rates.disk_write.rate(states) if rates.disk_write else NVME_BYTES_PER_S
+    return read / read_rate + states / write_rate

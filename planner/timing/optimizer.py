@@ -31,13 +31,19 @@ TENSORS_PER_BLOCK = 12
 AUTOCAST_BYTES = 12
 """Autocast casts fp32 weights for the forward (4 + 2) and 16-bit weight gradients back (2 + 4) in every micro-batch."""
 
+BUCKET_COPY_BYTES = 16
+"""DDP copies every fp32 gradient into its bucket and back (`gradient_as_bucket_view` is off by default)."""
+
 GATHER_COPY_BYTES = 14
 """A gathered unit is copied out twice (2 + 2 each, forward and backward), its gradient cast for reduction (2 + 4)."""
 
 
 def optimizer_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
-    """The step on the device: states this rank owns."""
-    configuration = job.configuration
+    """The step on the device: states this rank owns. On a CPU a measured AdamW counts before the bytes it moves."""
+    configuration, measured = job.configuration, rates.measured
+    curve = measured.cpu_optimizer_fused if configuration.optimizer == "adamw-fused" else measured.cpu_optimizer
+    if rates.serial and curve is not None and configuration.optimizer.startswith("adamw"):
+        return curve.seconds(where.owned) / rates.factors.cpu_optimizer
     scale = 0.5 if configuration.precision == "bf16-pure" else 1.0
     size = (STEP_BYTES[configuration.optimizer] + CLIPPING_BYTES) * scale
     if configuration.zero_stage and configuration.precision in ("bf16", "fp16"):
@@ -61,4 +67,5 @@ def parameter_traffic_seconds(job: Job, where: Layout, rates: DeviceRates) -> fl
         copied = GATHER_COPY_BYTES if where.shards > 1 else 0
     else:
         copied = AUTOCAST_BYTES if mixed and not configuration.zero_stage else 0
-    return (accumulated + steps * copied * where.parameters) / rates.memory_bytes_per_s
+    bucketed = BUCKET_COPY_BYTES if configuration.strategy == "ddp" and where.replica_group.size > 1 else 0
+    return (accumulated + (steps * copied + bucketed) * where.parameters) / rates.memory_bytes_per_s

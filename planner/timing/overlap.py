@@ -5,13 +5,22 @@ from __future__ import annotations
 SLOWDOWN = 1.15
 """Compute and communication slow each other while both run: 1.1 to 1.3 measured by Galvatron's hardware profiler."""
 
+SERIAL_SLOWDOWN = 2.0
+"""The same on CPUs, where both run on the same cores: what one gets, the other waits for."""
 
-def exposed_seconds(compute: float, communication: float, startup: float = 0.0) -> float:
+
+def beside(compute: float, communication: float, slowdown: float = SLOWDOWN) -> float:
+    """Seconds that communication adds to compute that starts with it; `slowdown` holds while both run."""
+    if communication > compute:
+        return communication - compute + (slowdown - 1) * compute
+    return (slowdown - 1) * communication
+
+
+def exposed_seconds(compute: float, communication: float, startup: float = 0.0, slowdown: float = SLOWDOWN) -> float:
     """Seconds that communication adds to compute on a second stream.
 
     `startup` is the part that must finish before compute can begin or that only begins when compute has ended; the rest
-    hides behind compute, and both slow down while they run together.
+    runs beside compute.
     """
     startup = min(startup, communication)
-    rest = communication - startup
-    return startup + max(0.0, rest - compute) + (SLOWDOWN - 1) * min(rest, compute)
+    return startup + beside(compute, communication - startup, slowdown)

@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from planner.job import Job
 from planner.plan import StepTime, Throughput
-from planner.timing.compute import Passes, block_passes, head_passes
 from planner.timing.data_parallel import Communication, data_parallel
-from planner.timing.efficiency import DeviceRates, device_rates
-from planner.timing.flops import executed_layers, geometry, job_stacks, model_flops
+from planner.timing.efficiency import compute_dtype, device_rates
+from planner.timing.flops import model_flops
 from planner.timing.implementation import TRANSFORMERS, Implementation
-from planner.timing.layout import Layout, layout
-from planner.timing.model_parallel import boundary_seconds, tensor_parallel_seconds
+from planner.timing.layout import layout
+from planner.timing.model_parallel import TensorParallel, boundary_seconds, tensor_parallel
 from planner.timing.offload import offload_cost
 from planner.timing.optimizer import optimizer_seconds, parameter_traffic_seconds
+from planner.timing.pipeline import one_forward_one_backward
+from planner.timing.stages import Stage, stages
 
 
 def step_time(job: Job, code: Implementation = TRANSFORMERS) -> StepTime:
@@ -24,20 +27,19 @@ def step_time(job: Job, code: Implementation = TRANSFORMERS) -> StepTime:
     `code` says whose modules run; other implementations than transformers' serve to check the model against what others
     measured.
     """
-    configuration = job.configuration
-    steps = configuration.gradient_accumulation_steps
-    rates = device_rates(job.cluster, configuration.precision, code)
+    steps = job.configuration.gradient_accumulation_steps
+    rates = device_rates(job.cluster, job.configuration.precision, code)
     where = layout(job)
-    whole, stage = _stage_passes(job, where, rates)
-    reductions = tensor_parallel_seconds(job, where, rates)
-    boundary = boundary_seconds(job, rates)
-    always_visible = steps * (reductions + 2 * boundary)
-    communication = data_parallel(job, where, stage, code) + Communication(total=always_visible, exposed=always_visible)
-    offload = offload_cost(job, where, stage)
-    compute = steps * stage.total + parameter_traffic_seconds(job, where, rates)
+    pipeline = stages(job, rates)
+    busiest = max(pipeline, key=lambda stage: stage.total)
+    tensor = tensor_parallel(job, where, rates)
+    hop = boundary_seconds(job, rates)
+    visible = Communication(total=steps * (tensor.total + 2 * hop), exposed=steps * tensor.total)
+    communication = data_parallel(job, where, busiest, rates) + visible
+    offload = offload_cost(job, where, busiest, rates)
+    compute = steps * busiest.total + parameter_traffic_seconds(job, where, rates)
     optimizer = offload.cpu_optimizer or optimizer_seconds(job, where, rates)
-    # The first micro-batch has to pass through all other stages and its gradient back again.
-    bubble = whole.total - stage.total + (configuration.pp - 1) * (reductions + 2 * boundary)
+    bubble = _bubble(pipeline, tensor, steps, hop)
     return StepTime(
         step_seconds=compute + communication.exposed + offload.transfers + optimizer + bubble,
         compute_seconds=compute,
@@ -49,19 +51,14 @@ def step_time(job: Job, code: Implementation = TRANSFORMERS) -> StepTime:
     )
 
 
-def _stage_passes(job: Job, where: Layout, rates: DeviceRates) -> tuple[Passes, Passes]:
-    """One micro-batch through the whole model, and through the stage that takes longest."""
-    shape = geometry(job)
-    blocks = Passes(forward=0.0, backward=0.0)
-    for stack in job_stacks(job):
-        blocks = blocks + block_passes(stack, job, shape, rates) * stack.layers
-    head = head_passes(job, shape, rates)
-    if job.configuration.pp == 1:
-        return blocks + head, blocks + head
-    layers = executed_layers(job)
-    last = blocks * (layers // job.configuration.pp / layers) + head
-    fullest = blocks * where.share_of_layers
-    return blocks + head, max(last, fullest, key=lambda passes: passes.total)
+def _bubble(pipeline: Sequence[Stage], tensor: TensorParallel, steps: int, hop: float) -> float:
+    """What the schedule takes beyond the work of its busiest stage."""
+    if len(pipeline) == 1:
+        return 0.0
+    forwards = [stage.forward + tensor.forward for stage in pipeline]
+    backwards = [stage.backward + tensor.backward for stage in pipeline]
+    work = steps * max(forward + backward for forward, backward in zip(forwards, backwards, strict=True))
+    return one_forward_one_backward(forwards, backwards, steps, hop) - work
 
 
 def throughput(job: Job, time: StepTime) -> Throughput:
@@ -70,7 +67,7 @@ def throughput(job: Job, time: StepTime) -> Throughput:
     samples = configuration.global_batch_size
     micro_batches = samples / configuration.micro_batch_size
     flops = model_flops(job) * micro_batches / time.step_seconds / configuration.world_size
-    peak = device_rates(job.cluster, configuration.precision).peak_flops
+    peak = job.cluster.device.peak_flops(compute_dtype(job.cluster.device, configuration.precision))
     tokens = samples * configuration.sequence_length
     return Throughput(
         tokens_per_second_per_gpu=tokens / time.step_seconds / configuration.world_size,

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timing_cases import cluster
 
+from hardware_db.curve import Curve, constant_rate
 from hardware_db.device import Link
 from planner.cluster import Cluster, Rates
 from planner.timing.communication import (
@@ -38,7 +39,7 @@ def test_all_reduce_inside_a_node_by_hand() -> None:
 
 def test_all_gather_between_nodes_leaves_through_the_nics() -> None:
     two = cluster(nodes=2)
-    expected = BASE + 7 * 3.4e-6 + 14e-6 + 15 / 16 * SIZE / (4 * 21.6e9)
+    expected = BASE + 14 * 3.4e-6 + 14e-6 + 15 / 16 * SIZE / (4 * 21.6e9)
     assert collective_seconds(two, "all_gather", SIZE, group(two, 16, 1)) == pytest.approx(expected)
 
 
@@ -59,10 +60,22 @@ def test_one_rank_sends_nothing() -> None:
     assert collective_seconds(cluster(), "all_reduce", SIZE, group(cluster(), 1, 1)) == 0
 
 
-def test_measured_rates_replace_the_datasheet() -> None:
-    rates = Rates(collective_bytes_per_s=1e9, collective_latency_s=1e-3)
-    pair = replace(cluster(2), rates=rates)
-    assert collective_seconds(pair, "all_reduce", 1e9, group(pair, 2, 1)) == pytest.approx(1e-3 + 1.0)
+def test_measured_curves_replace_the_datasheet() -> None:
+    curve = Curve(points=((4.0, 1e-3), (1e6, 1e-3), (1e9, 1.0)))
+    pair = replace(cluster(2), rates=Rates(collectives={("all_reduce", 2): curve}))
+    members = group(pair, 2, 1)
+    assert collective_seconds(pair, "all_reduce", 1e9, members) == pytest.approx(1.0)
+    assert collective_seconds(pair, "all_reduce", 1.0, members) == pytest.approx(1e-3)
+    # Half an all-reduce stands in for the gather that nobody measured.
+    assert collective_seconds(pair, "all_gather", 1e9, members) == pytest.approx(0.5)
+
+
+def test_smaller_groups_take_their_share_of_what_all_ranks_took() -> None:
+    node = replace(cluster(8), rates=Rates(collectives={("all_gather", 8): constant_rate(1e9)}))
+    seconds = collective_seconds(node, "all_gather", 1e9, group(node, 2, 1))
+    assert seconds == pytest.approx((1 / 2) / (7 / 8))
+    two = replace(node, nodes=2)
+    assert collective_seconds(two, "all_gather", 1e9, group(two, 16, 1)) < 0.1
 
 
 def test_a_link_without_a_measurement_gets_a_share_of_its_rate() -> None:

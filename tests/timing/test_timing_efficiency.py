@@ -9,12 +9,13 @@ from types import ModuleType
 import pytest
 from timing_cases import cluster
 
+from hardware_db.curve import Curve, constant_rate
 from hardware_db.datasheets import devices, find_device
 from hardware_db.device import Device
 from planner.cluster import Rates
 from planner.timing import efficiency
-from planner.timing.compute import ATTENTION_BACKWARD
-from planner.timing.efficiency import GEMM_CEILING, GEMM_TRAFFIC, compute_dtype, device_rates
+from planner.timing.efficiency import ATTENTION_BACKWARD, GEMM_CEILING, GEMM_TRAFFIC, compute_dtype, device_rates
+from planner.timing.implementation import TRANSFORMERS
 from planner.vocabulary import PRECISIONS
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -59,10 +60,21 @@ def test_fp32_means_fp32_not_tf32() -> None:
 
 
 def test_measured_rates_replace_datasheet_ones() -> None:
-    measured = replace(cluster(), rates=Rates(matmul_flops=1e13, memory_bytes_per_s=5e11))
-    rates = device_rates(measured, "bf16")
-    assert rates.gemm_flops == 1e13
-    assert rates.memory_bytes_per_s == 5e11
+    curves = Rates(matmul=constant_rate(1e13), memory=constant_rate(5e11), launch_seconds=20e-6)
+    rates = device_rates(replace(cluster(), rates=curves), "bf16")
+    assert rates.products(1e12, 1e9, 4) == pytest.approx(0.1)
+    assert rates.products_backward(1e12, 1e9, 4) == pytest.approx(0.2)
+    assert rates.memory_bytes_per_s == pytest.approx(5e11)
+    assert rates.elementwise(1e9, 1e6) == pytest.approx(1e9 / 5e11)
+    # A host that takes twice as long for a kernel takes twice as long for a block.
+    assert rates.code.block_host_seconds == pytest.approx(2 * TRANSFORMERS.block_host_seconds)
+
+
+def test_measured_products_are_read_at_their_own_size() -> None:
+    slow_when_small = Curve(points=((1e9, 1e-3), (1e12, 1e-2)))
+    rates = device_rates(replace(cluster(), rates=Rates(matmul=slow_when_small)), "bf16")
+    assert rates.products(1e12, 0, 1) == pytest.approx(1e-2)
+    assert rates.products(1e12, 0, 1000) == pytest.approx(1.0)
 
 
 def test_product_constants_are_the_fitted_ones(fits: ModuleType) -> None:

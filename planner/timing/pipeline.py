@@ -1,0 +1,66 @@
+"""How long a pipeline takes: its schedule, run through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SETTLED = 3
+"""Micro-batches per stage after which each further one takes as long as the last."""
+
+
+def one_forward_one_backward(
+    forwards: Sequence[float], backwards: Sequence[float], micro_batches: int, hop: float = 0.0
+) -> float:
+    """Seconds from the first forward to the last backward under 1F1B (arXiv 2104.04473, section 2.2).
+
+    Stage s of p starts with p - s forwards, then takes a backward and a forward in turn, and ends with the backwards
+    that are left. A stage waits for its neighbour's result and `hop` seconds for its way. Beyond `SETTLED` x p
+    micro-batches the rest is the schedule's period times their number.
+    """
+    simulated = min(micro_batches, SETTLED * len(forwards))
+    seconds = _simulated(forwards, backwards, simulated, hop)
+    if simulated < micro_batches:
+        seconds += (micro_batches - simulated) * _period(forwards, backwards, hop)
+    return seconds
+
+
+def _simulated(forwards: Sequence[float], backwards: Sequence[float], micro_batches: int, hop: float) -> float:
+    """Wave i holds forward i of every stage, and the backward that goes before it there.
+
+    Backward i - (p - s) of stage s needs the next stage's, which the wave before held; so two rows of times do for the
+    whole schedule.
+    """
+    stages = len(forwards)
+    free = [0.0] * stages
+    arrived = [0.0] * (stages + 1)
+    last = range(stages)
+    for wave in range(micro_batches + stages):
+        returned = wave - stages
+        for stage in last:
+            if 0 <= returned < micro_batches:
+                start = free[stage] if stage == stages - 1 else max(free[stage], arrived[stage + 1] + hop)
+                free[stage] = arrived[stage] = start + backwards[stage]
+            returned += 1
+        if wave < micro_batches:
+            sent = 0.0
+            for stage in last:
+                sent = free[stage] = max(free[stage], sent) + forwards[stage]
+                sent += hop
+    return max(free)
+
+
+def _period(forwards: Sequence[float], backwards: Sequence[float], hop: float) -> float:
+    """Seconds per micro-batch once the pipeline runs evenly: the slowest round trip over neighbouring stages.
+
+    A trip over n stages and back holds n micro-batches at a time, and crosses 2 (n - 1) times to a neighbour.
+    """
+    both = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
+    slowest = max(both)
+    if not hop:
+        return slowest
+    for first in range(len(both)):
+        trip = 0.0
+        for count, stage in enumerate(both[first:], start=1):
+            trip += stage
+            slowest = max(slowest, (trip + 2 * hop * (count - 1)) / count)
+    return slowest
