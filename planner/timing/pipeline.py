@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-SETTLED = 3
+SETTLED = 2
 """Micro-batches per stage after which each further one takes as long as the last."""
 
 
@@ -33,19 +33,16 @@ def _simulated(forwards: Sequence[float], backwards: Sequence[float], micro_batc
     stages = len(forwards)
     free = [0.0] * stages
     arrived = [0.0] * (stages + 1)
-    last = range(stages)
     for wave in range(micro_batches + stages):
-        returned = wave - stages
-        for stage in last:
-            if 0 <= returned < micro_batches:
-                start = free[stage] if stage == stages - 1 else max(free[stage], arrived[stage + 1] + hop)
-                free[stage] = arrived[stage] = start + backwards[stage]
-            returned += 1
+        # Stage s takes its backward number wave - stages + s, as far as there is one.
+        for stage in range(max(0, stages - wave), min(stages, micro_batches + stages - wave)):
+            returned = arrived[stage + 1] + hop if stage + 1 < stages else 0.0
+            free[stage] = arrived[stage] = max(free[stage], returned) + backwards[stage]
         if wave < micro_batches:
             sent = 0.0
-            for stage in last:
-                sent = free[stage] = max(free[stage], sent) + forwards[stage]
-                sent += hop
+            for stage, forward in enumerate(forwards):
+                free[stage] = done = max(free[stage], sent) + forward
+                sent = done + hop
     return max(free)
 
 
