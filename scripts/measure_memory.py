@@ -55,7 +55,7 @@ class Place:
 
 def main() -> None:
     arguments = _arguments()
-    place = _place(probe(), arguments.device)
+    place = place_of(probe(), arguments.device)
     path = arguments.out or SHIPPED / f"memory_{place.columns['device'].split('-')[0].lower()}.csv"
     grid = gpu_grid(place.total_bytes) if place.is_gpu else CPU_GRID
     wanted = [case for case in grid if not arguments.only or case.strategy in arguments.only]
@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _place(machine: Machine, device: str) -> Place:
+def place_of(machine: Machine, device: str) -> Place:
     versions = fingerprint(machine).versions
     columns = {name: getattr(versions, name) for name in ("torch", "transformers", "deepspeed")}
     if device == "cpu":

@@ -31,6 +31,7 @@ class DeepSpeedZero(Strategy):
 
     def engine(self, parts: TrainingParts) -> DeepSpeedEngine:
         library = _library(self.environment.device, self.configuration.strategy)
+        torch.nn.functional.linear = torch._C._nn.linear  # an earlier stage-3 engine of this process replaced it
         ensure_group(self.environment)
         checkpoint_activations(parts.model, self.configuration.activation_checkpointing)
         config = engine_config(parts, on_cpu=self.environment.device.type == "cpu")
@@ -123,7 +124,6 @@ def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
     if parts.plan.configuration.activation_checkpointing == "selective":
         # Stage 3's own linear adds the bias in place to the product that selective checkpointing keeps.
         zero["memory_efficient_linear"] = False
-        torch.nn.functional.linear = torch._C._nn.linear  # an earlier stage-3 engine of this process replaced it
     precisions = [name for name in ("bf16", "fp16") if name in config]
     details: dict[str, Any] = {name: {**_section(script, name), **_section(config, name)} for name in precisions}
     own = {key: value for key, value in script.items() if key not in _PLANNED}
