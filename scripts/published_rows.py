@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,8 +51,12 @@ Reading = Literal["stated", "interpreted", "vendor", "disclaimed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedRun:
-    """A measured step: `alike` groups runs that differ only in their plan, `document` those of one publication."""
+    """A measured step: `alike` groups runs that differ only in their plan, `document` those of one publication.
 
+    `name` is the source and the place of the run within it, from 1.
+    """
+
+    name: str
     source: str
     document: str
     reading: Reading
@@ -143,7 +148,7 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
     )
 
 
-def _run(row: Mapping[str, Any]) -> PublishedRun:
+def _run(row: Mapping[str, Any], name: str) -> PublishedRun:
     facts, counts = _architecture(row)
     sequence = int(row["sequence_length"])
     shard, replicas = int(row["dp_shard"]), int(row["dp_replicate"])
@@ -176,6 +181,7 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
         else (batch * sequence / float(row["tokens_per_s_per_gpu"]) / gpus)
     )
     return PublishedRun(
+        name=name,
         source=row["source"],
         document=document_of(row["source"]),
         reading=row["reading"],
@@ -231,7 +237,14 @@ def _vtrain_row(row: Mapping[str, str]) -> dict[str, str]:
 
 def published_runs() -> Iterator[PublishedRun]:
     """Every run of the two files, in file order."""
+    seen: Counter[str] = Counter()
+    for row in _rows():
+        seen[row["source"]] += 1
+        yield _run(row, f"{row['source']}-{seen[row['source']]}")
+
+
+def _rows() -> Iterator[Mapping[str, str]]:
     with (MEASUREMENTS / "published_training.csv").open(newline="") as lines:
-        yield from map(_run, csv.DictReader(lines))
+        yield from csv.DictReader(lines)
     with (MEASUREMENTS / "tp_dp_pp_a100.csv").open(newline="") as lines:
-        yield from (_run(_vtrain_row(row)) for row in csv.DictReader(lines))
+        yield from map(_vtrain_row, csv.DictReader(lines))
