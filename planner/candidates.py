@@ -1,7 +1,7 @@
 """Candidates: every shape a plan may take on a cluster, before anything is priced.
 
-A shape fixes the strategy, the degrees, checkpointing and offload; the micro-batch is found later. A strategy that
-makes no sense on the cluster yields a reason instead.
+A shape fixes everything but the micro-batch, which is found later. A strategy that makes no sense on the cluster yields
+a reason instead.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from planner import vocabulary as words
 from planner.estimate import offloads_of
+from planner.plan import Configuration
 from planner.request import Request
 
 MODEL_PARALLEL_STRATEGIES: tuple[words.Strategy, ...] = ("ddp", "zero1", "fsdp")
@@ -30,14 +32,11 @@ class Shape:
     pp: int = 1
     checkpointing: words.Checkpointing = "none"
     offload: words.Offload = "none"
+    sync_each_micro_batch: bool = True
 
     @property
     def data_parallel(self) -> int:
         return self.dp_replicate * self.dp_shard
-
-    @property
-    def is_model_parallel(self) -> bool:
-        return self.tp > 1 or self.pp > 1
 
 
 def inapplicable(request: Request, strategy: words.Strategy) -> str:
@@ -78,7 +77,8 @@ def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp:
             continue
         if offload == "nvme" and not request.cluster.nvme_bytes_per_node:
             continue
-        for checkpointing in words.CHECKPOINTINGS:
+        syncs = (True, False) if strategy in words.FSDP_STRATEGIES and tp * pp == 1 else (True,)
+        for checkpointing, sync in product(words.CHECKPOINTINGS, syncs):
             yield Shape(
                 strategy=strategy,
                 dp_replicate=replicate,
@@ -87,6 +87,7 @@ def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp:
                 pp=pp,
                 checkpointing=checkpointing,
                 offload=offload,
+                sync_each_micro_batch=sync,
             )
 
 
@@ -111,6 +112,41 @@ def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Itera
         for pp in _powers_of_two(min(cluster.gpus // tp, facts.num_layers, LARGEST_PIPELINE)):
             if tp * pp > 1 and cluster.gpus % (tp * pp) == 0 and facts.num_layers % pp == 0:
                 yield tp, pp
+
+
+def micro_batches(request: Request, shape: Shape) -> tuple[int, ...]:
+    """The micro-batches that keep the global batch whole, smallest first; none where it cannot be split.
+
+    A shape that reduces once per step is one of its own only where several micro-batches make up a step.
+    """
+    batch, ranks = request.workload.global_batch_size, shape.data_parallel
+    sizes = divisors(batch // ranks) if batch % ranks == 0 else ()
+    if not shape.sync_each_micro_batch:
+        sizes = sizes[:-1]
+    return sizes if request.micro_batch is None else tuple(size for size in sizes if size == request.micro_batch)
+
+
+def configuration_of(request: Request, shape: Shape, micro_batch: int) -> Configuration:
+    """The configuration of a shape with one of its micro-batches."""
+    workload = request.workload
+    return Configuration(
+        strategy=shape.strategy,
+        backend=words.default_backend(shape.strategy),
+        dp_replicate=shape.dp_replicate,
+        dp_shard=shape.dp_shard,
+        tp=shape.tp,
+        pp=shape.pp,
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=workload.global_batch_size // (shape.data_parallel * micro_batch),
+        global_batch_size=workload.global_batch_size,
+        sequence_length=workload.sequence_length,
+        precision=workload.precision,
+        optimizer=workload.optimizer,
+        attention=workload.attention,
+        activation_checkpointing=shape.checkpointing,
+        offload=shape.offload,
+        sync_each_micro_batch=shape.sync_each_micro_batch,
+    )
 
 
 def _powers_of_two(largest: int) -> tuple[int, ...]:

@@ -31,17 +31,28 @@ class Priced:
     notes: tuple[str, ...] = ()
 
 
-def price(request: Request, configuration: Configuration) -> Priced:
-    """Memory and verdict of a configuration; time is left to `plan_of`, since most candidates never need it."""
-    job = Job(
+def job_of(request: Request, configuration: Configuration) -> Job:
+    """The request's work in one configuration."""
+    return Job(
         facts=request.facts,
         counts=request.counts,
         workload=request.workload,
         cluster=request.cluster,
         configuration=configuration,
     )
+
+
+def price(request: Request, configuration: Configuration) -> Priced:
+    """Memory and verdict of a configuration; time is left to `plan_of`, since most candidates never need it."""
+    job = job_of(request, configuration)
     memory = memory_estimate(job)
     return Priced(job=job, memory=memory, judgement=judged(job, memory))
+
+
+def resident_bytes(job: Job) -> float:
+    """Weights, gradients and optimizer states on the device, all there when a backward pass ends."""
+    states = states_of(job, recipe_of(job.configuration))
+    return states.parameters + states.gradients + states.optimizer
 
 
 def judged(job: Job, memory: MemoryEstimate) -> Judgement:

@@ -1,8 +1,14 @@
-"""Ranking: which of two plans that fit goes first, and how the loser's reason is said."""
+"""Ranking: which of two plans that fit goes first, and how the loser's reason is said.
+
+Plans whose predicted times are closer than such predictions err against each other are equally fast as far as can be
+told. The simplest of those that cannot be told from the fastest goes first; then the same again among the rest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from planner import vocabulary as words
 from planner.candidates import inapplicable
@@ -10,27 +16,15 @@ from planner.estimate import Priced, plan_of, unrunnable
 from planner.plan import Configuration, Plan, StepTime
 from planner.request import Request
 from planner.timing import step_time
+from planner.verdict import limited_by
 
-PREFERENCE = {
-    "single": 0.0,
-    "ddp": 0.0,
-    "fsdp": 0.25,
-    "fsdp-grad-op": 0.25,
-    "hsdp": 0.25,
-    "zero1": 0.28,
-    "zero2": 0.28,
-    "zero3": 0.30,
-}
-"""How much faster a strategy must be predicted than a simpler one to go before it. A replica that fits is what people
-run, and 25 % is what published step times still differ from predicted ones at the 90th percentile
-(docs/cost-model-time.md); among the sharded strategies the one that needs only torch goes first when times are
-close."""
-PREFERENCE_SQUEEZED = 0.25
-"""A replica that fits only by recomputation is no simpler than shards that fit without."""
-PREFERENCE_MODEL_PARALLEL = 0.25
-"""Splitting layers asks more of the script than any data-parallel strategy."""
-PREFERENCE_OFFLOAD = 0.15
-"""The same for a plan that offloads: no published step time with offload stands behind its prediction yet."""
+SAME_HARDWARE = 0.15
+"""How far the ratio of two predicted step times is from the measured ratio, at the 90th percentile, where both plans
+lean on the same devices and links: pairs of published runs that differ only in whether layers are split (949 pairs:
+0.15; docs/cost-model-time.md). Most of what is wrong with the one prediction is wrong with the other too."""
+OTHER_HARDWARE = 0.25
+"""The same where one of the two also leans on the host and the other does not. Nothing published compares such plans,
+and what is wrong with a host's rates does not cancel: the 90th percentile of a single prediction's error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,55 +52,100 @@ class Timed:
         return plan_of(self.priced, self.time)
 
 
-def score(item: Timed, objective: words.Objective) -> tuple[float, float]:
-    """What the objective makes smallest, then memory, so that equal plans always rank in the same order."""
-    memory = float(item.priced.memory.device_used_bytes)
-    preference = PREFERENCE[item.configuration.strategy]
-    if item.configuration.activation_checkpointing != "none":
-        preference = max(preference, PREFERENCE_SQUEEZED)
-    if item.configuration.offload != "none":
-        preference += PREFERENCE_OFFLOAD
-    if item.configuration.tp * item.configuration.pp > 1:
-        preference += PREFERENCE_MODEL_PARALLEL
-    seconds = item.time.step_seconds * (1 + preference)
-    if objective == "cost":
-        return seconds * item.configuration.world_size, memory
-    return (memory, seconds) if objective == "memory" else (seconds, memory)
+class Named(Protocol):
+    """A shape or a configuration, as far as names and simplicity go."""
+
+    @property
+    def strategy(self) -> words.Strategy: ...
+    @property
+    def offload(self) -> words.Offload: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
 
 
-def rank(request: Request, items: list[Timed]) -> list[Timed]:
+def worth(item: Timed, objective: words.Objective) -> float:
+    """What the objective makes smallest: seconds of a step, GPU-seconds of a step, or bytes of device memory."""
+    if objective == "memory":
+        return float(item.priced.memory.device_used_bytes)
+    return item.time.step_seconds * (item.configuration.world_size if objective == "cost" else 1)
+
+
+def order(item: Timed, objective: words.Objective) -> tuple[float, ...]:
+    """Sorts by worth; then by memory and time; then by the words and numbers of the plan, so that equal plans always
+    stand in the same order."""
+    chosen, memory = item.configuration, item.priced.memory.device_used_bytes
+    return (
+        worth(item, objective),
+        memory,
+        item.time.step_seconds,
+        *simplicity(chosen),
+        *(chosen.world_size, chosen.tp, chosen.pp, chosen.micro_batch_size),
+        words.CHECKPOINTINGS.index(chosen.activation_checkpointing),
+        not chosen.sync_each_micro_batch,
+    )
+
+
+def simplicity(plan: Named) -> tuple[int, ...]:
+    """Smaller is simpler: whole layers before split ones, all on the device before offload, a replica before torch's
+    shards, and those before DeepSpeed's, which are one more library; then as the strategies are listed."""
+    return (
+        plan.tp * plan.pp > 1,
+        words.OFFLOADS.index(plan.offload),
+        words.STRATEGIES.index(plan.strategy),
+    )
+
+
+def rank(request: Request, items: Sequence[Timed]) -> list[Timed]:
     """Best first; a plan that `dsplan run` can run leads unless the request allows otherwise."""
-    ranked = sorted(items, key=lambda item: score(item, request.objective))
-    first = next((item for item in ranked if not unrunnable(item.configuration)), None)
-    if request.allow_unrunnable or first is None:
+    left = sorted(items, key=lambda item: order(item, request.objective))
+    ranked = []
+    while left:
+        alike = [item for item in left if not clearly_worse(item, left[0], request.objective)]
+        first = min(alike, key=lambda item: simplicity(item.configuration)) if request.simplest_first else left[0]
+        left.remove(first)
+        ranked.append(first)
+    leader = next((item for item in ranked if not unrunnable(item.configuration)), None)
+    if request.allow_unrunnable or leader is None:
         return ranked
-    return [first, *(item for item in ranked if item is not first)]
+    return [leader, *(item for item in ranked if item is not leader)]
 
 
-def group_name(configuration: Configuration) -> str:
+def clearly_worse(item: Timed, best: Timed, objective: words.Objective) -> bool:
+    """Whether a plan is worse than the best one by more than the prediction of their ratio may be wrong. Memory is
+    predicted well enough to be compared as it is."""
+    ratio = worth(item, objective) / worth(best, objective)
+    return ratio > 1 + (0.0 if objective == "memory" else told_apart_from(item.configuration, best.configuration))
+
+
+def told_apart_from(one: Named, other: Named) -> float:
+    """How much slower a plan must be predicted than another to be held slower."""
+    if (one.offload == "none") != (other.offload == "none"):
+        return OTHER_HARDWARE
+    return 0.0 if simplicity(one) == simplicity(other) else SAME_HARDWARE
+
+
+def group_name(plan: Named) -> str:
     """Plans of one group compete with each other; the best of each is shown."""
-    name = strategy_name(configuration)
-    return name if configuration.offload == "none" else f"{name} + offload {configuration.offload}"
+    name = strategy_name(plan)
+    return name if plan.offload == "none" else f"{name} + offload {plan.offload}"
 
 
-def strategy_name(configuration: Configuration) -> str:
+def strategy_name(plan: Named) -> str:
     """The strategy, and whether layers are split as well."""
-    return f"{configuration.strategy} + tp/pp" if configuration.tp * configuration.pp > 1 else configuration.strategy
+    return f"{plan.strategy} + tp/pp" if plan.tp * plan.pp > 1 else plan.strategy
 
 
-def rejections(request: Request, ranked: list[Timed], missing: dict[str, Priced]) -> tuple[Rejection, ...]:
+def rejections(request: Request, ranked: Sequence[Timed], missing: Sequence[Priced]) -> tuple[Rejection, ...]:
     """Why each strategy beyond the shown ones is not among them: slower, too large, or senseless here."""
     rejected = []
-    first = ranked[0].plan if ranked else None
     for item in ranked[request.top :]:
-        plan = item.plan
-        reason = compared(request, plan, first or plan)
-        rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=plan))
-    seen = {strategy_name(item.configuration) for item in ranked}
-    for name, priced in missing.items():
-        if name not in seen:
-            closest = plan_of(priced, step_time(priced.job))
-            rejected.append(Rejection(strategy=name, reason=_miss(priced), plan=closest))
+        reason = compared(request, item, ranked[0])
+        rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=item.plan))
+    for priced in missing:
+        name, plan = strategy_name(priced.job.configuration), plan_of(priced, step_time(priced.job))
+        rejected.append(Rejection(strategy=name, reason=_miss(priced), plan=plan))
     for strategy in words.STRATEGIES:
         senseless = inapplicable(request, strategy)
         if senseless:
@@ -114,19 +153,40 @@ def rejections(request: Request, ranked: list[Timed], missing: dict[str, Priced]
     return tuple(rejected)
 
 
-def compared(request: Request, plan: Plan, first: Plan) -> str:
+def compared(request: Request, item: Timed, first: Timed) -> str:
     """How a plan that fits compares with the first one, in what the objective counts."""
-    blocked = "" if plan.runnable else f"; {plan.notes[0]}"
+    blocked = unrunnable(item.configuration)
+    aside = f"; {blocked}" if blocked else ""
+    ratio = worth(item, request.objective) / worth(first, request.objective)
     if request.objective == "memory":
-        ratio = plan.memory.device_used_bytes / first.memory.device_used_bytes
-        return f"fits, {ratio:.2f}x the memory{blocked}"
-    ratio = plan.time.step_seconds / first.time.step_seconds
+        return f"fits, {ratio:.2f}x the memory{aside}"
+    if ratio < 0.995 and not blocked:
+        aside = f"; not told apart from {group_name(first.configuration)}, which is simpler"
     if request.objective == "cost":
-        ratio *= plan.configuration.world_size / first.configuration.world_size
-        gpus = plan.configuration.world_size
-        return f"fits, {ratio:.2f}x the GPU-seconds, on {gpus} {'GPU' if gpus == 1 else 'GPUs'}{blocked}"
-    passed_over = "; simpler plans go first unless clearly slower" if ratio < 0.995 and plan.runnable else ""
-    return f"fits, {ratio:.2f}x the step time, limited by {plan.limited_by}{blocked}{passed_over}"
+        gpus = item.configuration.world_size
+        return f"fits, {ratio:.2f}x the GPU-seconds, on {gpus} {'GPU' if gpus == 1 else 'GPUs'}{aside}"
+    return f"fits, {ratio:.2f}x the step time, limited by {limited_by(item.time)}{aside}"
+
+
+def why_first(request: Request, ranked: Sequence[Timed]) -> str:
+    """Why the first plan is first, in one line."""
+    first, objective = ranked[0], request.objective
+    name = group_name(first.configuration)
+    best = min(ranked, key=lambda item: order(item, objective))
+    if best is first:
+        return f"{name} {_IS_BEST[objective]}"
+    other, less = group_name(best.configuration), 1 - worth(best, objective) / worth(first, objective)
+    if not clearly_worse(first, best, objective):
+        width = told_apart_from(first.configuration, best.configuration)
+        return (
+            f"{name} is simpler than {other}, which is predicted {less:.0%} {_BETTER[objective]}: less than the {width:.0%}"
+            " by which predictions of two such plans can be off against each other"
+        )
+    return f"{name} is the best that dsplan run can run; {other} is predicted {less:.0%} {_BETTER[objective]}"
+
+
+_IS_BEST = {"throughput": "is predicted fastest", "memory": "needs least memory", "cost": "costs least per token"}
+_BETTER = {"throughput": "faster", "memory": "smaller", "cost": "cheaper"}
 
 
 def _miss(priced: Priced) -> str:

@@ -43,7 +43,8 @@ class Request:
     """What to plan: model, work, devices, and how plans are to be ranked.
 
     `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None;
-    so does `micro_batch`, for scripts that cut their batches themselves.
+    so does `micro_batch`, for scripts that cut their batches themselves. `simplest_first` lets a simpler plan go before
+    one that cannot be told to be faster.
     """
 
     facts: ModelFacts
@@ -54,6 +55,7 @@ class Request:
     objective: words.Objective = "throughput"
     top: int = 5
     allow_unrunnable: bool = False
+    simplest_first: bool = True
     strategies: tuple[words.Strategy, ...] | None = None
     micro_batch: int | None = None
 

@@ -1,20 +1,20 @@
 """Search: the best plan of every strategy, ranked; the reason of every one that is not.
 
-The search does not know how memory and time are computed. For each shape it finds by bisection the largest micro-batch
-that fits (memory grows with it), so the global batch is always the one asked for.
+The search does not know how memory and time are computed; `exploration` finds the best of each strategy. The
+micro-batch is cut from the global batch, so that is always the one asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner import vocabulary as words
-from planner.candidates import Shape, divisors, shapes
+from planner.candidates import shapes
 from planner.errors import ContradictoryRequest
-from planner.estimate import Priced, plan_of, price, unrunnable
-from planner.plan import Configuration, Plan
-from planner.ranking import Rejection, Timed, compared, group_name, rank, rejections, score, strategy_name
+from planner.estimate import Priced, plan_of, unrunnable
+from planner.exploration import Candidate, best, closest
+from planner.plan import Plan
+from planner.ranking import Rejection, Timed, compared, group_name, rank, rejections, strategy_name, why_first
 from planner.remedies import Remedy, remedies
 from planner.request import Request
 from planner.timing import step_time
@@ -22,60 +22,41 @@ from planner.timing import step_time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
-    """Ranked plans, best first; without one, the closest miss and what would help."""
+    """Ranked plans, best first, and in `choice` why the first is; without one, the closest miss and what would help."""
 
     request: Request
     plans: tuple[Plan, ...]
     rejected: tuple[Rejection, ...]
+    choice: str = ""
     closest: Plan | None = None
     remedies: tuple[Remedy, ...] = ()
 
 
 def recommend(request: Request) -> Recommendation:
-    """Rank every plan that fits.
+    """Rank the best plan of every strategy that fits.
 
     Raises:
         ContradictoryRequest: the global batch cannot be split over the GPUs.
     """
     _check_batch(request)
-    fitting: dict[str, list[Timed]] = {}
-    missing: dict[str, Priced] = {}
-    for option in _options(request):
-        settled: set[Shape] = set()
-        for shape in shapes(option):
-            bare = replace(shape, checkpointing="none")
-            if bare not in settled and _explore(option, shape, fitting, missing) and request.objective != "memory":
-                settled.add(bare)
-    best = [min(group, key=lambda item: score(item, request.objective)) for group in fitting.values()]
-    ranked = rank(request, best)
-    rejected = rejections(request, ranked, missing)
+    groups = _grouped(Candidate(option, shape) for option in _options(request) for shape in shapes(option))
+    found = [item for group in groups.values() if (item := best(group, request.objective)) is not None]
+    ranked = rank(request, found)
+    missing = _misses(groups.values(), ranked)
     if ranked:
-        plans = _with_alternatives(request, tuple(item.plan for item in ranked[: request.top]), rejected)
-        return Recommendation(request=request, plans=plans, rejected=rejected)
-    if not missing:
-        raise ContradictoryRequest(
-            f"global batch {request.workload.global_batch_size} cannot be split over {request.cluster.gpus} GPUs"
-        )
-    closest = min(missing.values(), key=lambda priced: priced.judgement.pressure)
-    return Recommendation(
-        request=request,
-        plans=(),
-        rejected=rejected,
-        closest=plan_of(closest, step_time(closest.job)),
-        remedies=remedies(request, can_fit),
-    )
+        rejected = rejections(request, ranked, missing)
+        plans = _with_alternatives(request, ranked, rejected)
+        return Recommendation(request=request, plans=plans, rejected=rejected, choice=why_first(request, ranked))
+    return _nothing(request, missing)
 
 
 def can_fit(request: Request) -> Priced | None:
-    """Any plan of one sample per GPU that fits, in the order of `shapes`; None where there is none."""
+    """Any plan that fits, in the order of `shapes`; None where there is none."""
     for shape in shapes(request):
-        micros = _micro_batches(request, shape)
-        if micros:
-            priced = price(request, configuration_of(request, shape, micros[0]))
-            if priced.judgement.verdict != "does_not_fit" and (
-                request.allow_unrunnable or not unrunnable(priced.job.configuration)
-            ):
-                return priced
+        candidate = Candidate(request, shape)
+        for index in candidate.ends():
+            if candidate.fits(index) and (request.allow_unrunnable or not unrunnable(candidate.configuration(index))):
+                return candidate.priced(index)
     return None
 
 
@@ -84,33 +65,48 @@ def describe(plan: Plan) -> str:
     return group_name(plan.configuration)
 
 
-def configuration_of(request: Request, shape: Shape, micro_batch: int) -> Configuration:
-    """The configuration of a shape with a micro-batch that divides the samples of a rank."""
-    workload = request.workload
-    return Configuration(
-        strategy=shape.strategy,
-        backend=words.default_backend(shape.strategy),
-        dp_replicate=shape.dp_replicate,
-        dp_shard=shape.dp_shard,
-        tp=shape.tp,
-        pp=shape.pp,
-        micro_batch_size=micro_batch,
-        gradient_accumulation_steps=workload.global_batch_size // (shape.data_parallel * micro_batch),
-        global_batch_size=workload.global_batch_size,
-        sequence_length=workload.sequence_length,
-        precision=workload.precision,
-        optimizer=workload.optimizer,
-        attention=workload.attention,
-        activation_checkpointing=shape.checkpointing,
-        offload=shape.offload,
+def _grouped(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
+    groups: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        groups.setdefault(group_name(candidate.shape), []).append(candidate)
+    return groups
+
+
+def _misses(groups: Iterable[Sequence[Candidate]], ranked: Sequence[Timed]) -> list[Priced]:
+    """The closest miss of every strategy of which nothing fits, with or without offload, on all the devices."""
+    fitting = {strategy_name(item.configuration) for item in ranked}
+    strategies: dict[str, list[Candidate]] = {}
+    for group in groups:
+        name = strategy_name(group[0].shape)
+        if name not in fitting:
+            on_all = [candidate for candidate in group if candidate.request is group[0].request]
+            strategies.setdefault(name, []).extend(on_all)
+    return [miss for group in strategies.values() if (miss := closest(group)) is not None]
+
+
+def _nothing(request: Request, missing: Sequence[Priced]) -> Recommendation:
+    if not missing:
+        raise ContradictoryRequest(
+            f"global batch {request.workload.global_batch_size} cannot be split over {request.cluster.gpus} GPUs"
+        )
+    nearest = min(missing, key=lambda priced: priced.judgement.pressure)
+    return Recommendation(
+        request=request,
+        plans=(),
+        rejected=rejections(request, (), missing),
+        closest=plan_of(nearest, step_time(nearest.job)),
+        remedies=remedies(request, can_fit),
     )
 
 
-def _with_alternatives(request: Request, plans: tuple[Plan, ...], rejected: tuple[Rejection, ...]) -> tuple[Plan, ...]:
-    """The plans, the first of them knowing what it was chosen over."""
-    others = [{"strategy": describe(plan), "reason": compared(request, plan, plans[0])} for plan in plans[1:]]
+def _with_alternatives(request: Request, ranked: Sequence[Timed], rejected: Sequence[Rejection]) -> tuple[Plan, ...]:
+    """The plans that are shown, the first of them knowing what it was chosen over."""
+    shown = ranked[: request.top]
+    others = [
+        {"strategy": group_name(item.configuration), "reason": compared(request, item, ranked[0])} for item in shown[1:]
+    ]
     others += [{"strategy": item.strategy, "reason": item.reason} for item in rejected]
-    return (replace(plans[0], alternatives=tuple(others)), *plans[1:])
+    return (replace(shown[0].plan, alternatives=tuple(others)), *(item.plan for item in shown[1:]))
 
 
 def _check_batch(request: Request) -> None:
@@ -138,64 +134,3 @@ def _options(request: Request) -> Iterator[Request]:
         else:
             return
         yield replace(request, cluster=cluster)
-
-
-def _explore(request: Request, shape: Shape, fitting: dict[str, list[Timed]], missing: dict[str, Priced]) -> bool:
-    """Price the micro-batches of one shape, and file what was found under its strategy.
-
-    True if a rank's whole batch fits at once: recomputing more of it would then only cost time.
-    """
-    micros = _micro_batches(request, shape)
-    if not micros:
-        return False
-    smallest = price(request, configuration_of(request, shape, micros[0]))
-    if smallest.judgement.verdict == "does_not_fit":
-        name = strategy_name(smallest.job.configuration)
-        known = missing.get(name)
-        if known is None or smallest.judgement.pressure < known.judgement.pressure:
-            missing[name] = smallest
-        return False
-    found = list(_largest(request, shape, micros, smallest))
-    fitting.setdefault(group_name(smallest.job.configuration), []).extend(found)
-    return any(item.configuration.micro_batch_size == micros[-1] for item in found)
-
-
-def _micro_batches(request: Request, shape: Shape) -> tuple[int, ...]:
-    batch = request.workload.global_batch_size
-    sizes = divisors(batch // shape.data_parallel) if batch % shape.data_parallel == 0 else ()
-    return sizes if request.micro_batch is None else tuple(size for size in sizes if size == request.micro_batch)
-
-
-def _largest(request: Request, shape: Shape, micros: tuple[int, ...], smallest: Priced) -> Iterable[Timed]:
-    """The largest micro-batch that fits, and the one below it where that is tight; in a pipeline also smaller ones, for
-    as long as the bubble that they shrink is worth more than the speed that they cost."""
-    low, high, found = 0, len(micros) - 1, {0: smallest}
-    middle = high  # often all of them fit
-    while low < high:
-        priced = price(request, configuration_of(request, shape, micros[middle]))
-        if priced.judgement.verdict == "does_not_fit":
-            high = middle - 1
-        else:
-            low, found[middle] = middle, priced
-        middle = (low + high + 1) // 2
-    largest = found[low]
-    tight, seconds = largest.judgement.verdict == "tight", float("inf")
-    for index in range(low, -1, -1):
-        priced = found.get(index) or price(request, configuration_of(request, shape, micros[index]))
-        timed = Timed(priced=priced, time=step_time(priced.job))
-        yield timed
-        is_better, seconds = timed.time.step_seconds < seconds, timed.time.step_seconds
-        if not (is_better if shape.pp > 1 else tight and index == low):
-            break
-    if not shape.is_model_parallel:
-        yield from _reduced_once(request, largest)
-
-
-def _reduced_once(request: Request, priced: Priced) -> Iterator[Timed]:
-    """The same with one reduction per step, where FSDP accumulates and whole gradients fit."""
-    configuration = priced.job.configuration
-    if configuration.strategy not in words.FSDP_STRATEGIES or configuration.gradient_accumulation_steps == 1:
-        return
-    once = price(request, replace(configuration, sync_each_micro_batch=False))
-    if once.judgement.verdict != "does_not_fit":
-        yield Timed(priced=once, time=step_time(once.job))

@@ -1,0 +1,212 @@
+"""Exploration: the best configuration of a group of shapes, with as few of them priced as that takes.
+
+A step's time is cheap to work out and needs no memory; memory is not cheap. So the shapes of a group are looked at in
+the order of the best that each could be if its largest micro-batch fitted, until none that is left can beat what was
+found. That is exact as long as
+
+- memory grows with the micro-batch, but for the last of them, which needs no gradients to be kept from one to the next;
+- the larger the micro-batch, the faster a step without its bubble, and the longer the bubble, so that a step's time
+  falls up to some micro-batch, the largest where there is no pipeline, and rises from there;
+- computing activations again takes time and no more memory;
+- the same shape over fewer devices takes no less memory of each.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from planner import vocabulary as words
+from planner.candidates import Shape, configuration_of, micro_batches
+from planner.estimate import Priced, job_of, price, resident_bytes
+from planner.plan import Configuration, StepTime
+from planner.ranking import Timed, order, worth
+from planner.request import Request
+from planner.timing import step_time
+from planner.verdict import device_limit
+
+
+class Candidate:
+    """A shape on a request's devices, with the micro-batches it may take, smallest first.
+
+    What was worked out is kept: asking twice costs nothing.
+    """
+
+    def __init__(self, request: Request, shape: Shape) -> None:
+        self.request, self.shape = request, shape
+        self.micros = micro_batches(request, shape)
+        self._times: dict[int, StepTime] = {}
+        self._priced: dict[int, Priced] = {}
+
+    def configuration(self, index: int) -> Configuration:
+        """With one of the micro-batches."""
+        return configuration_of(self.request, self.shape, self.micros[index])
+
+    def time(self, index: int) -> StepTime:
+        """Of a step, whether it fits or not."""
+        if index not in self._times:
+            self._times[index] = step_time(job_of(self.request, self.configuration(index)))
+        return self._times[index]
+
+    def priced(self, index: int) -> Priced:
+        """Memory, and whether that fits."""
+        if index not in self._priced:
+            self._priced[index] = price(self.request, self.configuration(index))
+        return self._priced[index]
+
+    def timed(self, index: int) -> Timed:
+        return Timed(priced=self.priced(index), time=self.time(index))
+
+    def fits(self, index: int) -> bool:
+        return self.priced(index).judgement.verdict != "does_not_fit"
+
+    def ends(self) -> tuple[int, ...]:
+        """The smallest micro-batch and the largest, if there are any: what takes least memory is one of the two."""
+        return tuple(dict.fromkeys((0, len(self.micros) - 1))) if self.micros else ()
+
+    def fits_somehow(self) -> bool:
+        return any(self.fits(index) for index in self.ends())
+
+    def bound(self) -> float:
+        """Seconds that a step takes at least: the work of the largest micro-batch and the bubble of the smallest."""
+        largest = self.time(len(self.micros) - 1)
+        if self.shape.pp == 1:
+            return largest.step_seconds
+        return largest.step_seconds - largest.bubble_seconds + self.time(0).bubble_seconds
+
+    def fastest(self) -> int:
+        """The micro-batch that would be best if memory were no matter."""
+        last = len(self.micros) - 1
+        if self.shape.pp == 1:
+            return last
+        return bisect_left(range(last), True, key=self._rises_after)
+
+    def largest_fitting(self, seconds: float, below: int) -> int | None:
+        """The largest micro-batch below one that does not fit which fits and takes at most so many seconds."""
+        least = bisect_left(range(below), True, key=lambda index: self.time(index).step_seconds <= seconds)
+        if least < below and self.fits(below - 1):  # as often as not it is the next
+            return below - 1
+        if least >= below - 1 or not self.fits(least):
+            return None
+        return bisect_left(range(below - 1), True, lo=least + 1, key=lambda index: not self.fits(index)) - 1
+
+    def _rises_after(self, index: int) -> bool:
+        return self.time(index).step_seconds <= self.time(index + 1).step_seconds
+
+
+class Family:
+    """Candidates that differ only in the activations they compute again: none first, all last."""
+
+    def __init__(self, members: Sequence[Candidate]) -> None:
+        self._members = members
+        self.gpus = members[0].request.cluster.gpus
+
+    def bound(self) -> float:
+        """Seconds that a step of any of them takes at least."""
+        return self._members[0].bound()
+
+    def is_hopeless(self) -> bool:
+        """Whether weights, gradients and optimizer states alone do not fit."""
+        first = self._members[0]
+        job = job_of(first.request, first.configuration(0))
+        return resident_bytes(job) > device_limit(job.workload, job.cluster)
+
+    def fits_somehow(self) -> bool:
+        return self._members[-1].fits_somehow()
+
+    def misses(self) -> Iterator[Priced]:
+        """What takes least memory, where nothing fits."""
+        last = self._members[-1]
+        return (last.priced(index) for index in last.ends())
+
+    @property
+    def split(self) -> tuple[object, ...]:
+        """What it has in common with the same family over fewer devices."""
+        shape = self._members[0].shape
+        return shape.strategy, shape.tp, shape.pp, shape.offload, shape.sync_each_micro_batch
+
+    def within(self, seconds: float) -> Iterator[Timed]:
+        """Ever faster configurations that fit and take at most so many seconds a step."""
+        for one in self._members:
+            if one.bound() > seconds:
+                continue
+            index: int | None = one.fastest()
+            if one.time(one.fastest()).step_seconds > seconds:
+                continue
+            if not one.fits(one.fastest()):
+                if not self.fits_somehow():
+                    return
+                index = one.largest_fitting(seconds, below=one.fastest())
+            if index is not None:
+                seconds = one.time(index).step_seconds
+                yield one.timed(index)
+
+
+def best(group: Sequence[Candidate], objective: words.Objective) -> Timed | None:
+    """The best configuration of a group that fits; None where none does."""
+    found: Timed | None = None
+    for timed in _smallest(group) if objective == "memory" else _fast(group, objective):
+        if found is None or order(timed, objective) < order(found, objective):
+            found = timed
+    return found
+
+
+def closest(group: Sequence[Candidate]) -> Priced | None:
+    """The configuration that misses by least, of a group in which nothing fits."""
+    misses = (priced for family in _families(group) for priced in family.misses())
+    return min(misses, key=lambda priced: priced.judgement.pressure, default=None)
+
+
+def _fast(group: Sequence[Candidate], objective: words.Objective) -> Iterator[Timed]:
+    """Ever better configurations by time or cost."""
+    found = float("inf")
+    families = _with_devices_enough([family for family in _families(group) if not family.is_hopeless()])
+    weights = [family.gpus if objective == "cost" else 1 for family in families]
+    bounds = [family.bound() * weight for family, weight in zip(families, weights, strict=True)]
+    for place in sorted(range(len(families)), key=bounds.__getitem__):
+        if bounds[place] > found:
+            return
+        for timed in families[place].within(found / weights[place]):
+            found = min(found, worth(timed, objective))
+            yield timed
+
+
+def _families(group: Iterable[Candidate]) -> list[Family]:
+    families: dict[tuple[int, Shape], list[Candidate]] = {}
+    for candidate in group:
+        if candidate.micros:
+            key = id(candidate.request), replace(candidate.shape, checkpointing="none")
+            families.setdefault(key, []).append(candidate)
+    members = (sorted(family, key=lambda one: _RECOMPUTED[one.shape.checkpointing]) for family in families.values())
+    return [Family(family) for family in members]
+
+
+def _with_devices_enough(families: Sequence[Family]) -> list[Family]:
+    """Those that fit somehow, where the same family is there over several numbers of devices."""
+    alike: dict[tuple[object, ...], list[Family]] = {}
+    for family in families:
+        alike.setdefault(family.split, []).append(family)
+    enough = []
+    for fewer_and_fewer in alike.values():
+        count = len(fewer_and_fewer)
+        if count > 1:
+            count = bisect_left(fewer_and_fewer, True, key=lambda family: not family.fits_somehow())
+        enough += fewer_and_fewer[:count]
+    return enough
+
+
+_RECOMPUTED: dict[words.Checkpointing, int] = {"none": 0, "selective": 1, "full": 2}
+
+
+def _smallest(group: Sequence[Candidate]) -> Iterator[Timed]:
+    """Every configuration of the candidates that can do with least memory."""
+    needs = []
+    for candidate in group:
+        ends = (candidate.priced(index) for index in candidate.ends() if candidate.fits(index))
+        used = [priced.memory.device_used_bytes for priced in ends]
+        needs.append(min(used, default=None))
+    least = min((need for need in needs if need is not None), default=None)
+    for candidate, need in zip(group, needs, strict=True):
+        if need is not None and need == least:
+            yield from (candidate.timed(index) for index in range(len(candidate.micros)) if candidate.fits(index))

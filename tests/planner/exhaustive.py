@@ -1,0 +1,43 @@
+"""The search without any cleverness: every micro-batch of every shape is priced, and the best of each group kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.candidates import configuration_of, micro_batches, shapes
+from planner.estimate import price
+from planner.ranking import Timed, group_name, order
+from planner.request import Request
+from planner.timing import step_time
+
+
+def everything_that_fits(request: Request) -> Iterator[Timed]:
+    """Every configuration of a request that fits, on its devices."""
+    for shape in shapes(request):
+        for micro in micro_batches(request, shape):
+            priced = price(request, configuration_of(request, shape, micro))
+            if priced.judgement.verdict != "does_not_fit":
+                yield Timed(priced=priced, time=step_time(priced.job))
+
+
+def best_by_group(request: Request) -> dict[str, Timed]:
+    """The best of every group on the request's devices; ask with one objective after another by `replace`."""
+    found: dict[str, Timed] = {}
+    for item in everything_that_fits(request):
+        name = group_name(item.configuration)
+        if name not in found or order(item, request.objective) < order(found[name], request.objective):
+            found[name] = item
+    return found
+
+
+def every_group(request: Request) -> dict[str, Timed]:
+    """The best of every group as the search should find them, on fewer devices too where cost counts."""
+    from planner.search import _options
+
+    merged: dict[str, Timed] = {}
+    for option in _options(request):
+        for name, item in best_by_group(replace(option)).items():
+            if name not in merged or order(item, request.objective) < order(merged[name], request.objective):
+                merged[name] = item
+    return merged
