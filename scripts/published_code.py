@@ -21,9 +21,13 @@ ALPA = replace(COMPILED, score_bytes=14.0)
 NEMO = replace(MEGATRON, hides_reductions=True, residual_passes=1.0)
 """NeMo's launcher: Megatron's fused kernels and `bias_dropout_add_fusion`, with `overlap_grad_sync` (gpt3/5b.yaml)."""
 
+INTERNEVO = replace(TRANSFORMERS, broadcasts_partitions=True)
+"""InternEvo's HybridZeroOptimizer lets each rank broadcast the partition it has updated."""
+
 NAMED: Mapping[str, Implementation] = {"transformers": TRANSFORMERS, "megatron": MEGATRON}
 BY_SOURCE: Mapping[str, Implementation] = {
     "llmfoundry": LLM_FOUNDRY,
+    "internevo": INTERNEVO,
     "bigscience": MEGATRON,
     "vtrain": MEGATRON,
     "alpa": ALPA,
