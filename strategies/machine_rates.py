@@ -3,59 +3,45 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from hardware_db.fingerprint import Fingerprint
-from hardware_db.measurement import RateMeasurement, new_id, utc_now
-from hardware_db.microbench.quick import quick_rates
+from hardware_db.measurement import RateMeasurement
+from hardware_db.microbench.point import Point
+from hardware_db.microbench.quick import quick_rates, wanted_points
+from hardware_db.microbench.rate import as_measurement, point_of
+from hardware_db.microbench.timer import ranks_at_work
 from hardware_db.store import open_store
 from strategies.agree import on_rank_zero
 
+_Rates = tuple[RateMeasurement, ...]
 
-def machine_rates(fingerprint: Fingerprint, device: torch.device) -> tuple[RateMeasurement, ...]:
+
+def machine_rates(fingerprint: Fingerprint, device: torch.device) -> _Rates:
     """What was measured of this machine with as many ranks as run now, newest first, the same on every rank.
 
-    Every rank must call this together. Where rank 0 finds nothing stored for this machine, these versions and this
-    number of ranks, all measure for about two seconds and rank 0 stores what it measured.
+    Every rank must call this together. What rank 0 does not find stored for this machine, these versions and this
+    number of ranks, all measure in about two seconds, and rank 0 stores it. `dsplan bench` stores the same and more.
 
     Raises:
         DsplanError: the database cannot be read or written.
     """
-    stored = on_rank_zero(lambda: _read(fingerprint))
-    if not stored:
-        measured = _measure(fingerprint, device)
-        stored = on_rank_zero(lambda: _store(measured))
-    return stored
+    wanted = wanted_points(device)
+    stored, missing = on_rank_zero(lambda: _read(fingerprint, wanted))
+    if not missing:
+        return stored
+    measured = tuple(as_measurement(rate, fingerprint, "run") for rate in quick_rates(missing, device))
+    return on_rank_zero(lambda: _store(measured, stored))
 
 
-def _read(fingerprint: Fingerprint) -> tuple[RateMeasurement, ...]:
+def _read(fingerprint: Fingerprint, wanted: tuple[Point, ...]) -> tuple[_Rates, tuple[Point, ...]]:
+    """The stored rates, and the points among those wanted that none of them measured."""
     with open_store() as store:
-        return tuple(rate for rate in store.rates(fingerprint.key) if rate.ranks == _world_size())
+        stored = tuple(rate for rate in store.rates(fingerprint.key) if rate.ranks == ranks_at_work())
+    known = {point_of(rate) for rate in stored}
+    return stored, tuple(point for point in wanted if point not in known)
 
 
-def _store(measured: tuple[RateMeasurement, ...]) -> tuple[RateMeasurement, ...]:
+def _store(measured: _Rates, stored: _Rates) -> _Rates:
     with open_store() as store:
         store.add(*measured)
-    return measured
-
-
-def _measure(fingerprint: Fingerprint, device: torch.device) -> tuple[RateMeasurement, ...]:
-    return tuple(
-        RateMeasurement(
-            id=new_id(),
-            created_at=utc_now(),
-            operation=rate.operation,
-            value=rate.value,
-            unit=rate.unit,
-            dtype=rate.dtype,
-            size=rate.size,
-            ranks=rate.ranks,
-            fingerprint=fingerprint,
-            source="run",
-        )
-        for rate in quick_rates(device)
-    )
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return (*reversed(measured), *stored)

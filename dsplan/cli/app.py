@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "explain": "dsplan.cli.explain:explain",
     "emit": "dsplan.cli.emit:emit",
     "run": "dsplan.cli.run:run",
+    "bench": "dsplan.cli.bench:bench",
     "db": "dsplan.cli.db:app",
 }
 

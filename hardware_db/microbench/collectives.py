@@ -1,40 +1,114 @@
-"""How fast the ranks of the live process group reduce together. Every rank must call these, in the same order."""
+"""How fast the ranks of the live process group talk. Every rank calls these together, in the same order."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from hardware_db.microbench.dtypes import DTYPES
+from hardware_db.microbench.point import Point
 from hardware_db.microbench.rate import Rate
-from hardware_db.microbench.timer import median_seconds
-
-# A fixed count on every rank: a budget would let ranks disagree on the number of collectives and hang.
-_NO_EXTRA_TIME = 0.0
+from hardware_db.microbench.timer import Budget, time_calls
 
 
-def all_reduce_rate(device: torch.device, size_bytes: int) -> Rate:
-    """Bus bandwidth of all-reduce, bytes/s: 2 (n - 1) / n x size / time, as nccl-tests defines it."""
-    ranks = dist.get_world_size()
-    seconds = _all_reduce_seconds(device, size_bytes)
-    bus_bytes_per_s = 2 * (ranks - 1) / ranks * size_bytes / seconds
-    return Rate(
-        operation="all_reduce", value=bus_bytes_per_s, unit="bytes/s", dtype="fp32", size=size_bytes, ranks=ranks
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensors:
+    """What a collective works on: the whole tensor, its parts (one per rank), a part of this rank's own, and a tensor
+    that may be written over."""
+
+    whole: torch.Tensor
+    parts: list[torch.Tensor]
+    own: torch.Tensor
+    target: torch.Tensor
 
 
-def all_reduce_latency(device: torch.device) -> Rate:
-    """Seconds of an all-reduce of 4 bytes."""
-    seconds = _all_reduce_seconds(device, 4)
-    return Rate(
-        operation="all_reduce_latency", value=seconds, unit="s", dtype="fp32", size=4, ranks=dist.get_world_size()
-    )
+def bus_bandwidth(point: Point, device: torch.device, budget: Budget) -> Rate:
+    """Bus bandwidth of a collective over a tensor of `size` bytes, as nccl-tests defines it: bytes/s that each link
+    would have to carry. `size` is that of the whole tensor: what all-gather makes and reduce-scatter starts from."""
+    tensors = _tensors(point, device)
+    call = CALLS[point.operation]
+    timing = time_calls(lambda: call(tensors), device, budget, collective=True)
+    size = tensors.whole.numel() * tensors.whole.element_size()
+    value = bus_share(point.operation, dist.get_world_size()) * size / timing.seconds
+    return Rate(point=point, value=value, unit="bytes/s", repeats=timing.repeats, spread=timing.spread)
 
 
-def _all_reduce_seconds(device: torch.device, size_bytes: int) -> float:
-    """Median over three repeats, then the slowest rank's: that is how long everybody waits."""
-    tensor = torch.zeros(max(1, size_bytes // 4), device=device)
-    dist.barrier()
-    seconds = median_seconds(lambda: dist.all_reduce(tensor), device, budget_seconds=_NO_EXTRA_TIME)
-    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.item())
+def latency(point: Point, device: torch.device, budget: Budget) -> Rate:
+    """Seconds of a barrier, or of an all-reduce of 4 bytes."""
+    one = torch.zeros(1, device=device)
+    call = dist.barrier if point.operation == "barrier" else lambda: dist.all_reduce(one)
+    timing = time_calls(call, device, budget, collective=True)
+    return Rate(point=point, value=timing.seconds, unit="s", repeats=timing.repeats, spread=timing.spread)
+
+
+def bus_share(operation: str, ranks: int) -> float:
+    """Bytes that pass a rank's link per byte of the whole tensor (nccl-tests, doc/PERFORMANCE.md)."""
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return 1.0 if operation in ("broadcast", "reduce", "point_to_point") else (ranks - 1) / ranks
+
+
+def _tensors(point: Point, device: torch.device) -> Tensors:
+    """Of the size asked for, rounded up to a whole number of elements per rank."""
+    ranks, dtype = dist.get_world_size(), DTYPES[point.dtype]
+    share = max(1, -(-point.size // (ranks * dtype.itemsize)))
+    whole = torch.zeros(share * ranks, dtype=dtype, device=device)
+    target = torch.zeros_like(whole)
+    return Tensors(whole=whole, parts=list(target.chunk(ranks)), own=torch.zeros_like(whole[:share]), target=target)
+
+
+def _all_reduce(tensors: Tensors) -> None:
+    dist.all_reduce(tensors.whole)
+
+
+def _all_gather(tensors: Tensors) -> None:
+    dist.all_gather_into_tensor(tensors.whole, tensors.own)
+
+
+def _reduce_scatter(tensors: Tensors) -> None:
+    dist.reduce_scatter_tensor(tensors.own, tensors.whole)
+
+
+def _all_to_all(tensors: Tensors) -> None:
+    dist.all_to_all_single(tensors.target, tensors.whole)
+
+
+def _broadcast(tensors: Tensors) -> None:
+    dist.broadcast(tensors.whole, src=0)
+
+
+def _reduce(tensors: Tensors) -> None:
+    dist.reduce(tensors.whole, dst=0)
+
+
+def _gather(tensors: Tensors) -> None:
+    dist.gather(tensors.own, tensors.parts if dist.get_rank() == 0 else None, dst=0)
+
+
+def _scatter(tensors: Tensors) -> None:
+    dist.scatter(tensors.own, tensors.parts if dist.get_rank() == 0 else None, src=0)
+
+
+def _point_to_point(tensors: Tensors) -> None:
+    """Every even rank sends to the next one; without one it rests."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank % 2:
+        dist.recv(tensors.whole, src=rank - 1)
+    elif rank + 1 < ranks:
+        dist.send(tensors.whole, dst=rank + 1)
+
+
+CALLS: Mapping[str, Callable[[Tensors], None]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "point_to_point": _point_to_point,
+}

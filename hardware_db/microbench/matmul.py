@@ -1,19 +1,42 @@
-"""How fast this device multiplies square matrices."""
+"""How fast this device runs the weight products of a transformer."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import linear
 
+from hardware_db.microbench.dtypes import DTYPES
+from hardware_db.microbench.point import Point
 from hardware_db.microbench.rate import Rate
-from hardware_db.microbench.timer import median_seconds
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from hardware_db.microbench.timer import Budget, time_calls
 
 
-def matmul_rate(device: torch.device, dtype: str, edge: int, *, budget_seconds: float = 0.3) -> Rate:
-    """FLOP/s of an `edge` x `edge` product in `dtype` (fp32, bf16, fp16); 2 edge^3 operations each."""
-    left = torch.randn(edge, edge, device=device).to(DTYPES[dtype])
-    right = torch.randn(edge, edge, device=device).to(DTYPES[dtype])
-    out = torch.empty_like(left)
-    seconds = median_seconds(lambda: torch.mm(left, right, out=out), device, budget_seconds=budget_seconds)
-    return Rate(operation="matmul", value=2 * edge**3 / seconds, unit="FLOP/s", dtype=dtype, size=edge)
+def forward(point: Point, device: torch.device, budget: Budget) -> Rate:
+    """FLOP/s of `x[m, k] @ w[n, k].T` for shape (m, k, n), as `nn.Linear` runs it: 2 m k n operations."""
+    rows, weight = _operands(point, device)
+    timing = time_calls(lambda: linear(rows, weight), device, budget)
+    return _rate(point, timing.seconds, timing.repeats, timing.spread)
+
+
+def backward(point: Point, device: torch.device, budget: Budget) -> Rate:
+    """FLOP/s of the two products of its backward pass, for the input and for the weight: 4 m k n operations."""
+    rows, weight = _operands(point, device)
+    gradient = torch.randn(rows.shape[0], weight.shape[0], device=device).to(rows.dtype)
+
+    def both() -> None:
+        gradient.mm(weight)
+        gradient.t().mm(rows)
+
+    timing = time_calls(both, device, budget)
+    return _rate(point, timing.seconds / 2, timing.repeats, timing.spread)
+
+
+def _operands(point: Point, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    m, k, n = point.shape
+    dtype = DTYPES[point.dtype]
+    return torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
+
+
+def _rate(point: Point, seconds: float, repeats: int, spread: float) -> Rate:
+    m, k, n = point.shape
+    return Rate(point=point, value=2 * m * k * n / seconds, unit="FLOP/s", repeats=repeats, spread=spread)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from hardware_db.microbench.point import Point
 from hardware_db.microbench.rate import Rate
-from hardware_db.microbench.timer import median_seconds
+from hardware_db.microbench.timer import Budget, time_calls
 
 
-def cpu_adamw_rate(parameters: int, *, budget_seconds: float = 0.3) -> Rate:
-    """Parameters/s of torch's AdamW over fp32 parameters in host memory, in this process's threads."""
-    weight = torch.nn.Parameter(torch.zeros(parameters))
+def cpu_adamw(point: Point, device: torch.device, budget: Budget) -> Rate:
+    """Parameters/s of torch's AdamW over fp32 parameters of `size` bytes in host memory, in this process's threads.
+
+    `cpu_adamw` is torch's default on a CPU, a loop over tensor operations; `cpu_adamw_fused` its single kernel.
+    """
+    weight = torch.nn.Parameter(torch.zeros(point.size // 4))
     weight.grad = torch.full_like(weight, 1e-3)
-    optimizer = torch.optim.AdamW([weight], lr=1e-4)
-    seconds = median_seconds(optimizer.step, torch.device("cpu"), budget_seconds=budget_seconds)
-    return Rate(
-        operation="cpu_adamw", value=parameters / seconds, unit="parameters/s", dtype="fp32", size=4 * parameters
-    )
+    fused = True if point.operation.endswith("fused") else None
+    optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=fused)
+    timing = time_calls(optimizer.step, device, budget)
+    value = weight.numel() / timing.seconds
+    return Rate(point=point, value=value, unit="parameters/s", repeats=timing.repeats, spread=timing.spread)

@@ -1,40 +1,29 @@
-"""The few rates that a first plan on a machine needs, measured in about two seconds."""
+"""The rates that a first plan on a machine needs, measured by the ranks that are about to train.
+
+They are the first points of `dsplan bench` too (`grid.quick_points`): a machine that it measured has them already.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 
-from hardware_db.microbench.collectives import all_reduce_latency, all_reduce_rate
-from hardware_db.microbench.matmul import matmul_rate
-from hardware_db.microbench.memory import host_link_rate, memory_rate
-from hardware_db.microbench.optimizer import cpu_adamw_rate
+from hardware_db.microbench.grid import CPU, GPU, quick_points
+from hardware_db.microbench.point import Point
 from hardware_db.microbench.rate import Rate
+from hardware_db.microbench.runner import measure
+from hardware_db.microbench.timer import Budget, ranks_at_work
 
-_MIB = 1 << 20
-# Large enough to fill a GPU, small enough for a few milliseconds on two cores.
-_GPU_EDGE = 4096
-_CPU_EDGE = 512
+_BUDGET = Budget(seconds=0.15)
 
 
-def quick_rates(device: torch.device) -> tuple[Rate, ...]:
-    """Matrix products, memory, host link, CPU AdamW, and all-reduce where a process group of several ranks is live.
+def wanted_points(device: torch.device) -> tuple[Point, ...]:
+    """What to measure with as many ranks as the live process group has."""
+    return quick_points(GPU if device.type == "cuda" else CPU, ranks_at_work())
 
-    All ranks call this at the same time, so that what they share (cores, memory bus) is shared as in training; `ranks`
-    of every rate is therefore the world size.
-    """
-    gpu = device.type == "cuda"
-    edge = _GPU_EDGE if gpu else _CPU_EDGE
-    rates = [matmul_rate(device, dtype, edge) for dtype in ("fp32", "bf16")]
-    rates.append(memory_rate(device, (256 if gpu else 64) * _MIB))
-    if gpu:
-        rates.append(matmul_rate(device, "fp16", edge))
-        rates.append(host_link_rate(device, 64 * _MIB))
-    rates.append(cpu_adamw_rate(2 * _MIB))
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if ranks > 1:
-        rates.append(all_reduce_latency(device))
-        rates.append(all_reduce_rate(device, 16 * _MIB))
-    return tuple(replace(rate, ranks=ranks) for rate in rates)
+
+def quick_rates(points: Iterable[Point], device: torch.device) -> tuple[Rate, ...]:
+    """Measure the points. All ranks call this at the same time, so that what they share (cores, memory bus) is shared
+    as in training."""
+    return tuple(measure(point, device, _BUDGET) for point in points)

@@ -1,18 +1,47 @@
-"""Rate: one figure of a micro-benchmark, before it is stored."""
+"""Rate: what a micro-benchmark found, and the record it is stored as. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hardware_db.fingerprint import Fingerprint
+from hardware_db.measurement import RateMeasurement, new_id, utc_now
+from hardware_db.microbench.point import Point
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """`operation` ran at `value` `unit`. The fields mean what they mean in
-    `hardware_db.measurement.RateMeasurement`."""
+    """`point` ran at `value` `unit`, the median of `repeats` samples that differ by up to `spread` (max / min - 1)."""
 
-    operation: str
+    point: Point
     value: float
     unit: str
-    dtype: str = ""
-    size: int | None = None
-    ranks: int = 1
+    repeats: int = 1
+    spread: float = 0.0
+
+
+def as_measurement(rate: Rate, fingerprint: Fingerprint, source: str) -> RateMeasurement:
+    """The record of a rate that was measured just now."""
+    point = rate.point
+    return RateMeasurement(
+        id=new_id(),
+        created_at=utc_now(),
+        operation=point.operation,
+        value=rate.value,
+        unit=rate.unit,
+        dtype=point.dtype,
+        size=point.size or None,
+        shape=point.shape,
+        ranks=point.ranks,
+        repeats=rate.repeats,
+        spread=rate.spread,
+        fingerprint=fingerprint,
+        source=source,
+    )
+
+
+def point_of(record: RateMeasurement) -> Point:
+    """The point that a record measured."""
+    return Point(
+        operation=record.operation, dtype=record.dtype, size=record.size or 0, shape=record.shape, ranks=record.ranks
+    )

@@ -1,36 +1,104 @@
-"""Timing of one operation: warm-up, repeats, median."""
+"""Timing of one operation on every rank at once: warm-up, samples of many calls, median and spread.
+
+A sample is a batch of calls without a pause, long against the time slices of an operating system: where ranks share
+processor cores, a single short call would show the speed of a core that happens to be free. Every rank makes the same
+number of calls, which the ranks agree on, so that collectives can be timed and what is shared stays shared to the end.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-_WARM_UP = 2
-_MIN_REPEATS = 3
-_MAX_REPEATS = 20
+_WARM_UP_CALLS = 2
+_MOST_CALLS = 2000
+_LONGEST_ESTIMATE = 3600.0
 
 
-def median_seconds(operation: Callable[[], object], device: torch.device, *, budget_seconds: float) -> float:
-    """Median seconds of `operation` on `device`, over three to twenty repeats within about `budget_seconds`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """How long to measure one operation: about `seconds` after the warm-up, in at least `least_samples` samples of
+    about `sample_seconds`; an operation that is longer than a sample is called once in each."""
 
-    The device is waited for before and after each repeat: what is timed is the work, not its launch.
+    seconds: float = 0.2
+    sample_seconds: float = 0.025
+    least_samples: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Seconds of one call: the median over `repeats` samples, which differ by up to `spread` (max / min - 1)."""
+
+    seconds: float
+    repeats: int
+    spread: float
+
+
+def time_calls(
+    operation: Callable[[], object], device: torch.device, budget: Budget, *, collective: bool = False
+) -> Timing:
+    """Time `operation` on `device`; all ranks of the live process group call this together.
+
+    A collective takes as long as its slowest rank. Other work counts with the mean of ranks that share processors, and
+    with the slowest of those that have a GPU each, for whom everybody waits.
     """
-    for _ in range(_WARM_UP):
+    calls, samples = _agreed_counts(_warm_up(operation, device), budget, device)
+    seconds = [_sample(operation, calls, device) for _ in range(samples)]
+    together = _slowest if collective or device.type == "cuda" else _mean
+    seconds = together(seconds, device)
+    return Timing(seconds=statistics.median(seconds) / calls, repeats=samples, spread=max(seconds) / min(seconds) - 1)
+
+
+def ranks_at_work() -> int:
+    """The size of the live process group, 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _warm_up(operation: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call once caches, lazy handles and connections are there."""
+    for _ in range(_WARM_UP_CALLS):
         operation()
-    samples: list[float] = []
-    deadline = time.perf_counter() + budget_seconds
-    while len(samples) < _MIN_REPEATS or (time.perf_counter() < deadline and len(samples) < _MAX_REPEATS):
-        _wait(device)
-        start = time.perf_counter()
+    return _sample(operation, 1, device)
+
+
+def _agreed_counts(seconds: float, budget: Budget, device: torch.device) -> tuple[int, int]:
+    """Calls per sample and samples, from the slowest rank's estimate, so that they are the same on every rank."""
+    estimate = min(max(_slowest([seconds], device)[0], 1e-7), _LONGEST_ESTIMATE)
+    calls = min(max(1, round(budget.sample_seconds / estimate)), _MOST_CALLS)
+    return calls, max(budget.least_samples, math.ceil(budget.seconds / (calls * estimate)))
+
+
+def _sample(operation: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Seconds of `calls` calls; the device is waited for before and after, so that the work counts, not its launch."""
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(calls):
         operation()
-        _wait(device)
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
+    _wait(device)
+    return time.perf_counter() - start
 
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _slowest(values: list[float], device: torch.device) -> list[float]:
+    return _over_ranks(values, device, dist.ReduceOp.MAX) if ranks_at_work() > 1 else values
+
+
+def _mean(values: list[float], device: torch.device) -> list[float]:
+    ranks = ranks_at_work()
+    return [total / ranks for total in _over_ranks(values, device, dist.ReduceOp.SUM)] if ranks > 1 else values
+
+
+def _over_ranks(values: list[float], device: torch.device, operation: dist.ReduceOp.RedOpType) -> list[float]:
+    together = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(together, op=operation)
+    return [float(value) for value in together.tolist()]

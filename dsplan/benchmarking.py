@@ -1,0 +1,173 @@
+"""From the flags of `dsplan bench` to a benchmark plan, and from that to a report."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hardware_db.errors import BrokenFile, DsplanError
+from hardware_db.probe import probe
+from planner.cluster import Cluster
+from planner.errors import ContradictoryRequest
+from planner.resolve_cluster import HardwareRequest, probed_cluster, resolve_cluster
+from strategies.bench.plan import BenchPlan, Wanted, default_ranks, make_bench_plan, parse_ranks
+from strategies.bench.plan_file import load_bench_plan
+
+if TYPE_CHECKING:
+    from strategies.bench.events import Event, Measured, Refused
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchQuestion:
+    """The flags of `dsplan bench`; a field is named as its flag."""
+
+    gpus: int | None = None
+    gpu: str | None = None
+    nodes: int | None = None
+    node_type: str | None = None
+    cluster: Path | None = None
+    ranks: str | None = None
+    quick: bool = False
+    minutes: float | None = None
+    only: str | None = None
+    model: str | None = None
+    again: bool = False
+    plan: Path | None = None
+    generate: bool = False
+
+    @property
+    def names_hardware(self) -> bool:
+        return any(value is not None for value in (self.gpus, self.gpu, self.nodes, self.node_type, self.cluster))
+
+    def check(self) -> None:
+        """Hold the flags against each other.
+
+        Raises:
+            ContradictoryRequest: two of them cannot both hold, or a number is none.
+        """
+        if self.minutes is not None and not (math.isfinite(self.minutes) and self.minutes > 0):
+            raise ContradictoryRequest(f"--minutes {self.minutes:g} is not a time; give minutes above 0")
+        if self.plan is not None and (self.generate or self.quick or self.only or self.model or self.ranks):
+            raise ContradictoryRequest(
+                "--plan says what to measure; drop --ranks, --quick, --only, --model and --generate, or drop --plan"
+            )
+        if self.names_hardware and not self.generate:
+            raise ContradictoryRequest(
+                "--gpus, --gpu, --nodes, --node-type and --cluster describe hardware to --generate a plan for; a"
+                " benchmark measures the machine it runs on, with --ranks processes"
+            )
+
+
+@dataclass(slots=True)
+class BenchReport:
+    """What a benchmark did. `stored` were in the database before, `found` were measured by others meanwhile, `left`
+    wait for the next call."""
+
+    plan: BenchPlan
+    database: Path
+    fingerprint: str
+    stored: int = 0
+    found: int = 0
+    left: int = 0
+    seconds: float = 0.0
+    measured: list[Measured] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """1 where something was to be measured and nothing could be."""
+        return int(bool(self.refused) and not self.measured and not self.stored)
+
+
+def plan_of(question: BenchQuestion) -> BenchPlan:
+    """What to measure: what the file says, or what the flags mean on the hardware they name or on this machine.
+
+    Raises:
+        DsplanError: a flag, a name or the file cannot be used.
+    """
+    question.check()
+    if question.plan is not None:
+        return load_bench_plan(question.plan)
+    from planner.models.resolve import resolve_model
+
+    cluster = _cluster(question)
+    wanted = Wanted(
+        ranks=default_ranks(cluster) if question.ranks is None else parse_ranks(question.ranks),
+        kinds=tuple(kind.strip() for kind in question.only.split(",")) if question.only else (),
+        model=None if question.model is None else resolve_model(question.model),
+        quick=question.quick,
+    )
+    return make_bench_plan(wanted, cluster)
+
+
+def run_plan(plan: BenchPlan, question: BenchQuestion, show: Callable[[Event], None]) -> BenchReport:
+    """Measure what the plan says and is not stored, and show what happens.
+
+    Raises:
+        DsplanError: the plan is for another machine, torch is missing, or the database cannot be used.
+    """
+    if find_spec("torch") is None:
+        raise DsplanError("torch is not installed here, and a benchmark needs it; pip install 'dsplan[train]'")
+    from hardware_db.fingerprint import fingerprint
+    from hardware_db.paths import database_path
+    from hardware_db.store import open_store
+    from strategies.bench.session import BenchSession, Limits
+
+    machine = probe()
+    _check_machine(plan, probed_cluster(machine), question.plan)
+    limits = Limits(again=question.again, seconds=None if question.minutes is None else 60 * question.minutes)
+    report = BenchReport(plan=plan, database=database_path(), fingerprint=fingerprint(machine).key)
+    started = time.monotonic()
+    with open_store() as store, closing(BenchSession(plan, machine, store, limits).events()) as events:
+        for event in events:
+            _note(report, event)
+            show(event)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _cluster(question: BenchQuestion) -> Cluster:
+    if not question.names_hardware:
+        return probed_cluster(probe())
+    return resolve_cluster(
+        HardwareRequest(
+            gpus=question.gpus,
+            gpu=question.gpu,
+            nodes=question.nodes,
+            node_type=question.node_type,
+            cluster_file=None if question.cluster is None else str(question.cluster),
+        )
+    )
+
+
+def _check_machine(plan: BenchPlan, here: Cluster, file: Path | None) -> None:
+    if plan.device != here.device.name:
+        raise BrokenFile(
+            file, f"is a benchmark of {plan.device} and this machine has {here.device.name}", "run it on the former"
+        )
+    if not here.device.is_cpu and plan.most_ranks > here.gpus_per_node:
+        raise DsplanError(
+            f"the benchmark needs {plan.most_ranks} GPUs in this machine and there are {here.gpus_per_node}; use"
+            f" --ranks {here.gpus_per_node} or fewer"
+        )
+
+
+def _note(report: BenchReport, event: Event) -> None:
+    from strategies.bench import events
+
+    if isinstance(event, events.Begun):
+        report.stored = event.stored
+    elif isinstance(event, events.Found):
+        report.found += 1
+    elif isinstance(event, events.Measured):
+        report.measured.append(event)
+    elif isinstance(event, events.Refused):
+        report.refused.append(event)
+    elif isinstance(event, events.TimeIsUp):
+        report.left = event.left

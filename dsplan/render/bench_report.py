@@ -1,0 +1,99 @@
+"""What a benchmark found, as tables and as JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from dsplan.render.bench_words import rate_words, work_words
+from dsplan.render.blocks import Block, Table, Text, columns
+from hardware_db.measurement import Measurement, RateMeasurement
+from hardware_db.store.documents import to_document
+from hardware_db.units import format_seconds
+
+if TYPE_CHECKING:
+    from dsplan.benchmarking import BenchReport
+
+SCHEMA_VERSION = 1
+
+
+def report_to_dict(report: BenchReport) -> dict[str, object]:
+    """Every new record, and how much of the plan is done."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "device": report.plan.device,
+        "fingerprint": report.fingerprint,
+        "database": str(report.database),
+        "wanted": len(report.plan.points) + len(report.plan.training),
+        "stored_before": report.stored,
+        "measured_by_others": report.found,
+        "measured": [to_document(event.record) for event in report.measured],
+        "refused": [{"work": work_words(event.work), "reason": event.reason} for event in report.refused],
+        "left": report.left,
+        "seconds": report.seconds,
+    }
+
+
+def report_blocks(report: BenchReport) -> list[Block]:
+    """The new rates by operation, the new runs beside their predictions, and what is still to be done."""
+    records = [event.record for event in report.measured]
+    rates = [record for record in records if isinstance(record, RateMeasurement)]
+    runs = [record for record in records if isinstance(record, Measurement)]
+    blocks: list[Block] = []
+    if rates:
+        blocks.append(_rate_table(rates))
+    if runs:
+        blocks.append(_run_table(runs))
+    blocks += [
+        Text(text=f"not measured: {work_words(event.work)}: {event.reason}", style="warning")
+        for event in report.refused
+    ]
+    blocks.append(Text(text=_summary(report)))
+    if report.left:
+        blocks.append(
+            Text(text=f"time is up: {report.left} are left; the next `dsplan bench` goes on", style="warning")
+        )
+    return blocks
+
+
+def _rate_table(rates: Iterable[RateMeasurement]) -> Table:
+    """Lowest and highest of each operation over its sizes, and how much its samples usually differ."""
+    groups: dict[tuple[str, str, int], list[RateMeasurement]] = defaultdict(list)
+    for rate in rates:
+        groups[rate.operation.replace("_", " "), rate.dtype, rate.ranks].append(rate)
+    rows = []
+    for (operation, dtype, ranks), found in groups.items():
+        low, high = min(found, key=lambda rate: rate.value), max(found, key=lambda rate: rate.value)
+        spread = statistics.median(rate.spread or 0.0 for rate in found)
+        lowest, highest = (rate_words(rate.value, rate.unit) for rate in (low, high))
+        rows.append([operation, dtype or "-", str(ranks), str(len(found)), lowest, highest, f"{spread:.0%}"])
+    headings = columns("operation", "dtype", ">ranks", ">points", ">lowest", ">highest", ">spread")
+    return Table(columns=headings, rows=rows, title="rates")
+
+
+def _run_table(runs: Iterable[Measurement]) -> Table:
+    headings = columns("model", "strategy", ">ranks", ">step", ">predicted", ">ratio")
+    return Table(columns=headings, rows=[_run_row(run) for run in runs], title="training")
+
+
+def _run_row(run: Measurement) -> list[str]:
+    measured, predicted = run.measured.step_seconds, run.predicted.step_seconds
+    cluster = run.plan["cluster"]
+    ranks = str(cluster["gpus"]) if isinstance(cluster, dict) else "-"
+    if measured is None or run.outcome != "completed":
+        return [run.model, run.strategy, ranks, run.outcome.replace("_", " "), "-", "-"]
+    beside = ["-", "-"] if not predicted else [format_seconds(predicted), f"{measured / predicted:.2f}"]
+    return [run.model, run.strategy, ranks, format_seconds(measured), *beside]
+
+
+def _summary(report: BenchReport) -> str:
+    parts = [f"{len(report.measured)} measured in {format_seconds(report.seconds)}"]
+    if report.stored:
+        parts.append(f"{report.stored} were stored before (--again measures them anew)")
+    if report.found:
+        parts.append(f"{report.found} were measured by another dsplan bench meanwhile")
+    if report.refused:
+        parts.append(f"{len(report.refused)} could not be measured")
+    return f"{'; '.join(parts)}; database {report.database}"

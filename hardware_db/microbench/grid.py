@@ -1,0 +1,176 @@
+"""Which points are worth measuring on a machine, the most telling first. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from hardware_db.microbench.point import Point
+from hardware_db.units import KIB, MIB
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"),
+    *("reduce", "gather", "scatter", "point_to_point"),
+)
+HOST_LINKS = ("host_to_device", "device_to_host", "host_to_device_pageable", "device_to_host_pageable")
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "matmul": ("matmul", "matmul_backward"),
+    "attention": ("attention", "attention_backward"),
+    "memory": ("memory", "elementwise", "launch"),
+    "host-link": HOST_LINKS,
+    "collectives": ("barrier", "all_reduce_latency", *COLLECTIVES),
+    "optimizer": ("cpu_adamw", "cpu_adamw_fused"),
+    "disk": ("disk_write", "disk_read"),
+}
+"""Operations by the word that `dsplan bench --only` knows them by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """The sizes of a transformer's layers that decide its products: widths, heads and their width, tokens at once."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    head_width: int
+    vocabulary: int
+    length: int
+    samples: int = 1
+
+    @property
+    def products(self) -> Iterator[tuple[int, int, int]]:
+        """Shapes (m, k, n) of attention's projections, of the feed-forward layer, and of the head."""
+        tokens, width = self.samples * self.length, self.heads * self.head_width
+        yield tokens, self.hidden, width
+        yield tokens, self.hidden, self.intermediate
+        yield tokens, self.intermediate, self.hidden
+        yield tokens, self.hidden, self.vocabulary
+
+    @property
+    def attention(self) -> tuple[int, int, int, int]:
+        return self.samples, self.heads, self.length, self.head_width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """What fits a kind of device: largest product (FLOP) and tensor (bytes), widths and dtypes to try."""
+
+    gpu: bool
+    dtypes: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    most_operations: float
+    sizes: tuple[int, ...]
+    quick_edge: int
+    quick_memory: int
+
+    @property
+    def compute_dtypes(self) -> tuple[str, ...]:
+        """Those with a curve of their own: fp16 runs on the units of bf16."""
+        return tuple(dtype for dtype in self.dtypes if dtype != "fp16")
+
+
+def _block(hidden: int, length: int, samples: int = 1, head_width: int = 64) -> Block:
+    """A plain transformer's block: a feed-forward layer four times as wide."""
+    return Block(
+        hidden=hidden,
+        intermediate=4 * hidden,
+        heads=hidden // head_width,
+        head_width=head_width,
+        vocabulary=8 * hidden,
+        length=length,
+        samples=samples,
+    )
+
+
+CPU = Scale(
+    gpu=False,
+    dtypes=("fp32", "bf16"),
+    blocks=(
+        *(_block(256, 128, samples) for samples in (1, 4)),
+        *(_block(512, 256, samples) for samples in (1, 4)),
+        _block(128, 512),
+        _block(1024, 256),
+    ),
+    most_operations=4e9,
+    sizes=tuple(KIB << shift for shift in range(0, 17, 2)),
+    quick_edge=512,
+    quick_memory=64 * MIB,
+)
+GPU = Scale(
+    gpu=True,
+    dtypes=("bf16", "fp16", "fp32"),
+    blocks=(
+        _block(1024, 512, 2),
+        _block(2048, 1024, 2),
+        _block(4096, 2048, 1, head_width=128),
+        _block(4096, 2048, 4, head_width=128),
+        _block(8192, 2048, 1, head_width=128),
+        _block(768, 1024, 8),
+    ),
+    most_operations=2e13,
+    sizes=tuple(KIB << shift for shift in range(0, 21, 2)),
+    quick_edge=4096,
+    quick_memory=256 * MIB,
+)
+
+
+def quick_points(scale: Scale, ranks: int) -> tuple[Point, ...]:
+    """The few rates that a first plan on a machine needs; about two seconds of work."""
+    edge = (scale.quick_edge,) * 3
+    points = [Point(operation="matmul", dtype=dtype, shape=edge, ranks=ranks) for dtype in scale.dtypes]
+    points.append(Point(operation="memory", size=scale.quick_memory, ranks=ranks))
+    points.append(Point(operation="cpu_adamw", dtype="fp32", size=8 * MIB, ranks=ranks))
+    if scale.gpu:
+        points.append(Point(operation="host_to_device", size=64 * MIB, ranks=ranks))
+    if ranks > 1:
+        points.append(Point(operation="all_reduce_latency", dtype="fp32", size=4, ranks=ranks))
+        points.append(Point(operation="all_reduce", dtype="fp32", size=16 * MIB, ranks=ranks))
+    return tuple(points)
+
+
+def all_points(scale: Scale, ranks: int, blocks: Iterable[Block] = ()) -> tuple[Point, ...]:
+    """Every point, those of `quick_points` first; with `blocks`, products and attention of these alone."""
+    chosen = tuple(blocks)
+    points = [*quick_points(scale, ranks), *_transfers(scale, ranks)]
+    points += [*_products(scale, chosen or scale.blocks, ranks), *_attention(scale, chosen or scale.blocks, ranks)]
+    points += [Point(operation=name, size=64 * MIB, ranks=ranks) for name in KINDS["disk"]]
+    return tuple(dict.fromkeys(points))
+
+
+def _products(scale: Scale, blocks: Iterable[Block], ranks: int) -> Iterator[Point]:
+    shapes = dict.fromkeys(shape for block in blocks for shape in block.products)
+    for m, k, n in shapes:
+        if 2 * m * k * n <= scale.most_operations:
+            for dtype in scale.compute_dtypes:
+                yield Point(operation="matmul", dtype=dtype, shape=(m, k, n), ranks=ranks)
+                yield Point(operation="matmul_backward", dtype=dtype, shape=(m, k, n), ranks=ranks)
+
+
+def _attention(scale: Scale, blocks: Iterable[Block], ranks: int) -> Iterator[Point]:
+    for shape in dict.fromkeys(block.attention for block in blocks):
+        for dtype in scale.compute_dtypes:
+            yield Point(operation="attention", dtype=dtype, shape=shape, ranks=ranks)
+            yield Point(operation="attention_backward", dtype=dtype, shape=shape, ranks=ranks)
+
+
+def _transfers(scale: Scale, ranks: int) -> Iterator[Point]:
+    """What moves bytes: between ranks, within the device, to the host, and through the optimizer."""
+    if ranks > 1:
+        yield Point(operation="barrier", ranks=ranks)
+        for name in COLLECTIVES:
+            for size in scale.sizes:
+                yield Point(operation=name, dtype="fp32", size=size, ranks=ranks)
+        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+            for size in scale.sizes[2::2]:
+                yield Point(operation=name, dtype="bf16", size=size, ranks=ranks)
+    yield Point(operation="launch", ranks=ranks)
+    for size in (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB):
+        yield Point(operation="memory", size=size, ranks=ranks)
+        if scale.gpu:
+            yield from (Point(operation=name, size=size, ranks=ranks) for name in HOST_LINKS)
+    for size in (256 * KIB, 4 * MIB, 64 * MIB):
+        for dtype in scale.compute_dtypes:
+            yield Point(operation="elementwise", dtype=dtype, size=size, ranks=ranks)
+    for name in KINDS["optimizer"]:
+        for size in (256 * KIB, 8 * MIB, 64 * MIB):
+            yield Point(operation=name, dtype="fp32", size=size, ranks=ranks)

@@ -1,0 +1,77 @@
+"""Runs points: by name to the function that measures them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from hardware_db.errors import DsplanError
+from hardware_db.microbench.point import Point
+from hardware_db.microbench.rate import Rate
+from hardware_db.microbench.timer import Budget
+
+_COLLECTIVE = "hardware_db.microbench.collectives:bus_bandwidth"
+_LATENCY = "hardware_db.microbench.collectives:latency"
+_HOST_LINK = "hardware_db.microbench.memory:host_link"
+_ADAMW = "hardware_db.microbench.optimizer:cpu_adamw"
+_DISK = "hardware_db.microbench.storage:disk"
+MEASURES: Mapping[str, str] = {
+    "matmul": "hardware_db.microbench.matmul:forward",
+    "matmul_backward": "hardware_db.microbench.matmul:backward",
+    "attention": "hardware_db.microbench.attention:forward",
+    "attention_backward": "hardware_db.microbench.attention:backward",
+    "memory": "hardware_db.microbench.memory:copy",
+    "elementwise": "hardware_db.microbench.memory:elementwise",
+    "launch": "hardware_db.microbench.memory:launch",
+    "host_to_device": _HOST_LINK,
+    "device_to_host": _HOST_LINK,
+    "host_to_device_pageable": _HOST_LINK,
+    "device_to_host_pageable": _HOST_LINK,
+    "barrier": _LATENCY,
+    "all_reduce_latency": _LATENCY,
+    "all_reduce": _COLLECTIVE,
+    "all_gather": _COLLECTIVE,
+    "reduce_scatter": _COLLECTIVE,
+    "all_to_all": _COLLECTIVE,
+    "broadcast": _COLLECTIVE,
+    "reduce": _COLLECTIVE,
+    "gather": _COLLECTIVE,
+    "scatter": _COLLECTIVE,
+    "point_to_point": _COLLECTIVE,
+    "cpu_adamw": _ADAMW,
+    "cpu_adamw_fused": _ADAMW,
+    "disk_write": _DISK,
+    "disk_read": _DISK,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why a point cannot be measured here, in one line."""
+
+    reason: str
+
+
+def measure(point: Point, device: torch.device, budget: Budget) -> Rate:
+    """Measure one point on this rank's device; all ranks of the live process group call this together."""
+    module, _, name = MEASURES[point.operation].partition(":")
+    rate: Rate = getattr(import_module(module), name)(point, device, budget)
+    return rate
+
+
+def measure_on_rank(point: Point, threads: int, budget: Budget) -> Rate | Refusal:
+    """Measure one point as a rank of a pool, which computes in `threads` threads; what torch refuses is an answer."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads)
+    try:
+        return measure(point, device, budget)
+    except (DsplanError, RuntimeError, NotImplementedError) as problem:
+        lines = str(problem).strip().splitlines() or [type(problem).__name__]
+        return Refusal(reason=lines[0][:200])

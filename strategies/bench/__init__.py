@@ -1,0 +1,1 @@
+"""`dsplan bench`: what this machine does in a second, measured and kept."""

@@ -1,0 +1,50 @@
+"""TrainingCase: one short training run that a benchmark makes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.models.facts import ModelFacts
+from planner.models.hf_config import facts_from_config
+from planner.models.resolve import resolve_model
+from planner.plan import Configuration
+from planner.vocabulary import ZERO_STAGES, Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingCase:
+    """`configuration` of `model`, trained for `task`.
+
+    `config` is the transformers config of the model with its `model_type`; empty for a model that dsplan knows by name.
+    """
+
+    model: str
+    task: Task
+    configuration: Configuration
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.configuration.world_size
+
+    @property
+    def needs_deepspeed(self) -> bool:
+        return self.configuration.strategy in ZERO_STAGES
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model as the planner knows it.
+
+        Raises:
+            DsplanError: nothing is known by its name.
+        """
+        return facts_from_config(self.config, self.model) if self.config else resolve_model(self.model)
+
+    def __str__(self) -> str:
+        chosen = self.configuration
+        return (
+            f"{self.model}: {chosen.strategy} on {self.ranks} ranks, micro-batch {chosen.micro_batch_size} x"
+            f" {chosen.sequence_length}, {chosen.precision}"
+        )

@@ -1,0 +1,87 @@
+"""The body of a training run on a rank: the engine and the metrics of `dsplan run`, a real model, random weights."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from planner.models.resolve import resolve_model
+from planner.models.transformers_config import hf_config
+from planner.plan_io import plan_from_dict
+from planner.vocabulary import Task
+from strategies.base import Engine
+from strategies.engine import initialize
+from strategies.environment import join
+from strategies.measured_run import batch_for, build_model
+from strategies.monitor import TRACKED_STEP
+from strategies.variables import RUN_DIRECTORY
+
+_LEAST_STEPS = 6
+_MOST_STEPS = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainee:
+    """A run on a rank: `plan` is the object of the JSON contract, `config` empty for a model that is known by name.
+
+    Metrics go to `run_directory`; steps are timed for about `seconds`, with `threads` threads per rank.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    task: Task
+    plan: Mapping[str, Any]
+    run_directory: str
+    seconds: float
+    threads: int
+
+
+def train(trainee: Trainee) -> None:
+    """Train past the warm-up and for a few seconds more; called on every rank of the group."""
+    torch.set_num_threads(trainee.threads)
+    device = join().device
+    plan = plan_from_dict(trainee.plan)
+    chosen = plan.configuration
+    config = trainee.config or hf_config(resolve_model(trainee.model)).to_dict()
+    model = build_model(config, trainee.task, chosen.attention, device)
+    batch = batch_for(model, trainee.task, chosen.micro_batch_size, chosen.sequence_length, device)
+    os.environ[RUN_DIRECTORY] = trainee.run_directory
+    try:
+        engine, *_ = initialize(model=model, plan=plan)
+    finally:
+        del os.environ[RUN_DIRECTORY]
+    try:
+        # The step in which a CPU's memory is counted is slow, so the one after it says how long a step is.
+        _steps(engine, batch, TRACKED_STEP + 1)
+        seconds = _slowest(_steps(engine, batch, 1), device)
+        _steps(engine, batch, min(max(_LEAST_STEPS, round(trainee.seconds / seconds)), _MOST_STEPS))
+    finally:
+        if engine.monitor is not None:
+            engine.monitor.close()
+        del engine, model
+        gc.collect()
+
+
+def _steps(engine: Engine, batch: Mapping[str, torch.Tensor], steps: int) -> float:
+    """Seconds that so many optimizer steps take."""
+    start = time.perf_counter()
+    for _ in range(steps * engine.configuration.gradient_accumulation_steps):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+    return time.perf_counter() - start
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    """The same on every rank, so that all take as many steps."""
+    together = torch.tensor([seconds], dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+    return max(float(together.item()), 1e-4)

@@ -1,0 +1,127 @@
+"""Which training runs tell most about a machine: every strategy it can run, on small models or on the one asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner import vocabulary as words
+from planner.cluster import Cluster
+from planner.estimate import impossible, price
+from planner.models.facts import ModelFacts
+from planner.models.tasks import default_sequence_length, default_task
+from planner.plan import Configuration
+from planner.request import Request, WorkOptions, make_request
+from strategies.bench.case import TrainingCase
+
+_LLAMA_SMALL: Mapping[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 1024,
+}
+_GPT2_WIDE: Mapping[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 512,
+    "n_layer": 3,
+    "n_head": 8,
+    "vocab_size": 8192,
+    "n_positions": 1024,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+_LLAMA_GPU: Mapping[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sample:
+    """A model with the batch it is trained on; `config` is empty for a model that is known by name."""
+
+    name: str
+    length: int
+    micro_batch: int
+    config: Mapping[str, Any]
+
+
+# One run where products dominate and one where the ranks have more to say to each other than to compute.
+_CPU_SAMPLES = (
+    _Sample(name="bench-llama-4m", length=128, micro_batch=4, config=_LLAMA_SMALL),
+    _Sample(name="bench-gpt2-14m", length=64, micro_batch=1, config=_GPT2_WIDE),
+)
+_GPU_SAMPLES = (
+    _Sample(name="bench-llama-240m", length=1024, micro_batch=8, config=_LLAMA_GPU),
+    _Sample(name="bench-llama-240m", length=1024, micro_batch=1, config=_LLAMA_GPU),
+)
+_SEVERAL: tuple[words.Strategy, ...] = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+
+
+def training_cases(cluster: Cluster, model: ModelFacts | None = None) -> Iterator[TrainingCase]:
+    """Runs that fit the node `cluster`, on as many ranks as it has devices; of `model` alone where one is given."""
+    for sample in _samples(cluster, model):
+        for strategy in _SEVERAL if cluster.gpus > 1 else ("single",):
+            case = _case(sample, strategy, cluster)
+            request = request_of(case, cluster)
+            if impossible(request, case.configuration):
+                continue
+            if price(request, case.configuration).judgement.verdict != "does_not_fit":
+                yield case
+
+
+def request_of(case: TrainingCase, cluster: Cluster) -> Request:
+    """The case as a question to the planner."""
+    chosen = case.configuration
+    options = WorkOptions(
+        task=case.task,
+        seq_len=chosen.sequence_length,
+        global_batch=chosen.global_batch_size,
+        precision=chosen.precision,
+        optimizer=chosen.optimizer,
+        attention=chosen.attention,
+    )
+    return make_request(case.facts, cluster, options)
+
+
+def _samples(cluster: Cluster, model: ModelFacts | None) -> tuple[_Sample, ...]:
+    on_cpu = cluster.device.is_cpu
+    if model is None:
+        return _CPU_SAMPLES if on_cpu else _GPU_SAMPLES
+    length = min(default_sequence_length(model), 128 if on_cpu else 1024)
+    return tuple(_Sample(name=model.name, length=length, micro_batch=micro, config={}) for micro in (1, 4))
+
+
+def _case(sample: _Sample, strategy: words.Strategy, cluster: Cluster) -> TrainingCase:
+    ranks = cluster.gpus
+    replicated = strategy in ("single", "ddp")
+    configuration = Configuration(
+        strategy=strategy,
+        backend=words.default_backend(strategy),
+        dp_replicate=ranks if replicated else 1,
+        dp_shard=1 if replicated else ranks,
+        tp=1,
+        pp=1,
+        micro_batch_size=sample.micro_batch,
+        gradient_accumulation_steps=1,
+        global_batch_size=sample.micro_batch * ranks,
+        sequence_length=sample.length,
+        precision="fp32" if cluster.device.is_cpu else "bf16",
+        optimizer="adamw",
+    )
+    bare = TrainingCase(model=sample.name, task="causal-lm", configuration=configuration, config=sample.config)
+    return TrainingCase(
+        model=bare.model, task=default_task(bare.facts), configuration=configuration, config=sample.config
+    )
