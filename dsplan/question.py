@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planner import vocabulary as words
+from planner.calibration.recall import recalled
 from planner.models.facts import ModelFacts
 from planner.request import Request, WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
@@ -72,4 +73,4 @@ class Question:
             eval_keep=self.eval_keep,
             save=self.save,
         )
-        return make_request(facts, resolve_cluster(hardware), work, **ranking)
+        return recalled(make_request(facts, resolve_cluster(hardware), work, **ranking))

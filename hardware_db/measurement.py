@@ -97,7 +97,7 @@ class Measurement:
     """One real run.
 
     `plan_json` is the object of `estimate --json` as canonical JSON, `created_at` UTC with microseconds and a final Z,
-    `source` is `run`, `import`, or `shipped:` and where the row was published.
+    `source` is `run`, `bench`, `import`, or `shipped:` and where the row was published.
 
     Raises:
         RecordError: a field is malformed, or the plan lacks model.name, plan.strategy or cluster.
@@ -136,6 +136,12 @@ class Measurement:
     @property
     def model(self) -> str:
         return str(_section(self.plan, "model")["name"])
+
+    @property
+    def parameters(self) -> int | None:
+        """How many the model has; None where the plan does not say."""
+        found = _section(self.plan, "model").get("parameters")
+        return found if isinstance(found, int) else None
 
     @property
     def strategy(self) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
+from planner.calibration.experience import NO_EXPERIENCE, Experience
+from planner.described import described, provenance
 from planner.errors import ContradictoryRequest
 from planner.job import Job
 from planner.memory import memory_estimate
@@ -22,13 +24,14 @@ from planner.verdict import Judgement, judge, limited_by
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Priced:
     """A job with its memory and whether that fits; `memory_source` is where the memory comes from, `notes` what there
-    is to say of it."""
+    is to say of it, `experience` what was measured before."""
 
     job: Job
     memory: MemoryEstimate
     judgement: Judgement
     memory_source: words.Provenance = "datasheet"
     notes: tuple[str, ...] = ()
+    experience: Experience = NO_EXPERIENCE
 
 
 def job_of(request: Request, configuration: Configuration) -> Job:
@@ -46,7 +49,14 @@ def price(request: Request, configuration: Configuration) -> Priced:
     """Memory and verdict of a configuration; time is left to `plan_of`, since most candidates never need it."""
     job = job_of(request, configuration)
     memory = memory_estimate(job)
-    return Priced(job=job, memory=memory, judgement=judged(job, memory))
+    return Priced(job=job, memory=memory, judgement=judged(job, memory), experience=request.experience)
+
+
+def timed(priced: Priced) -> StepTime:
+    """What the job takes: as measured where this machine ran it before, as predicted elsewhere."""
+    predicted = step_time(priced.job)
+    run = priced.experience.known.get(priced.job.configuration)
+    return predicted if run is None else run.answer(predicted)
 
 
 def resident_bytes(job: Job) -> float:
@@ -74,7 +84,7 @@ def estimate(request: Request, configuration: Configuration) -> Plan:
         ContradictoryRequest: as `possible`.
     """
     priced = possible(request, configuration)
-    return plan_of(priced, step_time(priced.job))
+    return plan_of(priced, timed(priced))
 
 
 def possible(request: Request, configuration: Configuration) -> Priced:
@@ -135,31 +145,27 @@ def offloads_of(strategy: str) -> tuple[words.Offload, ...]:
 
 
 def plan_of(priced: Priced, time: StepTime) -> Plan:
-    """The whole plan, with notes and provenance."""
+    """The whole plan, with notes and provenance, and with the interval of its step time."""
     job, configuration = priced.job, priced.job.configuration
+    told = priced.experience.time_of(job, time) if time.step_seconds_low is None else time
+    predicted = told.predicted_step_seconds
+    seen = None if predicted is None else priced.experience.known[configuration].sentence(predicted)
     blocked = unrunnable(configuration)
-    notes = [note for note in (blocked, priced.judgement.reason, *priced.notes, *_remarks(priced)) if note]
+    sections = described(job)
+    notes = (blocked, priced.judgement.reason, seen, *priced.notes, *_remarks(priced))
     return Plan(
-        model=_model(job),
-        cluster=_cluster(job),
-        workload={
-            "task": job.workload.task,
-            "source_length": job.workload.source_length,
-            "max_memory_bytes": job.workload.max_memory_bytes,
-            "host_memory_bytes": job.workload.host_memory_bytes,
-            "evaluation_batch_size": job.workload.evaluation_batch_size,
-            "evaluation_steps_kept": job.workload.evaluation_steps_kept,
-            "save": job.workload.save,
-        },
+        model=sections["model"],
+        cluster=sections["cluster"],
+        workload=sections["workload"],
         configuration=configuration,
         memory=priced.memory,
-        time=time,
-        throughput=throughput(job, time),
+        time=told,
+        throughput=throughput(job, told),
         verdict=priced.judgement.verdict,
-        limited_by=limited_by(time),
+        limited_by=limited_by(told),
         runnable=not blocked,
-        notes=tuple(notes),
-        provenance=_provenance(priced),
+        notes=tuple(note for note in notes if note),
+        provenance=provenance(job, priced.memory_source, measured=predicted is not None),
     )
 
 
@@ -194,54 +200,3 @@ def _remarks(priced: Priced) -> list[str]:
         usable = f"the {format_bytes(capacity)} usable on one {device.name}, which stay the limit"
         remarks.append(f"--max-memory-gb {asked / GB:g} is more than {usable}")
     return remarks
-
-
-def _model(job: Job) -> dict[str, object]:
-    facts = job.facts
-    return {
-        "name": facts.name,
-        "family": facts.family,
-        "model_type": facts.model_type,
-        "kind": facts.kind,
-        "parameters": job.counts.total,
-        "trainable_parameters": job.counts.total,
-        "active_parameters": facts.active_parameters,
-        "hidden_size": facts.hidden_size,
-        "num_layers": facts.num_layers,
-        "vocab_size": facts.vocab_size,
-        "block_class": facts.block_class,
-    }
-
-
-def _cluster(job: Job) -> dict[str, object]:
-    cluster = job.cluster
-    return {
-        "device": cluster.device.name,
-        "vendor": cluster.device.vendor,
-        "gpus": cluster.gpus,
-        "nodes": cluster.nodes,
-        "gpus_per_node": cluster.gpus_per_node,
-        "capacity_bytes": cluster.capacity_bytes,
-        "intra_link": cluster.intra_link.name if cluster.intra_link else None,
-        "inter_link": cluster.inter_link.name if cluster.inter_link else None,
-        "nics_per_node": cluster.nics_per_node,
-        "host_memory_bytes_per_node": cluster.host_memory_bytes_per_node,
-        "nvme_bytes_per_node": cluster.nvme_bytes_per_node,
-        "node_type": cluster.node_type,
-        "assumed": cluster.assumed,
-        "probed": cluster.probed,
-    }
-
-
-def _provenance(priced: Priced) -> dict[str, words.Provenance]:
-    rates = asdict(priced.job.cluster.rates)
-    groups = {
-        "compute": "matmul_flops",
-        "communication": "collective_bytes_per_s",
-        "offload": "host_link_bytes_per_s",
-        "optimizer": "cpu_optimizer_parameters_per_s",
-    }
-    provenance: dict[str, words.Provenance] = {"memory": priced.memory_source}
-    for group, rate in groups.items():
-        provenance[group] = "datasheet" if rates[rate] is None else "calibrated"
-    return provenance

@@ -119,8 +119,12 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step. `exposed_communication_seconds` is the part of communication that nothing
-    hides."""
+    """Seconds of one optimizer step. `exposed_communication_seconds` is the part of communication that nothing hides.
+
+    Nine runs of ten should take between `step_seconds_low` and `step_seconds_high`; None until a plan is made of it.
+    `predicted_step_seconds` is what the model alone says where `step_seconds` is a measurement, None elsewhere; the
+    parts of a measured step are then in the proportions that the model predicts.
+    """
 
     step_seconds: float
     compute_seconds: float
@@ -129,6 +133,9 @@ class StepTime:
     offload_seconds: float
     optimizer_seconds: float
     bubble_seconds: float
+    step_seconds_low: float | None = None
+    step_seconds_high: float | None = None
+    predicted_step_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,6 +74,15 @@ def plan_from_dict(raw: object, where: object = "plan") -> Plan:
         raise BrokenFile(where, f"lacks {missing.args[0]!r}", _REMEDY) from None
 
 
+def configuration_from_dict(raw: object, where: object = "plan") -> Configuration:
+    """The configuration that the `plan` object of the contract describes.
+
+    Raises:
+        BrokenFile: a key is missing, unknown or of the wrong type.
+    """
+    return _part(Configuration, raw, f"{where}: plan")
+
+
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write the plan as YAML, replacing the file in one step.
 
@@ -128,7 +137,11 @@ def _part(part: type[Value], raw: object, where: str) -> Value:
 def _check_type(value: object, annotation: str, where: str) -> None:
     if annotation == "bool" and not isinstance(value, bool):
         raise BrokenFile(where, f"is {value!r}, not true or false", _REMEDY)
-    if annotation in ("int", "float") and (isinstance(value, bool) or not isinstance(value, int | float)):
+    if value is None and annotation.endswith("| None"):
+        return
+    if annotation.removesuffix(" | None") in ("int", "float") and (
+        isinstance(value, bool) or not isinstance(value, int | float)
+    ):
         raise BrokenFile(where, f"is {value!r}, not a number", _REMEDY)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hardware_db.units import GB
 from planner import vocabulary as words
+from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cluster import Cluster
 from planner.errors import ContradictoryRequest
 from planner.models.count import count_parameters
@@ -44,7 +45,7 @@ class Request:
 
     `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None;
     so does `micro_batch`, for scripts that cut their batches themselves. `simplest_first` lets a simpler plan go before
-    one that cannot be told to be faster.
+    one that cannot be told to be faster. `experience` is what was measured before.
     """
 
     facts: ModelFacts
@@ -58,6 +59,7 @@ class Request:
     simplest_first: bool = True
     strategies: tuple[words.Strategy, ...] | None = None
     micro_batch: int | None = None
+    experience: Experience = NO_EXPERIENCE
 
 
 def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: Any) -> Request:

@@ -11,7 +11,7 @@ from planner.cluster import Cluster
 from planner.errors import ContradictoryRequest
 from planner.hardware.cluster_file import read_cluster_file
 from planner.hardware.nodes import Layout, cluster_of, default_node_type, spread, usual_gpus_per_node
-from planner.hardware.probed import CPU_RANKS, cpu_cluster, gpu_cluster, mig_cluster, probed_cluster
+from planner.hardware.probed import CPU_RANKS, cpu_cluster, gpu_cluster, mig_cluster, of_machine, probed_cluster
 
 __all__ = ["HardwareRequest", "probed_cluster", "resolve_cluster"]
 
@@ -60,11 +60,15 @@ def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) ->
     elif request.node_type is not None:
         cluster = _from_node_type(request)
     elif request.gpu is not None and request.gpu.lower() == "cpu":
-        cluster = _from_cpu(request, machine or probe_hardware())
+        machine = machine or probe_hardware()
+        cluster = _from_cpu(request, machine)
     elif request.gpu is not None:
         cluster = _from_gpu(request, find_device(request.gpu))
     else:
-        cluster = _from_machine(request, machine or probe_hardware())
+        machine = machine or probe_hardware()
+        cluster = _from_machine(request, machine)
+    if cluster.probed and machine is not None:
+        cluster = of_machine(cluster, machine)
     if cluster.gpus > MAX_GPUS:
         raise ContradictoryRequest(f"{cluster.gpus:,} GPUs are more than {MAX_GPUS:,}; ask for fewer nodes")
     return cluster

@@ -16,6 +16,7 @@ from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
 from hardware_db.probe import probe
 from planner import vocabulary as words
+from planner.calibration.recall import recalled
 from planner.candidates import inapplicable, shapes
 from planner.errors import NothingFits
 from planner.machine_rates import rates_from_measurements
@@ -79,9 +80,14 @@ def best_plan(request: Request) -> Plan:
 
 
 def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -> Request:
-    """The request with the cluster's rates as they were measured here, for the precision it computes in."""
+    """The request with the cluster's rates as they were measured here, for the precision it computes in, and with what
+    earlier runs taught.
+
+    Raises:
+        BrokenFile: the database cannot be read.
+    """
     rates = rates_from_measurements(measured, ranks=request.cluster.gpus, precision=request.workload.precision)
-    return replace(request, cluster=replace(request.cluster, rates=rates))
+    return recalled(replace(request, cluster=replace(request.cluster, rates=rates)))
 
 
 def _request(model: nn.Module, wishes: Wishes, environment: Environment, strategy: words.Strategy | None) -> Request:

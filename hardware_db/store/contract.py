@@ -53,9 +53,11 @@ class Store(ABC):
         strategy: str | None = None,
         fingerprint: str | None = None,
         outcome: Outcome | None = None,
+        parameters: int | None = None,
         limit: int | None = None,
     ) -> tuple[Measurement, ...]:
-        """The newest `limit` measurements that match every filter given; model names match in any case."""
+        """The newest `limit` measurements that match every filter given; model names match in any case, `parameters`
+        is how many the model has."""
 
     @abstractmethod
     def find(self, plan_key: str, fingerprint: str) -> Measurement | None:

@@ -37,6 +37,7 @@ class MemoryStore(Store):
         strategy: str | None = None,
         fingerprint: str | None = None,
         outcome: Outcome | None = None,
+        parameters: int | None = None,
         limit: int | None = None,
     ) -> tuple[Measurement, ...]:
         matches = [
@@ -45,6 +46,7 @@ class MemoryStore(Store):
             if (model is None or one.model.lower() == model.lower())
             and strategy in (None, one.strategy)
             and outcome in (None, one.outcome)
+            and parameters in (None, one.parameters)
             and _made_on(one.fingerprint, fingerprint)
         ]
         return tuple(sorted(matches, key=_age, reverse=True)[:limit])

@@ -50,15 +50,18 @@ class SqliteStore(Store):
         strategy: str | None = None,
         fingerprint: str | None = None,
         outcome: Outcome | None = None,
+        parameters: int | None = None,
         limit: int | None = None,
     ) -> tuple[Measurement, ...]:
         filters = {"model": model, "strategy": strategy, "outcome": outcome}
         conditions = [f"{name} = :{name}" for name, value in filters.items() if value is not None]
         if fingerprint is not None:
             conditions.append(_MADE_ON)
+        if parameters is not None:
+            conditions.append("json_extract(plan, '$.model.parameters') = :parameters")
         condition = f"WHERE {' AND '.join(conditions)}" if conditions else ""
         # A negative limit is none.
-        bounds = {"fingerprint": fingerprint, "limit": -1 if limit is None else limit}
+        bounds = {"fingerprint": fingerprint, "parameters": parameters, "limit": -1 if limit is None else limit}
         return self._measurements(condition, {**filters, **bounds})
 
     def find(self, plan_key: str, fingerprint: str) -> Measurement | None:

@@ -29,7 +29,8 @@ def export_text(store: Store) -> str:
 
 
 def import_file(store: Store, path: Path) -> ImportCount:
-    """Adds the records of an export, all or none; those made elsewhere by `dsplan run` get the source `import`.
+    """Adds the records of an export, all or none; those made elsewhere by `dsplan run` or `dsplan bench` get the source
+    `import`.
 
     Raises:
         BrokenFile: the file cannot be read, or a line (number, key and remedy are named) is no record.
@@ -87,4 +88,4 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _as_imported(record: Record) -> Record:
-    return replace(record, source="import") if record.source == "run" else record
+    return replace(record, source="import") if record.source in ("run", "bench") else record

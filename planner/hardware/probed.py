@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hardware_db.datasheets import find_link, links
 from hardware_db.device import Device, Link
+from hardware_db.fingerprint import fingerprint
 from hardware_db.probe import Gpu, GpuProcess, Host, Machine
 from hardware_db.probe.as_device import cpu_device, gpu_device, mig_device
 from hardware_db.topology import probed_link
@@ -30,7 +31,15 @@ def probed_cluster(machine: Machine, ranks: int | None = None) -> Cluster:
     Raises:
         ContradictoryRequest: more ranks than GPUs, and not a multiple of them.
     """
-    gpus = machine.usable_gpus
+    return of_machine(_cluster(machine, machine.usable_gpus, ranks), machine)
+
+
+def of_machine(cluster: Cluster, machine: Machine) -> Cluster:
+    """The cluster with the key under which the database keeps what was measured on this machine."""
+    return replace(cluster, machine_key=fingerprint(machine).machine.key)
+
+
+def _cluster(machine: Machine, gpus: tuple[Gpu, ...], ranks: int | None) -> Cluster:
     if not gpus:
         return mig_cluster(machine) or cpu_cluster(machine.host, ranks or CPU_RANKS)
     if ranks is None or ranks <= len(gpus):

@@ -80,6 +80,17 @@ def test_list_filters_by_strategy_outcome_and_all_together(store: Store) -> None
     assert len(store.list(model="opt-125m", strategy="ddp", fingerprint=A100.key, outcome="failed")) == 1
 
 
+def test_list_filters_by_the_size_of_the_model(store: Store) -> None:
+    larger = plan()
+    larger["model"] = {"name": "opt-350m", "parameters": 331_196_416}
+    nameless = plan()
+    nameless["model"] = {"name": "something"}
+    store.add(measurement(1), measurement(2, plan_json=canonical_json(larger)))
+    store.add(measurement(3, plan_json=canonical_json(nameless)))
+    assert [one.model for one in store.list(parameters=331_196_416)] == ["opt-350m"]
+    assert store.list(parameters=7) == ()
+
+
 def test_list_filters_by_machine_with_or_without_its_versions(store: Store) -> None:
     newer = replace(A100, versions=replace(A100.versions, torch="2.13.0"))
     old, new = measurement(1), measurement(2, fingerprint=newer)

@@ -1,0 +1,63 @@
+"""Calibration: what the runs of one kind of hardware taught, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from planner.calibration.linear import Matrix, quadratic
+from planner.factors import Factors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """`factors` multiply the rates of the time model; `covariance` is that of the logarithms of the factors in `names`.
+
+    `spread` is what the residuals of the fitted runs keep, over what is usual for plans of their kind. `rows` runs of
+    `models` were fitted; on runs that were left out the median error was `error_before` with the shipped constants and
+    is `error_after`, fractions of the step time.
+    """
+
+    factors: Factors
+    names: tuple[str, ...]
+    covariance: Matrix
+    spread: float
+    rows: int
+    models: tuple[str, ...]
+    error_before: float
+    error_after: float
+    created_at: str = ""
+
+    def variance(self, gradient: Mapping[str, float]) -> float:
+        """How uncertain a logarithm is that changes by `gradient` with the logarithm of each factor."""
+        return quadratic(self.covariance, [gradient[name] for name in self.names])
+
+    def as_document(self) -> dict[str, object]:
+        """The JSON object that the database keeps; the time is the record's own."""
+        document = asdict(self)
+        del document["created_at"]
+        return document
+
+    @staticmethod
+    def from_document(document: Mapping[str, Any], created_at: str) -> Calibration | None:
+        """The calibration of a stored object; None where it is of a release whose factors were others."""
+        try:
+            found = Calibration(
+                factors=Factors(**document["factors"]),
+                names=tuple(document["names"]),
+                covariance=tuple(tuple(float(item) for item in row) for row in document["covariance"]),
+                spread=float(document["spread"]),
+                rows=int(document["rows"]),
+                models=tuple(document["models"]),
+                error_before=float(document["error_before"]),
+                error_after=float(document["error_after"]),
+                created_at=created_at,
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+        usable = all(0 < value < math.inf for value in asdict(found.factors).values())
+        known = set(asdict(found.factors)) >= set(found.names)
+        square = len(found.covariance) == len(found.names) == len({*found.names})
+        return found if usable and known and square else None

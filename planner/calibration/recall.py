@@ -1,0 +1,86 @@
+"""What the database knows, brought to a request: measured rates, the calibration of such hardware, earlier runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hardware_db.calibration_record import HardwareKind
+from hardware_db.paths import database_path
+from hardware_db.store.contract import Store
+from planner.calibration.calibration import Calibration
+from planner.calibration.experience import Experience
+from planner.calibration.known import KnownRun, known_runs
+from planner.cluster import NOTHING_MEASURED, Cluster
+from planner.described import described
+from planner.plan import Configuration
+from planner.request import Request
+
+_NEWEST = 200
+"""Runs of one size of model that are looked through: reading them takes 20 ms."""
+
+
+def recalled(request: Request) -> Request:
+    """The request with everything that the user's database has for its hardware and its work.
+
+    Where there is no database this costs one look at the disk. Rates and earlier runs are those of the probed machine;
+    a calibration holds for every cluster of the same devices and links.
+
+    Raises:
+        BrokenFile: the database cannot be read.
+    """
+    if not database_path().exists():
+        return request
+    from hardware_db.store import open_store
+
+    with open_store() as store:
+        return recalled_from(store, request)
+
+
+def recalled_from(store: Store, request: Request) -> Request:
+    """The same out of an open store."""
+    request = replace(request, cluster=with_rates(store, request))
+    calibration = calibration_of(store, request.cluster)
+    if calibration is not None:
+        request = replace(request, cluster=replace(request.cluster, factors=calibration.factors))
+    return replace(request, experience=Experience(calibration=calibration, known=_known(store, request)))
+
+
+def with_rates(store: Store, request: Request) -> Cluster:
+    """The cluster with the rates that were measured on this machine with as many ranks, for the request's precision,
+    unless it has such rates already."""
+    cluster = request.cluster
+    is_open = cluster.machine_key and cluster.rates == NOTHING_MEASURED
+    measured = store.rates(cluster.machine_key) if is_open else ()
+    if not measured:
+        return cluster
+    from planner.machine_rates import rates_from_measurements
+
+    ranks = cluster.gpus_per_node
+    rates = rates_from_measurements(measured, ranks=ranks, precision=request.workload.precision)
+    return replace(cluster, rates=rates)
+
+
+def hardware_kind(cluster: Cluster) -> HardwareKind:
+    """What a calibration of this cluster holds for. A processor is told by its model: all are called cpu."""
+    device = cluster.device
+    return HardwareKind(
+        device=device.architecture if device.is_cpu else device.name,
+        intra_link=cluster.intra_link.name if cluster.intra_link else "",
+        inter_link=cluster.inter_link.name if cluster.inter_link else "",
+    )
+
+
+def calibration_of(store: Store, cluster: Cluster) -> Calibration | None:
+    """The calibration in force for such a cluster; None where there is none."""
+    record = store.calibration(hardware_kind(cluster))
+    return None if record is None else Calibration.from_document(record.document, record.created_at)
+
+
+def _known(store: Store, request: Request) -> dict[Configuration, KnownRun]:
+    cluster = request.cluster
+    if not cluster.machine_key:
+        return {}
+    made = store.list(
+        fingerprint=cluster.machine_key, outcome="completed", parameters=request.counts.total, limit=_NEWEST
+    )
+    return known_runs(made, described(request)) if made else {}
