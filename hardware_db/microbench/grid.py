@@ -12,6 +12,7 @@ COLLECTIVES = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"),
     *("reduce", "gather", "scatter", "point_to_point"),
 )
+_FREQUENT = COLLECTIVES[:3]
 HOST_LINKS = ("host_to_device", "device_to_host", "host_to_device_pageable", "device_to_host_pageable")
 KINDS: Mapping[str, tuple[str, ...]] = {
     "matmul": ("matmul", "matmul_backward"),
@@ -156,13 +157,7 @@ def _attention(scale: Scale, blocks: Iterable[Block], ranks: int) -> Iterator[Po
 def _transfers(scale: Scale, ranks: int) -> Iterator[Point]:
     """What moves bytes: between ranks, within the device, to the host, and through the optimizer."""
     if ranks > 1:
-        yield Point(operation="barrier", ranks=ranks)
-        for name in COLLECTIVES:
-            for size in scale.sizes:
-                yield Point(operation=name, dtype="fp32", size=size, ranks=ranks)
-        for name in ("all_reduce", "all_gather", "reduce_scatter"):
-            for size in scale.sizes[2::2]:
-                yield Point(operation=name, dtype="bf16", size=size, ranks=ranks)
+        yield from _collectives(scale, ranks)
     yield Point(operation="launch", ranks=ranks)
     for size in (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB):
         yield Point(operation="memory", size=size, ranks=ranks)
@@ -174,3 +169,14 @@ def _transfers(scale: Scale, ranks: int) -> Iterator[Point]:
     for name in KINDS["optimizer"]:
         for size in (256 * KIB, 8 * MIB, 64 * MIB):
             yield Point(operation=name, dtype="fp32", size=size, ranks=ranks)
+
+
+def _collectives(scale: Scale, ranks: int) -> Iterator[Point]:
+    """Those that sharded training is made of at every size and in bf16 too, the others at every second size."""
+    yield Point(operation="barrier", ranks=ranks)
+    for name in COLLECTIVES:
+        for size in scale.sizes if name in _FREQUENT else scale.sizes[::2]:
+            yield Point(operation=name, dtype="fp32", size=size, ranks=ranks)
+    for name in _FREQUENT:
+        for size in scale.sizes[2::2]:
+            yield Point(operation=name, dtype="bf16", size=size, ranks=ranks)
