@@ -15,6 +15,7 @@ from planner.timing.flops import (
     attention_flops,
     executed_attention_flops,
     head_tokens,
+    head_weights,
     head_width,
 )
 from planner.timing.stacks import Stack
@@ -123,8 +124,9 @@ def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     """The output projection and the loss on one micro-batch of one rank."""
     tp = job.configuration.tp
     tokens, width, hidden = head_tokens(job, shape), head_width(job), job.facts.hidden_size
-    moved = (width * hidden + tokens * width) / tp + tokens * hidden
-    work = 2.0 * tokens * width * hidden / tp, moved, 1
+    weights = head_weights(job)
+    moved = (weights + tokens * width) / tp + tokens * hidden
+    work = 2.0 * tokens * weights / tp, moved, 1
     logits = tokens * width / tp
     loss = rates.elementwise(logits * rates.code.loss_bytes, 2 * rates.element_bytes * logits, exponentials=True)
     return Passes(forward=rates.products(*work) + loss / 2, backward=rates.products_backward(*work) + loss / 2)

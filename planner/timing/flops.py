@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from planner.job import Job
 from planner.timing.efficiency import BACKWARD
 from planner.timing.stacks import KINDS, Stack, measured_stacks, stacks
+from planner.timing.stems import stems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,7 @@ class Geometry:
 def job_stacks(job: Job) -> tuple[Stack, ...]:
     """The stacks of a job's model; for a module of unknown architecture those that its parameter counts suggest."""
     if job.facts.kind in KINDS:
-        return stacks(job.facts)
+        return stems(job.facts) + stacks(job.facts)
     return measured_stacks(job.facts, job.counts, causal=job.workload.task == "causal-lm")
 
 
@@ -50,7 +51,7 @@ def attention_flops(stack: Stack, shape: Geometry) -> float:
     if not stack.attention_width:
         return 0.0
     length = stack.length(shape.sequence, shape.source)
-    keys = stack.context(length) + (shape.source if stack.reads_source else 0)
+    keys = stack.context(length) + (shape.source if stack.reads_source else 0) + stack.relative_keys
     return 4.0 * shape.samples * length * keys * stack.attention_width
 
 
@@ -69,7 +70,25 @@ def head_width(job: Job) -> int:
         return job.facts.projection_dim
     if job.workload.task in ("seq-cls", "image-cls"):
         return max(job.facts.num_labels, 2)
-    return job.facts.vocab_size
+    # ELECTRA's discriminator says of each token whether it was replaced.
+    return 1 if job.facts.architecture == "ElectraForPreTraining" else job.facts.vocab_size
+
+
+def head_weights(job: Job) -> float:
+    """Weight elements that a token of the head multiplies: the projection, and what lies between it and the blocks.
+
+    Encoders transform each token first. Where embeddings are narrower than the blocks (ALBERT, OPT-350M), tokens are
+    widened on the way in and narrowed on the way out.
+    """
+    facts, width = job.facts, head_width(job)
+    hidden = facts.hidden_size
+    if job.workload.task in ("seq-cls", "image-cls") or facts.kind == "vision-text":
+        return float(width * hidden)
+    inner = facts.embedding_size or facts.word_embed_proj_dim or hidden
+    if width == 1:
+        return float((hidden + 1) * hidden + (inner * hidden if inner != hidden else 0))
+    transforms = (2 if inner != hidden else 0) or (1 if job.workload.task == "masked-lm" else 0)
+    return float(width * inner + transforms * hidden * inner)
 
 
 def head_tokens(job: Job, shape: Geometry) -> int:
@@ -85,5 +104,5 @@ def model_flops(job: Job) -> float:
     for stack in job_stacks(job):
         tokens = shape.samples * stack.length(shape.sequence, shape.source)
         forward += stack.layers * (2.0 * stack.matmuls.active * tokens + attention_flops(stack, shape))
-    forward += 2.0 * job.facts.hidden_size * head_width(job) * head_tokens(job, shape)
+    forward += 2.0 * head_weights(job) * head_tokens(job, shape)
     return forward * (1 + BACKWARD)

@@ -56,7 +56,8 @@ class Stack:
     """`layers` equal blocks. Widths are elements per token; `attention_width` 0 means no attention.
 
     `length_of` says how many tokens of a sample the stack sees: the workload's sequence, its source, `fixed_length`.
-    `reads_source` marks cross-attention over the source, `window` a sliding window in `window_share` of layers.
+    `reads_source` marks cross-attention over the source, `window` a sliding window in `window_share` of layers;
+    `relative_keys` are positions that queries and keys are compared with beside each other (DeBERTa).
     """
 
     layers: int
@@ -74,6 +75,7 @@ class Stack:
     dropout: bool = False
     composite_activation: bool = False
     reads_source: bool = False
+    relative_keys: int = 0
     window: int = 0
     window_share: float = 0.0
     length_of: LengthOf = "sequence"
@@ -200,6 +202,7 @@ def _main(facts: ModelFacts, *, layers: int, causal: bool, reads_source: bool, l
         dropout=facts.hidden_dropout > 0,
         composite_activation=facts.composite_activation,
         reads_source=reads_source,
+        relative_keys=2 * facts.position_buckets,
         window=facts.sliding_window,
         window_share=facts.window_share,
         length_of=length_of,
