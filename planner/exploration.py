@@ -1,12 +1,11 @@
 """Exploration: the best configuration of a group of shapes, with as few of them priced as that takes.
 
 A step's time is cheap to work out and needs no memory; memory is not cheap. So the shapes of a group are looked at in
-the order of the best that each could be if its largest micro-batch fitted, until none that is left can beat what was
-found. That is exact as long as
+the order of the best that each could be, until none that is left can beat what was found. That is exact as long as
 
 - memory grows with the micro-batch, but for the last of them, which needs no gradients to be kept from one to the next;
-- the larger the micro-batch, the faster a step without its bubble, and the longer the bubble, so that a step's time
-  falls up to some micro-batch, the largest where there is no pipeline, and rises from there;
+- no micro-batch takes less work than the largest, of which it is a divisor, and none has a shorter bubble than the
+  smallest; on a CPU, whose caches a larger one outgrows, it may take a fifth less;
 - computing activations again takes time and no more memory;
 - the same shape over fewer devices takes no less memory of each.
 """
@@ -19,12 +18,14 @@ from dataclasses import replace
 
 from planner import vocabulary as words
 from planner.candidates import Shape, configuration_of, micro_batches
-from planner.estimate import Priced, job_of, price, resident_bytes
+from planner.estimate import Priced, job_of, price, resident_bytes, timed
 from planner.plan import Configuration, StepTime
 from planner.ranking import Timed, order, worth
 from planner.request import Request
 from planner.timing import step_time
 from planner.verdict import device_limit
+
+CACHES = 0.8
 
 
 class Candidate:
@@ -36,18 +37,12 @@ class Candidate:
     def __init__(self, request: Request, shape: Shape) -> None:
         self.request, self.shape = request, shape
         self.micros = micro_batches(request, shape)
-        self._times: dict[int, StepTime] = {}
         self._priced: dict[int, Priced] = {}
+        self._times: dict[int, StepTime] = {}
 
     def configuration(self, index: int) -> Configuration:
         """With one of the micro-batches."""
         return configuration_of(self.request, self.shape, self.micros[index])
-
-    def time(self, index: int) -> StepTime:
-        """Of a step, whether it fits or not."""
-        if index not in self._times:
-            self._times[index] = step_time(job_of(self.request, self.configuration(index)))
-        return self._times[index]
 
     def priced(self, index: int) -> Priced:
         """Memory, and whether that fits."""
@@ -56,10 +51,16 @@ class Candidate:
         return self._priced[index]
 
     def timed(self, index: int) -> Timed:
-        return Timed(priced=self.priced(index), time=self.time(index))
+        priced = self.priced(index)
+        return Timed(priced=priced, time=timed(priced))
 
     def fits(self, index: int) -> bool:
         return self.priced(index).judgement.verdict != "does_not_fit"
+
+    def is_known(self, index: int) -> bool:
+        """Whether this machine has run it, so that what it takes is not what is predicted."""
+        known = self.request.experience.known
+        return bool(known) and self.configuration(index) in known
 
     def ends(self) -> tuple[int, ...]:
         """The smallest micro-batch and the largest, if there are any: what takes least memory is one of the two."""
@@ -68,31 +69,42 @@ class Candidate:
     def fits_somehow(self) -> bool:
         return any(self.fits(index) for index in self.ends())
 
+    def time(self, index: int) -> StepTime:
+        """Of a step as it is predicted, whether it fits or not."""
+        if index not in self._times:
+            self._times[index] = step_time(job_of(self.request, self.configuration(index)))
+        return self._times[index]
+
+    def seconds(self, index: int) -> float:
+        return self.time(index).step_seconds
+
     def bound(self) -> float:
         """Seconds that a step takes at least: the work of the largest micro-batch and the bubble of the smallest."""
         largest = self.time(len(self.micros) - 1)
-        if self.shape.pp == 1:
-            return largest.step_seconds
-        return largest.step_seconds - largest.bubble_seconds + self.time(0).bubble_seconds
+        bubble = self.time(0).bubble_seconds - largest.bubble_seconds if self.shape.pp > 1 else 0.0
+        return (largest.step_seconds + bubble) * (CACHES if self.request.cluster.device.is_cpu else 1.0)
 
-    def fastest(self) -> int:
-        """The micro-batch that would be best if memory were no matter."""
-        last = len(self.micros) - 1
-        if self.shape.pp == 1:
-            return last
-        return bisect_left(range(last), True, key=self._rises_after)
+    def fastest_fitting(self, seconds: float) -> int | None:
+        """The fastest micro-batch that fits and takes at most so many seconds a step."""
+        by_time = sorted(range(len(self.micros)), key=self.seconds)
+        tried: int | None = None
+        for index in by_time:
+            if self.seconds(index) > seconds:
+                return None
+            if (tried is not None and index >= tried) or self.is_known(index):
+                continue
+            if self.fits(index):
+                return index
+            if tried is None and not self.fits_somehow():
+                return None
+            tried = self._first_that_does_not_fit(below=index)
+        return None
 
-    def largest_fitting(self, seconds: float, below: int) -> int | None:
-        """The largest micro-batch below one that does not fit which fits and takes at most so many seconds."""
-        least = bisect_left(range(below), True, key=lambda index: self.time(index).step_seconds <= seconds)
-        if least < below and self.fits(below - 1):  # as often as not it is the next
-            return below - 1
-        if least >= below - 1 or not self.fits(least):
-            return None
-        return bisect_left(range(below - 1), True, lo=least + 1, key=lambda index: not self.fits(index)) - 1
-
-    def _rises_after(self, index: int) -> bool:
-        return self.time(index).step_seconds <= self.time(index + 1).step_seconds
+    def _first_that_does_not_fit(self, below: int) -> int:
+        """Counted from the smallest micro-batch, where one does not fit."""
+        if below and self.fits(below - 1):  # as often as not it is the next
+            return below
+        return bisect_left(range(below), True, key=lambda index: not self.fits(index))
 
 
 class Family:
@@ -129,26 +141,21 @@ class Family:
     def within(self, seconds: float) -> Iterator[Timed]:
         """Ever faster configurations that fit and take at most so many seconds a step."""
         for one in self._members:
-            if one.bound() > seconds:
-                continue
-            index: int | None = one.fastest()
-            if one.time(one.fastest()).step_seconds > seconds:
-                continue
-            if not one.fits(one.fastest()):
-                if not self.fits_somehow():
+            if one.bound() <= seconds:
+                index = one.fastest_fitting(seconds)
+                if index is not None:
+                    seconds = one.seconds(index)
+                    yield one.timed(index)
+                elif not self.fits_somehow():
                     return
-                index = one.largest_fitting(seconds, below=one.fastest())
-            if index is not None:
-                seconds = one.time(index).step_seconds
-                yield one.timed(index)
 
 
 def best(group: Sequence[Candidate], objective: words.Objective) -> Timed | None:
     """The best configuration of a group that fits; None where none does."""
     found: Timed | None = None
-    for timed in _smallest(group) if objective == "memory" else _fast(group, objective):
-        if found is None or order(timed, objective) < order(found, objective):
-            found = timed
+    for timed_ in _smallest(group) if objective == "memory" else _fast(group, objective):
+        if found is None or order(timed_, objective) < order(found, objective):
+            found = timed_
     return found
 
 
@@ -159,17 +166,28 @@ def closest(group: Sequence[Candidate]) -> Priced | None:
 
 
 def _fast(group: Sequence[Candidate], objective: words.Objective) -> Iterator[Timed]:
-    """Ever better configurations by time or cost."""
+    """What was measured before, then ever better configurations by time or cost."""
     found = float("inf")
+    for known in _known(group):
+        found = min(found, worth(known, objective))
+        yield known
     families = _with_devices_enough([family for family in _families(group) if not family.is_hopeless()])
     weights = [family.gpus if objective == "cost" else 1 for family in families]
     bounds = [family.bound() * weight for family, weight in zip(families, weights, strict=True)]
     for place in sorted(range(len(families)), key=bounds.__getitem__):
         if bounds[place] > found:
             return
-        for timed in families[place].within(found / weights[place]):
-            found = min(found, worth(timed, objective))
-            yield timed
+        for one in families[place].within(found / weights[place]):
+            found = min(found, worth(one, objective))
+            yield one
+
+
+def _known(group: Iterable[Candidate]) -> Iterator[Timed]:
+    """What this machine has run, with the times that it took."""
+    for candidate in group:
+        for index in range(len(candidate.micros)):
+            if candidate.is_known(index) and candidate.fits(index):
+                yield candidate.timed(index)
 
 
 def _families(group: Iterable[Candidate]) -> list[Family]:
@@ -182,8 +200,11 @@ def _families(group: Iterable[Candidate]) -> list[Family]:
     return [Family(family) for family in members]
 
 
+_RECOMPUTED: dict[words.Checkpointing, int] = {"none": 0, "selective": 1, "full": 2}
+
+
 def _with_devices_enough(families: Sequence[Family]) -> list[Family]:
-    """Those that fit somehow, where the same family is there over several numbers of devices."""
+    """Those that fit somehow, where the same family is there over several numbers of devices, the largest first."""
     alike: dict[tuple[object, ...], list[Family]] = {}
     for family in families:
         alike.setdefault(family.split, []).append(family)
@@ -194,9 +215,6 @@ def _with_devices_enough(families: Sequence[Family]) -> list[Family]:
             count = bisect_left(fewer_and_fewer, True, key=lambda family: not family.fits_somehow())
         enough += fewer_and_fewer[:count]
     return enough
-
-
-_RECOMPUTED: dict[words.Checkpointing, int] = {"none": 0, "selective": 1, "full": 2}
 
 
 def _smallest(group: Sequence[Candidate]) -> Iterator[Timed]:

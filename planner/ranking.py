@@ -179,8 +179,8 @@ def why_first(request: Request, ranked: Sequence[Timed]) -> str:
     if not clearly_worse(first, best, objective):
         width = told_apart_from(first.configuration, best.configuration)
         return (
-            f"{name} is simpler than {other}, which is predicted {less:.0%} {_BETTER[objective]}: less than the {width:.0%}"
-            " by which predictions of two such plans can be off against each other"
+            f"{name} is simpler than {other}, which is predicted {less:.0%} {_BETTER[objective]}: less than the"
+            f" {width:.0%} by which predictions of two such plans can be off against each other"
         )
     return f"{name} is the best that dsplan run can run; {other} is predicted {less:.0%} {_BETTER[objective]}"
 

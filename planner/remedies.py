@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hardware_db.units import format_bytes
-from planner.cluster import Cluster
+from planner.device_counts import doubled
 from planner.estimate import Priced
 from planner.request import Request
 from planner.verdict import device_limit, host_limit
@@ -101,7 +101,7 @@ def _more_gpus(request: Request, fits: Fits) -> Remedy | None:
     """Doubling the GPUs, node by node, until something fits; the batch per GPU stays at one sample or more."""
     cluster = request.cluster
     while cluster.gpus * 2 <= MOST_GPUS_TRIED:
-        cluster = _doubled(cluster)
+        cluster = doubled(cluster)
         batch = max(request.workload.global_batch_size, cluster.gpus)
         batch += -batch % cluster.gpus
         priced = fits(replace(request, cluster=cluster, workload=replace(request.workload, global_batch_size=batch)))
@@ -110,13 +110,6 @@ def _more_gpus(request: Request, fits: Fits) -> Remedy | None:
                 f"use {cluster.gpus} GPUs instead of {request.cluster.gpus}", f"--gpus {cluster.gpus}", priced
             )
     return None
-
-
-def _doubled(cluster: Cluster) -> Cluster:
-    if cluster.gpus_per_node < 8 and cluster.nodes == 1:
-        host = cluster.host_memory_bytes_per_node * 2
-        return replace(cluster, gpus_per_node=cluster.gpus_per_node * 2, host_memory_bytes_per_node=host)
-    return replace(cluster, nodes=cluster.nodes * 2)
 
 
 def _model_parallel(request: Request, fits: Fits) -> Remedy | None:

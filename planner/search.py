@@ -6,10 +6,11 @@ micro-batch is cut from the global batch, so that is always the one asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.candidates import shapes
+from planner.device_counts import device_counts
 from planner.errors import ContradictoryRequest
 from planner.estimate import Priced, plan_of, unrunnable
 from planner.exploration import Candidate, best, closest
@@ -39,7 +40,7 @@ def recommend(request: Request) -> Recommendation:
         ContradictoryRequest: the global batch cannot be split over the GPUs.
     """
     _check_batch(request)
-    groups = _grouped(Candidate(option, shape) for option in _options(request) for shape in shapes(option))
+    groups = _grouped(Candidate(option, shape) for option in device_counts(request) for shape in shapes(option))
     found = [item for group in groups.values() if (item := best(group, request.objective)) is not None]
     ranked = rank(request, found)
     missing = _misses(groups.values(), ranked)
@@ -118,19 +119,3 @@ def _check_batch(request: Request) -> None:
             f"global batch {batch} cannot be split evenly over {gpus} GPUs; use {nearest}, or --all-plans for plans"
             " with fewer data-parallel ranks"
         )
-
-
-def _options(request: Request) -> Iterator[Request]:
-    """The request itself; where cost counts, also on half the GPUs, a quarter and so on: GPU-seconds are what is
-    paid."""
-    yield request
-    cluster = request.cluster
-    while request.objective == "cost" and cluster.gpus > 1 and cluster.gpus % 2 == 0:
-        if cluster.nodes % 2 == 0:
-            cluster = replace(cluster, nodes=cluster.nodes // 2)
-        elif cluster.nodes == 1:
-            host = cluster.host_memory_bytes_per_node // 2
-            cluster = replace(cluster, gpus_per_node=cluster.gpus_per_node // 2, host_memory_bytes_per_node=host)
-        else:
-            return
-        yield replace(request, cluster=cluster)

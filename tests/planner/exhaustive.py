@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 from planner.candidates import configuration_of, micro_batches, shapes
 from planner.estimate import price
@@ -21,23 +20,12 @@ def everything_that_fits(request: Request) -> Iterator[Timed]:
                 yield Timed(priced=priced, time=step_time(priced.job))
 
 
-def best_by_group(request: Request) -> dict[str, Timed]:
-    """The best of every group on the request's devices; ask with one objective after another by `replace`."""
+def best_by_group(requests: Iterable[Request]) -> dict[str, Timed]:
+    """The best of every group over requests that differ only in how many devices there are."""
     found: dict[str, Timed] = {}
-    for item in everything_that_fits(request):
-        name = group_name(item.configuration)
-        if name not in found or order(item, request.objective) < order(found[name], request.objective):
-            found[name] = item
+    for request in requests:
+        for item in everything_that_fits(request):
+            name = group_name(item.configuration)
+            if name not in found or order(item, request.objective) < order(found[name], request.objective):
+                found[name] = item
     return found
-
-
-def every_group(request: Request) -> dict[str, Timed]:
-    """The best of every group as the search should find them, on fewer devices too where cost counts."""
-    from planner.search import _options
-
-    merged: dict[str, Timed] = {}
-    for option in _options(request):
-        for name, item in best_by_group(replace(option)).items():
-            if name not in merged or order(item, request.objective) < order(merged[name], request.objective):
-                merged[name] = item
-    return merged
