@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hardware_db.curve import Curve
 from hardware_db.device import Device, Link
 from planner.factors import SHIPPED, Factors
+
+if TYPE_CHECKING:
+    from hardware_db.probe import Machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +51,7 @@ class Cluster:
 
     `capacity_bytes` is what one process may use on one device (free now, where the machine was probed). `assumed` is
     the sentence that says what was taken for granted, empty when everything was asked for or probed. `factors` is what
-    calibration found. `machine_key` finds what was measured on the probed machine, empty for any other.
+    calibration found. `machine` is the one that was probed, None for any other: what was measured on it is found by it.
     """
 
     device: Device
@@ -63,7 +67,7 @@ class Cluster:
     node_type: str = ""
     assumed: str = ""
     probed: bool = False
-    machine_key: str = ""
+    machine: Machine | None = field(default=None, compare=False)
     rates: Rates = NOTHING_MEASURED
     factors: Factors = SHIPPED
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from planner.calibration.calibration import Calibration
-from planner.calibration.known import KnownRun
 from planner.calibration.spread import interval
 from planner.job import Job
 from planner.plan import Configuration, StepTime
+
+if TYPE_CHECKING:
+    from planner.calibration.known import KnownRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.calibration.linear import Matrix, Vector, inverse, quadratic, solve
 
@@ -24,7 +24,9 @@ _STEP = 1e-4
 _DAMPING = 1e-3
 _ROUNDS = 20
 _TRIES = 8
-_SETTLED = 1e-4
+_SETTLED = 1e-3
+_NEAR = 0.05
+"""How far values may move before the slopes are worked out again: over 5 % of a rate they hardly change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,14 +68,16 @@ class Fit:
 Residuals = Callable[[Sequence[float]], Sequence[float]]
 
 
-def fit(residuals: Residuals, priors: Sequence[Prior], noise: Noise | None = None) -> Fit:
-    """The most probable values. `residuals` takes the logarithms in the order of `priors`.
+def fit(
+    residuals: Residuals, priors: Sequence[Prior], noise: Noise | None = None, start: Sequence[float] | None = None
+) -> Fit:
+    """The most probable values. `residuals` takes the logarithms in the order of `priors`; so does `start`, a guess.
 
     With no residuals at all the answer is the prior: zeros, its variances, and the expected spread.
     """
     expected = noise or Noise()
     problem = _Problem(residuals=residuals, priors=tuple(priors))
-    here = problem.at((0.0,) * len(priors))
+    here = problem.at((0.0,) * len(priors) if start is None else tuple(start))
     spread = expected.spread
     for _ in range(_ROUNDS):
         before = here
@@ -88,10 +92,11 @@ def fit(residuals: Residuals, priors: Sequence[Prior], noise: Noise | None = Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Point:
-    """Values with the residuals there and how these change with each value, by value."""
+    """Values with the residuals there, and how residuals change with each value, worked out at `origin` nearby."""
 
     values: Vector
     residuals: tuple[float, ...]
+    origin: Vector
     columns: tuple[tuple[float, ...], ...]
 
 
@@ -100,15 +105,15 @@ class _Problem:
     residuals: Residuals
     priors: tuple[Prior, ...]
 
-    def at(self, values: Vector, found: tuple[float, ...] | None = None) -> _Point:
-        """The point; `found` are its residuals where they are known already."""
-        known = tuple(self.residuals(values)) if found is None else found
+    def at(self, values: Vector) -> _Point:
+        """The point, with slopes of its own."""
+        known = tuple(self.residuals(values))
         columns = []
         for index in range(len(values)):
             beside = tuple(value + _STEP * (i == index) for i, value in enumerate(values))
             moved = self.residuals(beside)
             columns.append(tuple((there - here) / _STEP for there, here in zip(moved, known, strict=True)))
-        return _Point(values=values, residuals=known, columns=tuple(columns))
+        return _Point(values=values, residuals=known, origin=values, columns=tuple(columns))
 
     def cost(self, values: Vector, residuals: Sequence[float], spread: float) -> float:
         """The negative logarithm of the posterior, up to a constant."""
@@ -148,7 +153,8 @@ class _Problem:
             values = tuple(value + move for value, move in zip(point.values, step, strict=True))
             found = tuple(self.residuals(values))
             if self.cost(values, found, spread) < here:
-                return self.at(values, found)
+                near = all(abs(value - old) < _NEAR for value, old in zip(values, point.origin, strict=True))
+                return replace(point, values=values, residuals=found) if near else self.at(values)
             damping *= 10
         return point
 

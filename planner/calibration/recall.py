@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from hardware_db.calibration_record import HardwareKind
 from hardware_db.paths import database_path
-from hardware_db.store.contract import Store
 from planner.calibration.calibration import Calibration
 from planner.calibration.experience import Experience
-from planner.calibration.known import KnownRun, known_runs
 from planner.cluster import NOTHING_MEASURED, Cluster
 from planner.described import described
 from planner.plan import Configuration
 from planner.request import Request
+
+if TYPE_CHECKING:
+    # Imported where they are used: most questions are asked where there is no database, and start faster without.
+    from hardware_db.calibration_record import HardwareKind
+    from hardware_db.store.contract import Store
+    from planner.calibration.known import KnownRun
 
 _NEWEST = 200
 """Runs of one size of model that are looked through: reading them takes 20 ms."""
@@ -49,8 +53,8 @@ def with_rates(store: Store, request: Request) -> Cluster:
     """The cluster with the rates that were measured on this machine with as many ranks, for the request's precision,
     unless it has such rates already."""
     cluster = request.cluster
-    is_open = cluster.machine_key and cluster.rates == NOTHING_MEASURED
-    measured = store.rates(cluster.machine_key) if is_open else ()
+    is_open = cluster.machine is not None and cluster.rates == NOTHING_MEASURED
+    measured = store.rates(_machine_key(cluster)) if is_open else ()
     if not measured:
         return cluster
     from planner.machine_rates import rates_from_measurements
@@ -62,6 +66,8 @@ def with_rates(store: Store, request: Request) -> Cluster:
 
 def hardware_kind(cluster: Cluster) -> HardwareKind:
     """What a calibration of this cluster holds for. A processor is told by its model: all are called cpu."""
+    from hardware_db.calibration_record import HardwareKind
+
     device = cluster.device
     return HardwareKind(
         device=device.architecture if device.is_cpu else device.name,
@@ -77,10 +83,18 @@ def calibration_of(store: Store, cluster: Cluster) -> Calibration | None:
 
 
 def _known(store: Store, request: Request) -> dict[Configuration, KnownRun]:
+    from planner.calibration.known import known_runs
+
     cluster = request.cluster
-    if not cluster.machine_key:
+    if cluster.machine is None:
         return {}
     made = store.list(
-        fingerprint=cluster.machine_key, outcome="completed", parameters=request.counts.total, limit=_NEWEST
+        fingerprint=_machine_key(cluster), outcome="completed", parameters=request.counts.total, limit=_NEWEST
     )
     return known_runs(made, described(request)) if made else {}
+
+
+def _machine_key(cluster: Cluster) -> str:
+    from hardware_db.fingerprint import fingerprint
+
+    return "" if cluster.machine is None else fingerprint(cluster.machine).machine.key

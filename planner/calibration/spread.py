@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from planner.calibration.calibration import Calibration
-from planner.calibration.fit import Prior
 from planner.factors import Factors
 from planner.job import Job
 from planner.timing import step_time
@@ -46,17 +45,17 @@ SPREADS: Mapping[Kind, Spread] = {
     "unmeasured": Spread(outside=0.4, inside=0.2, rows=0),
 }
 
-PRIORS: tuple[Prior, ...] = (
-    Prior(name="compute", spread=0.15),
-    Prior(name="attention", spread=0.2),
-    Prior(name="memory", spread=0.2),
-    Prior(name="intra_link", spread=0.3),
-    Prior(name="inter_link", spread=0.3),
-    Prior(name="host_link", spread=0.3),
-    Prior(name="cpu_optimizer", spread=0.3),
-    Prior(name="launch", spread=0.3),
-)
-"""How much the factors differ from one hardware and code to the next."""
+FACTOR_SPREADS: Mapping[str, float] = {
+    "compute": 0.15,
+    "attention": 0.2,
+    "memory": 0.2,
+    "intra_link": 0.3,
+    "inter_link": 0.3,
+    "host_link": 0.3,
+    "cpu_optimizer": 0.3,
+    "launch": 0.3,
+}
+"""How much the factors differ from one hardware and code to the next: standard deviations of their logarithms."""
 
 MEASURED_ARCHITECTURES = frozenset({"volta", "ampere", "hopper"})
 """Of devices of other architectures nothing published was compared."""
@@ -89,18 +88,19 @@ def interval(job: Job, seconds: float, calibration: Calibration | None) -> tuple
 def _left(job: Job, inside: float, calibration: Calibration) -> float:
     """The share of the variance that calibration leaves: of the noise within one hardware and code, and of what the
     factors may be. Models that were not among its runs keep the usual noise."""
-    gradient = {prior.name: _slope(job, prior.name) for prior in PRIORS}
-    before = inside**2 + sum((prior.spread * gradient[prior.name]) ** 2 for prior in PRIORS)
+    gradient = {name: slope(job, name) for name in FACTOR_SPREADS}
+    wide = {name: (spread * gradient[name]) ** 2 for name, spread in FACTOR_SPREADS.items()}
+    before = inside**2 + sum(wide.values())
     seen = job.facts.name in calibration.models
     noise = inside * (calibration.spread if seen else max(1.0, calibration.spread))
-    fitted = set(calibration.names)
-    unfitted = sum((prior.spread * gradient[prior.name]) ** 2 for prior in PRIORS if prior.name not in fitted)
+    unfitted = sum(variance for name, variance in wide.items() if name not in calibration.names)
     return (noise**2 + calibration.variance(gradient) + unfitted) / before
 
 
-def _slope(job: Job, name: str) -> float:
+def slope(job: Job, name: str, price: Callable[[Job], float] | None = None) -> float:
     """How the logarithm of the step time changes with the logarithm of a factor."""
+    seconds = price or (lambda one: step_time(one).step_seconds)
     values = asdict(job.cluster.factors)
     moved = Factors(**{**values, name: values[name] * math.exp(_STEP)})
-    there = step_time(replace(job, cluster=replace(job.cluster, factors=moved))).step_seconds
-    return math.log(there / step_time(job).step_seconds) / _STEP
+    there = seconds(replace(job, cluster=replace(job.cluster, factors=moved)))
+    return math.log(there / seconds(job)) / _STEP

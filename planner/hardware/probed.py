@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from hardware_db.datasheets import find_link, links
 from hardware_db.device import Device, Link
-from hardware_db.fingerprint import fingerprint
 from hardware_db.probe import Gpu, GpuProcess, Host, Machine
 from hardware_db.probe.as_device import cpu_device, gpu_device, mig_device
 from hardware_db.topology import probed_link
@@ -35,8 +34,8 @@ def probed_cluster(machine: Machine, ranks: int | None = None) -> Cluster:
 
 
 def of_machine(cluster: Cluster, machine: Machine) -> Cluster:
-    """The cluster with the key under which the database keeps what was measured on this machine."""
-    return replace(cluster, machine_key=fingerprint(machine).machine.key)
+    """The cluster, which knows what machine it is."""
+    return replace(cluster, machine=machine)
 
 
 def _cluster(machine: Machine, gpus: tuple[Gpu, ...], ranks: int | None) -> Cluster:

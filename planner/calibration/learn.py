@@ -1,0 +1,143 @@
+"""Learning: the factors that runs of one kind of hardware ask for, proven on runs that were left out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from planner.calibration.calibration import Calibration
+from planner.calibration.fit import Fit, Prior, fit
+from planner.calibration.rows import Row
+from planner.calibration.spread import FACTOR_SPREADS, SPREADS, kind_of, slope
+from planner.factors import SHIPPED, Factors
+from planner.job import Job
+from planner.timing import step_time
+
+FEWEST = 3
+"""Different configurations that there must be: one to fit to, one to try it on, and one that tells chance from
+truth."""
+_FOLDS = 5
+_LEAVE_ONE_OUT = 12
+_MODELS_TO_SPLIT_BY = 4
+_FELT = 0.005
+"""A factor that changes no step time by more than this share of its own change is not fitted."""
+
+Seconds = Callable[[Job], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lesson:
+    """What came of learning from `rows`. `calibration` is None where nothing may be stored; `reason` says why."""
+
+    rows: int
+    configurations: int
+    split: str
+    error_before: float | None = None
+    error_after: float | None = None
+    calibration: Calibration | None = None
+    reason: str = ""
+
+
+def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
+    """The calibration for rows of one kind of hardware, with its error on rows that it was not fitted to.
+
+    The shipped constants were fitted to none of the rows, so their error over all rows is fair; that of the factors is
+    over every row left out in turn. `seconds` prices a job, by default the time model.
+    """
+    price = seconds or _seconds
+    parts, split = _parts(rows)
+    configurations = len({row.job.configuration for row in rows})
+    if configurations < FEWEST:
+        why = f"{configurations} different configurations ran, and {FEWEST} are needed"
+        return Lesson(rows=len(rows), configurations=configurations, split=split, reason=why)
+    found = fitted(rows, price)
+    before = errors(rows, SHIPPED, price)
+    after = [error for part in parts for error in _left_out(rows, part, price, found)]
+    lesson = Lesson(
+        rows=len(rows),
+        configurations=configurations,
+        split=split,
+        error_before=statistics.median(before),
+        error_after=statistics.median(after),
+    )
+    if statistics.median(after) > statistics.median(before):
+        return replace(lesson, reason="the fitted factors predict runs that were left out worse than the shipped ones")
+    models = tuple(sorted({row.model for row in rows}))
+    calibration = Calibration(
+        factors=Factors(**found.factors),
+        names=found.names,
+        covariance=found.covariance,
+        spread=found.spread,
+        rows=len(rows),
+        models=models,
+        error_before=statistics.median(before),
+        error_after=statistics.median(after),
+    )
+    return replace(lesson, calibration=calibration)
+
+
+def fitted(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit | None = None) -> Fit:
+    """The most probable factors, of those that the rows' step times feel at all; `near` is a fit to much the same
+    rows."""
+    price = seconds or _seconds
+    priors = [
+        Prior(name=name, spread=spread)
+        for name, spread in FACTOR_SPREADS.items()
+        if any(abs(slope(row.job, name, price)) > _FELT for row in rows)
+    ]
+    names = [prior.name for prior in priors]
+    scales = [math.hypot(SPREADS[kind_of(row.job)].inside, row.doubt) for row in rows]
+
+    def residuals(values: Sequence[float]) -> list[float]:
+        factors = Factors(**{name: math.exp(value) for name, value in zip(names, values, strict=True)})
+        return [
+            math.log(row.seconds / price(with_factors(row.job, factors))) / scale
+            for row, scale in zip(rows, scales, strict=True)
+        ]
+
+    start = None if near is None else [dict(zip(near.names, near.values, strict=True)).get(name, 0.0) for name in names]
+    return fit(residuals, priors, start=start)
+
+
+def errors(rows: Sequence[Row], factors: Factors, seconds: Seconds | None = None) -> list[float]:
+    """How far predictions with these factors are from what was measured, fractions of it."""
+    price = seconds or _seconds
+    return [abs(price(with_factors(row.job, factors)) / row.seconds - 1) for row in rows]
+
+
+def with_factors(job: Job, factors: Factors) -> Job:
+    """The job on a cluster of these factors."""
+    return replace(job, cluster=replace(job.cluster, factors=factors))
+
+
+def _left_out(rows: Sequence[Row], part: frozenset[int], price: Seconds, whole: Fit) -> list[float]:
+    """The errors on the rows of one part, of factors fitted to all others."""
+    rest = [row for index, row in enumerate(rows) if index not in part]
+    factors = Factors(**fitted(rest, price, whole).factors)
+    return errors([rows[index] for index in part], factors, price)
+
+
+def _parts(rows: Sequence[Row]) -> tuple[list[frozenset[int]], str]:
+    """Which rows are left out together: those of one model where there are several, else those of one configuration or
+    of a fifth of them. Runs of one configuration are never on both sides."""
+    models = _grouped(row.model for row in rows)
+    if len(models) >= _MODELS_TO_SPLIT_BY:
+        return models, "each model left out in turn"
+    configurations = _grouped(row.job.configuration for row in rows)
+    if len(configurations) <= _LEAVE_ONE_OUT:
+        return configurations, "each configuration left out in turn"
+    folds = [frozenset[int]().union(*configurations[start::_FOLDS]) for start in range(_FOLDS)]
+    return folds, f"each {_FOLDS}th of the configurations left out in turn"
+
+
+def _grouped(keys: Iterable[object]) -> list[frozenset[int]]:
+    groups: dict[object, set[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, set()).add(index)
+    return [frozenset(group) for group in groups.values()]
+
+
+def _seconds(job: Job) -> float:
+    return step_time(job).step_seconds
