@@ -18,10 +18,8 @@ from planner.timing.flops import (
     head_weights,
     head_width,
 )
-from planner.timing.stacks import Stack
-
-USUAL_MATMULS = 7
-"""Weight products of a dense gated block; those beyond are an expert's and cost the host a launch each."""
+from planner.timing.stacks import USUAL_MATMULS, Stack
+from planner.timing.tiles import block_waste
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +92,13 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     tokens = shape.samples * stack.length(shape.sequence, shape.source)
     moved = matmuls.stored / tp + tokens * (matmuls.unsplit_width + matmuls.split_width / tp)
     work = 2.0 * matmuls.active * tokens / tp, moved, matmuls.kernels
-    products = rates.products(*work)
+    waste = block_waste(stack, tokens, tp, rates.multiprocessors)
+    products = rates.products(*work, waste.forward)
     elementwise = _elementwise_seconds(stack, tokens, rates, tp)
     attention = _attention_passes(stack, job, shape, rates)
     host = _host_seconds(stack, rates)
     forward = _with_host(products + elementwise + attention.forward, host, rates)
-    device = rates.products_backward(*work) + BACKWARD * elementwise + attention.backward
+    device = rates.products_backward(*work, waste.backward) + BACKWARD * elementwise + attention.backward
     backward = _with_host(device, BACKWARD * host, rates)
     checkpointing = job.configuration.activation_checkpointing
     selective = elementwise + rates.code.selective_products * products

@@ -14,6 +14,7 @@ from hardware_db.device import Device
 from planner.cluster import Cluster, Rates
 from planner.factors import Factors
 from planner.timing.implementation import TRANSFORMERS, Implementation
+from planner.timing.tiles import multiprocessors
 from planner.vocabulary import Precision
 
 GEMM_CEILING = {
@@ -75,9 +76,10 @@ class DeviceRates:
     """What one rank reaches: FLOP/s of products and of fused attention, bytes/s, and how its code runs a block.
 
     `peak_flops` is the datasheet's dense peak of the compute dtype, None where unknown; `plain_flops` what products
-    reach that tensor cores refuse; `element_bytes` the width of an activation. `measured` curves count before the rates
-    wherever there are any, divided by the cluster's `factors`, which the rates already hold. `serial` says that host,
-    kernels and collectives take turns on the same cores.
+    reach that tensor cores refuse; `element_bytes` the width of an activation; `multiprocessors` compute a tile of a
+    product each, 0 where they are not known to. `measured` curves count before the rates wherever there are any,
+    divided by the cluster's `factors`, which the rates already hold. `serial` says that host, kernels and collectives
+    take turns on the same cores.
     """
 
     peak_flops: float | None
@@ -90,20 +92,25 @@ class DeviceRates:
     measured: Rates
     factors: Factors
     serial: bool
+    multiprocessors: int
 
-    def products(self, flops: float, moved_elements: float, kernels: float) -> float:
-        """Seconds of `kernels` weight products of `flops` operations, whose matrices hold `moved_elements`."""
+    def products(self, flops: float, moved_elements: float, kernels: float, waste: float = 1.0) -> float:
+        """Seconds of `kernels` weight products of `flops` operations, whose matrices hold `moved_elements`.
+
+        `waste` is the work that is done over the work that is asked for; a measured curve holds it already.
+        """
         curve = self.measured.matmul
         if curve is not None:
             return kernels * curve.seconds(flops / kernels) / self.factors.compute
-        return flops / self.gemm_flops + moved_elements * self.element_bytes * GEMM_TRAFFIC / self.memory_bytes_per_s
+        traffic = moved_elements * self.element_bytes * GEMM_TRAFFIC
+        return waste * flops / self.gemm_flops + traffic / self.memory_bytes_per_s
 
-    def products_backward(self, flops: float, moved_elements: float, kernels: float) -> float:
+    def products_backward(self, flops: float, moved_elements: float, kernels: float, waste: float = 1.0) -> float:
         """Seconds of the two products that follow each of `products` in the backward."""
         curve = self.measured.matmul_backward
         if curve is not None:
             return 2 * kernels * curve.seconds(flops / kernels) / self.factors.compute
-        return BACKWARD * self.products(flops, moved_elements, kernels)
+        return BACKWARD * self.products(flops, moved_elements, kernels, waste)
 
     def attention(self, executed_flops: float) -> float:
         """Seconds of fused attention's forward over the products that it really computes."""
@@ -178,6 +185,7 @@ def device_rates(cluster: Cluster, precision: Precision, code: Implementation = 
         measured=measured,
         factors=factors,
         serial=device.is_cpu,
+        multiprocessors=multiprocessors(device),
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from planner.job import Job
 from planner.plan import Configuration
 from planner.timing.communication import Group, group
-from planner.timing.compute import USUAL_MATMULS
 from planner.timing.flops import executed_layers, job_stacks
+from planner.timing.stacks import USUAL_MATMULS
 from planner.vocabulary import FSDP_STRATEGIES
 
 

@@ -14,6 +14,9 @@ KINDS = frozenset(
 )
 """Values of `ModelFacts.kind` whose blocks `stacks` can derive."""
 
+USUAL_MATMULS = 7
+"""Weight products of a dense gated block; those beyond are an expert's and cost the host a launch each."""
+
 LengthOf = Literal["sequence", "source", "fixed"]
 
 

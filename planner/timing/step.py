@@ -16,7 +16,8 @@ from planner.timing.implementation import TRANSFORMERS, Implementation
 from planner.timing.layout import layout
 from planner.timing.model_parallel import TensorParallel, boundary_seconds, tensor_parallel
 from planner.timing.offload import offload_cost
-from planner.timing.optimizer import optimizer_seconds, parameter_traffic_seconds
+from planner.timing.optimizer import optimizer_seconds
+from planner.timing.parameter_copies import copies_of, copy_seconds
 from planner.timing.pipeline import one_forward_one_backward
 from planner.timing.stages import Stage, stages
 
@@ -37,7 +38,7 @@ def step_time(job: Job, code: Implementation = TRANSFORMERS) -> StepTime:
     visible = Communication(total=steps * (tensor.total + 2 * hop), exposed=steps * tensor.total)
     communication = data_parallel(job, where, busiest, rates) + visible
     offload = offload_cost(job, where, busiest, rates)
-    compute = steps * busiest.total + parameter_traffic_seconds(job, where, rates)
+    compute = steps * busiest.total + copy_seconds(copies_of(job, where, rates), rates)
     optimizer = offload.cpu_optimizer or optimizer_seconds(job, where, rates)
     bubble = _bubble(pipeline, tensor, steps, hop)
     return StepTime(

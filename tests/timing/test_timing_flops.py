@@ -83,7 +83,8 @@ def test_layers_are_those_executed() -> None:
     clip = make_job("openai/clip-vit-base-patch32")
     assert executed_layers(clip) == 24
     assert clip.facts.vision is not None
-    assert job_stacks(clip)[0].length(77, 77) == (224 // 32) ** 2 + 1
+    patches, images, _ = job_stacks(clip)
+    assert images.length(77, 77) == patches.length(77, 77) + 1 == (224 // 32) ** 2 + 1
 
 
 def test_source_length_defaults_to_the_models_own() -> None:

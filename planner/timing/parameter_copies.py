@@ -1,0 +1,99 @@
+"""What a strategy copies of parameters and gradients around its collectives, in bytes per step of one rank.
+
+Counted call by call from the sources of torch 2.13 (`fsdp/_fully_shard/_fsdp_collectives.py`, `nn/parallel`) and
+DeepSpeed 0.19 (`runtime/zero/stage_1_and_2.py`, `stage3.py`). A copy reads and writes, so it moves twice its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.job import Job
+from planner.timing.efficiency import DeviceRates
+from planner.timing.layout import Layout
+from planner.vocabulary import FSDP_STRATEGIES
+
+AUTOCAST_BYTES = 12
+"""Autocast casts fp32 weights for the forward (4 + 2) and 16-bit weight gradients back (2 + 4) in every micro-batch."""
+
+BUCKET_COPY_BYTES = 16
+"""DDP copies every fp32 gradient into its bucket and back (`gradient_as_bucket_view` is off by default)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copies:
+    """Bytes read and written, and those of them that land in memory just allocated.
+
+    The second kind costs a CPU a page fault per page on top; a GPU's allocator hands the same memory out again.
+    """
+
+    moved: float = 0.0
+    fresh: float = 0.0
+
+    def __add__(self, other: Copies) -> Copies:
+        return Copies(moved=self.moved + other.moved, fresh=self.fresh + other.fresh)
+
+    def __mul__(self, factor: float) -> Copies:
+        return Copies(moved=self.moved * factor, fresh=self.fresh * factor)
+
+
+def copy_seconds(copies: Copies, rates: DeviceRates) -> float:
+    """Seconds of copies on this device."""
+    return copies.moved / rates.memory_bytes_per_s + copies.fresh * rates.fault_seconds_per_byte
+
+
+def copies_of(job: Job, where: Layout, rates: DeviceRates) -> Copies:
+    """All copies of one step."""
+    configuration = job.configuration
+    steps = configuration.gradient_accumulation_steps
+    mixed = configuration.precision in ("bf16", "fp16")
+    accumulated = _accumulated(job, where) * (steps - 1)
+    if configuration.strategy in FSDP_STRATEGIES:
+        return accumulated + (_fully_sharded(job, where, rates) * steps if where.shards > 1 else Copies())
+    if configuration.zero_stage == 3:
+        return accumulated + (_partitioned(where, rates) * steps if where.shards > 1 else Copies())
+    if configuration.zero_stage:
+        rounds = steps if configuration.zero_stage == 2 else 1
+        return accumulated + (_bucketed(where) * rounds + _flat_step(where) if rates.serial else Copies())
+    bucketed = BUCKET_COPY_BYTES if configuration.strategy == "ddp" and where.replica_group.size > 1 else 0
+    cast = AUTOCAST_BYTES * steps if mixed else 0
+    return accumulated + Copies(moved=(bucketed + cast) * where.parameters)
+
+
+def _accumulated(job: Job, where: Layout) -> Copies:
+    """A gradient added to those of earlier micro-batches: two reads, a write."""
+    sharded_gradients = job.configuration.zero_stage in (2, 3)
+    return Copies(moved=3 * where.gradient_bytes * (where.owned if sharded_gradients else where.parameters))
+
+
+def _fully_sharded(job: Job, where: Layout, rates: DeviceRates) -> Copies:
+    """FSDP2, a micro-batch: a unit is gathered into one new buffer and copied out into new parameters, in the forward
+    and again in the backward; its gradient is copied into a new buffer of the width that is reduced.
+
+    Over gloo, which cannot average, that buffer is divided first.
+    """
+    again = 1 if job.configuration.strategy == "fsdp-grad-op" else 2
+    gathered = Copies(moved=2.0 * where.gather_bytes, fresh=2.0 * where.gather_bytes) * again
+    reduced = Copies(moved=where.gather_bytes + where.reduce_bytes, fresh=where.reduce_bytes)
+    divided = Copies(moved=2.0 * where.reduce_bytes if rates.serial else 0.0)
+    return (gathered + reduced + divided) * where.parameters
+
+
+def _partitioned(where: Layout, rates: DeviceRates) -> Copies:
+    """ZeRO-3, a micro-batch: like FSDP with one gather, if nothing is let go of between forward and backward."""
+    gathered = Copies(moved=2.0 * where.gather_bytes, fresh=2.0 * where.gather_bytes)
+    reduced = Copies(moved=4.0 * where.reduce_bytes, fresh=2.0 * where.reduce_bytes)
+    return (gathered + reduced) * where.parameters
+
+
+def _bucketed(where: Layout) -> Copies:
+    """ZeRO-1 and 2, a reduction: gradients into a bucket made anew, flattened, divided, copied back from the reduced
+    whole twice; then the part that is kept."""
+    width = where.reduce_bytes
+    whole = Copies(moved=10.0 * width, fresh=2.0 * width) * where.parameters
+    return whole + Copies(moved=2.0 * width, fresh=width) * where.owned
+
+
+def _flat_step(where: Layout) -> Copies:
+    """ZeRO's step around the optimizer: the norm of the gradients, their scaling, the new weights copied back."""
+    return Copies(moved=4.0 + 8.0 + 4.0 + where.gather_bytes) * where.owned
