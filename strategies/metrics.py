@@ -22,6 +22,8 @@ from typing import Any
 
 # Steps 0 and 1 pay for lazy states, bucket rebuilding, kernel selection and allocator growth.
 WARM_UP_STEPS = 2
+_TAIL = 0.05
+"""Share of the steps on either side of the interval that holds nine of ten."""
 STORAGE_TRACKER = "storage-tracker"
 """`measured_by` of a step whose memory was counted in Python, which slows the step down."""
 
@@ -30,7 +32,8 @@ STORAGE_TRACKER = "storage-tracker"
 class MeasuredRun:
     """What the `ranks` of a run measured.
 
-    `step_seconds` is the median of the first rank's steps after warm-up that no memory tracker slowed down;
+    `step_seconds` is the median of the first rank's steps after warm-up that no memory tracker slowed down, nine of ten
+    of which lie between `step_seconds_low` and `step_seconds_high`;
     `peak_allocated_bytes` the largest over the ranks; `tokens_per_second` counts the tokens of all of them. None where
     the run gave no such figure.
     """
@@ -40,6 +43,8 @@ class MeasuredRun:
     first_loss: float | None
     last_loss: float | None
     step_seconds: float | None
+    step_seconds_low: float | None
+    step_seconds_high: float | None
     tokens_per_second: float | None
     samples_per_second: float | None
     peak_allocated_bytes: int | None
@@ -75,8 +80,9 @@ def summarise(metrics: Sequence[Sequence[Mapping[str, Any]]]) -> MeasuredRun:
     """The figures of a run from the rows of every rank."""
     steps = [[row for row in rows if row.get("event") == "step"] for rows in metrics]
     first = steps[0] if steps else []
-    settled = [row for row in first[WARM_UP_STEPS:] if row.get("measured_by") != STORAGE_TRACKER]
-    seconds = statistics.median(row["seconds"] for row in settled) if settled else None
+    settled = sorted(row["seconds"] for row in first[WARM_UP_STEPS:] if row.get("measured_by") != STORAGE_TRACKER)
+    seconds = statistics.median(settled) if settled else None
+    tail = round(len(settled) * _TAIL)
     settled_ranks = [rows[WARM_UP_STEPS:] for rows in steps]
     losses = [row["loss"] for row in first if row.get("loss") is not None]
     return MeasuredRun(
@@ -85,6 +91,8 @@ def summarise(metrics: Sequence[Sequence[Mapping[str, Any]]]) -> MeasuredRun:
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         step_seconds=seconds,
+        step_seconds_low=settled[tail] if settled else None,
+        step_seconds_high=settled[-1 - tail] if settled else None,
         tokens_per_second=_rate(settled_ranks, "tokens", seconds),
         samples_per_second=_rate(settled_ranks, "samples", seconds),
         peak_allocated_bytes=_largest(steps, "peak_bytes"),

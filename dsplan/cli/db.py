@@ -11,7 +11,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="List, show, export and import measured runs.",
+    help="List, show, export and import measured runs, and learn from them.",
 )
 
 _HOW_TO_FILL = "`dsplan run train.py` stores every run, `dsplan db import FILE` adds those of others."
@@ -100,3 +100,26 @@ def import_database(file: Annotated[Path, typer.Argument(help="A file that `dspl
     with open_store() as store:
         count = import_file(store, file)
     typer.echo(f"{count.added} records imported, {count.skipped} were there already")
+
+
+@app.command("calibrate")
+def calibrate(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be learnt, and store nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """Learn from the stored runs: few factors per kind of hardware, tried on runs that they were not fitted to."""
+    from dsplan.render.blocks import Text
+    from dsplan.render.calibrations import calibration_blocks, calibration_json
+    from dsplan.render.show import show, show_json
+    from hardware_db.probe import probe_hardware
+    from hardware_db.store import open_store
+    from planner.calibration.refresh import refresh
+
+    with open_store() as store:
+        refreshed = refresh(store, probe_hardware(), keep=not dry_run)
+    if json:
+        show_json(calibration_json(refreshed, kept=not dry_run))
+    elif refreshed.kinds or refreshed.skipped:
+        show(calibration_blocks(refreshed, kept=not dry_run))
+    else:
+        show([Text(text=f"There is nothing to learn from: {_HOW_TO_FILL}")])

@@ -8,8 +8,9 @@ from hardware_db.errors import DsplanError
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measured, measure_run
 from hardware_db.paths import database_path
-from hardware_db.probe import probe
+from hardware_db.probe import Machine, probe
 from hardware_db.store import open_store
+from planner.calibration.refresh import refresh
 from planner.plan_io import plan_to_dict
 from strategies.launch.session import RunReport
 from strategies.metrics import MeasuredRun
@@ -27,10 +28,11 @@ def record_run(report: RunReport) -> Stored:
     """Store a run with its outcome. A database that cannot be written undoes no training: the reason is told."""
     if report.plan is None:
         return Stored(measurement_id=None, sentence="not stored in the database: the run had no plan")
+    machine = probe()
     try:
         measurement = measure_run(
             plan_to_dict(report.plan),
-            fingerprint(probe()),
+            fingerprint(machine),
             outcome=report.outcome.name,
             measured=measured_of(report.measured),
         )
@@ -40,7 +42,22 @@ def record_run(report: RunReport) -> Stored:
         return Stored(measurement_id=None, sentence=f"not stored in the database: {error}")
     return Stored(
         measurement_id=measurement.id,
-        sentence=f"stored as {measurement.id[:8]} ({report.outcome.name}) in {database_path()}",
+        sentence=f"stored as {measurement.id[:8]} ({report.outcome.name}) in {database_path()}{learnt(machine)}",
+    )
+
+
+def learnt(machine: Machine) -> str:
+    """Learns from the runs so far; what to say where that taught something new."""
+    try:
+        with open_store() as store:
+            lessons = refresh(store, machine)
+    except DsplanError as error:
+        return f"; nothing was learnt from it: {error}"
+    found = [one.lesson for one in lessons.kinds if one.is_new and one.lesson.calibration is not None]
+    return "".join(
+        f"; step times are now predicted within {lesson.error_after:.0%} instead of {lesson.error_before:.0%}"
+        f" (median over {lesson.rows} runs, each left out in turn)"
+        for lesson in found
     )
 
 
@@ -51,6 +68,8 @@ def measured_of(run: MeasuredRun) -> Measured:
         peak_reserved_bytes=run.peak_reserved_bytes,
         host_bytes=None if run.peak_rss_bytes is None else run.peak_rss_bytes * run.ranks,
         step_seconds=run.step_seconds,
+        step_seconds_low=run.step_seconds_low,
+        step_seconds_high=run.step_seconds_high,
         tokens_per_second=run.tokens_per_second,
         first_loss=run.first_loss,
         last_loss=run.last_loss,
