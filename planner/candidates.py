@@ -75,7 +75,7 @@ def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp:
             continue  # one GPU has nothing to shard: ZeRO and FSDP help there only by offload
         if offload != "none" and request.cluster.device.is_cpu:
             continue
-        if offload == "nvme" and not request.cluster.nvme_bytes_per_node:
+        if offload == "nvme" and (request.zero_backend == "native" or not request.cluster.nvme_bytes_per_node):
             continue
         syncs = (True, False) if strategy in words.FSDP_STRATEGIES and tp * pp == 1 else (True,)
         for checkpointing, sync in product(words.CHECKPOINTINGS, syncs):
@@ -131,7 +131,7 @@ def configuration_of(request: Request, shape: Shape, micro_batch: int) -> Config
     workload = request.workload
     return Configuration(
         strategy=shape.strategy,
-        backend=words.default_backend(shape.strategy),
+        backend=words.default_backend(shape.strategy, zero=request.zero_backend),
         dp_replicate=shape.dp_replicate,
         dp_shard=shape.dp_shard,
         tp=shape.tp,

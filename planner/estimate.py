@@ -173,8 +173,8 @@ def unrunnable(configuration: Configuration) -> str:
     """Why `dsplan run` cannot run a configuration today; empty when it can."""
     if configuration.tp > 1 or configuration.pp > 1:
         return f"dsplan run cannot yet run tp {configuration.tp} x pp {configuration.pp}; the plan can be emitted"
-    if configuration.backend == "native":
-        return "dsplan run has no native ZeRO in this version; the same plan runs with --backend deepspeed"
+    if configuration.backend == "native" and configuration.offload == "nvme":
+        return "dsplan's own ZeRO cannot offload to NVMe yet; the same plan runs with --backend deepspeed"
     return ""
 
 

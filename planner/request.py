@@ -45,7 +45,7 @@ class Request:
 
     `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None;
     so does `micro_batch`, for scripts that cut their batches themselves. `simplest_first` lets a simpler plan go before
-    one that cannot be told to be faster. `experience` is what was measured before.
+    one that cannot be told to be faster. `experience` is what was measured before. `zero_backend` runs ZeRO stages.
     """
 
     facts: ModelFacts
@@ -60,6 +60,7 @@ class Request:
     strategies: tuple[words.Strategy, ...] | None = None
     micro_batch: int | None = None
     experience: Experience = NO_EXPERIENCE
+    zero_backend: words.Backend = "deepspeed"
 
 
 def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: Any) -> Request:

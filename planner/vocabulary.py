@@ -31,6 +31,6 @@ ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
 FSDP_STRATEGIES: frozenset[str] = frozenset({"fsdp", "fsdp-grad-op", "hsdp"})
 
 
-def default_backend(strategy: str) -> Backend:
-    """The backend that runs a strategy unless another is named: DeepSpeed for ZeRO, torch for the rest."""
-    return "deepspeed" if strategy in ZERO_STAGES else "torch"
+def default_backend(strategy: str, *, zero: Backend = "deepspeed") -> Backend:
+    """The backend that runs a strategy unless another is named: `zero` for ZeRO, torch for the rest."""
+    return zero if strategy in ZERO_STAGES else "torch"

@@ -27,13 +27,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from strategies.agree import on_rank_zero
 from strategies.checkpoint_origin import LATEST, STATE
-from strategies.checkpoint_reading import SafeLoadPlanner, SafeReader
+from strategies.checkpoint_parts import PartLoadPlanner, PartSavePlanner
+from strategies.checkpoint_reading import SafeReader
 from strategies.errors import BrokenFile, CannotRun
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -48,7 +50,12 @@ class Content:
 
 
 def save(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, content: Content) -> Path:
-    """Write one checkpoint from every rank and return its path.
+    """Write one checkpoint of a module and its optimizer from every rank; returns and raises as `save_state`."""
+    return save_state(directory, _state_of(module, optimizer), content)
+
+
+def save_state(directory: Path, state: dict[str, Any], content: Content) -> Path:
+    """Write one checkpoint from every rank and return its path; `state` holds `model` and `optimizer` by name.
 
     Raises:
         CannotRun: `client_state` or the scheduler's state is not JSON.
@@ -58,13 +65,31 @@ def save(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, c
     final = directory / f"step-{content.progress['global_steps']:08d}"
     temporary = directory / f".{final.name}.tmp"
     _on_rank_0(temporary, lambda: _make_empty(temporary))
-    _transfer(final, partial(save_tensors, _state_of(module, optimizer), storage_writer=FileSystemWriter(temporary)))
+    writer = FileSystemWriter(temporary)
+    _transfer(final, partial(save_tensors, state, storage_writer=writer, planner=PartSavePlanner()))
     _on_rank_0(final, lambda: _publish(temporary, final, text))
     return final
 
 
 def load(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Path, Content] | None:
-    """Restore the latest checkpoint into module and optimizer; None where `directory` has none.
+    """Restore the latest checkpoint into module and optimizer; returns and raises as `load_state`."""
+
+    def take_over(state: dict[str, Any]) -> None:
+        set_state_dict(
+            module,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_OPTIONS,
+        )
+
+    return load_state(directory, lambda metadata: _state_of(module, optimizer), take_over)
+
+
+def load_state(
+    directory: Path, room: Callable[[Metadata], dict[str, Any]], take_over: Callable[[dict[str, Any]], None]
+) -> tuple[Path, Content] | None:
+    """Read the latest checkpoint into what `room` returns and hand it to `take_over`; None where `directory` has none.
 
     Raises:
         BrokenFile: `latest` names a checkpoint that is not there, or its parts cannot be read.
@@ -74,17 +99,10 @@ def load(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -
         return None
     path = directory / latest.read_text().strip()
     content = _read_content(path)
-    state = _state_of(module, optimizer)
     reader = SafeReader(path)
-    reader.read_metadata()
-    _transfer(path, partial(load_tensors, state, storage_reader=reader, planner=SafeLoadPlanner()))
-    set_state_dict(
-        module,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=_OPTIONS,
-    )
+    state = room(reader.read_metadata())
+    _transfer(path, partial(load_tensors, state, storage_reader=reader, planner=PartLoadPlanner()))
+    take_over(state)
     return path, content
 
 

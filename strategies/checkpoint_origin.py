@@ -1,7 +1,7 @@
 """Which strategies can resume a checkpoint: told from its files, before anything is read from it.
 
-The torch strategies read each other's on any number of ranks. DeepSpeed's hold flat partitions, which fit the same
-number of ranks only, and stage 3 lays them out in its own way.
+The torch strategies and our own ZeRO read each other's on any number of ranks. DeepSpeed's hold flat partitions, which
+fit the same number of ranks only, and stage 3 lays them out in its own way.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from strategies.errors import BrokenFile
 LATEST = "latest"
 STATE = "state.json"
 _TORCH = tuple(name for name in words.STRATEGIES if name not in words.ZERO_STAGES)
+_DEEPSPEED = "deepspeed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,12 @@ class _Origin:
 
     strategies: tuple[str, ...]
     ranks: int | None
+
+    def suits(self, configuration: Configuration) -> bool:
+        if self.ranks is None:
+            return configuration.backend != _DEEPSPEED
+        is_stage = configuration.backend == _DEEPSPEED and configuration.strategy in self.strategies
+        return is_stage and self.ranks == configuration.world_size
 
     def __str__(self) -> str:
         return " or ".join(self.strategies) + ("" if self.ranks is None else f" on {_ranks(self.ranks)}")
@@ -40,9 +47,7 @@ def require_readable(directory: Path, configuration: Configuration) -> None:
         return
     path = directory / latest.read_text().strip()
     origin = _origin(path)
-    if origin is None or (
-        configuration.strategy in origin.strategies and origin.ranks in (None, configuration.world_size)
-    ):
+    if origin is None or origin.suits(configuration):
         return
     raise BrokenFile(
         path,

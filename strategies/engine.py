@@ -73,8 +73,8 @@ def initialize(
     elif environment.is_main and (warning := another_model(settled, model)):
         print(warning, file=sys.stderr, flush=True)
     _agree(settled, strategy, backend)
-    if settled.configuration.backend == "torch":
-        script.refuse_deepspeed_keys(settled.configuration.strategy)
+    if settled.configuration.backend != "deepspeed":
+        script.refuse_deepspeed_keys(settled.configuration)
     parts = TrainingParts(
         model=model,
         plan=settled,

@@ -31,7 +31,6 @@ from strategies.errors import CannotRun, UnknownName
 from strategies.live_trace import traced
 from strategies.machine_rates import machine_rates
 from strategies.planning import Wishes
-from strategies.registry import NO_NATIVE
 from strategies.script_config import ScriptConfig
 from strategies.variables import STRATEGY
 
@@ -59,9 +58,10 @@ def _planned(model: nn.Module, wishes: Wishes, environment: Environment, measure
     strategy = _wished_strategy(wishes, environment)
     request = _request(model, wishes, environment, strategy)
     request = replace(request, micro_batch=_micro_batch(wishes.config, environment))
-    if strategy is not None and not any(True for _ in shapes(request)):
-        reason = inapplicable(request, strategy) or "needs several ranks, or a GPU to offload from"
-        raise CannotRun(f"strategy {strategy!r} {reason}; start more ranks with `dsplan run`, or leave strategy= out")
+    if (strategy or wishes.backend) and not any(True for _ in shapes(request)):
+        word, value = ("strategy", strategy) if strategy else ("backend", wishes.backend)
+        reason = (strategy and inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
+        raise CannotRun(f"{word} {value!r} {reason}; start more ranks with `dsplan run`, or leave {word}= out")
     return best_plan(with_measured_rates(request, measured))
 
 
@@ -102,20 +102,25 @@ def _request(model: nn.Module, wishes: Wishes, environment: Environment, strateg
     cluster = probed_cluster(probe(), ranks=environment.world_size)
     candidates = _candidates(strategy, wishes.backend)
     request = make_request(facts, cluster, options, strategies=candidates)
+    request = replace(request, zero_backend=_zero_backend(wishes.backend))
     return replace(request, facts=traced(request.facts, model, wishes.training_data, request.workload.precision))
 
 
 def _candidates(strategy: words.Strategy | None, backend: words.Backend | None) -> tuple[words.Strategy, ...]:
-    """What the search may choose from: what was asked for, or all that the installed libraries can run."""
-    if backend == "native":
-        raise CannotRun(NO_NATIVE)
+    """What the search may choose from: what was asked for, or all that a backend runs."""
     if strategy is not None:
-        if backend not in (None, words.default_backend(strategy)):
+        if backend not in (None, words.default_backend(strategy, zero=_zero_backend(backend))):
             raise CannotRun(f"backend {backend!r} does not run strategy {strategy!r}; leave backend= out")
         return (strategy,)
-    if backend is None and find_spec("deepspeed") is None:
-        backend = "torch"
-    return tuple(name for name in words.STRATEGIES if backend in (None, words.default_backend(name)))
+    zero = _zero_backend(backend)
+    return tuple(name for name in words.STRATEGIES if backend in (None, words.default_backend(name, zero=zero)))
+
+
+def _zero_backend(backend: words.Backend | None) -> words.Backend:
+    """Which ZeRO runs: the one asked for, else DeepSpeed where it is installed and our own elsewhere."""
+    if backend in ("deepspeed", "native"):
+        return backend
+    return "deepspeed" if find_spec("deepspeed") is not None else "native"
 
 
 def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy | None:

@@ -69,7 +69,7 @@ class ParameterMove:
             CannotRun: a parameter is not the model's.
         """
         translate = self._translator(wrapped)
-        return [_translated(item, translate) for item in old]
+        return [translated(item, translate) for item in old]
 
     def optimizer(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Point an optimizer made from the whole parameters at their replacements, groups and settings unchanged.
@@ -101,11 +101,12 @@ class ParameterMove:
         return translate
 
 
-def _translated(item: Any, translate: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def translated(item: Any, translate: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A parameter, a (name, parameter) pair, or a group of either, with every parameter replaced."""
     if isinstance(item, Mapping):
         members = item["params"]
         members = [members] if isinstance(members, torch.Tensor) else members
-        return {**item, "params": [_translated(member, translate) for member in members]}
+        return {**item, "params": [translated(member, translate) for member in members]}
     if isinstance(item, tuple):
         return item[0], translate(item[1])
     return translate(item)

@@ -12,8 +12,6 @@ from strategies.base import Strategy
 from strategies.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 
-NO_NATIVE = "backend 'native' is not in this version; use backend 'deepspeed', or strategy 'fsdp' without it"
-
 STRATEGIES: dict[str, str] = {
     "single": "strategies.single:Single",
     "ddp": "strategies.ddp:ReplicatedDataParallel",
@@ -23,6 +21,11 @@ STRATEGIES: dict[str, str] = {
     "zero1": "strategies.deepspeed:DeepSpeedZero",
     "zero2": "strategies.deepspeed:DeepSpeedZero",
     "zero3": "strategies.deepspeed:DeepSpeedZero",
+}
+NATIVE: dict[str, str] = {
+    "zero1": "strategies.zero.stage1:ZeroStage1",
+    "zero2": "strategies.zero.stage2:ZeroStage2",
+    "zero3": "strategies.zero.stage3:ZeroStage3",
 }
 
 
@@ -38,7 +41,8 @@ def find_strategy(configuration: Configuration, environment: Environment) -> Str
     if name not in STRATEGIES:
         raise UnknownName("strategy", name, STRATEGIES, hint=f"choose one of {', '.join(STRATEGIES)}")
     _refuse_what_cannot_run(configuration)
-    module, _, attribute = STRATEGIES[name].partition(":")
+    places = NATIVE if configuration.backend == "native" else STRATEGIES
+    module, _, attribute = places[name].partition(":")
     kind = cast("type[Strategy]", getattr(import_module(module), attribute))
     return kind(configuration, environment)
 
@@ -49,14 +53,17 @@ def _refuse_what_cannot_run(configuration: Configuration) -> None:
             f"the plan has tp {configuration.tp} and pp {configuration.pp}: this version plans tensor and pipeline"
             " parallelism but does not run them; choose a plan with tp 1 and pp 1"
         )
-    if configuration.backend == "native":
-        raise CannotRun(NO_NATIVE)
-    home = "deepspeed" if configuration.zero_stage else "torch"
-    if configuration.backend != home:
+    homes = ("deepspeed", "native") if configuration.zero_stage else ("torch",)
+    if configuration.backend not in homes:
         raise CannotRun(
-            f"backend {configuration.backend!r} does not run strategy {configuration.strategy!r}; use {home!r}"
+            f"backend {configuration.backend!r} does not run strategy {configuration.strategy!r}; use"
+            f" {' or '.join(map(repr, homes))}"
         )
-    if configuration.optimizer == "adafactor" and configuration.strategy in FSDP_STRATEGIES:
+    if configuration.backend == "native" and configuration.offload == "nvme":
+        raise CannotRun("backend 'native' cannot offload 'nvme' yet; use offload 'all', or backend 'deepspeed'")
+    if configuration.optimizer == "adafactor" and (
+        configuration.strategy in FSDP_STRATEGIES or configuration.backend == "native"
+    ):
         raise CannotRun(
             f"optimizer 'adafactor' needs whole matrices and strategy {configuration.strategy!r} splits them; use ddp,"
             " or optimizer 'adamw'"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from planner.plan import Configuration
 from planner.vocabulary import Precision
 from strategies.errors import BrokenFile, CannotRun
 
@@ -21,6 +22,7 @@ _READ_EVERYWHERE = {
     "fp16",
     "zero_optimization",
 }
+_READ_BY_NATIVE = {"communication_data_type", "data_types"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,17 +54,19 @@ class ScriptConfig:
             )
         return product
 
-    def refuse_deepspeed_keys(self, strategy: str) -> None:
-        """Stop at keys that only DeepSpeed reads, when another strategy runs.
+    def refuse_deepspeed_keys(self, configuration: Configuration) -> None:
+        """Stop at keys that only DeepSpeed reads, when another engine runs.
 
         Raises:
             CannotRun: naming the keys.
         """
-        unread = sorted(set(self.values) - _READ_EVERYWHERE)
+        is_native = configuration.backend == "native"
+        unread = sorted(set(self.values) - _READ_EVERYWHERE - (_READ_BY_NATIVE if is_native else set()))
         if unread:
+            name = "backend 'native'" if is_native else f"strategy {configuration.strategy!r}"
             raise CannotRun(
-                f"config: strategy {strategy!r} does not read {', '.join(unread)}; pass optimizer= and lr_scheduler= to"
-                " initialize, or use zero1, zero2 or zero3"
+                f"config: {name} does not read {', '.join(unread)}; pass optimizer= and lr_scheduler= to"
+                " initialize, or use zero1, zero2 or zero3 with backend 'deepspeed'"
             )
 
 

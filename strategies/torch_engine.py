@@ -66,7 +66,7 @@ class TorchEngine(Engine):
         self.strategy = strategy
         self.module = module
         self.optimizer = optimizer
-        self.lr_scheduler = _scheduler(parts, optimizer)
+        self.lr_scheduler = scheduler_of(parts, optimizer)
         self.gradient_clipping = parts.gradient_clipping
         self._scaler = grad_scaler(self.configuration.precision, self.device)
         self._micro_steps = 0
@@ -139,7 +139,8 @@ class TorchEngine(Engine):
         return self._scaler.get_scale() >= scale
 
 
-def _scheduler(parts: TrainingParts, optimizer: torch.optim.Optimizer) -> Scheduler | None:
+def scheduler_of(parts: TrainingParts, optimizer: torch.optim.Optimizer) -> Scheduler | None:
+    """The script's scheduler, made from the optimizer where it is a function."""
     given = parts.lr_scheduler
     if given is None or isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given

@@ -18,19 +18,22 @@ import training_bodies
 from training_bodies import Recipe, Trained
 
 from hardware_db.spawn import RankPool
-from planner.vocabulary import STRATEGIES
+from planner.vocabulary import STRATEGIES, ZERO_STAGES
 
-SPREAD = ("ddp", "fsdp", "fsdp-grad-op", "hsdp", "zero1", "zero2", "zero3")
+NATIVE = ("native zero1", "native zero2", "native zero3")
+SPREAD = ("ddp", "fsdp", "fsdp-grad-op", "hsdp", "zero1", "zero2", "zero3", *NATIVE)
 PoolOf = Callable[[str], RankPool]
 
 
 def test_every_strategy_of_the_vocabulary_is_tested() -> None:
-    assert {*SPREAD, "single"} == set(STRATEGIES)
+    assert {*SPREAD, "single"} - {*NATIVE} == set(STRATEGIES)
+    assert {name.removeprefix("native ") for name in NATIVE} == set(ZERO_STAGES)
 
 
 def recipe_of(strategy: str) -> Recipe:
     # Two ranks cannot both shard and replicate; hsdp on four is tested below.
-    return Recipe(strategy=strategy, world_size=2, dp_replicate=2 if strategy == "hsdp" else 0)
+    backend, _, name = strategy.rpartition(" ")
+    return Recipe(strategy=name, backend=backend, world_size=2, dp_replicate=2 if strategy == "hsdp" else 0)
 
 
 def assert_same(trained: Trained, reference: Trained, tolerance: float) -> None:
@@ -124,7 +127,7 @@ def test_fsdp_offloads_to_the_host(ranks: RankPool) -> None:
     assert_same(ranks.run(training_bodies.train, recipe)[0], training_bodies.reference(recipe), 1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3", *NATIVE])
 def test_sharded_states_take_half_the_memory_of_replicated_ones(strategy: str, pool_of: PoolOf) -> None:
     whole = pool_of("ddp").run(training_bodies.state_bytes, recipe_of("ddp"))[0]
     shards = pool_of(strategy).run(training_bodies.state_bytes, recipe_of(strategy))
@@ -142,6 +145,6 @@ def test_fsdp_keeps_whole_gradients_only_where_the_plan_counts_on_them(ranks: Ra
 
 
 def test_rank_0_decides_the_weights(ranks: RankPool) -> None:
-    for strategy in ("ddp", "fsdp"):
+    for strategy in ("ddp", "fsdp", *NATIVE):
         first, second = ranks.run(training_bodies.first_weights_of_unlike_models, recipe_of(strategy))
         assert torch.equal(first, second)

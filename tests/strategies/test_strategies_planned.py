@@ -95,7 +95,8 @@ def test_the_config_decides_what_it_says(config: dict[str, Any], expected: tuple
     ("arguments", "words"),
     [
         ({"strategy": "fdsp"}, "unknown strategy 'fdsp'; nearest: fsdp"),
-        ({"backend": "native"}, "backend 'native' is not in this version"),
+        ({"backend": "native"}, "backend 'native' needs several ranks"),
+        ({"backend": "native", "strategy": "ddp"}, "backend 'native' does not run strategy 'ddp'"),
         ({"backend": "torch", "strategy": "zero2"}, "backend 'torch' does not run strategy 'zero2'"),
         ({"strategy": "ddp"}, "strategy 'ddp' needs more than one GPU; start more ranks"),
         ({"strategy": "zero2"}, "strategy 'zero2' needs several ranks"),

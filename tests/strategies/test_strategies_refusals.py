@@ -46,8 +46,10 @@ def with_configuration(plan: Plan, **changes: object) -> Plan:
     [
         ({"tp": 2, "micro_batch_size": 12}, "tp 2 and pp 1"),
         ({"pp": 4, "micro_batch_size": 12}, "does not run them"),
-        ({"strategy": "zero2", "backend": "native"}, "backend 'native' is not in this version"),
-        ({"strategy": "zero2", "backend": "torch"}, "use 'deepspeed'"),
+        ({"strategy": "zero3", "backend": "native", "offload": "nvme"}, "backend 'native' cannot offload 'nvme' yet"),
+        ({"strategy": "zero2", "backend": "native", "optimizer": "adafactor"}, "needs whole matrices"),
+        ({"strategy": "zero2", "backend": "torch"}, "use 'deepspeed' or 'native'"),
+        ({"strategy": "ddp", "backend": "native"}, "use 'torch'"),
         ({"strategy": "ddp", "backend": "deepspeed"}, "use 'torch'"),
         ({"offload": "optimizer"}, "it can offload none"),
         ({"strategy": "fsdp", "optimizer": "adafactor"}, "needs whole matrices"),

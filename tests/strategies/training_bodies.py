@@ -55,6 +55,7 @@ class Recipe:
     """One way to train TinyModel for `steps` optimizer steps."""
 
     strategy: str = "single"
+    backend: str = ""
     world_size: int = 1
     dp_replicate: int = 0
     accumulation: int = 1
@@ -87,7 +88,7 @@ class Recipe:
         replicas = self.dp_replicate or (self.world_size if self.strategy in ("single", "ddp") else 1)
         values: dict[str, Any] = {
             "strategy": self.strategy,
-            "backend": default_backend(self.strategy),
+            "backend": self.backend or default_backend(self.strategy),
             "dp_replicate": replicas,
             "dp_shard": self.world_size // replicas,
             "micro_batch_size": GLOBAL_BATCH // self.world_size // self.accumulation,
@@ -169,6 +170,9 @@ def one_step(engine: Any, step: int) -> float:
 
 def whole_parameters(engine: Any) -> dict[str, torch.Tensor]:
     """Every parameter by its name in the model, whole, on this rank."""
+    if engine.configuration.backend == "native":
+        with engine.whole_parameters():
+            return {name: value.detach().float().clone() for name, value in engine.module.named_parameters()}
     if engine.configuration.backend == "deepspeed":
         import deepspeed
 

@@ -1,0 +1,124 @@
+"""Parts of tensors in checkpoints: a run of a tensor's elements, written as boxes of the whole named tensor.
+
+A run of elements is no box of its tensor in general, but at most 2d - 1 of them for d dimensions: the rest of a row,
+whole rows, the beginning of a row. `torch.distributed.checkpoint` reads any box from any others, so that what is
+written in runs can be read whole, in rows, or in other runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from strategies.checkpoint_reading import SafeLoadPlanner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """A box of a tensor: where it begins, its size, and where its elements begin in the flat run."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The elements `start` to `stop` of a contiguous tensor of `shape`, as boxes in their order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Box(offsets=(), sizes=(), start=0)
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and (start, stop) != (first * row, (first + 1) * row):
+        yield from _within(shape, first, start, stop, taken=0)
+        return
+    whole_from, whole_to = -(-start // row), stop // row
+    if start < whole_from * row:
+        yield from _within(shape, first, start, whole_from * row, taken=0)
+    if whole_from < whole_to:
+        rest, begin = tuple(shape[1:]), whole_from * row - start
+        yield Box(offsets=(whole_from, *(0 for _ in rest)), sizes=(whole_to - whole_from, *rest), start=begin)
+    if whole_to * row < stop:
+        yield from _within(shape, last, whole_to * row, stop, taken=whole_to * row - start)
+
+
+def _within(shape: Sequence[int], row: int, start: int, stop: int, *, taken: int) -> Iterator[Box]:
+    """The boxes of a run that lies in one row."""
+    size = math.prod(shape[1:])
+    for box in boxes(shape[1:], start - row * size, stop - row * size):
+        yield Box(offsets=(row, *box.offsets), sizes=(1, *box.sizes), start=taken + box.start)
+
+
+class PartOfTensor:
+    """A run of a tensor's elements, [n], in the terms of `torch.distributed.checkpoint`; maybe empty."""
+
+    def __init__(self, run: torch.Tensor, shape: Sequence[int], start: int) -> None:
+        self.run, self.shape = run.detach(), torch.Size(shape)
+        self._boxes = tuple(boxes(shape, start, start + run.numel()))
+
+    def size(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        return self.shape
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.run)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self._boxes
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        box = next(box for box in self._boxes if box.offsets == tuple(index.offset or ()))
+        return self.run[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+
+
+def part_at(state: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None:
+    """The box of a `PartOfTensor` in a flat state; None for everything else, which torch looks up itself."""
+    value = state.get(index.fqn)
+    return value.__get_tensor_shard__(index) if isinstance(value, PartOfTensor) else None
+
+
+class PartSavePlanner(DefaultSavePlanner):
+    """Writes whole tensors, DTensors and parts of tensors."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        part = part_at(self.state_dict, index)
+        return super().lookup_object(index) if part is None else part
+
+
+class PartLoadPlanner(SafeLoadPlanner):
+    """Reads whole tensors, DTensors and parts of tensors, and builds nothing but plain values."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # torch drops values of kinds it does not know while it looks for tensors without memory.
+        sections = [(name, section) for name, section in state_dict.items() if isinstance(section, dict)]
+        parts = [(s, key, part) for s in sections for key, part in s[1].items() if isinstance(part, PartOfTensor)]
+        for (_, section), key, _ in parts:
+            del section[key]
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        for (name, section), key, part in parts:
+            section[key] = self.state_dict[f"{name}.{key}"] = part
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        part = part_at(self.state_dict, index)
+        return super().lookup_tensor(index) if part is None else part

@@ -1,0 +1,225 @@
+"""The engine of our ZeRO: what its three stages have in common."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from planner.trace.checkpointing import checkpoint_activations
+from strategies import checkpoint
+from strategies.base import Engine, Strategy, TrainingParts
+from strategies.checkpoint_origin import require_readable
+from strategies.environment import ensure_group
+from strategies.optimizers import trainable_parameters
+from strategies.torch_engine import scheduler_of
+from strategies.zero.checkpoint import ZeroState
+from strategies.zero.loss_scale import LossScale
+from strategies.zero.optimizer import Pieces
+from strategies.zero.partition import Bucket, Ranks
+from strategies.zero.reduce import Reducer
+from strategies.zero.settings import read_settings
+from strategies.zero.weights import Home, publish, take_over
+from strategies.zero.wire import wire_for
+
+
+class ZeroStrategy(Strategy):
+    """Lays the model out in buckets; a stage says which of their tensors are whole and when gradients are summed."""
+
+    reduces_each_micro_batch: bool
+    """Whether gradients are summed over ranks in every micro-batch, so that no rank holds them whole."""
+
+    def engine(self, parts: TrainingParts) -> ZeroEngine:
+        ensure_group(self.environment)
+        environment, model = self.environment, parts.model
+        checkpoint_activations(model, self.configuration.activation_checkpointing)
+        ranks = Ranks(rank=environment.rank, world_size=environment.world_size)
+        home = Home(
+            device=environment.device,
+            wire=wire_for(ranks, environment.device),
+            settings=read_settings(parts, environment.device),
+        )
+        trained = trainable_parameters(model, parts.model_parameters)
+        return ZeroEngine(strategy=self, parts=parts, home=home, held=self.hold(model, home), trained=trained)
+
+    @abstractmethod
+    def hold(self, model: nn.Module, home: Home) -> Held:
+        """Place the model's weights in buckets on the device."""
+
+
+class Held:
+    """A model's buckets as a stage holds them: here, all weights whole on every rank.
+
+    `trained` are the buckets whose parameters require gradients, `fixed` others that are sharded as well.
+    """
+
+    def __init__(self, trained: Sequence[Bucket], home: Home, fixed: Sequence[Bucket] = ()) -> None:
+        self.trained, self.fixed, self.home = tuple(trained), tuple(fixed), home
+
+    def follow(self, reducer: Reducer) -> None:
+        """Called once: the stage may listen to when gradients are made."""
+
+    def backward(self) -> AbstractContextManager[object]:
+        """What surrounds a backward pass."""
+        return nullcontext()
+
+    def updated(self) -> None:
+        """The optimizer has changed the masters: bring the weights up to date on every rank."""
+        publish(self.trained, self.home.wire)
+
+    @contextmanager
+    def whole(self, *, keeps_changes: bool) -> Iterator[None]:
+        """All weights whole inside; `keeps_changes` takes over what rank 0 wrote to them."""
+        yield
+        if keeps_changes:
+            for bucket in self.trained:
+                take_over(bucket, bucket.whole, self.home.wire)
+
+
+class ZeroEngine(Engine):
+    """Accumulates, scales, clips, skips and steps the same way in every stage."""
+
+    def __init__(
+        self, *, strategy: ZeroStrategy, parts: TrainingParts, home: Home, held: Held, trained: Sequence[Any]
+    ) -> None:
+        super().__init__(parts.plan, strategy.environment)
+        settings = home.settings
+        self.module = parts.model
+        self.gradient_clipping = parts.gradient_clipping
+        self.gradient_norm: float | None = None
+        self.skipped_steps = 0
+        self._home, self._held = home, held
+        self._reducer = Reducer(held.trained, home.wire, accumulate=settings.accumulate, reduce=settings.reduce)
+        held.follow(self._reducer)
+        self._pieces = Pieces(held.trained, home.wire)
+        self.optimizer = self._pieces.optimizer(parts, trained)
+        self.lr_scheduler = scheduler_of(parts, self.optimizer)
+        self._scale = LossScale(settings.scale)
+        each = strategy.reduces_each_micro_batch and self.configuration.sync_each_micro_batch
+        self._reduces_each = each
+        self._may_reduce = True
+        self._micro_steps = 0
+        self._global_steps = 0
+
+    @property
+    def global_steps(self) -> int:
+        return self._global_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward, 1 but for fp16."""
+        return self._scale.value
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep their gradients on this rank, whole, until one outside sums them."""
+        before, self._may_reduce = self._may_reduce, False
+        try:
+            yield
+        finally:
+            self._may_reduce = before
+
+    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+        """Inside, `module.parameters()` are whole on every rank, to read, to generate with, or to change.
+
+        Every rank must enter and leave together. Changes are lost with the next step unless `keeps_changes`, which
+        takes over rank 0's.
+        """
+        return self._held.whole(keeps_changes=keeps_changes)
+
+    def save_checkpoint(self, directory: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
+        progress = {
+            "global_steps": self._global_steps,
+            "scaler": self._scale.state_dict(),
+            "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+        }
+        content = checkpoint.Content(progress=progress, client_state=dict(client_state or {}))
+        return checkpoint.save_state(Path(directory), self._state().named(), content)
+
+    def load_checkpoint(self, directory: str | Path) -> tuple[Path | None, dict[str, Any]]:
+        require_readable(Path(directory), self.configuration)
+        state = self._state()
+        found = checkpoint.load_state(Path(directory), state.expected, state.loaded)
+        if found is None:
+            return None, {}
+        path, content = found
+        self._held.updated()
+        self._global_steps = content.progress["global_steps"]
+        self._micro_steps = 0
+        self._scale.load_state_dict(content.progress["scaler"])
+        if self.lr_scheduler is not None and content.progress["scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(content.progress["scheduler"])
+        return path, content.client_state
+
+    def _state(self) -> ZeroState:
+        return ZeroState(self.module, self.optimizer, self._pieces, self._held.fixed)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        compute = self._home.settings.compute
+        if compute is None:
+            return self.module(*args, **kwargs)
+        narrow = _casting(compute)
+        return self.module(*tree_map(narrow, args), **tree_map(narrow, kwargs))
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        acts = self.is_gradient_accumulation_boundary()
+        # Divided here once, gradients are means over ranks and micro-batches when they have been added up.
+        parts = self.configuration.gradient_accumulation_steps * self._home.wire.ranks.world_size
+        self._reducer.begin(reduces=acts or (self._reduces_each and self._may_reduce))
+        with self._held.backward():
+            torch.autograd.backward(loss.float() * (self._scale.value / parts))
+            self._reducer.finish()
+
+    def _step(self) -> None:
+        acts = self.is_gradient_accumulation_boundary()
+        self._micro_steps += 1
+        if not acts:
+            return
+        square, used = self._pieces.agree(self._reducer.used, self.device)
+        if math.isfinite(square):
+            self._apply(math.sqrt(square) / self._scale.value, used)
+        else:
+            self.gradient_norm = None
+            self.skipped_steps += 1
+            self._scale.overflowed()
+        self._reducer.clear()
+        self._clear_untrained()
+        self._global_steps += 1
+
+    def _apply(self, norm: float, used: set[nn.Parameter]) -> None:
+        """Clip by the norm over all ranks, step, and bring the weights up to date."""
+        self.gradient_norm = norm
+        clip = min(1.0, self.gradient_clipping / (norm + 1e-6)) if self.gradient_clipping > 0 else 1.0
+        self._pieces.attach(used)
+        self._pieces.scale_gradients(clip / self._scale.value)
+        self.optimizer.step()
+        self._pieces.detach()
+        self._held.updated()
+        self._scale.stepped()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def _clear_untrained(self) -> None:
+        """Parameters that no optimizer trains may have gradients too."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+
+def _casting(dtype: torch.dtype) -> Any:
+    """Turns fp32 inputs into the dtype that weights compute in."""
+
+    def narrow(value: Any) -> Any:
+        is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(dtype) if is_wide else value
+
+    return narrow
