@@ -102,6 +102,7 @@ def plan_of(question: BenchQuestion) -> BenchPlan:
         kinds=tuple(kind.strip() for kind in question.only.split(",")) if question.only else (),
         model=None if question.model is None else resolve_model(question.model),
         quick=question.quick,
+        deepspeed=question.generate or find_spec("deepspeed") is not None,
     )
     return make_bench_plan(wanted, cluster)
 

@@ -17,13 +17,33 @@ HOST_LINKS = ("host_to_device", "device_to_host", "host_to_device_pageable", "de
 KINDS: Mapping[str, tuple[str, ...]] = {
     "matmul": ("matmul", "matmul_backward"),
     "attention": ("attention", "attention_backward"),
-    "memory": ("memory", "elementwise", "launch"),
+    "memory": ("memory", "clone", "elementwise", "dropout", "launch"),
     "host-link": HOST_LINKS,
     "collectives": ("barrier", "all_reduce_latency", *COLLECTIVES),
     "optimizer": ("cpu_adamw", "cpu_adamw_fused"),
     "disk": ("disk_write", "disk_read"),
 }
 """Operations by the word that `dsplan bench --only` knows them by."""
+
+OPERATIONS = tuple(name for names in KINDS.values() for name in names)
+_EXTENTS = {"matmul": 3, "matmul_backward": 3, "attention": 4, "attention_backward": 4}
+_DTYPES = ("fp32", "bf16", "fp16")
+_TYPED = (*_EXTENTS, *COLLECTIVES, "elementwise")
+_SIZELESS = (*_EXTENTS, "barrier", "launch")
+
+
+def unmeasurable(point: Point) -> str:
+    """Why nothing can measure this point, in a few words; empty where something can."""
+    name, extents = point.operation, _EXTENTS.get(point.operation, 0)
+    if name not in OPERATIONS:
+        return f"names no operation: {name!r}; use one of {', '.join(OPERATIONS)}"
+    if len(point.shape) != extents:
+        return f"needs a shape of {extents} extents" if extents else f"has a shape, and {name} has none"
+    if name not in _SIZELESS and not point.size:
+        return "needs a size in bytes"
+    if name in _TYPED and point.dtype not in _DTYPES:
+        return f"needs a dtype: {', '.join(_DTYPES)}"
+    return "needs at least 2 ranks" if name in KINDS["collectives"] and point.ranks < 2 else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,18 +150,21 @@ def quick_points(scale: Scale, ranks: int) -> tuple[Point, ...]:
 
 
 def all_points(scale: Scale, ranks: int, blocks: Iterable[Block] = ()) -> tuple[Point, ...]:
-    """Every point, those of `quick_points` first; with `blocks`, products and attention of these alone."""
-    chosen = tuple(blocks)
+    """Every point, those of `quick_points` first; with `blocks`, products and attention of these alone, the products up
+    to ten times as large."""
+    asked = tuple(blocks)
+    most = scale.most_operations * (10 if asked else 1)
     points = [*quick_points(scale, ranks), *_transfers(scale, ranks)]
-    points += [*_products(scale, chosen or scale.blocks, ranks), *_attention(scale, chosen or scale.blocks, ranks)]
+    points += _products(scale, asked or scale.blocks, ranks, most)
+    points += _attention(scale, asked or scale.blocks, ranks)
     points += [Point(operation=name, size=64 * MIB, ranks=ranks) for name in KINDS["disk"]]
     return tuple(dict.fromkeys(points))
 
 
-def _products(scale: Scale, blocks: Iterable[Block], ranks: int) -> Iterator[Point]:
+def _products(scale: Scale, blocks: Iterable[Block], ranks: int, most_operations: float) -> Iterator[Point]:
     shapes = dict.fromkeys(shape for block in blocks for shape in block.products)
     for m, k, n in shapes:
-        if 2 * m * k * n <= scale.most_operations:
+        if 2 * m * k * n <= most_operations:
             for dtype in scale.compute_dtypes:
                 yield Point(operation="matmul", dtype=dtype, shape=(m, k, n), ranks=ranks)
                 yield Point(operation="matmul_backward", dtype=dtype, shape=(m, k, n), ranks=ranks)
@@ -163,6 +186,9 @@ def _transfers(scale: Scale, ranks: int) -> Iterator[Point]:
         yield Point(operation="memory", size=size, ranks=ranks)
         if scale.gpu:
             yield from (Point(operation=name, size=size, ranks=ranks) for name in HOST_LINKS)
+    if not scale.gpu:
+        yield from (Point(operation="clone", size=size, ranks=ranks) for size in (MIB, 16 * MIB, 64 * MIB))
+        yield from (Point(operation="dropout", size=size, ranks=ranks) for size in (64 * KIB, 4 * MIB))
     for size in (256 * KIB, 4 * MIB, 64 * MIB):
         for dtype in scale.compute_dtypes:
             yield Point(operation="elementwise", dtype=dtype, size=size, ranks=ranks)

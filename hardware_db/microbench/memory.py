@@ -20,12 +20,29 @@ def copy(point: Point, device: torch.device, budget: Budget) -> Rate:
     return Rate(point=point, value=value, unit="bytes/s", repeats=timing.repeats, spread=timing.spread)
 
 
+def clone(point: Point, device: torch.device, budget: Budget) -> Rate:
+    """Bytes/s of a copy of `size` bytes into memory just allocated, read and written: on a CPU the operating system
+    hands out large memory page by page as it is first touched."""
+    source = torch.ones(point.size // 4, dtype=torch.float32, device=device)
+    timing = time_calls(source.clone, device, budget)
+    value = 2 * point.size / timing.seconds
+    return Rate(point=point, value=value, unit="bytes/s", repeats=timing.repeats, spread=timing.spread)
+
+
 def elementwise(point: Point, device: torch.device, budget: Budget) -> Rate:
     """Bytes/s of GELU over a tensor of `size` bytes, read and written: what activations cost where exponentials are
     slower than copies, as on CPUs."""
     dtype = DTYPES[point.dtype]
     source = torch.randn(point.size // dtype.itemsize, device=device).to(dtype)
     timing = time_calls(lambda: gelu(source), device, budget)
+    value = 2 * point.size / timing.seconds
+    return Rate(point=point, value=value, unit="bytes/s", repeats=timing.repeats, spread=timing.spread)
+
+
+def dropout(point: Point, device: torch.device, budget: Budget) -> Rate:
+    """Bytes/s of dropout over a tensor of `size` bytes, read and written: a CPU draws its random numbers one by one."""
+    source = torch.ones(point.size // 4, dtype=torch.float32, device=device)
+    timing = time_calls(lambda: torch.nn.functional.dropout(source, 0.1), device, budget)
     value = 2 * point.size / timing.seconds
     return Rate(point=point, value=value, unit="bytes/s", repeats=timing.repeats, spread=timing.spread)
 

@@ -20,6 +20,13 @@ class Rate:
     spread: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why a point cannot be measured here, in one line."""
+
+    reason: str
+
+
 def as_measurement(rate: Rate, fingerprint: Fingerprint, source: str) -> RateMeasurement:
     """The record of a rate that was measured just now."""
     point = rate.point

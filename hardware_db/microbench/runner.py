@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 
 import torch
 
 from hardware_db.errors import DsplanError
 from hardware_db.microbench.point import Point
-from hardware_db.microbench.rate import Rate
+from hardware_db.microbench.rate import Rate, Refusal
 from hardware_db.microbench.timer import Budget
 
 _COLLECTIVE = "hardware_db.microbench.collectives:bus_bandwidth"
@@ -25,7 +24,9 @@ MEASURES: Mapping[str, str] = {
     "attention": "hardware_db.microbench.attention:forward",
     "attention_backward": "hardware_db.microbench.attention:backward",
     "memory": "hardware_db.microbench.memory:copy",
+    "clone": "hardware_db.microbench.memory:clone",
     "elementwise": "hardware_db.microbench.memory:elementwise",
+    "dropout": "hardware_db.microbench.memory:dropout",
     "launch": "hardware_db.microbench.memory:launch",
     "host_to_device": _HOST_LINK,
     "device_to_host": _HOST_LINK,
@@ -49,13 +50,6 @@ MEASURES: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """Why a point cannot be measured here, in one line."""
-
-    reason: str
-
-
 def measure(point: Point, device: torch.device, budget: Budget) -> Rate:
     """Measure one point on this rank's device; all ranks of the live process group call this together."""
     module, _, name = MEASURES[point.operation].partition(":")
@@ -63,7 +57,7 @@ def measure(point: Point, device: torch.device, budget: Budget) -> Rate:
     return rate
 
 
-def measure_on_rank(point: Point, threads: int, budget: Budget) -> Rate | Refusal:
+def measure_on_rank(point: Point, threads: int) -> Rate | Refusal:
     """Measure one point as a rank of a pool, which computes in `threads` threads; what torch refuses is an answer."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -71,7 +65,7 @@ def measure_on_rank(point: Point, threads: int, budget: Budget) -> Rate | Refusa
         torch.cuda.set_device(device)
     torch.set_num_threads(threads)
     try:
-        return measure(point, device, budget)
+        return measure(point, device, Budget())
     except (DsplanError, RuntimeError, NotImplementedError) as problem:
         lines = str(problem).strip().splitlines() or [type(problem).__name__]
         return Refusal(reason=lines[0][:200])

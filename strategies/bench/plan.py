@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 from hardware_db.errors import DsplanError, UnknownName
 from hardware_db.microbench.grid import CPU, GPU, KINDS, Block, Scale, all_points, quick_points
@@ -36,7 +35,7 @@ class BenchPlan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
     """What was asked of a benchmark: numbers of ranks, kinds (words of `KINDS` and `training`; none for all), the
-    model whose shapes count, and whether the few rates of a first plan are enough.
+    model whose shapes count, whether the few rates of a first plan are enough, and whether DeepSpeed will be there.
 
     Raises:
         UnknownName: a kind is none.
@@ -46,6 +45,7 @@ class Wanted:
     kinds: tuple[str, ...] = ()
     model: ModelFacts | None = None
     quick: bool = False
+    deepspeed: bool = True
 
     def __post_init__(self) -> None:
         known = (*KINDS, TRAINING)
@@ -129,12 +129,11 @@ def blocks_of(facts: ModelFacts, scale: Scale) -> Iterator[Block]:
 
 def _training(wanted: Wanted, cluster: Cluster) -> tuple[TrainingCase, ...]:
     """ZeRO comes last for each number of ranks: it needs processes of its own."""
-    has_deepspeed = find_spec("deepspeed") is not None
     cases: Iterable[TrainingCase] = (
         case
         for ranks in wanted.ranks
         for case in training_cases(_part_of_node(cluster, ranks), wanted.model)
-        if has_deepspeed or not case.needs_deepspeed
+        if wanted.deepspeed or not case.needs_deepspeed
     )
     return tuple(sorted(cases, key=lambda case: (case.ranks, case.needs_deepspeed)))
 

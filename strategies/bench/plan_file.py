@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hardware_db.errors import BrokenFile, DsplanError
+from hardware_db.errors import BrokenFile
 from hardware_db.files import replace_text
-from hardware_db.microbench.grid import KINDS
+from hardware_db.microbench.grid import unmeasurable
 from hardware_db.microbench.point import Point
+from planner.errors import ContradictoryRequest
 from planner.plan import Configuration
+from planner.vocabulary import TASKS
 from strategies.bench.case import TrainingCase
 from strategies.bench.plan import BenchPlan
 
 SCHEMA_VERSION = 1
-_OPERATIONS = tuple(name for names in KINDS.values() for name in names)
 _REMEDY = "write it anew with `dsplan bench --generate FILE`"
 
 Value = TypeVar("Value")
@@ -96,30 +97,32 @@ def _each(raw: object, where: str, read: Callable[[Mapping[str, Any], str], Valu
 
 
 def _point(raw: Mapping[str, Any], where: str) -> Point:
-    values = dict(_checked(Point, raw, where))
-    if values["operation"] not in _OPERATIONS:
-        raise BrokenFile(where, f"names no operation: {values['operation']!r}", f"use one of {', '.join(_OPERATIONS)}")
+    values = _checked(Point, raw, where)
     shape = values.get("shape", ())
-    if not isinstance(shape, Iterable) or not all(type(extent) is int and extent > 0 for extent in shape):
+    if not isinstance(shape, list | tuple) or not all(type(extent) is int and extent > 0 for extent in shape):
         raise BrokenFile(where, f"has shape {shape!r}; it must be whole numbers above 0", _REMEDY)
     for name, least in (("size", 0), ("ranks", 1)):
         if name in values and (type(values[name]) is not int or values[name] < least):
             raise BrokenFile(where, f"has {name} {values[name]!r}; it must be a whole number from {least}", _REMEDY)
-    return Point(**{**values, "shape": tuple(shape)})
+    point = Point(**{**values, "shape": tuple(shape)})
+    problem = unmeasurable(point)
+    if problem:
+        raise BrokenFile(where, problem, _REMEDY)
+    return point
 
 
 def _case(raw: Mapping[str, Any], where: str) -> TrainingCase:
-    values = dict(_checked(TrainingCase, {**raw, "configuration": raw.get("plan")}, where, ignored=("plan",)))
-    chosen = values.pop("configuration")
+    values = _checked(TrainingCase, {**raw, "configuration": raw.get("plan")}, where, ignored=("plan",))
+    chosen, config = values.pop("configuration"), values.pop("config", None) or {}
     if not isinstance(chosen, Mapping):
         raise BrokenFile(where, "lacks 'plan'", _REMEDY)
+    if not isinstance(config, Mapping) or values["task"] not in TASKS:
+        raise BrokenFile(where, f"needs a task ({', '.join(TASKS)}) and a config of keys and values", _REMEDY)
     try:
-        return TrainingCase(
-            **{**values, "config": dict(values.get("config") or {})},
-            configuration=Configuration(**_checked(Configuration, chosen, f"{where}: plan")),
-        )
-    except DsplanError as problem:
-        raise BrokenFile(where, str(problem), _REMEDY) from None
+        configuration = Configuration(**_checked(Configuration, chosen, f"{where}: plan"))
+    except ContradictoryRequest as problem:
+        raise BrokenFile(f"{where}: plan", str(problem), _REMEDY) from None
+    return TrainingCase(model=str(values["model"]), task=values["task"], config=config, configuration=configuration)
 
 
 def _checked(kind: type, raw: Mapping[str, Any], where: str, ignored: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -11,9 +11,7 @@ from pathlib import Path
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, measure_run, plan_key
 from hardware_db.microbench.point import Point
-from hardware_db.microbench.rate import as_measurement, point_of
-from hardware_db.microbench.runner import Refusal, measure_on_rank
-from hardware_db.microbench.timer import Budget
+from hardware_db.microbench.rate import Refusal, as_measurement, point_of
 from hardware_db.probe import Machine
 from hardware_db.spawn import RankError
 from hardware_db.store import Store
@@ -24,9 +22,9 @@ from planner.plan_io import plan_to_dict
 from planner.resolve_cluster import probed_cluster
 from strategies.bench.case import TrainingCase
 from strategies.bench.events import Begun, Event, Found, Measured, Refused, Started, TimeIsUp, Waiting, Work
+from strategies.bench.on_rank import Trainee, measure_point, train_trainee
 from strategies.bench.plan import BenchPlan
 from strategies.bench.pools import Pools, threads_of
-from strategies.bench.training import Trainee, train
 from strategies.bench.training_cases import request_of
 from strategies.bench.turn import Turn
 from strategies.launch.record import measured_of
@@ -61,17 +59,18 @@ class BenchSession:
         self._limits = limits
         self._fingerprint = fingerprint(machine)
         self._gpu = bool(machine.usable_gpus)
+        self._left: list[Work] = []
 
     def events(self) -> Generator[Event, None, None]:
         """Measure, telling what happens."""
         wanted: list[Work] = [*self._plan.points, *self._plan.training]
         deadline = None if self._limits.seconds is None else time.monotonic() + self._limits.seconds
-        missing = wanted if self._limits.again else self._missing(wanted)
+        self._left = missing = wanted if self._limits.again else self._missing(wanted)
         yield Begun(total=len(wanted), stored=len(wanted) - len(missing))
         with Pools(gpu=self._gpu) as pools:
             for position, work in enumerate(missing):
                 if deadline is not None and time.monotonic() > deadline:
-                    yield TimeIsUp(left=len(missing) - position)
+                    yield TimeIsUp(left=sum(item in self._left for item in missing[position:]))
                     return
                 yield Started(work=work)
                 yield from self._done(work, pools)
@@ -82,7 +81,9 @@ class BenchSession:
             if not turn.take(wait=False):
                 yield Waiting()
                 turn.take(wait=True)
-            if turn.others_were_here() and not self._limits.again and not self._missing([work]):
+            if turn.others_were_here() and not self._limits.again:
+                self._left = self._missing(self._left)
+            if work not in self._left:
                 yield Found(work=work)
                 return
             try:
@@ -104,7 +105,7 @@ class BenchSession:
 
     def _rate(self, point: Point, pools: Pools) -> RateMeasurement:
         try:
-            answers = pools.run(point.ranks, measure_on_rank, point, threads_of(point.ranks), Budget())
+            answers = pools.run(point.ranks, measure_point, point, threads_of(point.ranks))
         except RankError as problem:
             raise _Refused(_first_line(problem)) from problem
         refusal = next((answer for answer in answers if isinstance(answer, Refusal)), None)
@@ -126,7 +127,7 @@ class BenchSession:
                 threads=threads_of(case.ranks),
             )
             try:
-                pools.run(case.ranks, train, trainee, deepspeed=case.needs_deepspeed)
+                pools.run(case.ranks, train_trainee, trainee, deepspeed=case.needs_deepspeed)
             except RankError as problem:
                 if "out of memory" not in str(problem):
                     raise _Refused(_first_line(problem)) from problem

@@ -6,8 +6,6 @@ import gc
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +13,8 @@ import torch.distributed as dist
 from planner.models.resolve import resolve_model
 from planner.models.transformers_config import hf_config
 from planner.plan_io import plan_from_dict
-from planner.vocabulary import Task
 from strategies.base import Engine
+from strategies.bench.on_rank import Trainee
 from strategies.engine import initialize
 from strategies.environment import join
 from strategies.measured_run import batch_for, build_model
@@ -25,22 +23,6 @@ from strategies.variables import RUN_DIRECTORY
 
 _LEAST_STEPS = 6
 _MOST_STEPS = 40
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trainee:
-    """A run on a rank: `plan` is the object of the JSON contract, `config` empty for a model that is known by name.
-
-    Metrics go to `run_directory`; steps are timed for about `seconds`, with `threads` threads per rank.
-    """
-
-    model: str
-    config: Mapping[str, Any]
-    task: Task
-    plan: Mapping[str, Any]
-    run_directory: str
-    seconds: float
-    threads: int
 
 
 def train(trainee: Trainee) -> None:

@@ -50,30 +50,31 @@ _LLAMA_GPU: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sample:
-    """A model with the batch it is trained on; `config` is empty for a model that is known by name."""
+    """A model with the batch it is trained on and the strategies for several ranks; `config` is empty for a model that
+    is known by name."""
 
     name: str
     length: int
     micro_batch: int
     config: Mapping[str, Any]
+    strategies: tuple[words.Strategy, ...] = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
 # One run where products dominate and one where the ranks have more to say to each other than to compute.
 _CPU_SAMPLES = (
     _Sample(name="bench-llama-4m", length=128, micro_batch=4, config=_LLAMA_SMALL),
-    _Sample(name="bench-gpt2-14m", length=64, micro_batch=1, config=_GPT2_WIDE),
+    _Sample(name="bench-gpt2-14m", length=64, micro_batch=1, config=_GPT2_WIDE, strategies=("ddp", "fsdp", "zero3")),
 )
 _GPU_SAMPLES = (
     _Sample(name="bench-llama-240m", length=1024, micro_batch=8, config=_LLAMA_GPU),
     _Sample(name="bench-llama-240m", length=1024, micro_batch=1, config=_LLAMA_GPU),
 )
-_SEVERAL: tuple[words.Strategy, ...] = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
 def training_cases(cluster: Cluster, model: ModelFacts | None = None) -> Iterator[TrainingCase]:
     """Runs that fit the node `cluster`, on as many ranks as it has devices; of `model` alone where one is given."""
     for sample in _samples(cluster, model):
-        for strategy in _SEVERAL if cluster.gpus > 1 else ("single",):
+        for strategy in sample.strategies if cluster.gpus > 1 else ("single",):
             case = _case(sample, strategy, cluster)
             request = request_of(case, cluster)
             if impossible(request, case.configuration):

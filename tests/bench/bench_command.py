@@ -1,0 +1,42 @@
+"""`dsplan bench` as a process of its own, as a person starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hardware_db.microbench.point import Point
+from strategies.bench.plan import BenchPlan
+from strategies.bench.plan_file import save_bench_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start_bench(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
+    """`dsplan bench ...`, running."""
+    command = [sys.executable, "-m", "dsplan", "bench", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The one JSON object that a benchmark with --json printed."""
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    found = json.loads(out)
+    assert isinstance(found, dict)
+    return found
+
+
+def plan_file(folder: Path, points: Iterable[Point]) -> Path:
+    """A benchmark of these points."""
+    path = folder / "bench.yaml"
+    save_bench_plan(BenchPlan(device="cpu", points=tuple(points)), path)
+    return path
