@@ -19,8 +19,8 @@ class Rates:
     """Measured seconds of this machine, which replace datasheet figures where they are not None.
 
     Curves over the work of one kernel: `matmul`, and each of its backward's two products, over FLOPs in the compute
-    dtype, `attention` and its backward over the forward's FLOPs of causal attention counted in full, `memory` and
-    `elementwise` (a GELU) over bytes read and written, copies between host and device and disks over bytes, the CPU
+    dtype, `attention` and its backward over the forward's FLOPs of causal attention counted in full, `memory`,
+    `clone` (a copy into memory just allocated), `elementwise` (a GELU) and `dropout` over bytes read and written, copies between host and device and disks over bytes, the CPU
     optimizers over parameters.
     `collectives` maps an operation and its number of ranks to a curve over the bytes of the whole tensor.
     `launch_seconds` is what the host takes to launch one kernel.
@@ -31,7 +31,9 @@ class Rates:
     attention: Curve | None = None
     attention_backward: Curve | None = None
     memory: Curve | None = None
+    clone: Curve | None = None
     elementwise: Curve | None = None
+    dropout: Curve | None = None
     launch_seconds: float | None = None
     host_to_device: Curve | None = None
     device_to_host: Curve | None = None
@@ -65,6 +67,7 @@ class Cluster:
     host_cores_per_node: int = 0
     nvme_bytes_per_node: int = 0
     node_type: str = ""
+    usd_per_gpu_hour: float | None = None
     assumed: str = ""
     probed: bool = False
     machine: Machine | None = field(default=None, compare=False)

@@ -47,7 +47,15 @@ class Passes:
         )
 
 
+ATTENTION_PRODUCTS = 2
+"""Of queries with keys, and of scores with values."""
+
 NOTHING = Passes(forward=0.0, backward=0.0)
+
+EXPONENTIAL_PASSES = 2.0
+SOFTMAX_BYTES = 6.0
+LOG_SOFTMAX_BYTES = 16.0
+"""Of an activation's passes, and of the bytes of a score and of a logit, those in kernels that take exponentials."""
 
 ALIGNED_ELEMENTS = 8
 """Tensor cores take 16-bit products whose inner width is a multiple of this (16 bytes); others run without them."""
@@ -57,14 +65,19 @@ def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: in
     """What the forward of one block does outside products; norms and residuals are not split by tp."""
     code = rates.code
     norm = code.rms_norm_passes if stack.root_mean_square_norm else code.layer_norm_passes
-    hidden = stack.norms * norm + 2 * code.residual_passes + (2 * code.dropout_passes if stack.dropout else 0)
+    masked = 2 * code.dropout_passes if stack.dropout and rates.measured.dropout is None else 0
+    hidden = stack.norms * norm + 2 * code.residual_passes + masked
     activation = code.composite_activation_passes if stack.composite_activation else code.activation_passes
+    activation = code.gated_passes if stack.gated else activation
     rotated = stack.attention_width + stack.key_value_width if stack.rotary else 0
-    element = tokens * rates.element_bytes
+    inner = stack.mlp_width / tp
     plain = hidden * stack.hidden + code.rotary_passes * rotated / tp
-    activated = (code.gated_passes if stack.gated else activation) * stack.mlp_width / tp
-    return rates.elementwise(plain * element, 2 * stack.hidden * element) + rates.elementwise(
-        activated * element, 2 * stack.mlp_width / tp * element, exponentials=True
+    beside = activation - EXPONENTIAL_PASSES
+    element = tokens * rates.element_bytes
+    return (
+        rates.elementwise(plain * element, 2 * stack.hidden * element)
+        + rates.elementwise(beside * inner * element, 2 * inner * element)
+        + rates.exponentials(EXPONENTIAL_PASSES * inner * element, 2 * inner * element)
     )
 
 
@@ -74,15 +87,21 @@ def _attention_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRate
     full = attention_flops(stack, shape) / tp
     if not full:
         return NOTHING
-    if not job.eager_attention:
+    # torch's fused attention on a CPU knows no dropout: it is written out instead.
+    written_out = rates.serial and stack.attention_dropout
+    if not job.eager_attention and not written_out:
         executed = executed_attention_flops(stack, shape) / tp if rates.code.skips_masked else full
         return Passes(forward=rates.attention(executed), backward=rates.attention_backward(executed))
     aligned = stack.attention_width // stack.heads % ALIGNED_ELEMENTS == 0 or rates.element_bytes > 2
     products = full / (rates.gemm_flops if aligned else rates.plain_flops)
+    if rates.serial:
+        products = rates.products(full, 0.0, ATTENTION_PRODUCTS)
     scores = full / (4.0 * stack.attention_width) * stack.heads
-    size = rates.code.score_bytes * scores
-    forward = products + rates.elementwise(size, 2 * rates.element_bytes * scores, exponentials=True)
-    return Passes(forward=forward, backward=ATTENTION_BACKWARD * forward)
+    kernel = 2 * rates.element_bytes * scores
+    forward = products + rates.elementwise((rates.code.score_bytes - SOFTMAX_BYTES) * scores, kernel)
+    forward += rates.exponentials(SOFTMAX_BYTES * scores, kernel)
+    drawn = rates.random(scores) if written_out else 0.0
+    return Passes(forward=forward + drawn, backward=ATTENTION_BACKWARD * forward)
 
 
 def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
@@ -97,12 +116,15 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     elementwise = _elementwise_seconds(stack, tokens, rates, tp)
     attention = _attention_passes(stack, job, shape, rates)
     host = _host_seconds(stack, rates)
-    forward = _with_host(products + elementwise + attention.forward, host, rates)
+    drawn = 2 * rates.random(tokens * stack.hidden) if stack.dropout else 0.0
+    forward = _with_host(products + elementwise + attention.forward + drawn, host, rates)
     device = rates.products_backward(*work, waste.backward) + BACKWARD * elementwise + attention.backward
     backward = _with_host(device, BACKWARD * host, rates)
+    skipped = products * stack.last_product / matmuls.active if rates.code.stops_early else 0.0
+    again = _with_host(products - skipped + elementwise + attention.forward + drawn, host, rates)
     checkpointing = job.configuration.activation_checkpointing
     selective = elementwise + rates.code.selective_products * products
-    recomputed = {"none": 0.0, "full": forward, "selective": selective}[checkpointing]
+    recomputed = {"none": 0.0, "full": again, "selective": selective}[checkpointing]
     return Passes(forward=forward, backward=backward, recomputed=recomputed)
 
 
@@ -127,5 +149,7 @@ def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     moved = (weights + tokens * width) / tp + tokens * hidden
     work = 2.0 * tokens * weights / tp, moved, 1
     logits = tokens * width / tp
-    loss = rates.elementwise(logits * rates.code.loss_bytes, 2 * rates.element_bytes * logits, exponentials=True)
+    kernel = 2 * rates.element_bytes * logits
+    loss = rates.elementwise((rates.code.loss_bytes - LOG_SOFTMAX_BYTES) * logits, kernel)
+    loss += rates.exponentials(LOG_SOFTMAX_BYTES * logits, kernel)
     return Passes(forward=rates.products(*work) + loss / 2, backward=rates.products_backward(*work) + loss / 2)

@@ -58,6 +58,9 @@ BACKWARD = 2.0
 MEMORY_CEILING = 0.85
 """Share of the datasheet's memory bandwidth that elementwise kernels reach."""
 
+DROPOUT_BYTES = 8
+"""Bytes that `dsplan bench` counts for an element of its dropout, which is fp32: one read, one write."""
+
 LARGE_BYTES = 1 << 30
 """Work at which a measured memory curve is read where the size of a kernel does not matter."""
 
@@ -126,14 +129,24 @@ class DeviceRates:
             return curve.seconds(2 * executed_flops) / self.factors.attention
         return ATTENTION_BACKWARD * self.attention(executed_flops)
 
-    def elementwise(self, size_bytes: float, kernel_bytes: float, *, exponentials: bool = False) -> float:
+    def elementwise(self, size_bytes: float, kernel_bytes: float) -> float:
         """Seconds of moving `size_bytes` in kernels that read and write `kernel_bytes` each."""
         curve = self.measured.memory
-        if exponentials and self.measured.elementwise is not None:
-            curve = self.measured.elementwise
         if curve is None or kernel_bytes <= 0:
             return size_bytes / self.memory_bytes_per_s
         return size_bytes / curve.rate(kernel_bytes) / self.factors.memory
+
+    def exponentials(self, size_bytes: float, kernel_bytes: float) -> float:
+        """The same of kernels that take an exponential of every element, which a CPU does not do at copying speed."""
+        curve = self.measured.elementwise
+        if curve is None or kernel_bytes <= 0:
+            return self.elementwise(size_bytes, kernel_bytes)
+        return size_bytes / curve.rate(kernel_bytes) / self.factors.memory
+
+    def random(self, elements: float) -> float:
+        """Seconds of a dropout over `elements` where it was measured; elsewhere its passes are counted."""
+        curve = self.measured.dropout
+        return 0.0 if curve is None else curve.seconds(DROPOUT_BYTES * elements) / self.factors.memory
 
 
 def compute_dtype(device: Device, precision: Precision) -> str:

@@ -28,6 +28,7 @@ FORLOOP_KERNELS = 12
 TENSORS_PER_BLOCK = 12
 """Kernels of one for-loop AdamW update; parameter tensors of a usual block (4 + 2 or 3 products, norms, biases)."""
 
+
 def optimizer_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
     """The step on the device: states this rank owns. On a CPU a measured AdamW counts before the bytes it moves."""
     configuration, measured = job.configuration, rates.measured

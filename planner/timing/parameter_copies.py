@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hardware_db.units import MIB
 from planner.job import Job
 from planner.timing.efficiency import DeviceRates
 from planner.timing.layout import Layout
@@ -18,6 +19,9 @@ AUTOCAST_BYTES = 12
 
 BUCKET_COPY_BYTES = 16
 """DDP copies every fp32 gradient into its bucket and back (`gradient_as_bucket_view` is off by default)."""
+
+FRESH_BYTES = 64 * MIB
+"""A size that glibc's allocator always asks the operating system for (its `mmap` threshold never exceeds 32 MiB)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +43,16 @@ class Copies:
 
 def copy_seconds(copies: Copies, rates: DeviceRates) -> float:
     """Seconds of copies on this device."""
-    return copies.moved / rates.memory_bytes_per_s + copies.fresh * rates.fault_seconds_per_byte
+    return copies.moved / rates.memory_bytes_per_s + copies.fresh * _fault_seconds_per_byte(rates)
+
+
+def _fault_seconds_per_byte(rates: DeviceRates) -> float:
+    """What a byte of memory just allocated costs beyond a byte that was there before; 0 where it was not measured."""
+    new, old = rates.measured.clone, rates.measured.memory
+    if new is None or old is None:
+        return 0.0
+    work = 2.0 * FRESH_BYTES
+    return max(0.0, new.seconds(work) - old.seconds(work)) / FRESH_BYTES / rates.factors.memory
 
 
 def copies_of(job: Job, where: Layout, rates: DeviceRates) -> Copies:

@@ -60,13 +60,15 @@ class Stack:
 
     `length_of` says how many tokens of a sample the stack sees: the workload's sequence, its source, `fixed_length`.
     `reads_source` marks cross-attention over the source, `window` a sliding window in `window_share` of layers;
-    `relative_keys` are positions that queries and keys are compared with beside each other (DeBERTa).
+    `relative_keys` are positions that queries and keys are compared with beside each other (DeBERTa). `last_product`
+    are the weights of a block's last product where nothing keeps what comes out of it.
     """
 
     layers: int
     matmuls: Matmuls
     hidden: int = 0
     mlp_width: float = 0
+    last_product: float = 0
     attention_width: int = 0
     key_value_width: int = 0
     heads: int = 0
@@ -76,6 +78,7 @@ class Stack:
     root_mean_square_norm: bool = False
     norms: int = 2
     dropout: bool = False
+    attention_dropout: bool = False
     composite_activation: bool = False
     reads_source: bool = False
     relative_keys: int = 0
@@ -183,6 +186,12 @@ def _mlp_width(facts: ModelFacts) -> int:
     return width * facts.experts_per_token + _shared_width(facts)
 
 
+def _last_product(facts: ModelFacts) -> float:
+    """The down projection, unless a norm, a dropout, a scale or a router's weights keep its output for the backward."""
+    kept = facts.post_norm or facts.norms_per_layer > 2 or facts.hidden_dropout or facts.layer_scale or facts.is_moe
+    return 0.0 if kept else float(facts.hidden_size * facts.intermediate_size)
+
+
 def _main(facts: ModelFacts, *, layers: int, causal: bool, reads_source: bool, length_of: LengthOf) -> Stack:
     query, keys = _attention_widths(facts)
     matmuls = _attention(facts) + _mlp(facts)
@@ -194,6 +203,7 @@ def _main(facts: ModelFacts, *, layers: int, causal: bool, reads_source: bool, l
         matmuls=matmuls,
         hidden=facts.hidden_size,
         mlp_width=_mlp_width(facts),
+        last_product=_last_product(facts),
         attention_width=query,
         key_value_width=keys,
         heads=facts.num_heads,
@@ -203,6 +213,7 @@ def _main(facts: ModelFacts, *, layers: int, causal: bool, reads_source: bool, l
         root_mean_square_norm=facts.norm == "rmsnorm",
         norms=facts.norms_per_layer + (1 if reads_source else 0),
         dropout=facts.hidden_dropout > 0,
+        attention_dropout=facts.attention_dropout > 0,
         composite_activation=facts.composite_activation,
         reads_source=reads_source,
         relative_keys=2 * facts.position_buckets,
