@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import le
-from typing import TypeAlias
 
 from planner.job import Job
+from planner.memory.amount import NOTHING, Amount
 from planner.memory.dimensions import Dimensions, model_dimensions
 from planner.memory.form import BlockForm, Form, Moment
 from planner.memory.form_files import find_form
@@ -19,9 +19,6 @@ from planner.memory.polynomial import per_sample
 from planner.memory.recipe import Recipe
 from planner.memory.structure import structure_of
 from planner.models.facts import ModelFacts, TracedActivations
-
-Amount: TypeAlias = tuple[float, float]
-"""What is there whatever the batch, and what every sample adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,10 @@ class BlockFigures:
     products: Amount
     unused: Amount
     input: Amount
+    once: Amount
+    handed: Amount
+    again: Amount
+    waiting: Amount
     forward: Sequence[Peak]
     backward: Sequence[Peak]
     recomputed: Sequence[Peak]
@@ -185,6 +186,10 @@ def _block(name: str, count: int, form: BlockForm, sizes: Dimensions) -> BlockFi
         products=per_sample(form.products, sizes),
         unused=per_sample(form.unused, sizes),
         input=per_sample(form.input, sizes),
+        once=per_sample(form.once, sizes),
+        handed=per_sample(form.handed, sizes),
+        again=per_sample(form.again, sizes),
+        waiting=per_sample(form.waiting, sizes),
         forward=_peaks(form.forward, sizes),
         backward=_peaks(form.backward, sizes),
         recomputed=_peaks(form.recomputed, sizes),
@@ -236,8 +241,12 @@ def _traced(job: Job, traced: TracedActivations) -> Figures:
         buffers=0.0,
         boundary=(0.0, traced.boundary),
         products=(0.0, min(traced.products, traced.block)),
-        unused=(0.0, 0.0),
-        input=(0.0, 0.0),
+        unused=NOTHING,
+        input=NOTHING,
+        once=NOTHING,
+        handed=NOTHING,
+        again=NOTHING,
+        waiting=NOTHING,
         recomputed=run,
         replayed=run,
         forward=run,
@@ -249,7 +258,7 @@ def _traced(job: Job, traced: TracedActivations) -> Figures:
         before=Peak((0.0, traced.kept - count * traced.block), 0.0, 0.0),
         loss=[Peak((0.0, traced.forward - traced.kept), 0.0, 0.0)],
         loss_backward=[Peak((0.0, traced.backward - traced.kept), 0.0, 0.0)],
-        table_backward=[Peak((0.0, 0.0), 0.0, float(job.counts.outside_blocks))],
+        table_backward=[Peak(NOTHING, 0.0, float(job.counts.outside_blocks))],
     )
 
 
@@ -272,8 +281,12 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
         buffers=0.0,
         boundary=(0.0, float(length * hidden * recipe.residual)),
         products=(0.0, kept / 2),
-        unused=(0.0, 0.0),
-        input=(0.0, 0.0),
+        unused=NOTHING,
+        input=NOTHING,
+        once=NOTHING,
+        handed=NOTHING,
+        again=NOTHING,
+        waiting=NOTHING,
         recomputed=run,
         replayed=run,
         forward=run,
@@ -283,9 +296,9 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
     return Figures(
         blocks=[block] if count else [],
         buffers=0.0,
-        before=Peak((0.0, 0.0), 0.0, 0.0),
+        before=Peak(NOTHING, 0.0, 0.0),
         loss=[Peak(logits, 0.0, 0.0)],
         loss_backward=[Peak(logits, 0.0, float(job.counts.head))],
-        table_backward=[Peak((0.0, 0.0), 0.0, float(job.counts.embedding + job.counts.other))],
+        table_backward=[Peak(NOTHING, 0.0, float(job.counts.embedding + job.counts.other))],
         differences=None,
     )

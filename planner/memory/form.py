@@ -6,7 +6,7 @@ Forms are derived from traces of the real modules (`planner.trace.derive`) and k
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.memory.polynomial import Polynomial
 
@@ -31,7 +31,11 @@ class BlockForm:
     `kept` until its backward; `cast` copies of its weights that live as long; `buffers` of the module; `boundary`: its
     output, which is all that full checkpointing keeps; `products`: outputs of matrix products and attention, which
     selective checkpointing keeps as well, `unused` those of them that come after all that backward needs; `input`: what
-    the block was given, where nothing but checkpointing keeps it.
+    the block was given, where nothing but checkpointing keeps it. `once`: what the first block of the kind, and what
+    lies between it and an earlier stack, keep beyond what the others do, such as T5's position bias, which all blocks
+    are handed; `handed`: as much of it as is kept under checkpointing too; `again`: what the first block makes besides
+    when it is run again; `waiting`: gradients of what is handed on, which are added up until the first block's
+    backward.
 
     The moments that can be a peak: `forward` and `backward` over what was alive before the block, the latter with what
     the block itself kept; `recomputed` where the block runs again up to the last tensor that backward needs, `replayed`
@@ -45,6 +49,10 @@ class BlockForm:
     products: Polynomial
     unused: Polynomial
     input: Polynomial
+    once: Polynomial = field(default_factory=dict)
+    handed: Polynomial = field(default_factory=dict)
+    again: Polynomial = field(default_factory=dict)
+    waiting: Polynomial = field(default_factory=dict)
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
     recomputed: tuple[Moment, ...]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.memory.form import BlockForm, Form, Moment
-from planner.memory.polynomial import Polynomial
+from planner.memory.polynomial import ZERO, Polynomial
 from planner.memory.structure import difference
 
 TYPICAL = {"encoder": "bert", "encoder-decoder": "bart", "speech-encoder-decoder": "whisper", "vision": "vit"}
@@ -63,13 +63,14 @@ def form_to_dict(form: Form) -> dict[str, Any]:
 
 
 _ENDS = ("loss", "loss_backward", "table_backward")
-_KEPT = ("kept", "cast", "buffers", "boundary", "products", "unused", "input")
+_KEPT = ("kept", "cast", "buffers", "boundary", "products", "unused", "input", "once", "handed", "again", "waiting")
 _PASSES = ("forward", "backward", "recomputed", "replayed")
 
 
 def _block_to_dict(block: BlockForm) -> dict[str, Any]:
     moments = {name: [_moment_to_list(moment) for moment in getattr(block, name)] for name in _PASSES}
-    return {**{name: _numbers(getattr(block, name)) for name in _KEPT}, **moments}
+    kept = {name: _numbers(getattr(block, name)) for name in _KEPT}
+    return {**{name: numbers for name, numbers in kept.items() if numbers}, **moments}
 
 
 def _moment_to_list(moment: Moment) -> list[dict[str, float]]:
@@ -90,7 +91,7 @@ def _form(written: Mapping[str, Any]) -> Form:
 
 
 def _block(written: Mapping[str, Any]) -> BlockForm:
-    values: dict[str, Any] = {name: written[name] for name in _KEPT}
+    values: dict[str, Any] = {name: written.get(name, ZERO) for name in _KEPT}
     values |= {name: tuple(_moment(moment) for moment in written[name]) for name in _PASSES}
     return BlockForm(**values)
 

@@ -13,7 +13,8 @@ from itertools import accumulate
 from typing import Literal
 
 from planner.job import Job
-from planner.memory.figures import Amount, BlockFigures, Figures, Peak, figures_of
+from planner.memory.amount import NOTHING, Amount, plus, times
+from planner.memory.figures import BlockFigures, Figures, Peak, figures_of
 from planner.memory.recipe import Recipe
 
 Unit = Literal["head", "block", "table"]
@@ -23,18 +24,18 @@ Unit = Literal["head", "block", "table"]
 class Instant:
     """One moment on one rank.
 
-    `unit` is what runs: the head with the loss, a block, or the token table with what surrounds it. `activations` and
-    `cast` (autocast's copies of weights) in bytes; `unit_gradients`: elements of this unit's weights whose gradient is
-    made by now; `done_gradients`: elements of weights in the units that have finished their backward; `blocks_done`:
-    blocks that have finished in this pass (forward or backward), out of `blocks`; `enters`: whether the unit has not
-    begun its pass yet, so that nothing of it is alive but what a strategy fetches for it (in backward: the first block,
-    when the head's gradients are all there and the logits gone); `leaves`: whether it has just ended its backward, so
-    that nothing of it is left but its gradients.
+    `unit` is what runs: the head with the loss, a block, or the token table with what surrounds it. `activations`
+    (whatever the batch, and by sample) and `cast` (autocast's copies of weights) in bytes; `unit_gradients`: elements
+    of this unit's weights whose gradient is made by now; `done_gradients`: elements of weights in the units that have
+    finished their backward; `blocks_done`: blocks that have finished in this pass (forward or backward), out of
+    `blocks`; `enters`: whether the unit has not begun its pass yet, so that nothing of it is alive but what a strategy
+    fetches for it (in backward: the first block, when the head's gradients are all there and the logits gone);
+    `leaves`: whether it has just ended its backward, so that nothing of it is left but its gradients.
     """
 
     phase: Literal["forward", "loss", "backward"]
     unit: Unit
-    activations: float
+    activations: Amount
     cast: float
     unit_gradients: float = 0.0
     done_gradients: float = 0.0
@@ -60,12 +61,11 @@ def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
 
 
 class _Step:
-    """One stage's blocks with a micro-batch of given size."""
+    """One stage's blocks."""
 
     def __init__(self, job: Job, recipe: Recipe, figures: Figures) -> None:
         configuration = job.configuration
         self._job, self._figures = job, figures
-        self._samples = configuration.micro_batch_size
         self._checkpointing = configuration.activation_checkpointing
         self._counts = [-(-block.count // configuration.pp) for block in figures.blocks]
         per_block = job.counts.in_blocks / configuration.tp / max(sum(block.count for block in figures.blocks), 1)
@@ -76,29 +76,29 @@ class _Step:
         self._table = job.facts.vocab_size * width / configuration.tp
         self._gradient_width = recipe.gather  # of a gradient that autograd has just made
 
+        keeps_all = self._checkpointing == "none"
         self._each = [self._kept(block) for block in figures.blocks]
-        kept = (count * each for count, each in zip(self._counts, self._each, strict=True))
-        self._earlier = list(accumulate(kept, initial=self._bytes(figures.before.activations)))
+        self._once = [block.once if keeps_all else block.handed for block in figures.blocks]
+        stacks = zip(self._once, self._counts, self._each, strict=True)
+        kept = (plus(once, times(count, each)) for once, count, each in stacks)
+        self._earlier = list(accumulate(kept, plus, initial=figures.before.activations))
         casts = (count * block.cast for count, block in zip(self._counts, figures.blocks, strict=True))
         self._earlier_casts = list(accumulate(casts, initial=figures.before.cast))
         self._blocks = sum(self._counts)
         self._waiting = self._waiting_table()
         self._is_replica = configuration.strategy in ("single", "ddp")
 
-    def _bytes(self, amount: Amount) -> float:
-        return amount[0] + amount[1] * self._samples
-
-    def _kept(self, block: BlockFigures) -> float:
+    def _kept(self, block: BlockFigures) -> Amount:
         if self._checkpointing == "none":
-            return self._bytes(block.kept)
-        products = self._bytes(block.products) if self._checkpointing == "selective" else 0.0
-        return self._bytes(block.boundary) + products
+            return block.kept
+        return plus(block.boundary, block.products) if self._checkpointing == "selective" else block.boundary
 
-    def _before(self, place: int, done: int) -> float:
-        """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one."""
-        return self._earlier[place] + (done * self._each[place] if done else 0.0)
+    def _before(self, place: int, done: int) -> Amount:
+        """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one with what the
+        first of them hands to the others, which is there while any of them is at work."""
+        return plus(self._earlier[place], self._once[place], times(done, self._each[place]))
 
-    def _all_kept(self) -> float:
+    def _all_kept(self) -> Amount:
         return self._earlier[-1]
 
     def _casts(self, place: int, done: int) -> float:
@@ -110,11 +110,12 @@ class _Step:
         if not self._figures.blocks:
             yield Instant(phase="forward", unit="table", activations=self._all_kept(), cast=self._casts(0, 0))
         for place, (block, count) in enumerate(zip(self._figures.blocks, self._counts, strict=True)):
+            before = self._before(place, count - 1)
             for peak in (None, *block.forward):
                 yield Instant(
                     phase="forward",
                     unit="block",
-                    activations=self._before(place, count - 1) + (self._bytes(peak.activations) if peak else 0.0),
+                    activations=plus(before, peak.activations) if peak else before,
                     cast=self._casts(place, count - 1) + (peak.cast if peak else 0.0),
                     blocks_done=sum(self._counts[: place + 1]) - 1,
                     blocks=self._blocks,
@@ -130,11 +131,11 @@ class _Step:
         for peak in self._figures.loss_backward:
             yield self._at_the_head("backward", kept, 0.0 if recomputes else casts, peak)
 
-    def _at_the_head(self, phase: Literal["loss", "backward"], kept: float, casts: float, peak: Peak) -> Instant:
+    def _at_the_head(self, phase: Literal["loss", "backward"], kept: Amount, casts: float, peak: Peak) -> Instant:
         return Instant(
             phase=phase,
             unit="head",
-            activations=kept + self._bytes(peak.activations),
+            activations=plus(kept, peak.activations),
             cast=casts + peak.cast,
             unit_gradients=peak.gradients,
             blocks_done=sum(self._counts) if phase == "loss" else 0,
@@ -144,7 +145,7 @@ class _Step:
     def backward(self, *, in_flight: int) -> Iterator[Instant]:
         """The first two blocks and the last two of each stack, in backward order: the second one's gradients are made
         beside the first one's reduction, and beside the one before the last there is one more to be fetched."""
-        others = (in_flight - 1) * self._all_kept()
+        others = times(in_flight - 1, self._all_kept())
         finished = 0
         for place in reversed(range(len(self._counts))):
             count = self._counts[place]
@@ -159,11 +160,12 @@ class _Step:
         ends = {count - 1, 0}
         return ends if self._is_replica else ends | {max(count - 2, 0), min(1, count - 1)}
 
-    def _block_backward(self, place: int, done: int, *, behind: int, others: float) -> Iterator[Instant]:
+    def _block_backward(self, place: int, done: int, *, behind: int, others: Amount) -> Iterator[Instant]:
         """A block with `done` others before it in its stack, `behind` after it; beside what forward kept, the gradient
         of its output when it begins, of its input when it ends."""
         block, recomputes = self._figures.blocks[place], self._checkpointing != "none"
-        before, boundary = others + self._before(place, done), self._bytes(block.boundary)
+        before = plus(others, self._before(place, done))
+        gradients = plus(block.boundary, block.waiting, (self._waiting, 0.0))
         casts = 0.0 if recomputes else self._casts(place, done)
         instant = partial(
             Instant,
@@ -175,18 +177,20 @@ class _Step:
         )
         if not self._is_replica:
             yield instant(
-                activations=others + self._before(place, done + 1) + boundary + self._waiting,
+                activations=plus(others, self._before(place, done + 1), gradients),
                 cast=0.0 if recomputes else self._casts(place, done + 1),
                 enters=True,
             )
             yield instant(
-                activations=before + boundary + self._waiting,
+                activations=plus(before, gradients),
                 cast=casts,
                 unit_gradients=self._parameters,
                 leaves=True,
             )
-        for activations, cast, gradients in self._inside(block):
-            yield instant(activations=before + activations, cast=casts + cast, unit_gradients=gradients)
+        # A first block that is run again makes all that it made before, not only what the others are given.
+        inside = plus(before, block.again) if recomputes and done == 0 else before
+        for activations, cast, made in self._inside(block):
+            yield instant(activations=plus(inside, activations), cast=casts + cast, unit_gradients=made)
 
     def _finished_table(self, place: int) -> float:
         """The table's gradient while a speech model's encoder, which reads no tokens, is in its backward."""
@@ -198,12 +202,12 @@ class _Step:
         has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq")
         return self._gradient_width * self._table if self._tied and has_head else 0.0
 
-    def _between_stacks(self, place: int, finished: int, others: float) -> Instant:
+    def _between_stacks(self, place: int, finished: int, others: Amount) -> Instant:
         """The backward of a decoder's table, with all that its encoder kept."""
         return Instant(
             phase="backward",
             unit="table",
-            activations=others + self._before(place, 0) + self._shared_table(),
+            activations=plus(others, self._earlier[place], (self._shared_table(), 0.0)),
             cast=0.0 if self._checkpointing != "none" else self._casts(place, 0),
             done_gradients=self._head + finished * self._parameters,
             blocks_done=finished,
@@ -215,25 +219,26 @@ class _Step:
         head's, and then a third, their sum."""
         return (3 if self._tied else 1) * self._gradient_width * self._table
 
-    def _inside(self, block: BlockFigures) -> Iterator[tuple[float, float, float]]:
+    def _inside(self, block: BlockFigures) -> Iterator[tuple[Amount, float, float]]:
         """Moments of one block's backward; under checkpointing the block is run again first, beside the gradient of
         its output."""
         runs = {"none": (), "full": block.recomputed, "selective": block.replayed}[self._checkpointing]
         for peak in runs:
-            yield self._bytes(block.boundary) + self._bytes(peak.activations), peak.cast, 0.0
-        beside = self._bytes(block.unused) if self._checkpointing == "selective" else 0.0
-        beside += self._bytes(block.input) if self._checkpointing != "none" else 0.0
+            yield plus(block.boundary, block.waiting, peak.activations), peak.cast, 0.0
+        beside = NOTHING if self._checkpointing == "none" else block.input
+        if self._checkpointing == "selective":
+            beside = plus(beside, block.unused)
         for peak in block.backward:
-            yield beside + self._bytes(peak.activations), peak.cast, peak.gradients
+            yield plus(beside, peak.activations), peak.cast, peak.gradients
 
     def table(self, *, in_flight: int) -> Iterator[Instant]:
         """What comes after the first block's backward: the token table and the rest outside the blocks."""
-        others = (in_flight - 1) * self._all_kept()
+        others = times(in_flight - 1, self._all_kept())
         for peak in self._figures.table_backward:
             yield Instant(
                 phase="backward",
                 unit="table",
-                activations=others + self._bytes(self._figures.before.activations) + self._bytes(peak.activations),
+                activations=plus(others, self._figures.before.activations, peak.activations),
                 cast=peak.cast,
                 unit_gradients=peak.gradients,
                 done_gradients=self._head + sum(self._counts) * self._parameters,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.job import Job
 from planner.memory.holding import holding_of
@@ -53,18 +53,13 @@ class _Alike:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Alike)
-            and self._key == other._key
-            and self.job.facts == other.job.facts
-            and self.job.facts.traced == other.job.facts.traced
-            and self.job.counts == other.job.counts
-        )
+        return isinstance(other, _Alike) and self._key == other._key and self._same_model(other.job)
 
-    def with_samples(self, samples: int) -> Job:
-        chosen = self.job.configuration
-        batch = samples * chosen.gradient_accumulation_steps * chosen.dims.data_parallel
-        return replace(self.job, configuration=replace(chosen, micro_batch_size=samples, global_batch_size=batch))
+    def _same_model(self, other: Job) -> bool:
+        facts, counts = other.facts, other.counts
+        if self.job.facts is facts and self.job.counts is counts:
+            return True
+        return self.job.facts == facts and self.job.facts.traced == facts.traced and self.job.counts == counts
 
 
 def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
@@ -90,8 +85,8 @@ _REMEMBERED = 512
 def _worked_out(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     holding = holding_of(job, recipe, states)
     lines = [_Line(phase, held, 0.0, 0.0, held.total) for phase, held in holding.own_moments()]
-    for instant, grows in _growing(_Alike(job, recipe, _activations_key(job, recipe))):
-        held, fixed = holding.at(instant), instant.activations - grows
+    for instant in _instants(_Alike(job, recipe, _activations_key(job, recipe))):
+        held, (fixed, grows) = holding.at(instant), instant.activations
         lines.append(_Line(instant.phase, held, fixed, grows, held.total + fixed))
     return lines
 
@@ -107,7 +102,5 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _growing(alike: _Alike) -> list[tuple[Instant, float]]:
-    """The instants of one sample, and by how many bytes their activations grow with each more."""
-    one, two = (instants_of(alike.with_samples(samples), alike.recipe) for samples in (1, 2))
-    return [(single, double.activations - single.activations) for single, double in zip(one, two, strict=True)]
+def _instants(alike: _Alike) -> Sequence[Instant]:
+    return instants_of(alike.job, alike.recipe)

@@ -23,15 +23,21 @@ PHASES = ("forward", "loss", "backward", "step")
 
 def memory_estimate(job: Job) -> MemoryEstimate:
     """Bytes on the busiest rank in the steady state, by category and phase, and what the process uses beyond them."""
-    phases = phases_of(job)
-    return composed(job, phases, closed_form_margin(job, max(phases.values(), key=lambda ledger: ledger.total)))
+    recipe = recipe_of(job.configuration)
+    states = states_of(job, recipe)
+    phases = _phases_of(job, recipe, states)
+    margin = closed_form_margin(job, max(phases.values(), key=lambda ledger: ledger.total))
+    return _composed(job, states, phases, margin)
 
 
 def phases_of(job: Job) -> dict[str, Ledger]:
     """What is alive on the busiest rank at the peak of each phase; `eval` and `save` only where they were asked for."""
     recipe = recipe_of(job.configuration)
-    states = states_of(job, recipe)
-    phases = {"load": load_ledger(job, recipe, states), **_phases(job, recipe, states)}
+    return _phases_of(job, recipe, states_of(job, recipe))
+
+
+def _phases_of(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
+    phases = {"load": load_ledger(job, recipe, states), **_phases_of_step(job, recipe, states)}
     if job.workload.evaluation_batch_size:
         phases["eval"] = evaluation_ledger(job, recipe, phases["forward"])
     if job.workload.save != "none":
@@ -42,8 +48,11 @@ def phases_of(job: Job) -> dict[str, Ledger]:
 
 def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
     """The estimate that follows from the phases; `margin` is the share of the peak that its upper bound adds."""
-    recipe = recipe_of(job.configuration)
-    states, nominal = states_of(job, recipe), nominal_states_of(job, recipe)
+    return _composed(job, states_of(job, recipe_of(job.configuration)), phases, margin)
+
+
+def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
+    nominal = nominal_states_of(job, recipe_of(job.configuration))
     peak_phase = max(phases, key=lambda name: phases[name].total)
     categories = phases[peak_phase].rounded()
     allocated = sum(categories.values())
@@ -67,7 +76,7 @@ def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEst
     )
 
 
-def _phases(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
+def _phases_of_step(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     """The largest moment of each phase of the step."""
     weights = states.parameters + buffer_bytes(job, recipe)
     always = Ledger(parameters=weights, optimizer=states.optimizer, temporaries=library_workspace(job))

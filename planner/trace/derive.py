@@ -35,13 +35,17 @@ class _Alive:
             subtracted(self.gradients, other.gradients),
         )
 
+    def more(self, activations: Polynomial, cast: Polynomial) -> _Alive:
+        return replace(self, activations=added((self.activations, activations)), cast=added((self.cast, cast)))
+
     def moment(self) -> Moment:
         return Moment(activations=self.activations, cast=self.cast, gradients=self.gradients)
 
 
 class Derivation:
     """Reads a timeline; `labels` name the kind of each block in the order they ran, `elements` turns a storage's shape
-    into a polynomial, `points` are sizes at which a moment may be the peak."""
+    into a polynomial, `points` are sizes at which a moment may be the peak. `asks_for_biases`: under checkpointing what
+    the first block hands on has a gradient, and stays beside what it makes when it is run again."""
 
     def __init__(
         self,
@@ -51,24 +55,30 @@ class Derivation:
         points: Sequence[Dimensions],
         *,
         keeps_grouped: bool = True,
+        asks_for_biases: bool = False,
     ) -> None:
         self._timeline, self._labels, self._decode = timeline, labels, elements
         self._points = points
         self._products_of = (*PRODUCTS, GROUPED_PRODUCT) if keeps_grouped else PRODUCTS
+        self._asks_for_biases = asks_for_biases
         self._elements = [elements(storage.shape) for storage in timeline.storages]
         self._made = sorted({storage.made for storage in timeline.storages})
 
     def form(self) -> Form:
         marks, last = self._timeline.marks, len(self._labels) - 1
         start = self._settled(marks["enter0"])
-        blocks = {}
+        blocks: dict[str, BlockForm] = {}
+        in_front: dict[str, _Alive] = {}
         before = start
         for index, label in enumerate(self._labels):
-            after = self._settled(marks[f"leave{index}"])
-            representative = index == self._representative(label)
-            if representative:
-                blocks[label] = self._block(index, before)
-            before = after
+            if label in blocks:
+                # As the form has it: what the last blocks keep less than others is seen in the moments after them.
+                before = before.more(blocks[label].kept, blocks[label].cast)
+                continue
+            in_front.setdefault(label, before)
+            if index == self._representative(label):
+                blocks[label] = self._block(index, before, in_front[label])
+            before = self._settled(marks[f"leave{index}"])
         forward = self._moments(marks[f"leave{last}"], marks["loss"], before)
         backward = self._moments(marks["loss"], marks[f"back{last}"], before)
         table = self._moments(marks["back_first"], marks["end"], start)
@@ -87,7 +97,7 @@ class Derivation:
         places = [index for index, name in enumerate(self._labels) if name == label]
         return places[min(1, len(places) - 1)]
 
-    def _block(self, index: int, before: _Alive) -> BlockForm:
+    def _block(self, index: int, before: _Alive, in_front: _Alive) -> BlockForm:
         marks = self._timeline.marks
         enter, leave = marks[f"enter{index}"], marks[f"leave{index}"]
         kept = self._settled(leave).less(before)
@@ -102,6 +112,7 @@ class Derivation:
             input=self._forgotten_input(index),
             products=self._products(enter, leave),
             unused=self._products(needed, leave),
+            **self._once(index, kept, in_front),
             forward=telling(self._points, self._moments(enter, leave, before)),
             backward=telling(self._points, self._moments(marks[f"back{index}"], ends, before)),
             recomputed=telling(self._points, again),
@@ -109,6 +120,40 @@ class Derivation:
                 self._points, [self._beside_products(made, leave, before) for made in self._within(enter, needed)]
             ),
         )
+
+    def _once(self, index: int, kept: _Alive, in_front: _Alive) -> dict[str, Polynomial]:
+        """What the first block of this one's kind keeps beyond what this one does, over what was there `in_front`."""
+        first = self._labels.index(self._labels[index])
+        if first == index:
+            return {}
+        marks = self._timeline.marks
+        enter, leave = marks[f"enter{first}"], marks[f"leave{first}"]
+        earlier = marks[f"leave{first - 1}"] if first else enter
+        between = [one for one in self._timeline.storages if earlier < one.made <= enter and one.outlives(enter)]
+        given = [
+            (storage, has_gradient)
+            for storage, has_gradient in self._timeline.given[index]
+            if storage.made > marks["enter0"] and storage not in self._timeline.outputs
+        ]
+        inside = [storage for storage, _ in given if enter < storage.made <= leave]
+        own = self._made_and_kept(marks[f"enter{index}"], marks[f"leave{index}"])
+        asked = [storage for storage, has_gradient in given if self._asks_for_biases and not has_gradient]
+        return {
+            "once": subtracted(self._settled(leave).less(in_front).activations, kept.activations),
+            "handed": added(map(self._size, (*between, *inside))),
+            "waiting": added(self._size(storage) for storage, has_gradient in given if has_gradient),
+            "again": added(
+                (
+                    subtracted(self._made_and_kept(enter, leave), added((own, *map(self._size, inside)))),
+                    *(scaled(self._size(storage), 2) for storage in asked if storage in inside),
+                )
+            ),
+        }
+
+    def _made_and_kept(self, enter: int, leave: int) -> Polynomial:
+        """Bytes of what a block made and left alive."""
+        made = (storage for storage in self._timeline.storages if storage.made > enter and storage.outlives(leave))
+        return added(self._size(storage) for storage in made if not storage.copies_weight)
 
     def _last_needed(self, enter: int, leave: int, index: int) -> int:
         """When a block that is run again has made the last tensor that its backward needs; torch stops it there."""

@@ -29,6 +29,8 @@ from planner.trace.unpadded import unpadded
 
 Mode = Literal["fp32", "autocast", "pure"]
 IMAGE = "image"
+ASKING = frozenset({"t5", "mt5"})
+"""Their cross attention's bias of zeros asks for a gradient where checkpointing is on (transformers' `T5Attention`)."""
 BLOCKS_PER_KIND = 3
 """The first and the last block of a stack may differ from the others."""
 
@@ -59,7 +61,14 @@ def form_of(facts: ModelFacts, variant: Variant) -> Form:
     decoder = symbols.decoder_of(small, batch_sizes(small))
     points = plausible_points(facts.model_type)
     timeline = _timeline(subject, variant)
-    form = Derivation(timeline, labels, decoder.elements, points, keeps_grouped=not small.expert_bias).form()
+    form = Derivation(
+        timeline,
+        labels,
+        decoder.elements,
+        points,
+        keeps_grouped=not small.expert_bias,
+        asks_for_biases=small.model_type in ASKING,
+    ).form()
     if small.kind != "vision-language":
         return form
     tower = _timeline(_image_tower(small, eager=variant.eager), variant)
@@ -177,6 +186,7 @@ class _Marks:
     def _enter(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._timeline.mark(f"enter{self._entered}")
         hidden = inputs[0] if inputs else named["hidden_states"]
+        self._recorder.given(leaf for leaf in tree_leaves((inputs, named)) if isinstance(leaf, torch.Tensor))
         if self._entered == 0 and hidden.requires_grad:
             hidden.register_hook(lambda _gradient: self._timeline.mark("back_first"))
 

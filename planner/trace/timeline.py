@@ -50,12 +50,14 @@ class Timeline:
     """The storages of a step in the order of their making.
 
     `marks` are named moments, `inputs` shapes and item sizes of the batch, `outputs` what each block gave the next one,
-    `buffers` shapes and item sizes of those each block has, `outside` of those that are in no block.
+    `given` what each block was given of what this step made, with whether it has a gradient, `buffers` shapes and item
+    sizes of those each block has, `outside` of those that are in no block.
     """
 
     storages: list[Storage] = field(default_factory=list)
     inputs: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     outputs: list[Storage] = field(default_factory=list)
+    given: list[list[tuple[Storage, bool]]] = field(default_factory=list)
     buffers: list[list[tuple[tuple[int, ...], int]]] = field(default_factory=list)
     outside: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
@@ -95,6 +97,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inside = [Storage(*made, operation=str(func), made=now, freed=now + 1) for made in scratch(func, args)]
             self.timeline.storages += inside
         return result
+
+    def given(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Say that a block is given these tensors."""
+        found = {}
+        for tensor in tensors:
+            storage = self._known.get(weakref.ref(tensor.untyped_storage()))
+            if storage is not None:
+                found[id(storage)] = storage, tensor.requires_grad
+        self.timeline.given.append(list(found.values()))
 
     def output(self, tensor: torch.Tensor) -> None:
         """Say that a tensor is what a block gives to the next one."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from planner.estimate import Priced, judged, plan_of, possible
 from planner.job import Job
+from planner.memory.amount import bytes_at
 from planner.memory.instants import instants_of
 from planner.memory.ledger import Ledger
 from planner.memory.overhead import FRAGMENTATION, FRAGMENTATION_UPPER, closed_form_margin, library_workspace
@@ -77,7 +78,8 @@ def _corrected(job: Job, closed: Mapping[str, Ledger], seen: Mapping[str, Ledger
     """Closed forms whose activations are off as much as their largest ones are off those of a trace."""
     largest: dict[str, float] = {}
     for instant in instants_of(job, recipe_of(job.configuration)):
-        largest[instant.phase] = max(largest.get(instant.phase, 0.0), instant.activations)
+        alive = bytes_at(instant.activations, job.configuration.micro_batch_size)
+        largest[instant.phase] = max(largest.get(instant.phase, 0.0), alive)
     corrected = dict(closed)
     for name, activations in largest.items():
         off = seen[name].activations + seen[name].temporaries - activations
