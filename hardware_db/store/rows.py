@@ -36,7 +36,13 @@ def _select(table: str, columns: tuple[str, ...]) -> str:
     )
 
 
-INSERT_FINGERPRINT = _insert("fingerprints", ("key", "machine", "versions"))
+UNKNOWN = "{}"
+"""Machine and versions of a fingerprint of which a repair found the key alone."""
+# The next run of that machine says again what it is.
+INSERT_FINGERPRINT = (
+    "INSERT INTO fingerprints (key, machine, versions) VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE"
+    f" SET machine = excluded.machine, versions = excluded.versions WHERE machine = '{UNKNOWN}'"
+)
 INSERT_MEASUREMENT = _insert("measurements", (*_IDENTITY, *_DERIVED, *_FIGURES))
 INSERT_RATE = _insert("rates", (*_RATE, "fingerprint"))
 INSERT_TRACE = _insert("traces", _TRACE)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from hardware_db.calibration_record import CalibrationRecord, HardwareKind
-from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
+from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record, RecordError
 from hardware_db.store import rows
-from hardware_db.store.connection import clear_errors, connect, transaction
+from hardware_db.store.connection import DamagedFile, clear_errors, connect, transaction
 from hardware_db.store.contract import Store, single_match
 from hardware_db.trace_record import TraceRecord
 
+Answer = TypeVar("Answer")
+
 _NEWEST_FIRST = "ORDER BY created_at DESC, id DESC"
 _MADE_ON = "(fingerprint = :fingerprint OR substr(fingerprint, 1, instr(fingerprint, '-') - 1) = :fingerprint)"
+_REPAIRS = 2
 
 
 class SqliteStore(Store):
     """One connection to the file at `path`; see Store for what holds.
+
+    A damaged file is repaired wherever it shows, and what was asked is done again with the new one. The same happens
+    where another process has put a new file into the place of the one that is open.
 
     Raises:
         BrokenFile: on opening, the file cannot be used; the message says why and what to do.
@@ -24,19 +33,22 @@ class SqliteStore(Store):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._connection = connect(path)
+        self._connection = self._open()
 
     def add(self, *records: Record) -> int:
-        added = 0
-        with clear_errors(self.path), transaction(self._connection):
-            for record in records:
-                self._connection.execute(rows.INSERT_FINGERPRINT, rows.fingerprint_row(record.fingerprint))
-                if isinstance(record, Measurement):
-                    cursor = self._connection.execute(rows.INSERT_MEASUREMENT, rows.measurement_row(record))
-                else:
-                    cursor = self._connection.execute(rows.INSERT_RATE, rows.rate_row(record))
-                added += cursor.rowcount
-        return added
+        def work(connection: sqlite3.Connection) -> int:
+            added = 0
+            with transaction(connection):
+                for record in records:
+                    connection.execute(rows.INSERT_FINGERPRINT, rows.fingerprint_row(record.fingerprint))
+                    if isinstance(record, Measurement):
+                        cursor = connection.execute(rows.INSERT_MEASUREMENT, rows.measurement_row(record))
+                    else:
+                        cursor = connection.execute(rows.INSERT_RATE, rows.rate_row(record))
+                    added += cursor.rowcount
+            return added
+
+        return self._run(work)
 
     def get(self, id_prefix: str) -> Measurement:
         # Ids are hexadecimal, so every id with this prefix sorts between the prefix and the prefix plus "g".
@@ -71,14 +83,10 @@ class SqliteStore(Store):
 
     def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
         condition = "" if fingerprint is None else f"WHERE {_MADE_ON}"
-        query = f"{rows.SELECT_RATES} {condition} {_NEWEST_FIRST}"
-        with clear_errors(self.path):
-            found = self._connection.execute(query, {"fingerprint": fingerprint}).fetchall()
-        return tuple(rows.rate(row) for row in found)
+        return self._query(f"{rows.SELECT_RATES} {condition} {_NEWEST_FIRST}", {"fingerprint": fingerprint}, rows.rate)
 
     def add_trace(self, trace: TraceRecord) -> bool:
-        with clear_errors(self.path), transaction(self._connection):
-            return self._connection.execute(rows.INSERT_TRACE, rows.trace_row(trace)).rowcount == 1
+        return self._insert(rows.INSERT_TRACE, rows.trace_row(trace))
 
     def trace(self, key: str) -> TraceRecord | None:
         found = self._traces("key = ?", key)
@@ -88,8 +96,7 @@ class SqliteStore(Store):
         return self._traces("series = ?", series)
 
     def add_calibration(self, calibration: CalibrationRecord) -> None:
-        with clear_errors(self.path), transaction(self._connection):
-            self._connection.execute(rows.INSERT_CALIBRATION, rows.calibration_row(calibration))
+        self._insert(rows.INSERT_CALIBRATION, rows.calibration_row(calibration))
 
     def calibration(self, hardware: HardwareKind) -> CalibrationRecord | None:
         found = self._calibrations("WHERE key = ?", hardware.key)
@@ -99,26 +106,78 @@ class SqliteStore(Store):
         return self._calibrations("")
 
     def count(self) -> int:
-        with clear_errors(self.path):
-            return int(self._connection.execute("SELECT count(*) FROM measurements").fetchone()[0])
+        return self._run(lambda connection: int(connection.execute("SELECT count(*) FROM measurements").fetchone()[0]))
 
     def close(self) -> None:
         self._connection.close()
 
     def _traces(self, condition: str, value: str) -> tuple[TraceRecord, ...]:
         query = f"{rows.SELECT_TRACES} WHERE {condition} ORDER BY created_at DESC, key DESC"
-        with clear_errors(self.path):
-            found = self._connection.execute(query, (value,)).fetchall()
-        return tuple(rows.trace(row) for row in found)
+        return self._query(query, (value,), rows.trace)
 
     def _calibrations(self, condition: str, *values: str) -> tuple[CalibrationRecord, ...]:
-        query = f"{rows.SELECT_CALIBRATIONS} {condition} {_NEWEST_FIRST}"
-        with clear_errors(self.path):
-            found = self._connection.execute(query, values).fetchall()
-        return tuple(rows.calibration(row) for row in found)
+        return self._query(f"{rows.SELECT_CALIBRATIONS} {condition} {_NEWEST_FIRST}", values, rows.calibration)
 
     def _measurements(self, condition: str, values: dict[str, object]) -> tuple[Measurement, ...]:
         query = f"{rows.SELECT_MEASUREMENTS} {condition} {_NEWEST_FIRST} LIMIT :limit"
+        return self._query(query, values, rows.measurement)
+
+    def _insert(self, statement: str, row: Sequence[object]) -> bool:
+        def work(connection: sqlite3.Connection) -> bool:
+            with transaction(connection):
+                return connection.execute(statement, row).rowcount == 1
+
+        return self._run(work)
+
+    def _query(self, query: str, values: Any, read: Callable[[tuple[Any, ...]], Answer]) -> tuple[Answer, ...]:
+        def work(connection: sqlite3.Connection) -> tuple[Answer, ...]:
+            found = connection.execute(query, values).fetchall()
+            try:
+                return tuple(read(row) for row in found)
+            except (RecordError, ValueError, TypeError, KeyError, AttributeError) as error:
+                raise DamagedFile.record(self.path) from error
+
+        return self._run(work)
+
+    def _run(self, work: Callable[[sqlite3.Connection], Answer]) -> Answer:
+        """Does some work; once more where the file was damaged, or is not the one at `path` any more."""
+        for _ in range(_REPAIRS):
+            try:
+                with clear_errors(self.path):
+                    answer = work(self._connection)
+                if self._is_current():
+                    return answer
+            except DamagedFile:
+                if not self._repaired():
+                    raise
+            self._connection.close()
+            self._connection = self._open()
         with clear_errors(self.path):
-            found = self._connection.execute(query, values).fetchall()
-        return tuple(rows.measurement(row) for row in found)
+            return work(self._connection)
+
+    def _open(self) -> sqlite3.Connection:
+        self._inode = _inode(self.path)
+        try:
+            connection = connect(self.path)
+        except DamagedFile:
+            if not self._repaired():
+                raise
+            connection = connect(self.path)
+        self._inode = _inode(self.path)
+        return connection
+
+    def _repaired(self) -> bool:
+        from hardware_db.store.repair import repair
+
+        return repair(self.path, self._inode)
+
+    def _is_current(self) -> bool:
+        return _inode(self.path) in (self._inode, None)
+
+
+def _inode(path: Path) -> int | None:
+    """What tells a file from another of the same name; None where there is none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None

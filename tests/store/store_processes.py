@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from store_records import A100, plan
 
-from hardware_db.measurement import Measured, measure_run
+from hardware_db.calibration_record import HardwareKind, calibration_record
+from hardware_db.measurement import Measured, RateMeasurement, measure_run, new_id, utc_now
 from hardware_db.store import open_store, rows
 from hardware_db.store.connection import connect, transaction
 
@@ -27,6 +28,28 @@ def write_many(path: Path, number: int) -> None:
     with open_store(path) as store:
         for step in range(WRITES):
             store.add(measure_run(plan(), A100, outcome="completed", measured=Measured(host_bytes=number, steps=step)))
+
+
+def write_all_kinds(path: Path, number: int) -> None:
+    """Adds runs, rates and calibrations by turns, as a benchmark of each process does; opening anew every time."""
+    _meet(path, number)
+    for step in range(WRITES):
+        with open_store(path) as store:
+            store.add(measure_run(plan(), A100, outcome="completed", measured=Measured(host_bytes=number, steps=step)))
+            store.add(
+                RateMeasurement(
+                    id=new_id(),
+                    created_at=utc_now(),
+                    operation="matmul",
+                    value=float(step),
+                    unit="FLOP/s",
+                    fingerprint=A100,
+                    source="bench",
+                    ranks=number + 1,
+                )
+            )
+            hardware = HardwareKind(device=f"device {number}")
+            store.add_calibration(calibration_record(hardware, {"rows": step}))
 
 
 def make_many(path: Path, number: int) -> None:

@@ -139,14 +139,6 @@ def _text(path: Path) -> None:
     path.write_text("these are notes, not a database; " * 100)
 
 
-def _damaged(path: Path) -> None:
-    with open_store(path) as store:
-        store.add(*(measurement(number) for number in range(1, 50)))
-    content = bytearray(path.read_bytes())
-    content[4096:] = b"\xff" * (len(content) - 4096)
-    path.write_bytes(content)
-
-
 def _of_another_program(path: Path) -> None:
     connection = _open(path)
     connection.execute("CREATE TABLE bookmarks (url TEXT)")
@@ -175,7 +167,6 @@ def _under_a_file(path: Path) -> None:
     ("make", "message"),
     [
         (_text, "dsplan.db: is not a SQLite database; move it away"),
-        (_damaged, "dsplan.db: the database is damaged; move it away"),
         (Path.mkdir, "dsplan.db: cannot be opened; set DSPLAN_HOME"),
         (_of_another_program, "dsplan.db: is the SQLite database of another program; move it away"),
         (_of_another_application_id, "dsplan.db: is the SQLite database of another program; move it away"),
