@@ -15,7 +15,8 @@ class Implementation:
     `skips_masked` says whether fused attention leaves out the masked half of a causal product, `hides_reductions`
     whether gradients are reduced behind the backward, `reduces_whole` whether ZeRO-1 and 2 all-reduce gradients rather
     than reduce-scatter them, `broadcasts_partitions` whether they send updated parameters rank by rank,
-    `selective_products` which share of the weight products selective checkpointing runs again.
+    `selective_products` which share of the weight products selective checkpointing runs again, `stops_early` whether
+    recomputing a block stops at the last tensor that its backward needs (torch's non-reentrant checkpoint since 2.0).
     """
 
     layer_norm_passes: float = 2.0
@@ -34,6 +35,7 @@ class Implementation:
     reduces_whole: bool = True
     broadcasts_partitions: bool = False
     selective_products: float = 0.0
+    stops_early: bool = True
     block_host_seconds: float = 0.85e-3
     kernel_host_seconds: float = 10e-6
 
@@ -54,6 +56,6 @@ LLM_FOUNDRY = Implementation(attention_share=0.55)
 """MPT in llm-foundry, whose benchmark script runs FlashAttention in Triton (`--attn_impl triton`): FlashAttention-2 is
 1.3 to 2.5 times as fast (arXiv 2307.08691, recalled); the share is that of their geometric mean."""
 
-MEGATRON = Implementation(score_bytes=14.0, hides_reductions=False)
+MEGATRON = Implementation(score_bytes=14.0, hides_reductions=False, stops_early=False)
 """Megatron-DeepSpeed: scale, mask and softmax fused in 16 bit, gradients reduced after the backward. Counted, not
 fitted, but counted after its rows had been seen."""

@@ -34,7 +34,10 @@ def tensor_parallel(job: Job, where: Layout, rates: DeviceRates) -> TensorParall
     size = job.tokens_per_micro_batch * job.facts.hidden_size * rates.element_bytes
     one = collective_seconds(job.cluster, "all_reduce", size, group(job.cluster, configuration.tp, 1))
     each_way = where.layers * REDUCTIONS_EACH_WAY
-    repeated = each_way if configuration.activation_checkpointing == "full" else 0
+    repeated = 0
+    if configuration.activation_checkpointing == "full":
+        # What comes out of the MLP is not needed again.
+        repeated = each_way // 2 if rates.code.stops_early else each_way
     # One more each way: for the embedding's output, and for the gradient that leaves the head.
     return TensorParallel(forward=(each_way + 1) * one, backward=(each_way + repeated + 1) * one)
 

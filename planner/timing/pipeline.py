@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-SETTLED = 2
-"""Micro-batches per stage after which each further one takes as long as the last."""
+SETTLED, AT_LEAST = 3, 24
+"""Micro-batches per stage, and of any pipeline, after which each further one takes as long as the last."""
 
 
 def one_forward_one_backward(
@@ -14,10 +14,10 @@ def one_forward_one_backward(
     """Seconds from the first forward to the last backward under 1F1B (arXiv 2104.04473, section 2.2).
 
     Stage s of p starts with p - s forwards, then takes a backward and a forward in turn, and ends with the backwards
-    that are left. A stage waits for its neighbour's result and `hop` seconds for its way. Beyond `SETTLED` x p
-    micro-batches the rest is the schedule's period times their number.
+    that are left. A stage waits for its neighbour's result and `hop` seconds for its way. Once the schedule has
+    settled the rest is the schedule's period times their number.
     """
-    simulated = min(micro_batches, SETTLED * len(forwards))
+    simulated = min(micro_batches, max(AT_LEAST, SETTLED * len(forwards)))
     seconds = _simulated(forwards, backwards, simulated, hop)
     if simulated < micro_batches:
         seconds += (micro_batches - simulated) * _period(forwards, backwards, hop)
