@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -65,7 +65,7 @@ class Turn:
 
 def main() -> None:
     arguments = _arguments()
-    place = _timed_place(place_of(probe(), arguments.device))
+    place = timed_place(place_of(probe(), arguments.device))
     path = arguments.out or SHIPPED / f"times_{place.columns['device'].split('-')[0].lower()}.csv"
     groups = gpu_grid() if place.is_gpu else cpu_grid()
     effort = Effort(rounds=arguments.rounds, steps=arguments.steps, deadline=time.monotonic() + 60 * arguments.minutes)
@@ -85,10 +85,15 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _timed_place(place: Place) -> Place:
+def timed_place(place: Place) -> Place:
     """The columns of a place with the processor that its ranks share."""
     machine = fingerprint(probe()).machine
     return replace(place, columns={**place.columns, "cpu": machine.cpu, "cores": machine.cores})
+
+
+def threads_of(columns: Mapping[str, Any], ranks: int) -> int:
+    """Threads that each rank computes in: `dsplan run` shares the cores out."""
+    return max(1, int(columns["cores"]) // ranks)
 
 
 def measure(groups: Iterable[Sequence[Case]], place: Place, path: Path, effort: Effort, *, again: bool) -> None:
@@ -152,8 +157,7 @@ def _turn(case: Case, place: Place) -> Turn:
         "config": json.dumps(case.model_config),
         "ranks_per_device": case.world_size if place.is_gpu else 1,
         "memory_limit_bytes": 0,
-        # As `dsplan run` shares cores out.
-        "threads": max(1, int(place.columns["cores"]) // case.world_size),
+        "threads": threads_of(place.columns, case.world_size),
     }
     request, configuration = question(case, str(columns["device"]))
     row = TimeRun(**columns, **asdict(configuration), task=request.workload.task, outcome="failed")

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from memory_grid import Case
 
 from hardware_db.memory_runs import MemoryRun
+from hardware_db.run_rows import RunRow
 from planner.estimate import estimate, price
 from planner.job import Job
 from planner.memory.recipe import recipe_of
@@ -47,16 +48,17 @@ class Compared:
 
 def compared(run: MemoryRun) -> Compared:
     """Ask today's planner about a run."""
-    priced = price(*_asked(run))
+    priced = price(*asked(run))
     return Compared(run=run, memory=priced.memory, host_bytes=_host_tensors(priced.job))
 
 
 def planned(run: MemoryRun) -> Plan:
     """The plan of a run, for the engine to run again."""
-    return estimate(*_asked(run))
+    return estimate(*asked(run))
 
 
-def _asked(run: MemoryRun) -> tuple[Request, Configuration]:
+def asked(run: RunRow) -> tuple[Request, Configuration]:
+    """A run as a question to the planner."""
     configuration = Configuration(**{item.name: getattr(run, item.name) for item in fields(Configuration)})
     return _request(run.model, run.model_config, run.device, configuration), configuration
 

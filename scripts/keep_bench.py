@@ -1,0 +1,71 @@
+"""Writes what `dsplan bench` found on this machine beside the step times that are shipped.
+
+    python scripts/keep_bench.py            # from the database to rates_cpu.csv and times_bench_cpu.csv
+
+Run it after `dsplan bench --ranks 2,4` and before `measure_times.py`, on a machine without other work.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure_memory import place_of
+from measure_times import threads_of, timed_place
+from rate_rows import RATES, write_rates
+from real_times import BENCH_TIMES
+
+from hardware_db.fingerprint import fingerprint
+from hardware_db.measurement import Measurement
+from hardware_db.probe import probe
+from hardware_db.store import open_store
+from hardware_db.time_runs import TimeRun, write_time_runs
+from planner.hardware.probed import probed_cluster
+from planner.plan_io import configuration_from_dict
+from strategies.bench.training_cases import training_cases
+
+
+def main() -> None:
+    machine = probe()
+    place = timed_place(place_of(machine, "cpu")).columns
+    key = fingerprint(machine)
+    configs = {case.model: case.config for case in training_cases(probed_cluster(machine, ranks=2))}
+    with open_store() as store:
+        rates = store.rates(key.key)
+        runs = [one for one in store.list(outcome="completed") if one.source == "bench" and one.fingerprint == key]
+    newest = {one.plan_key: one for one in reversed(runs)}.values()
+    write_rates(RATES, rates)
+    write_time_runs(BENCH_TIMES, [_row(one, configs, place) for one in newest if one.model in configs])
+    print(f"{len(rates)} rates in {RATES.name}, {len(newest)} runs in {BENCH_TIMES.name}")
+
+
+def _row(run: Measurement, configs: dict[str, Any], place: Any) -> TimeRun:
+    plan: Any = run.plan
+    configuration = configuration_from_dict(plan["plan"])
+    measured = run.measured
+    seconds = measured.step_seconds or 0.0
+    return TimeRun(
+        **place,
+        **asdict(configuration),
+        model=run.model,
+        config=json.dumps(configs[run.model]),
+        task=plan["workload"]["task"],
+        ranks_per_device=1,
+        memory_limit_bytes=0,
+        threads=threads_of(place, configuration.world_size),
+        outcome="completed",
+        rounds=1,
+        steps=measured.steps,
+        step_seconds=round(seconds, 6),
+        fastest_seconds=round(measured.step_seconds_low or seconds, 6),
+        slowest_seconds=round(measured.step_seconds_high or seconds, 6),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Measured steps of CPU ranks beside what the planner says with the rates of `dsplan bench`, calibrated or not."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from memory_rows import asked
+from rate_rows import RATES, read_rates
+from time_scores import rank_correlation
+
+from hardware_db.measurement import RateMeasurement
+from hardware_db.run_rows import SHIPPED
+from hardware_db.time_runs import TimeRun, read_time_runs
+from planner.calibration.learn import fitted, with_factors
+from planner.calibration.rows import Row
+from planner.estimate import price
+from planner.factors import SHIPPED as AS_SHIPPED
+from planner.factors import Factors
+from planner.job import Job
+from planner.machine_rates import rates_from_measurements
+from planner.timing import step_time
+
+TIMES = SHIPPED / "times_cpu.csv"
+BENCH_TIMES = SHIPPED / "times_bench_cpu.csv"
+"""The grid of `measure_times.py`, and the training runs of `dsplan bench` on the same machine on the same day."""
+
+QUICK = ("matmul", "memory", "cpu_adamw", "all_reduce_latency", "all_reduce")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """A run and the step that was predicted for it."""
+
+    run: TimeRun
+    predicted_seconds: float
+
+    @property
+    def error(self) -> float:
+        """Signed: above 0 where the planner says more than was measured."""
+        return self.predicted_seconds / self.run.step_seconds - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contest:
+    """One model and batch on one number of ranks, trained under every strategy."""
+
+    entries: tuple[Timed, ...]
+
+    @property
+    def name(self) -> str:
+        run = self.entries[0].run
+        batch = f"{run.micro_batch_size} x {run.sequence_length}"
+        if run.gradient_accumulation_steps > 1:
+            batch += f" x {run.gradient_accumulation_steps}"
+        return f"{run.model}, {batch}, {run.precision}, {run.world_size} ranks"
+
+    @property
+    def fastest(self) -> Timed:
+        return min(self.entries, key=lambda entry: entry.run.step_seconds)
+
+    @property
+    def chosen(self) -> Timed:
+        """The one that the planner puts first."""
+        return min(self.entries, key=lambda entry: entry.predicted_seconds)
+
+    @property
+    def named_rightly(self) -> bool:
+        return self.chosen is self.fastest
+
+    @property
+    def loss(self) -> float:
+        """How much longer the chosen strategy takes than the fastest."""
+        return self.chosen.run.step_seconds / self.fastest.run.step_seconds - 1
+
+    @property
+    def order(self) -> float:
+        """Rank correlation of predicted with measured step times."""
+        return rank_correlation(
+            [entry.predicted_seconds for entry in self.entries], [entry.run.step_seconds for entry in self.entries]
+        )
+
+
+class Bench:
+    """What a machine's benchmark gives the planner: rates, and factors that were learnt from its training runs."""
+
+    def __init__(self, rates: Sequence[RateMeasurement], training: Iterable[TimeRun] = ()) -> None:
+        self._rates = rates
+        self._training = tuple(training)
+
+    def job(self, run: TimeRun) -> Job:
+        """A run as a job on the machine as it was measured."""
+        request, configuration = asked(run)
+        rates = rates_from_measurements(self._rates, ranks=run.world_size, precision=request.workload.precision)
+        cluster = replace(request.cluster, rates=rates, host_cores_per_node=run.cores)
+        return price(replace(request, cluster=cluster), configuration).job
+
+    def row(self, run: TimeRun) -> Row:
+        """A run to learn from."""
+        return Row(job=self.job(run), seconds=run.step_seconds)
+
+    @cached_property
+    def factors(self) -> Factors:
+        """Those of the shipped constants without training runs."""
+        return learnt([self.row(run) for run in self._training]) if self._training else AS_SHIPPED
+
+    def timed(self, run: TimeRun) -> Timed:
+        """A run with its prediction."""
+        return Timed(run=run, predicted_seconds=step_time(with_factors(self.job(run), self.factors)).step_seconds)
+
+
+def learnt(rows: Sequence[Row]) -> Factors:
+    """The factors that runs ask for."""
+    return Factors(**fitted(rows).factors)
+
+
+def shipped_bench(*, calibrated: bool, operations: Callable[[str], bool] = lambda operation: True) -> Bench:
+    """The benchmark that was run before the shipped step times, or some operations of it."""
+    rates = [rate for rate in read_rates(RATES) if operations(rate.operation)]
+    return Bench(rates, read_time_runs(BENCH_TIMES) if calibrated else ())
+
+
+def contests(runs: Iterable[TimeRun], bench: Bench) -> list[Contest]:
+    """Completed runs that differ in their strategy alone, with their predictions."""
+    groups: dict[tuple[object, ...], list[Timed]] = {}
+    for run in runs:
+        if run.outcome == "completed":
+            batch = (run.micro_batch_size, run.gradient_accumulation_steps, run.sequence_length, run.precision)
+            groups.setdefault((run.model, run.world_size, *batch), []).append(bench.timed(run))
+    return [Contest(entries=tuple(entries)) for entries in groups.values()]
+
+
+def median_error(timed: Iterable[Timed]) -> float:
+    """Of the absolute errors."""
+    return statistics.median(abs(one.error) for one in timed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learning:
+    """Median errors on ten runs of one user's model, before and after ten other runs of it."""
+
+    model: str
+    before: float
+    after: float
+
+
+def learning(runs: Sequence[TimeRun], bench: Bench) -> Learning:
+    """Learn from the first half of the runs of one model, and be tried on the second."""
+    rows = [bench.row(run) for run in runs]
+    first, rest = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    before, after = (_median_error(rest, factors) for factors in (AS_SHIPPED, learnt(first)))
+    return Learning(model=runs[0].model, before=before, after=after)
+
+
+def _median_error(rows: Iterable[Row], factors: Factors) -> float:
+    return statistics.median(
+        abs(step_time(with_factors(row.job, factors)).step_seconds / row.seconds - 1) for row in rows
+    )
