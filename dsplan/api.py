@@ -11,7 +11,7 @@ from planner import search, vocabulary
 from planner.errors import NothingFits
 from planner.exact import ExactOptions
 from planner.plan import Plan
-from planner.traces.ask import silent
+from planner.kept_traces.ask import silent
 
 
 def recommend(

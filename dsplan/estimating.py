@@ -23,10 +23,10 @@ def estimated(
 
         request, configuration = exact(question.request(), options)
         return request, estimate(request, configuration)
-    from planner.traces.ask import Tracing
-    from planner.traces.cache import TraceCache
-    from planner.traces.estimate import traced_estimate
-    from planner.traces.source import model_source
+    from planner.kept_traces.ask import Tracing
+    from planner.kept_traces.cache import TraceCache
+    from planner.kept_traces.estimate import traced_estimate
+    from planner.kept_traces.source import model_source
 
     cache = TraceCache()
     source = model_source(question.model, question.model_size, cache)

@@ -1,4 +1,4 @@
-"""The tracer's answer to a question of `planner.traces`: a reading, or the reason why there is none."""
+"""The tracer's answer to a question of `planner.kept_traces`: a reading, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from planner.trace.failed import TraceFailed
 from planner.trace.own_module import own_subject
 from planner.trace.refusal import guarded, why_refused
 from planner.trace.step import trace_step
-from planner.traces.reading import Answer, Reading, Refusal, sizes_of
-from planner.traces.source import ModelSource
+from planner.kept_traces.reading import Answer, Reading, Refusal, sizes_of
+from planner.kept_traces.source import ModelSource
 
 # What `save_pretrained` writes beside the arguments of a config, and what the subject decides itself.
 _NO_ARGUMENTS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache")

@@ -15,7 +15,7 @@ import dsplan
 from dsplan.__main__ import main
 from dsplan.render.progress import progress
 from hardware_db.store import open_store
-from planner.traces import versions
+from planner.kept_traces import versions
 
 HARDWARE = "--gpu H100-SXM5-80GB --seq-len 64 --precision bf16"
 CONFIG = {
@@ -97,7 +97,7 @@ def test_what_changes_the_answer_is_asked_anew(
     cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     from planner.trace import answer
-    from planner.traces.reading import Refusal, sizes_of
+    from planner.kept_traces.reading import Refusal, sizes_of
 
     asked = []
 

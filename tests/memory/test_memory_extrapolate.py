@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from planner.memory.ledger import Ledger
-from planner.traces.extrapolate import Phases, extrapolated
-from planner.traces.reading import Reading, Sizes
+from planner.kept_traces.extrapolate import Phases, extrapolated
+from planner.kept_traces.reading import Reading, Sizes
 
 Bytes = Callable[[Sizes], float]
 

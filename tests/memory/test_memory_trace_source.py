@@ -15,11 +15,11 @@ from hardware_db.trace_record import trace_record
 from planner.errors import BrokenFile
 from planner.models.catalogue import find_model, models
 from planner.models.facts import ModelFacts
-from planner.traces import versions
-from planner.traces.cache import TraceCache
-from planner.traces.rebuild import rebuild
-from planner.traces.source import ModelSource, model_source
-from planner.traces.source_files import source_files, unchanged
+from planner.kept_traces import versions
+from planner.kept_traces.cache import TraceCache
+from planner.kept_traces.rebuild import rebuild
+from planner.kept_traces.source import ModelSource, model_source
+from planner.kept_traces.source_files import source_files, unchanged
 
 LAYERS = """
 from torch import nn
@@ -150,7 +150,7 @@ def test_installed_packages_stand_for_themselves() -> None:
     files = source_files([__name__])
     assert str(here) in files
     assert not any("site-packages" in path for path in files)
-    assert any(path.endswith("planner/traces/source_files.py") for path in files)
+    assert any(path.endswith("planner/kept_traces/source_files.py") for path in files)
     assert unchanged(files)
     assert not unchanged({**files, str(here): "0" * 64})
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 from hardware_db.trace_record import trace_key
 from planner.job import Job
-from planner.traces.reading import Sizes, sizes_of
-from planner.traces.source import ModelSource
+from planner.kept_traces.reading import Sizes, sizes_of
+from planner.kept_traces.source import ModelSource
 
 # They follow from the rest, or are the sizes themselves, or say no more than whether gradients wait (see below).
 _LEFT_OUT = ("micro_batch_size", "global_batch_size", "sequence_length", "gradient_accumulation_steps")

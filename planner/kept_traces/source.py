@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.models.facts import ModelFacts
 from planner.models.resolve import config_file, is_factory, resolve_model
-from planner.traces.cache import TraceCache
+from planner.kept_traces.cache import TraceCache
 
 # Names and remarks do not change what is built.
 _NOT_BUILT = ("name", "aliases", "note", "traced")
@@ -40,7 +40,7 @@ def model_source(name: str | None, model_size: str | None, cache: TraceCache) ->
             config = json.loads(file.read_text(encoding="utf-8"))
             return ModelSource(facts=facts, config=config, identity={"facts": facts_identity(facts), "config": config})
         if is_factory(name):
-            from planner.traces.factory_source import factory_source
+            from planner.kept_traces.factory_source import factory_source
 
             return factory_source(name.strip(), cache)
     facts = resolve_model(name, model_size=model_size)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 
 from planner.memory.ledger import Ledger
-from planner.traces.reading import Reading, Sizes
+from planner.kept_traces.reading import Reading, Sizes
 
 AGREEMENT = 0.005
 """Share of a phase by which extrapolated and direct closed forms, or traces, may differ."""

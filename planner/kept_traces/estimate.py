@@ -16,12 +16,12 @@ from planner.memory.recipe import recipe_of
 from planner.plan import Configuration, Plan
 from planner.request import Request
 from planner.timing import step_time
-from planner.traces.ask import Tracing, ask
-from planner.traces.coverage import Coverage, coverage_of
-from planner.traces.extrapolate import AGREEMENT
-from planner.traces.reading import Reading, Refusal, Sizes
-from planner.traces.source import ModelSource
-from planner.traces.versions import trace_versions
+from planner.kept_traces.ask import Tracing, ask
+from planner.kept_traces.coverage import Coverage, coverage_of
+from planner.kept_traces.extrapolate import AGREEMENT
+from planner.kept_traces.reading import Reading, Refusal, Sizes
+from planner.kept_traces.source import ModelSource
+from planner.kept_traces.versions import trace_versions
 
 TRACED_MARGIN = FRAGMENTATION
 """What the upper bound adds to a traced peak: what the allocator cannot use. Closed forms add how far they may lie
