@@ -42,7 +42,8 @@ class Fabric:
     """The links of a cluster as rates (bytes/s) and latencies (seconds).
 
     `intra` maps a collective to bus bandwidths inside a node for 2, for 3 or 4, and for more ranks; `inter` to what
-    leaves a node over all its NICs.
+    leaves a node over all its NICs. `in_switch` is what an all-reduce inside NVLink's switches takes in, 0 where they
+    cannot, `switch_latency` what it takes at least.
     """
 
     intra: Mapping[Collective, tuple[float, float, float]]
@@ -51,6 +52,8 @@ class Fabric:
     intra_step: float
     inter_step: float
     neighbour: float
+    in_switch: float
+    switch_latency: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +100,12 @@ def _intra(cluster: Cluster, name: Collective) -> tuple[float, float, float]:
     return two * factor, four * factor, more * factor
 
 
+def _in_switch(link: Link | None) -> float:
+    """Bytes/s of the tensor that NVLink's switches reduce (NVLS); the link's bus bandwidth is that of so many GPUs."""
+    bus, gpus = (link.busbw_nvls.get(name) if link else None for name in ("all_reduce", "gpus"))
+    return bus * GB / crossings("all_reduce", int(gpus)) if bus and gpus else 0.0
+
+
 def _inter(cluster: Cluster, name: Collective) -> float:
     link = cluster.inter_link
     known = _link_bytes_per_s(link, name, 8) if link else None
@@ -126,6 +135,8 @@ def fabric(cluster: Cluster) -> Fabric:
         intra_step=_latency(link, "per_step", DEFAULT_STEP_US),
         inter_step=_latency(cluster.inter_link, "per_step", DEFAULT_INTER_STEP_US),
         neighbour=peer * GB * factors.intra_link if peer else intra["all_gather"][0],
+        in_switch=_in_switch(link) * factors.intra_link,
+        switch_latency=_latency(link, "nvls", 0.0),
     )
 
 
@@ -148,7 +159,10 @@ def collective_seconds(cluster: Cluster, name: Collective, size_bytes: float, me
     bandwidth = math.inf if local == 1 else links.intra[name][0 if local == 2 else 1 if local <= 4 else 2]
     if members.nodes > 1:
         bandwidth = min(bandwidth, links.inter[name] / members.sharing)
-    return _latency_seconds(links, name, members) + crossings(name, members.size) * size_bytes / bandwidth
+    ring = _latency_seconds(links, name, members) + crossings(name, members.size) * size_bytes / bandwidth
+    if name == "all_reduce" and members.nodes == 1 and links.in_switch:
+        return min(ring, links.base + links.switch_latency + size_bytes / links.in_switch)
+    return ring
 
 
 def _measured_seconds(cluster: Cluster, name: Collective, size_bytes: float, members: Group) -> float | None:

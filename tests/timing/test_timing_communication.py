@@ -37,6 +37,16 @@ def test_all_reduce_inside_a_node_by_hand() -> None:
     assert collective_seconds(node, "all_reduce", SIZE, group(node, 8, 1)) == pytest.approx(expected)
 
 
+def test_hoppers_switches_reduce_large_tensors_themselves() -> None:
+    node = cluster(device="H100-SXM5-80GB", intra="nvlink4-h100")
+    members = group(node, 8, 1)
+    assert collective_seconds(node, "all_reduce", SIZE, members) == pytest.approx(
+        BASE + 25e-6 + 2 * 7 / 8 * SIZE / 480e9
+    )
+    small = BASE + 2 * 7 * 3.4e-6 + 2 * 7 / 8 * 4096 / 370e9
+    assert collective_seconds(node, "all_reduce", 4096, members) == pytest.approx(min(small, BASE + 25e-6), rel=1e-3)
+
+
 def test_all_gather_between_nodes_leaves_through_the_nics() -> None:
     two = cluster(nodes=2)
     expected = BASE + 14 * 3.4e-6 + 14e-6 + 15 / 16 * SIZE / (4 * 21.6e9)
