@@ -9,13 +9,13 @@ from typing import TypeAlias
 
 from hardware_db.trace_record import trace_record
 from planner.job import Job
-from planner.memory.phases import phases_of
 from planner.kept_traces.cache import TraceCache
 from planner.kept_traces.extrapolate import Phases, extrapolated
 from planner.kept_traces.question import Question, question_of
 from planner.kept_traces.reading import Answer, Reading, Sizes, from_document, to_document
 from planner.kept_traces.source import ModelSource
 from planner.kept_traces.versions import trace_versions
+from planner.memory.phases import phases_of
 
 Report: TypeAlias = Callable[[str], None]
 """Told in a few words what is being done."""

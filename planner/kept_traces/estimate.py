@@ -7,6 +7,12 @@ from dataclasses import replace
 
 from planner.estimate import Priced, judged, plan_of, possible
 from planner.job import Job
+from planner.kept_traces.ask import Tracing, ask
+from planner.kept_traces.coverage import Coverage, coverage_of
+from planner.kept_traces.extrapolate import AGREEMENT
+from planner.kept_traces.reading import Reading, Refusal, Sizes
+from planner.kept_traces.source import ModelSource
+from planner.kept_traces.versions import trace_versions
 from planner.memory.amount import bytes_at
 from planner.memory.instants import instants_of
 from planner.memory.ledger import Ledger
@@ -16,12 +22,6 @@ from planner.memory.recipe import recipe_of
 from planner.plan import Configuration, Plan
 from planner.request import Request
 from planner.timing import step_time
-from planner.kept_traces.ask import Tracing, ask
-from planner.kept_traces.coverage import Coverage, coverage_of
-from planner.kept_traces.extrapolate import AGREEMENT
-from planner.kept_traces.reading import Reading, Refusal, Sizes
-from planner.kept_traces.source import ModelSource
-from planner.kept_traces.versions import trace_versions
 
 TRACED_MARGIN = FRAGMENTATION
 """What the upper bound adds to a traced peak: what the allocator cannot use. Closed forms add how far they may lie

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 
-from planner.memory.ledger import Ledger
 from planner.kept_traces.reading import Reading, Sizes
+from planner.memory.ledger import Ledger
 
 AGREEMENT = 0.005
 """Share of a phase by which extrapolated and direct closed forms, or traces, may differ."""

@@ -9,13 +9,13 @@ from typing import Any
 
 from hardware_db.canonical import digest
 from hardware_db.trace_record import trace_key, trace_record
-from planner.models.factory import facts_of_made, made_by
-from planner.models.facts import ModelFacts
 from planner.kept_traces.cache import TraceCache
 from planner.kept_traces.rebuild import rebuild
 from planner.kept_traces.source import ModelSource
 from planner.kept_traces.source_files import source_files, unchanged
 from planner.kept_traces.versions import trace_versions
+from planner.models.factory import facts_of_made, made_by
+from planner.models.facts import ModelFacts
 
 _DIGITS = 32
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from planner.kept_traces.cache import TraceCache
 from planner.models.facts import ModelFacts
 from planner.models.resolve import config_file, is_factory, resolve_model
-from planner.kept_traces.cache import TraceCache
 
 # Names and remarks do not change what is built.
 _NOT_BUILT = ("name", "aliases", "note", "traced")

@@ -9,6 +9,8 @@ from torch import nn
 
 from planner.errors import DsplanError
 from planner.job import Job
+from planner.kept_traces.reading import Answer, Reading, Refusal, sizes_of
+from planner.kept_traces.source import ModelSource
 from planner.memory.ledger import Ledger
 from planner.models.factory import made_by
 from planner.trace.build import Subject, subject_of
@@ -16,8 +18,6 @@ from planner.trace.failed import TraceFailed
 from planner.trace.own_module import own_subject
 from planner.trace.refusal import guarded, why_refused
 from planner.trace.step import trace_step
-from planner.kept_traces.reading import Answer, Reading, Refusal, sizes_of
-from planner.kept_traces.source import ModelSource
 
 # What `save_pretrained` writes beside the arguments of a config, and what the subject decides itself.
 _NO_ARGUMENTS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache")

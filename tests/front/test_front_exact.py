@@ -96,8 +96,8 @@ CHANGES += ["--checkpointing full", "--gpu A100-SXM4-80GB", "--task seq-cls", "-
 def test_what_changes_the_answer_is_asked_anew(
     cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    from planner.trace import answer
     from planner.kept_traces.reading import Refusal, sizes_of
+    from planner.trace import answer
 
     asked = []
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from planner.memory.ledger import Ledger
 from planner.kept_traces.extrapolate import Phases, extrapolated
 from planner.kept_traces.reading import Reading, Sizes
+from planner.memory.ledger import Ledger
 
 Bytes = Callable[[Sizes], float]
 

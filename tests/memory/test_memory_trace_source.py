@@ -13,13 +13,13 @@ import pytest
 from hardware_db.store import MemoryStore, open_store
 from hardware_db.trace_record import trace_record
 from planner.errors import BrokenFile
-from planner.models.catalogue import find_model, models
-from planner.models.facts import ModelFacts
 from planner.kept_traces import versions
 from planner.kept_traces.cache import TraceCache
 from planner.kept_traces.rebuild import rebuild
 from planner.kept_traces.source import ModelSource, model_source
 from planner.kept_traces.source_files import source_files, unchanged
+from planner.models.catalogue import find_model, models
+from planner.models.facts import ModelFacts
 
 LAYERS = """
 from torch import nn
