@@ -32,16 +32,18 @@ def _simulated(forwards: Sequence[float], backwards: Sequence[float], micro_batc
     """
     stages = len(forwards)
     free = [0.0] * stages
-    arrived = [0.0] * (stages + 1)
+    # Behind the last stage there is none, whose gradient is always there.
+    arrived = [-hop] * (stages + 1)
     for wave in range(micro_batches + stages):
         # Stage s takes its backward number wave - stages + s, as far as there is one.
         for stage in range(max(0, stages - wave), min(stages, micro_batches + stages - wave)):
-            returned = arrived[stage + 1] + hop if stage + 1 < stages else 0.0
-            free[stage] = arrived[stage] = max(free[stage], returned) + backwards[stage]
+            ready, returned = free[stage], arrived[stage + 1] + hop
+            free[stage] = arrived[stage] = (ready if ready > returned else returned) + backwards[stage]
         if wave < micro_batches:
             sent = 0.0
             for stage, forward in enumerate(forwards):
-                free[stage] = done = max(free[stage], sent) + forward
+                ready = free[stage]
+                free[stage] = done = (ready if ready > sent else sent) + forward
                 sent = done + hop
     return max(free)
 
