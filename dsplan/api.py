@@ -6,28 +6,27 @@ from dataclasses import fields
 from typing import Any
 
 from dsplan.estimating import estimated
+from dsplan.goal import Goal
 from dsplan.question import Question
-from planner import search, vocabulary
+from planner import search
 from planner.errors import NothingFits
 from planner.exact import ExactOptions
-from planner.plan import Plan
 from planner.kept_traces.ask import silent
+from planner.plan import Plan
 
 
-def recommend(
-    *,
-    objective: vocabulary.Objective = "throughput",
-    top: int = 5,
-    all_plans: bool = False,
-    **question: Any,
-) -> search.Recommendation:
+def recommend(**asked: Any) -> search.Recommendation:
     """Ranked plans: `recommend(model="opt-6.7b", gpus=8).plans[0]`.
+
+    Takes the fields of `Question` and of `dsplan.goal.Goal`, such as `objective`, `top` and `price`.
 
     Raises:
         DsplanError: the model, the hardware or a number is not one that can be planned with.
     """
-    request = Question(**question).request(objective=objective, top=top, allow_unrunnable=all_plans)
-    return search.recommend(request)
+    named = {item.name for item in fields(Goal)}
+    goal = Goal(**{name: value for name, value in asked.items() if name in named})
+    question = Question(**{name: value for name, value in asked.items() if name not in named})
+    return search.recommend(question.request(**goal.ranking()), with_front=goal.pareto)
 
 
 def plan(**question: Any) -> Plan:
@@ -40,7 +39,7 @@ def plan(**question: Any) -> Plan:
     answer = recommend(**question)
     if answer.plans:
         return answer.plans[0]
-    closest = answer.closest.notes[0] if answer.closest and answer.closest.notes else "nothing comes close"
+    closest = answer.closest.notes[0] if answer.closest and answer.closest.notes else "none ends in time"
     remedy = f"; {answer.remedies[0].change} ({answer.remedies[0].flag})" if answer.remedies else ""
     raise NothingFits(f"no plan fits: {closest}{remedy}")
 

@@ -103,7 +103,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeType:
-    """A machine as it is bought or rented: accelerators, links, host."""
+    """A machine as it is bought or rented: accelerators, links, host, and where one is published, its price."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -118,5 +118,7 @@ class NodeType:
     cpu_unit: str | None = None
     host_ram_gib: float | None = None
     local_nvme_gb: float | None = None
+    usd_per_hour: float | None = None
+    priced_on: str | None = None
     note: str | None = None
     source: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

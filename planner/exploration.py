@@ -4,14 +4,15 @@ A step's time is cheap to work out and needs no memory; memory is not cheap. So 
 the order of the best that each could be, until none that is left can beat what was found. That is exact as long as
 
 - memory grows with the micro-batch, but for the last of them, which needs no gradients to be kept from one to the next;
-- no micro-batch takes less work than the largest, of which it is a divisor, and none has a shorter bubble than the
-  smallest; on a CPU, whose caches a larger one outgrows, it may take a fifth less;
+- no micro-batch takes less work than the largest where it divides it (else TILES less at most, or CACHES less on a
+  CPU), and none has a shorter bubble than the smallest;
 - computing activations again takes time and no more memory;
 - the same shape over fewer devices takes no less memory of each.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +26,10 @@ from planner.request import Request
 from planner.timing import step_time
 from planner.verdict import device_limit
 
+TILES = 0.95
+"""Matrix products of a size that is no divisor of another may fill the device's last wave of tiles better."""
 CACHES = 0.8
+"""A larger micro-batch may outgrow a CPU's caches."""
 
 
 class Candidate:
@@ -82,7 +86,8 @@ class Candidate:
         """Seconds that a step takes at least: the work of the largest micro-batch and the bubble of the smallest."""
         largest = self.time(len(self.micros) - 1)
         bubble = self.time(0).bubble_seconds - largest.bubble_seconds if self.shape.pp > 1 else 0.0
-        return (largest.step_seconds + bubble) * (CACHES if self.request.cluster.device.is_cpu else 1.0)
+        slack = 1.0 if self.shape.sync_each_micro_batch else TILES
+        return (largest.step_seconds + bubble) * (CACHES if self.request.cluster.device.is_cpu else slack)
 
     def fastest_fitting(self, seconds: float) -> int | None:
         """The fastest micro-batch that fits and takes at most so many seconds a step."""
@@ -150,10 +155,10 @@ class Family:
                     return
 
 
-def best(group: Sequence[Candidate], objective: words.Objective) -> Timed | None:
-    """The best configuration of a group that fits; None where none does."""
+def best(group: Sequence[Candidate], objective: words.Objective, limit: float = math.inf) -> Timed | None:
+    """The best configuration of a group that fits and takes at most `limit` seconds a step; None without one."""
     found: Timed | None = None
-    for timed_ in _smallest(group) if objective == "memory" else _fast(group, objective):
+    for timed_ in _smallest(group, limit) if objective == "memory" else _fast(group, objective, limit):
         if found is None or order(timed_, objective) < order(found, objective):
             found = timed_
     return found
@@ -165,19 +170,20 @@ def closest(group: Sequence[Candidate]) -> Priced | None:
     return min(misses, key=lambda priced: priced.judgement.pressure, default=None)
 
 
-def _fast(group: Sequence[Candidate], objective: words.Objective) -> Iterator[Timed]:
+def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) -> Iterator[Timed]:
     """What was measured before, then ever better configurations by time or cost."""
-    found = float("inf")
+    found = math.inf
     for known in _known(group):
-        found = min(found, worth(known, objective))
-        yield known
+        if known.time.step_seconds <= limit:
+            found = min(found, worth(known, objective))
+            yield known
     families = _with_devices_enough([family for family in _families(group) if not family.is_hopeless()])
     weights = [family.gpus if objective == "cost" else 1 for family in families]
     bounds = [family.bound() * weight for family, weight in zip(families, weights, strict=True)]
     for place in sorted(range(len(families)), key=bounds.__getitem__):
         if bounds[place] > found:
             return
-        for one in families[place].within(found / weights[place]):
+        for one in families[place].within(min(found / weights[place], limit)):
             found = min(found, worth(one, objective))
             yield one
 
@@ -217,8 +223,11 @@ def _with_devices_enough(families: Sequence[Family]) -> list[Family]:
     return enough
 
 
-def _smallest(group: Sequence[Candidate]) -> Iterator[Timed]:
+def _smallest(group: Sequence[Candidate], limit: float) -> Iterator[Timed]:
     """Every configuration of the candidates that can do with least memory."""
+    if limit < math.inf:
+        yield from _in_time(group, limit)
+        return
     needs = []
     for candidate in group:
         ends = (candidate.priced(index) for index in candidate.ends() if candidate.fits(index))
@@ -228,3 +237,11 @@ def _smallest(group: Sequence[Candidate]) -> Iterator[Timed]:
     for candidate, need in zip(group, needs, strict=True):
         if need is not None and need == least:
             yield from (candidate.timed(index) for index in range(len(candidate.micros)) if candidate.fits(index))
+
+
+def _in_time(group: Iterable[Candidate], limit: float) -> Iterator[Timed]:
+    """Of each candidate those that are fast enough: the one with least memory may need a large micro-batch."""
+    for candidate in group:
+        for index in range(len(candidate.micros)):
+            if candidate.seconds(index) <= limit and candidate.fits(index):
+                yield candidate.timed(index)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from planner import vocabulary as words
+from planner.budget import bill_of
 from planner.candidates import inapplicable
 from planner.estimate import Priced, plan_of, unrunnable
 from planner.plan import Configuration, Plan, StepTime
@@ -146,10 +147,21 @@ def rejections(request: Request, ranked: Sequence[Timed], missing: Sequence[Pric
     for priced in missing:
         name, plan = strategy_name(priced.job.configuration), plan_of(priced, step_time(priced.job))
         rejected.append(Rejection(strategy=name, reason=_miss(priced), plan=plan))
+    named = {item.strategy for item in rejected} | {strategy_name(item.configuration) for item in ranked}
     for strategy in words.STRATEGIES:
         senseless = inapplicable(request, strategy)
-        if senseless:
+        if senseless and strategy not in named:
             rejected.append(Rejection(strategy=strategy, reason=senseless))
+    return tuple(rejected)
+
+
+def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
+    """The strategies that fit and do not end in time, at their fastest."""
+    rejected = []
+    for item in late:
+        days = bill_of(item.configuration, item.time.step_seconds, None, request.budget).days or 0.0
+        reason = f"fits, takes {days:.3g} days"
+        rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=item.plan))
     return tuple(rejected)
 
 
@@ -178,9 +190,10 @@ def why_first(request: Request, ranked: Sequence[Timed]) -> str:
     other, less = group_name(best.configuration), 1 - worth(best, objective) / worth(first, objective)
     if not clearly_worse(first, best, objective):
         width = told_apart_from(first.configuration, best.configuration)
+        ahead = f"{less:.0%} {_BETTER[objective]}" if less >= 0.005 else f"no {_BETTER[objective]}"
         return (
-            f"{name} is simpler than {other}, which is predicted {less:.0%} {_BETTER[objective]}: less than the"
-            f" {width:.0%} by which predictions of two such plans can be off against each other"
+            f"{name} is simpler than {other}, which is predicted {ahead}: predictions of two such plans can be off"
+            f" against each other by {width:.0%}"
         )
     return f"{name} is the best that dsplan run can run; {other} is predicted {less:.0%} {_BETTER[objective]}"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from hardware_db.units import format_bytes
+from hardware_db.units import format_bytes, format_seconds
+from planner.deadline import OnDevices
 from planner.device_counts import doubled
 from planner.estimate import Priced
 from planner.request import Request
@@ -35,6 +36,20 @@ def remedies(request: Request, fits: Fits) -> tuple[Remedy, ...]:
         _model_parallel(request, fits),
     )
     return tuple(remedy for remedy in tried if remedy is not None)
+
+
+def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple[Remedy, ...]:
+    """The numbers of devices on which a plan ends in time, fewest first."""
+    here = request.cluster.gpus
+    return tuple(
+        Remedy(
+            change=f"use {one.gpus} GPUs instead of {here}: {one.bill.days:.3g} days",
+            flag=f"--gpus {one.gpus}",
+            plan=f"{one.plan.configuration.strategy}, {format_seconds(one.plan.time.step_seconds)} a step",
+        )
+        for one in on_devices
+        if one.in_time
+    )
 
 
 def _remedy(change: str, flag: str, priced: Priced) -> Remedy:

@@ -9,6 +9,7 @@ from typing import Any
 from hardware_db.units import GB
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
+from planner.budget import NO_BUDGET, Budget
 from planner.cluster import Cluster
 from planner.errors import ContradictoryRequest
 from planner.models.count import count_parameters
@@ -57,10 +58,16 @@ class Request:
     top: int = 5
     allow_unrunnable: bool = False
     simplest_first: bool = True
+    budget: Budget = NO_BUDGET
     strategies: tuple[words.Strategy, ...] | None = None
     micro_batch: int | None = None
     experience: Experience = NO_EXPERIENCE
     zero_backend: words.Backend = "deepspeed"
+
+    @property
+    def usd_per_gpu_hour(self) -> float | None:
+        """The price that was given, else that of the cluster's node type; None where neither is known."""
+        return self.cluster.usd_per_gpu_hour if self.budget.usd_per_gpu_hour is None else self.budget.usd_per_gpu_hour
 
 
 def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: Any) -> Request:

@@ -10,7 +10,7 @@ from hardware_db.probe import Machine, probe_hardware
 from planner.cluster import Cluster
 from planner.errors import ContradictoryRequest
 from planner.hardware.cluster_file import read_cluster_file
-from planner.hardware.nodes import Layout, cluster_of, default_node_type, spread, usual_gpus_per_node
+from planner.hardware.nodes import Layout, cluster_of, default_node_type, price_per_gpu, spread, usual_gpus_per_node
 from planner.hardware.probed import CPU_RANKS, cpu_cluster, gpu_cluster, mig_cluster, of_machine, probed_cluster
 
 __all__ = ["HardwareRequest", "probed_cluster", "resolve_cluster"]
@@ -91,7 +91,7 @@ def _from_node_type(request: HardwareRequest) -> Cluster:
             f"--gpus {gpus} contradicts {layout.nodes} x {node.name}, which have {layout.nodes} x {per_node} = "
             f"{layout.nodes * per_node} GPUs; drop --gpus or ask for a multiple of {per_node}"
         )
-    return cluster_of(device, layout, node, request.memory_gb)
+    return replace(cluster_of(device, layout, node, request.memory_gb), usd_per_gpu_hour=price_per_gpu(node))
 
 
 def _from_cpu(request: HardwareRequest, machine: Machine) -> Cluster:

@@ -6,24 +6,41 @@ micro-batch is cut from the global batch, so that is always the one asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.candidates import shapes
+from planner.deadline import OnDevices, on_more_and_fewer
 from planner.device_counts import device_counts
 from planner.errors import ContradictoryRequest
 from planner.estimate import Priced, plan_of, unrunnable
 from planner.exploration import Candidate, best, closest
+from planner.front import front
 from planner.plan import Plan
-from planner.ranking import Rejection, Timed, compared, group_name, rank, rejections, strategy_name, why_first
-from planner.remedies import Remedy, remedies
+from planner.ranking import (
+    Rejection,
+    Timed,
+    compared,
+    group_name,
+    rank,
+    rejections,
+    strategy_name,
+    too_late,
+    why_first,
+)
+from planner.remedies import Remedy, in_time_remedies, remedies
 from planner.request import Request
 from planner.timing import step_time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
-    """Ranked plans, best first, and in `choice` why the first is; without one, the closest miss and what would help."""
+    """Ranked plans, best first, and in `choice` why the first is; without one, the closest miss and what would help.
+
+    With a deadline the plans are those that end in time, the closest miss may be one that fits and ends too late, and
+    `on_devices` says on how many devices the training would end in time. `front` is there where it was asked for.
+    """
 
     request: Request
     plans: tuple[Plan, ...]
@@ -31,24 +48,39 @@ class Recommendation:
     choice: str = ""
     closest: Plan | None = None
     remedies: tuple[Remedy, ...] = ()
+    on_devices: tuple[OnDevices, ...] = ()
+    front: tuple[Plan, ...] = ()
 
 
-def recommend(request: Request) -> Recommendation:
-    """Rank the best plan of every strategy that fits.
+def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
+    """Rank the best plan of every strategy that fits; `with_front` adds the Pareto front.
 
     Raises:
         ContradictoryRequest: the global batch cannot be split over the GPUs.
     """
     _check_batch(request)
+    limit = request.budget.step_limit(request.workload)
     groups = _grouped(Candidate(option, shape) for option in device_counts(request) for shape in shapes(option))
-    found = [item for group in groups.values() if (item := best(group, request.objective)) is not None]
-    ranked = rank(request, found)
-    missing = _misses(groups.values(), ranked)
-    if ranked:
-        rejected = rejections(request, ranked, missing)
-        plans = _with_alternatives(request, ranked, rejected)
-        return Recommendation(request=request, plans=plans, rejected=rejected, choice=why_first(request, ranked))
-    return _nothing(request, missing)
+    found, late = [], []
+    for group in groups.values():
+        item = best(group, request.objective, limit)
+        if item is not None:
+            found.append(item)
+        elif limit < math.inf and (too_slow := best(group, "throughput")) is not None:
+            late.append(too_slow)
+    ranked, late = rank(request, found), rank(request, late)
+    missing = _misses(groups.values(), [*ranked, *late])
+    rejected = (*rejections(request, ranked, missing), *too_late(request, late))
+    if not ranked:
+        return _late(request, late, rejected) if late else _nothing(request, missing, rejected)
+    return Recommendation(
+        request=request,
+        plans=_with_alternatives(request, ranked, rejected),
+        rejected=rejected,
+        choice=why_first(request, ranked),
+        on_devices=on_more_and_fewer(request, _first) if limit < math.inf else (),
+        front=tuple(item.plan for item in front(request)) if with_front else (),
+    )
 
 
 def can_fit(request: Request) -> Priced | None:
@@ -85,7 +117,27 @@ def _misses(groups: Iterable[Sequence[Candidate]], ranked: Sequence[Timed]) -> l
     return [miss for group in strategies.values() if (miss := closest(group)) is not None]
 
 
-def _nothing(request: Request, missing: Sequence[Priced]) -> Recommendation:
+def _first(request: Request) -> Plan | None:
+    try:
+        return next(iter(recommend(request).plans), None)
+    except ContradictoryRequest:  # the batch cannot be split over so many devices
+        return None
+
+
+def _late(request: Request, late: Sequence[Timed], rejected: tuple[Rejection, ...]) -> Recommendation:
+    """Plans fit, and none ends in time: the best of them, and the numbers of devices on which one would."""
+    on_devices = on_more_and_fewer(request, _first)
+    return Recommendation(
+        request=request,
+        plans=(),
+        rejected=rejected,
+        closest=late[0].plan,
+        remedies=in_time_remedies(request, on_devices),
+        on_devices=on_devices,
+    )
+
+
+def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Rejection, ...]) -> Recommendation:
     if not missing:
         raise ContradictoryRequest(
             f"global batch {request.workload.global_batch_size} cannot be split over {request.cluster.gpus} GPUs"
@@ -94,7 +146,7 @@ def _nothing(request: Request, missing: Sequence[Priced]) -> Recommendation:
     return Recommendation(
         request=request,
         plans=(),
-        rejected=rejections(request, (), missing),
+        rejected=rejected,
         closest=plan_of(nearest, step_time(nearest.job)),
         remedies=remedies(request, can_fit),
     )

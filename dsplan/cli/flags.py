@@ -29,6 +29,12 @@ def _positive(value: float | None) -> float | None:
     return value
 
 
+def _positive_price(value: float | None) -> float | None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise typer.BadParameter(f"{value} is not a price; write dollars above 0")
+    return value
+
+
 def _count(most: int, text: str) -> Any:
     return typer.Option(min=1, max=most, metavar="N", help=text)
 
@@ -120,6 +126,19 @@ class RankingFlags:
 
     objective: Annotated[words.Objective, typer.Option(help="What the first plan is best at.")] = "throughput"
     top: Annotated[int, _count(MOST_PLANS, "How many plans to show.")] = 5
+    fastest: Annotated[
+        bool, typer.Option("--fastest", help="By predicted figures alone, without putting simpler plans first.")
+    ] = False
+    price: Annotated[
+        float | None, typer.Option(callback=_positive_price, metavar="USD", help="What one GPU costs per hour.")
+    ] = None
+    tokens: Annotated[str | None, typer.Option(metavar="N", help="Tokens of the whole training, such as 300B.")] = None
+    deadline: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Only plans that train --tokens in so long: 36h, 14d or 2w.")
+    ] = None
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Show every plan that no other beats in time, memory and GPUs at once.")
+    ] = False
     all_plans: Annotated[
         bool, typer.Option("--all-plans", help="Rank plans that `dsplan run` cannot run yet (tp, pp) by merit alone.")
     ] = False

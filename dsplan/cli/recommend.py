@@ -14,13 +14,15 @@ def recommend(
     model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, ranking: RankingFlags, json: JsonFlag = False
 ) -> None:
     """Ranked plans for a model on your hardware. Exit status 1 if nothing fits."""
+    from dsplan.goal import Goal
     from dsplan.question import Question
     from dsplan.render.recommendation import recommendation_blocks, recommendation_to_dict
     from dsplan.render.show import show, show_json
     from planner.search import recommend as search
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
-    answer = search(question.request(objective=ranking.objective, top=ranking.top, allow_unrunnable=ranking.all_plans))
+    goal = Goal(**{name: value for name, value in asdict(ranking).items() if name != "out"})
+    answer = search(question.request(**goal.ranking()), with_front=goal.pareto)
     if ranking.out is not None:
         from dsplan.cli.plan_files import write_plans
 

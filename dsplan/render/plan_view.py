@@ -106,8 +106,25 @@ def time_table(time: StepTime) -> Table:
         ("bubble", time.bubble_seconds),
     )
     rows = [_row(name, part / time.step_seconds, format_seconds(part)) for name, part in parts if part > 0]
-    title = f"one step takes {format_seconds(time.step_seconds)}; {format_seconds(hidden)} of communication is hidden"
+    between = interval_text(time)
+    expected = f" ({between})" if between else ""
+    took = f"one step takes {format_seconds(time.step_seconds)}{expected}"
+    if time.predicted_step_seconds is not None:
+        took += f", as measured here; predicted {format_seconds(time.predicted_step_seconds)}"
+    title = f"{took}; {format_seconds(hidden)} of communication is hidden"
     return Table(title=title, columns=columns("part", "share", ">time"), rows=rows)
+
+
+def interval_text(time: StepTime) -> str:
+    """Between which times nine of ten steps should lie, in the unit of the step's own: `1.72-2.21`."""
+    if time.step_seconds_low is None or time.step_seconds_high is None:
+        return ""
+    scale = 1.0 if time.step_seconds >= 1 else 1e3 if time.step_seconds >= 1e-3 else 1e6
+    return "-".join(_three_digits(bound * scale) for bound in (time.step_seconds_low, time.step_seconds_high))
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
 def verdict_line(plan: Plan) -> str:

@@ -1,15 +1,18 @@
-"""Ranked plans as a table, what was rejected and why, and remedies when nothing fits."""
+"""Ranked plans as a table, why the first is first, what was rejected and why, and remedies when nothing fits."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from dsplan.render.bill_view import bill, bill_cells, devices_table, devices_to_dicts, price_note
 from dsplan.render.blocks import Bar, Block, Cell, Table, Text, columns
-from dsplan.render.plan_view import describe, dims_text, header, limit_bytes, verdict_line
+from dsplan.render.plan_view import describe, dims_text, header, interval_text, limit_bytes, verdict_line
 from hardware_db.units import format_seconds, gib
 from planner.plan import Plan
 from planner.plan_io import plan_to_dict
+from planner.request import Request
 from planner.search import Recommendation
 from planner.workload import Workload
 
@@ -19,29 +22,36 @@ def recommendation_blocks(answer: Recommendation) -> list[Block]:
     shown = answer.plans[0] if answer.plans else answer.closest
     blocks: list[Block] = [] if shown is None else header(shown, answer.request.defaults)
     blocks += [Text(text=_work(answer.request.workload)), Text(text="")]
-    blocks += [plans_table(answer.plans), *_footnotes(answer)] if answer.plans else _nothing_fits(answer)
-    return blocks + _rejected(answer)
+    if answer.plans:
+        blocks += [plans_table(answer.request, answer.plans), *_footnotes(answer)]
+    else:
+        blocks += _nothing_fits(answer)
+    return [*blocks, *devices_table(answer), *_front(answer), *_rejected(answer)]
 
 
 def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
-    """What `recommend --json` prints: `plans` best first and `rejected`; `closest` and `remedies` when nothing fits."""
+    """What `recommend --json` prints: `plans` best first, `choice`, `rejected`; `closest` and `remedies` when nothing
+    fits; `on_devices` with a deadline, `front` where it was asked for."""
     return {
         "schema_version": answer.plans[0].schema_version if answer.plans else 1,
-        "plans": [plan_to_dict(plan) for plan in answer.plans],
+        "plans": [_plan_to_dict(answer.request, plan) for plan in answer.plans],
+        "choice": answer.choice,
         "rejected": [{"strategy": item.strategy, "reason": item.reason} for item in answer.rejected],
-        "closest": None if answer.closest is None else plan_to_dict(answer.closest),
+        "closest": None if answer.closest is None else _plan_to_dict(answer.request, answer.closest),
         "remedies": [{"change": item.change, "flag": item.flag, "plan": item.plan} for item in answer.remedies],
+        "on_devices": devices_to_dicts(answer),
+        "front": [_plan_to_dict(answer.request, plan) for plan in answer.front],
         "defaults": list(answer.request.defaults),
     }
 
 
-def plans_table(plans: tuple[Plan, ...]) -> Table:
+def plans_table(request: Request, plans: Sequence[Plan], title: str = "") -> Table:
     """One row per plan, best first."""
-    rows = [_row(rank, plan) for rank, plan in enumerate(plans, start=1)]
+    rows = [_row(rank, plan) | bill_cells(request, plan) for rank, plan in enumerate(plans, start=1)]
     if all(plan.configuration.offload == "none" for plan in plans):
         for row in rows:
             del row["offload"]
-    return Table(columns=columns(*rows[0]), rows=[list(row.values()) for row in rows])
+    return Table(title=title, columns=columns(*rows[0]), rows=[list(row.values()) for row in rows])
 
 
 def alternatives_table(plan: Plan) -> list[Block]:
@@ -64,6 +74,7 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         ">GiB": f"{gib(memory.device_used_bytes):.1f}",
         "memory": Bar(share=memory.device_used_upper_bytes / limit_bytes(plan), width=6),
         ">step": format_seconds(plan.time.step_seconds),
+        "?>9 of 10": interval_text(plan.time),
         ">tokens/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
         "?>MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
         "limit": plan.limited_by,
@@ -75,12 +86,13 @@ def _footnotes(answer: Recommendation) -> list[Block]:
     capacity = gib(limit_bytes(plans[0]))
     runners = sorted({plan.configuration.backend for plan in plans})
     note = (
-        f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; tokens/s: per GPU;"
-        f" limit: the largest part of a step; run by {' and '.join(runners)}"
+        f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; 9 of 10: where nine of ten"
+        f" steps should lie; tokens/s: per GPU; limit: the largest part of a step; run by {' and '.join(runners)}"
     )
-    notes: list[Block] = [Text(text=note, style="faint")]
-    if answer.request.objective == "throughput" and not _by_time(plans):
-        notes.append(Text(text="a simpler plan goes first unless another is clearly faster", style="faint"))
+    notes: list[Block] = [Text(text=f"first: {answer.choice}"), Text(text=note, style="faint")]
+    notes += price_note(answer.request)
+    measured = [describe(plan.configuration) for plan in plans if plan.time.predicted_step_seconds is not None]
+    notes += [Text(text=f"step measured here before: {name}", style="faint") for name in measured]
     if any(not plan.runnable for plan in plans):
         notes.append(Text(text="* can be emitted for other trainers; dsplan run cannot run it yet", style="faint"))
     return notes + [Text(text=f"note: {note}", style="warning") for note in _shared_notes(plans)]
@@ -91,10 +103,14 @@ def _shared_notes(plans: tuple[Plan, ...]) -> list[str]:
     return [note for note in plans[0].notes if all(note in plan.notes for plan in plans)]
 
 
-def _by_time(plans: tuple[Plan, ...]) -> bool:
-    """Whether the plans stand in the order of their step times, small differences aside."""
-    seconds = [plan.time.step_seconds for plan in plans]
-    return all(later > 0.99 * earlier for earlier, later in pairwise(seconds))
+def _front(answer: Recommendation) -> list[Block]:
+    what = "cost" if answer.request.objective == "cost" else "step time"
+    title = f"no plan beats one of these in {what}, memory and number of GPUs at once"
+    return [plans_table(answer.request, answer.front, title)] if answer.front else []
+
+
+def _plan_to_dict(request: Request, plan: Plan) -> dict[str, Any]:
+    return plan_to_dict(plan) | {"cost": asdict(bill(request, plan))}
 
 
 def _work(workload: Workload) -> str:
@@ -103,9 +119,13 @@ def _work(workload: Workload) -> str:
 
 
 def _nothing_fits(answer: Recommendation) -> list[Block]:
-    blocks: list[Block] = [Text(text="no plan fits", style="bad")]
+    late = answer.closest is not None and answer.closest.verdict != "does_not_fit"
+    what = f"no plan that fits ends in {answer.request.budget.deadline_days:.3g} days" if late else "no plan fits"
+    blocks: list[Block] = [Text(text=what, style="bad")]
     if answer.closest is not None:
-        blocks.append(Text(text=f"closest: {describe(answer.closest.configuration)}"))
+        days = bill(answer.request, answer.closest).days
+        takes = f", {days:.3g} days" if late else ""
+        blocks.append(Text(text=f"closest: {describe(answer.closest.configuration)}{takes}"))
         blocks.append(Text(text=verdict_line(answer.closest)))
     for number, item in enumerate(answer.remedies, start=1):
         blocks.append(Text(text=f"  {number}. {item.change} ({item.flag}): {item.plan}"))

@@ -70,7 +70,8 @@ def read_yaml(path: Path, keys: set[str]) -> dict[str, Any]:
 def _table(data: dict[str, Any], key: str, value_type: type, sources: tuple[str, ...], path: Path) -> dict[str, Any]:
     rows = [check_row(row, value_type, path, position) for position, row in enumerate(data[key])]
     for row in rows:
-        check_sources(row, sources, data["sources"], path)
+        priced = ("price",) if "usd_per_hour" in row else ()
+        check_sources(row, (*sources, *priced), data["sources"], path)
     return {"names": name_index(rows, path), "rows": rows}
 
 

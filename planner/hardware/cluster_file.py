@@ -18,12 +18,13 @@ from hardware_db.device import NodeType
 from hardware_db.units import GB
 from planner.cluster import Cluster
 from planner.errors import BrokenFile, ContradictoryRequest, UnknownName
-from planner.hardware.nodes import Layout, cluster_of, default_node_type, usual_gpus_per_node
+from planner.hardware.nodes import Layout, cluster_of, default_node_type, price_per_gpu, usual_gpus_per_node
 
 _TEXT = ("gpu", "device", "node_type", "intra_link", "inter_link")
 _COUNTS = ("nodes", "gpus_per_node", "nics_per_node", "host_cores")
 _SIZES = ("capacity_gb", "host_memory_gb", "nvme_gb")
-KEYS = (*_TEXT, *_COUNTS, *_SIZES)
+_PRICES = ("usd_per_gpu_hour",)
+KEYS = (*_TEXT, *_COUNTS, *_SIZES, *_PRICES)
 
 
 def read_cluster_file(path: str) -> Cluster:
@@ -64,6 +65,8 @@ def _checked(path: str, data: dict[Any, Any]) -> dict[str, Any]:
             raise BrokenFile(path, f"{key} is {given!r}", "write a whole number of at least 1")
         if key in _SIZES and not (number and given > 0):
             raise BrokenFile(path, f"{key} is {given!r}", "write gigabytes (1e9 bytes) above 0")
+        if key in _PRICES and not (number and given > 0):
+            raise BrokenFile(path, f"{key} is {given!r}", "write dollars above 0")
     if "gpu" in data and "device" in data:
         raise BrokenFile(path, "names both gpu and device", "keep one; they mean the same")
     return {"gpu" if key == "device" else key: str(given) if key in _TEXT else given for key, given in data.items()}
@@ -78,7 +81,8 @@ def _base(path: str, given: dict[str, Any]) -> Cluster:
         raise BrokenFile(path, f"node_type {node.name} has {node.gpu}, not {device.name}", "drop one of the two")
     per_node = given.get("gpus_per_node") or (node.gpus_per_node if node else usual_gpus_per_node(device))
     layout = Layout(nodes=given.get("nodes", 1), gpus_per_node=per_node)
-    return cluster_of(device, layout, node or default_node_type(device, per_node), given.get("capacity_gb"))
+    cluster = cluster_of(device, layout, node or default_node_type(device, per_node), given.get("capacity_gb"))
+    return cluster if node is None else replace(cluster, usd_per_gpu_hour=price_per_gpu(node))
 
 
 def _with_figures(cluster: Cluster, given: dict[str, Any]) -> Cluster:
@@ -92,4 +96,6 @@ def _with_figures(cluster: Cluster, given: dict[str, Any]) -> Cluster:
     ):
         if key in given:
             changes[field] = round(given[key] * scale)
+    if "usd_per_gpu_hour" in given:
+        changes["usd_per_gpu_hour"] = float(given["usd_per_gpu_hour"])
     return replace(cluster, **changes)

@@ -106,6 +106,11 @@ def capacity(device: Device, memory_gb: float | None = None) -> int:
     )
 
 
+def price_per_gpu(node: NodeType) -> float | None:
+    """Dollars per hour and GPU of a node type; None where no price is published."""
+    return None if node.usd_per_hour is None else node.usd_per_hour / node.gpus_per_node
+
+
 def cluster_of(device: Device, layout: Layout, node: NodeType | None, memory_gb: float | None = None) -> Cluster:
     """A cluster of a named device. A node type with more GPUs than are used lends its host in proportion.
 

@@ -1,0 +1,73 @@
+"""Goal: what a person wants of the plans, in the words of the command line, on its way to the planner."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from hardware_db.errors import DsplanError
+from hardware_db.units import parse_count
+from planner import vocabulary as words
+from planner.budget import Budget
+from planner.errors import ContradictoryRequest
+
+_DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """How plans are ranked and which are shown; a field is named as its flag.
+
+    `price` is dollars per GPU-hour, `tokens` those of the whole training, as a number or such as 300B, `deadline` the
+    time for them, such as 36h, 14d or 2w.
+    """
+
+    objective: words.Objective = "throughput"
+    top: int = 5
+    fastest: bool = False
+    price: float | None = None
+    tokens: str | float | None = None
+    deadline: str | None = None
+    pareto: bool = False
+    all_plans: bool = False
+
+    def ranking(self) -> dict[str, Any]:
+        """The fields of the planner's request that say the same.
+
+        Raises:
+            ContradictoryRequest: tokens or deadline are not what they should be, or there is a deadline for no tokens.
+        """
+        return {
+            "objective": self.objective,
+            "top": self.top,
+            "allow_unrunnable": self.all_plans,
+            "simplest_first": not self.fastest,
+            "budget": self._budget(),
+        }
+
+    def _budget(self) -> Budget:
+        if self.deadline is not None and self.tokens is None:
+            raise ContradictoryRequest(f"--deadline {self.deadline} needs the tokens of the training: --tokens 300B")
+        return Budget(
+            usd_per_gpu_hour=self.price,
+            tokens=None if self.tokens is None else _tokens(self.tokens),
+            deadline_days=None if self.deadline is None else _days(self.deadline),
+        )
+
+
+def _tokens(given: str | float) -> float:
+    try:
+        return float(parse_count(given) if isinstance(given, str) else given)
+    except DsplanError:
+        raise ContradictoryRequest(f"--tokens {given} is not a number of tokens; write 20M, 300B or 1.5T") from None
+
+
+def _days(text: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([hdw])\s*", text)
+    days = float(match[1]) * _DAYS[match[2]] if match else 0.0
+    if days <= 0:
+        raise ContradictoryRequest(
+            f"--deadline {text} is not a length of time; write hours, days or weeks: 36h, 14d, 2w"
+        )
+    return days
