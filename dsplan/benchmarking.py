@@ -20,6 +20,8 @@ from strategies.bench.plan import BenchPlan, Wanted, default_ranks, make_bench_p
 from strategies.bench.plan_file import load_bench_plan
 
 if TYPE_CHECKING:
+    from hardware_db.probe import Machine
+    from hardware_db.store import Store
     from strategies.bench.events import Event, Measured, Refused
 
 
@@ -67,7 +69,7 @@ class BenchQuestion:
 @dataclass(slots=True)
 class BenchReport:
     """What a benchmark did. `stored` were in the database before, `found` were measured by others meanwhile, `left`
-    wait for the next call."""
+    wait for the next call, `learnt` says what its training runs taught the time model."""
 
     plan: BenchPlan
     database: Path
@@ -76,6 +78,7 @@ class BenchReport:
     found: int = 0
     left: int = 0
     seconds: float = 0.0
+    learnt: str = ""
     measured: list[Measured] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
 
@@ -129,6 +132,7 @@ def run_plan(plan: BenchPlan, question: BenchQuestion, show: Callable[[Event], N
         for event in events:
             _note(report, event)
             show(event)
+        report.learnt = _learn(report, store, machine)
     report.seconds = time.monotonic() - started
     return report
 
@@ -157,6 +161,21 @@ def _check_machine(plan: BenchPlan, here: Cluster, file: Path | None) -> None:
             f"the benchmark needs {plan.most_ranks} GPUs in this machine and there are {here.gpus_per_node}; use"
             f" --ranks {here.gpus_per_node} or fewer"
         )
+
+
+def _learn(report: BenchReport, store: Store, machine: Machine) -> str:
+    """Calibrate with the new training runs, as `dsplan db calibrate` does; what came of it in a sentence."""
+    from planner.calibration.refresh import refresh
+    from strategies.bench.case import TrainingCase
+
+    if not any(isinstance(event.work, TrainingCase) for event in report.measured):
+        return ""
+    news = [one for one in refresh(store, machine).kinds if one.is_new]
+    return (
+        f"calibrated on {sum(one.lesson.rows for one in news)} runs (`dsplan db calibrate` shows how well)"
+        if news
+        else ""
+    )
 
 
 def _note(report: BenchReport, event: Event) -> None:

@@ -17,6 +17,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import shutil
 import sys
 import tempfile
 import threading
@@ -197,7 +198,7 @@ def _by_value(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes
 
 def _serve(rank: int, settings: PoolSettings, folder: str, connection: Connection) -> None:
     """The life of one rank: join the group, then answer calls until the pool closes the pipe."""
-    _die_with_parent()
+    _die_with_parent(folder)
     _write_output_to(Path(folder, f"log{rank}"))
     with open(Path(folder, f"stack{rank}"), "w") as stack:
         _answer(connection, partial(_join_group, rank, settings, folder))
@@ -255,14 +256,16 @@ def _join_group(rank: int, settings: PoolSettings, folder: str) -> None:
     dist.barrier()
 
 
-def _die_with_parent() -> None:
-    """End this rank when the process that started the pool ends, however it ends."""
+def _die_with_parent(folder: str) -> None:
+    """End this rank, and remove what the pool would have, when the process that started the pool ends, however it
+    ends."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
     def watch() -> None:
         wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -32,6 +32,7 @@ def report_to_dict(report: BenchReport) -> dict[str, object]:
         "measured": [to_document(event.record) for event in report.measured],
         "refused": [{"work": work_words(event.work), "reason": event.reason} for event in report.refused],
         "left": report.left,
+        "learnt": report.learnt,
         "seconds": report.seconds,
     }
 
@@ -51,6 +52,8 @@ def report_blocks(report: BenchReport) -> list[Block]:
         for event in report.refused
     ]
     blocks.append(Text(text=_summary(report)))
+    if report.learnt:
+        blocks.append(Text(text=report.learnt))
     if report.left:
         blocks.append(
             Text(text=f"time is up: {report.left} are left; the next `dsplan bench` goes on", style="warning")

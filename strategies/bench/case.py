@@ -44,7 +44,8 @@ class TrainingCase:
 
     def __str__(self) -> str:
         chosen = self.configuration
-        return (
-            f"{self.model}: {chosen.strategy} on {self.ranks} ranks, micro-batch {chosen.micro_batch_size} x"
-            f" {chosen.sequence_length}, {chosen.precision}"
-        )
+        parts = [f"{self.model}: {chosen.strategy} on {self.ranks} {'rank' if self.ranks == 1 else 'ranks'}"]
+        parts.append(f"micro-batch {chosen.micro_batch_size} x {chosen.sequence_length}, {chosen.precision}")
+        parts += [f"offload {chosen.offload}"] if chosen.offload != "none" else []
+        parts += ["checkpointing"] if chosen.activation_checkpointing != "none" else []
+        return ", ".join(parts)

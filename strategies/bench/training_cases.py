@@ -49,33 +49,60 @@ _LLAMA_GPU: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Way:
+    """One way to train."""
+
+    strategy: words.Strategy
+    offload: words.Offload = "none"
+    checkpointing: words.Checkpointing = "none"
+
+
+_SEVERAL = tuple(_Way(strategy=strategy) for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3"))
+_ALONE = (_Way(strategy="single"),)
+# One GPU can also trade time for memory; a CPU has nothing to offload from.
+_ALONE_ON_GPU = (
+    *_ALONE,
+    _Way(strategy="single", checkpointing="full"),
+    _Way(strategy="zero2", offload="optimizer"),
+    _Way(strategy="zero3", offload="all"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Sample:
-    """A model with the batch it is trained on and the strategies for several ranks; `config` is empty for a model that
-    is known by name."""
+    """A model with the batch it is trained on, and the ways for one rank and for several; `config` is empty for a model
+    that is known by name."""
 
     name: str
     length: int
     micro_batch: int
     config: Mapping[str, Any]
-    strategies: tuple[words.Strategy, ...] = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+    alone: tuple[_Way, ...] = _ALONE
+    several: tuple[_Way, ...] = _SEVERAL
 
 
 # One run where products dominate and one where the ranks have more to say to each other than to compute.
 _CPU_SAMPLES = (
-    _Sample(name="bench-llama-4m", length=128, micro_batch=4, config=_LLAMA_SMALL),
-    _Sample(name="bench-gpt2-14m", length=64, micro_batch=1, config=_GPT2_WIDE, strategies=("ddp", "fsdp", "zero3")),
+    _Sample(name="bench-llama-5m", length=128, micro_batch=4, config=_LLAMA_SMALL),
+    _Sample(
+        name="bench-gpt2-14m",
+        length=64,
+        micro_batch=1,
+        config=_GPT2_WIDE,
+        several=tuple(way for way in _SEVERAL if way.strategy in ("ddp", "fsdp", "zero3")),
+    ),
 )
-_GPU_SAMPLES = (
-    _Sample(name="bench-llama-240m", length=1024, micro_batch=8, config=_LLAMA_GPU),
-    _Sample(name="bench-llama-240m", length=1024, micro_batch=1, config=_LLAMA_GPU),
+_GPU_SAMPLES = tuple(
+    _Sample(name="bench-llama-250m", length=1024, micro_batch=micro, config=_LLAMA_GPU, alone=_ALONE_ON_GPU)
+    for micro in (8, 1)
 )
 
 
 def training_cases(cluster: Cluster, model: ModelFacts | None = None) -> Iterator[TrainingCase]:
     """Runs that fit the node `cluster`, on as many ranks as it has devices; of `model` alone where one is given."""
     for sample in _samples(cluster, model):
-        for strategy in sample.strategies if cluster.gpus > 1 else ("single",):
-            case = _case(sample, strategy, cluster)
+        for way in sample.several if cluster.gpus > 1 else sample.alone:
+            case = _case(sample, way, cluster)
             request = request_of(case, cluster)
             if impossible(request, case.configuration):
                 continue
@@ -102,15 +129,16 @@ def _samples(cluster: Cluster, model: ModelFacts | None) -> tuple[_Sample, ...]:
     if model is None:
         return _CPU_SAMPLES if on_cpu else _GPU_SAMPLES
     length = min(default_sequence_length(model), 128 if on_cpu else 1024)
-    return tuple(_Sample(name=model.name, length=length, micro_batch=micro, config={}) for micro in (1, 4))
+    alone = _ALONE if on_cpu else _ALONE_ON_GPU
+    return tuple(_Sample(name=model.name, length=length, micro_batch=micro, config={}, alone=alone) for micro in (1, 4))
 
 
-def _case(sample: _Sample, strategy: words.Strategy, cluster: Cluster) -> TrainingCase:
+def _case(sample: _Sample, way: _Way, cluster: Cluster) -> TrainingCase:
     ranks = cluster.gpus
-    replicated = strategy in ("single", "ddp")
+    replicated = way.strategy in ("single", "ddp")
     configuration = Configuration(
-        strategy=strategy,
-        backend=words.default_backend(strategy),
+        strategy=way.strategy,
+        backend=words.default_backend(way.strategy),
         dp_replicate=ranks if replicated else 1,
         dp_shard=1 if replicated else ranks,
         tp=1,
@@ -121,6 +149,8 @@ def _case(sample: _Sample, strategy: words.Strategy, cluster: Cluster) -> Traini
         sequence_length=sample.length,
         precision="fp32" if cluster.device.is_cpu else "bf16",
         optimizer="adamw",
+        activation_checkpointing=way.checkpointing,
+        offload=way.offload,
     )
     bare = TrainingCase(model=sample.name, task="causal-lm", configuration=configuration, config=sample.config)
     return TrainingCase(

@@ -69,7 +69,7 @@ def test_a_strategy_is_trained_and_stored_beside_what_was_predicted() -> None:
         assert next(BenchSession(plan, machine, store, Limits()).events()) == Begun(total=1, stored=1)
         (record,) = store.list()
     assert [event.record for event in events if isinstance(event, Measured)] == [record]
-    assert (record.source, record.outcome, record.model) == ("bench", "completed", "bench-llama-4m")
+    assert (record.source, record.outcome, record.model) == ("bench", "completed", "bench-llama-5m")
     assert record.strategy == "fsdp"
     assert record.measured.steps >= 10
     assert record.measured.step_seconds
