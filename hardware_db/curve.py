@@ -42,9 +42,16 @@ def constant_rate(rate: float) -> Curve:
 
 
 def curve_of(points: Iterable[tuple[float, float]]) -> Curve | None:
-    """The curve through points in any order; the first of equal work counts, none at all make no curve."""
+    """The curve through points in any order; the first of equal work counts, none at all make no curve.
+
+    Less work takes no more time: where a point says so, something else ran beside it, and the larger work's time counts.
+    """
     found: dict[float, float] = {}
     for work, seconds in points:
         if work > 0 and seconds > 0:
             found.setdefault(work, seconds)
-    return Curve(points=tuple(sorted(found.items()))) if found else None
+    least, kept = math.inf, []
+    for work, seconds in sorted(found.items(), reverse=True):
+        least = min(least, seconds)
+        kept.append((work, least))
+    return Curve(points=tuple(reversed(kept))) if kept else None

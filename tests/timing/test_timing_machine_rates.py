@@ -99,3 +99,9 @@ def test_a_curve_is_a_power_law_between_points_and_flat_outside() -> None:
 def test_points_come_in_any_order_and_none_make_no_curve() -> None:
     assert curve_of([(2.0, 4.0), (1.0, 3.0), (2.0, 9.0), (0.0, 1.0)]) == Curve(points=((1.0, 3.0), (2.0, 4.0)))
     assert curve_of([]) is None
+
+
+def test_less_work_takes_no_more_time() -> None:
+    assert curve_of([(1.0, 5.0), (2.0, 9.0), (3.0, 4.0), (4.0, 6.0)]) == Curve(
+        points=((1.0, 4.0), (2.0, 4.0), (3.0, 4.0), (4.0, 6.0))
+    )
