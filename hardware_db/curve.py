@@ -44,7 +44,7 @@ def constant_rate(rate: float) -> Curve:
 def curve_of(points: Iterable[tuple[float, float]]) -> Curve | None:
     """The curve through points in any order; the first of equal work counts, none at all make no curve.
 
-    Less work takes no more time: where a point says so, something else ran beside it, and the larger work's time counts.
+    Less work takes no more time: where a point says otherwise something else ran beside it, and a later point counts.
     """
     found: dict[float, float] = {}
     for work, seconds in points:
