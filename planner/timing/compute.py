@@ -71,7 +71,7 @@ def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: in
     activation = code.gated_passes if stack.gated else activation
     rotated = stack.attention_width + stack.key_value_width if stack.rotary else 0
     inner = stack.mlp_width / tp
-    plain = hidden * stack.hidden + code.rotary_passes * rotated / tp
+    plain = hidden * stack.hidden + code.rotary_passes * rotated / tp + code.dispatch_passes * stack.dispatched
     beside = activation - EXPONENTIAL_PASSES
     element = tokens * rates.element_bytes
     return (
@@ -137,8 +137,8 @@ def _host_seconds(stack: Stack, rates: DeviceRates) -> float:
     """Launching the forward of one block."""
     if not stack.norms:
         return stack.matmuls.kernels * rates.code.kernel_host_seconds
-    experts = max(0, stack.matmuls.kernels - USUAL_MATMULS) * rates.code.kernel_host_seconds
-    return rates.code.block_host_seconds + experts
+    experts = max(0, stack.matmuls.kernels - USUAL_MATMULS) + (rates.code.dispatch_kernels if stack.dispatched else 0)
+    return rates.code.block_host_seconds + experts * rates.code.kernel_host_seconds
 
 
 def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:

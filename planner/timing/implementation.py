@@ -27,6 +27,8 @@ class Implementation:
     composite_activation_passes: float = 20.0
     gated_passes: float = 5.0
     rotary_passes: float = 10.0
+    dispatch_passes: float = 7.0
+    dispatch_kernels: int = 14
     score_bytes: float = 24.0
     loss_bytes: float = 30.0
     attention_share: float = 1.0

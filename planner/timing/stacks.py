@@ -15,7 +15,7 @@ KINDS = frozenset(
 """Values of `ModelFacts.kind` whose blocks `stacks` can derive."""
 
 USUAL_MATMULS = 7
-"""Weight products of a dense gated block; those beyond are an expert's and cost the host a launch each."""
+"""Weight products of a dense gated block; those beyond are experts' and cost the host a launch each."""
 
 LengthOf = Literal["sequence", "source", "fixed"]
 
@@ -60,8 +60,9 @@ class Stack:
 
     `length_of` says how many tokens of a sample the stack sees: the workload's sequence, its source, `fixed_length`.
     `reads_source` marks cross-attention over the source, `window` a sliding window in `window_share` of layers;
-    `relative_keys` are positions that queries and keys are compared with beside each other (DeBERTa). `last_product`
-    are the weights of a block's last product where nothing keeps what comes out of it.
+    `relative_keys` are positions that queries and keys are compared with beside each other (DeBERTa), `dispatched`
+    elements that go to experts and come back. `last_product` are the weights of a block's last product where nothing
+    keeps what comes out of it.
     """
 
     layers: int
@@ -69,6 +70,7 @@ class Stack:
     hidden: int = 0
     mlp_width: float = 0
     last_product: float = 0
+    dispatched: int = 0
     attention_width: int = 0
     key_value_width: int = 0
     heads: int = 0
@@ -168,11 +170,8 @@ def _mlp(facts: ModelFacts) -> Matmuls:
     if not facts.is_moe:
         return plain
     expert = _product(hidden, facts.moe_intermediate_size or facts.intermediate_size) * products
-    routed = replace(
-        expert * facts.experts_per_token,
-        stored=expert.stored * facts.num_experts,
-        kernels=expert.kernels * facts.num_experts,
-    )
+    # All experts' products of a kind are one grouped kernel.
+    routed = replace(expert * facts.experts_per_token, stored=expert.stored * facts.num_experts, kernels=expert.kernels)
     sparse = routed + _product(hidden, _shared_width(facts)) * products + _product(hidden, facts.num_experts)
     plain_share = facts.first_k_dense / facts.num_layers
     return sparse * (1 - plain_share) + plain * plain_share
@@ -204,6 +203,7 @@ def _main(facts: ModelFacts, *, layers: int, causal: bool, reads_source: bool, l
         hidden=facts.hidden_size,
         mlp_width=_mlp_width(facts),
         last_product=_last_product(facts),
+        dispatched=facts.hidden_size * facts.experts_per_token if facts.is_moe else 0,
         attention_width=query,
         key_value_width=keys,
         heads=facts.num_heads,
