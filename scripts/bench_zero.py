@@ -1,9 +1,9 @@
 """Our own ZeRO against DeepSpeed and FSDP2 on the same work: seconds of a step and live bytes of a rank.
 
-    python scripts/bench_zero.py                          # time every setting, write hardware_db/measurements/zero_cpu.csv
-    python scripts/bench_zero.py --models gpt2-14m        # some models alone
-    python scripts/bench_zero.py --bytes                  # live bytes instead of seconds
-    python scripts/bench_zero.py --table                  # print the tables of docs/benchmarks.md from the rows
+    python scripts/bench_zero.py                      # time every setting, into hardware_db/measurements/zero_cpu.csv
+    python scripts/bench_zero.py --models gpt2-14m    # some models alone
+    python scripts/bench_zero.py --bytes              # live bytes instead of seconds
+    python scripts/bench_zero.py --table              # print the tables of docs/benchmarks.md from the rows
 
 Two ranks over gloo, one thread each where there are two cores. The engines of a setting take turns, so that a machine
 that is slow for a while is slow to all of them; a ratio is one of medians over all turns. Torch's AdamW, real text.
@@ -93,8 +93,7 @@ def main() -> None:
     engines = [engine for engine in ENGINES if not arguments.only or "-".join(engine) in arguments.only]
     with Pools() as pools:
         for setting in settings:
-            measured = _bytes(pools, setting, engines) if arguments.bytes else _times(pools, setting, engines, arguments)
-            rows = list(measured)
+            rows = list((_bytes if arguments.bytes else _times)(pools, setting, engines, arguments))
             if not arguments.dry:
                 write(arguments.out, rows)
 
@@ -179,7 +178,9 @@ def _times(
         yield row
 
 
-def _bytes(pools: Pools, setting: Setting, engines: Sequence[tuple[str, str]]) -> Iterator[Row]:
+def _bytes(
+    pools: Pools, setting: Setting, engines: Sequence[tuple[str, str]], arguments: argparse.Namespace
+) -> Iterator[Row]:
     for strategy, backend in engines:
         ranks = pools.run(backend, measure_subject, _subject(setting, strategy, backend))
         busiest = max(ranks, key=lambda rank: rank.peak_bytes)
@@ -199,9 +200,32 @@ def _bytes(pools: Pools, setting: Setting, engines: Sequence[tuple[str, str]]) -
 def _line(row: Row) -> str:
     name = f"{row.model:10} {row.precision} x{row.accumulation} {row.strategy:6} {row.backend:10}"
     if row.peak_bytes:
-        return f"{name} resident {row.resident_bytes / 1e6:8.1f} MB  peak {row.peak_bytes / 1e6:8.1f} MB ({row.peak_phase})"
+        megabytes = f"resident {row.resident_bytes / 1e6:8.1f} MB  peak {row.peak_bytes / 1e6:8.1f} MB"
+        return f"{name} {megabytes} ({row.peak_phase})"
     parts = f"{row.forward_seconds:.3f} + {row.backward_seconds:.3f} + {row.optimizer_seconds:.3f}"
     return f"{name} {row.step_seconds:7.3f} s = {parts}  ({row.fastest_seconds:.3f} to {row.slowest_seconds:.3f})"
+
+
+def tables(rows: Mapping[tuple[object, ...], Row]) -> Iterator[str]:
+    """Markdown: every setting's seconds, ours over DeepSpeed's and FSDP2's, and the medians over the settings."""
+    settings = list(dict.fromkeys((row.model, row.precision, row.accumulation) for row in rows.values()))
+    pairs = [(stage, f"{stage} / DeepSpeed", (stage, "deepspeed")) for stage in ("zero1", "zero2", "zero3")]
+    pairs.append(("zero3", "zero3 / FSDP2", ("fsdp", "torch")))
+    ratios: dict[str, list[float]] = {title: [] for _, title, _ in pairs}
+    yield "| model | precision | accumulation | " + " | ".join(title for _, title, _ in pairs) + " |"
+    yield "|---|---|---|" + "---|" * len(pairs)
+    for setting in settings:
+        cells = []
+        for stage, title, other in pairs:
+            ours, theirs = rows.get((*setting, stage, "native")), rows.get((*setting, *other))
+            if ours is None or theirs is None or not ours.step_seconds or not theirs.step_seconds:
+                cells.append("-")
+                continue
+            ratios[title].append(ours.step_seconds / theirs.step_seconds)
+            cells.append(f"{ours.step_seconds:.3f} / {theirs.step_seconds:.3f} s = {ratios[title][-1]:.2f}")
+        yield "| " + " | ".join([*map(str, setting), *cells]) + " |"
+    for name, choose in (("median", statistics.median), ("largest", max)):
+        yield f"| **{name}** | | | " + " | ".join(f"**{choose(found):.2f}**" for found in ratios.values()) + " |"
 
 
 def read(path: Path) -> dict[tuple[object, ...], Row]:

@@ -10,11 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from strategies.checkpoint_parts import PartOfTensor
-from strategies.zero.optimizer import Pieces
+from strategies.zero.optimizer import SCALARS, Pieces
 from strategies.zero.partition import Bucket
-
-_COUNTER = "step"
-"""torch's optimizers count steps in a scalar of this name, which has the shape of a scalar parameter's states."""
 
 
 class ZeroState:
@@ -108,10 +105,10 @@ class ZeroState:
         if not isinstance(saved, TensorStorageMetadata):
             return None
         piece, dtype = self._pieces.of[parameter], saved.properties.dtype
-        if saved.size == parameter.shape and key != _COUNTER:
+        if saved.size == parameter.shape and key not in SCALARS:
             run = torch.empty(piece.shape, dtype=dtype, device=piece.device)
             return PartOfTensor(run, parameter.shape, self._starts[parameter])
-        return torch.empty(saved.size, dtype=dtype, device="cpu" if key == _COUNTER else piece.device)
+        return torch.empty(saved.size, dtype=dtype, device="cpu" if key in SCALARS else piece.device)
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,8 @@ from strategies.optimizers import OPTIMIZERS, translated
 from strategies.zero.partition import Bucket, Slot
 from strategies.zero.wire import Wire
 
+SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+"""States of torch's optimizers that are one number for the parameter, whatever its shape; a scalar's others are not."""
 _NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
@@ -78,7 +80,7 @@ class Pieces:
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         flags = [float(slot.parameter in used) for slot in slots]
         gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32).double() for gradient in gradients]
+        norms = [torch.linalg.vector_norm(one, dtype=_at_least_fp32(one.dtype)).double() for one in gradients]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         message = torch.cat((square.to(device).reshape(1), torch.tensor(flags, dtype=torch.float64, device=device)))
         values = self._wire.sum_everywhere(message).tolist()
@@ -114,13 +116,20 @@ class Pieces:
                 state = optimizer.state.pop(parameter, None)
                 if state:
                     start = starts[parameter][0]
-                    optimizer.state[piece] = {name: _cut(v, parameter, start, piece) for name, v in state.items()}
+                    optimizer.state[piece] = {
+                        name: value if name in SCALARS else _cut(value, parameter, start, piece)
+                        for name, value in state.items()
+                    }
                 group["params"][place] = piece
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _cut(value: Any, parameter: torch.Tensor, start: int, piece: torch.Tensor) -> Any:
     """The piece's part of an optimizer state that has its parameter's shape; others as they are."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return value
     return value.reshape(-1)[start : start + piece.numel()].to(device=piece.device, copy=True)
 

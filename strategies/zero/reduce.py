@@ -64,7 +64,7 @@ class Reducer:
         if not self._reduces:
             return
         for fill in self._fills:
-            for slot in fill.missing:
+            for slot in [slot for slot in fill.bucket.slots if slot in fill.missing]:
                 self._hand_over(fill, slot, None)
         while self._on_the_way:
             self._receive()

@@ -1,0 +1,258 @@
+"""What the tests of our own ZeRO run on ranks, over a model that has everything that is awkward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import training_bodies
+from torch import nn
+from torch.nn import functional
+from training_bodies import Recipe
+
+from strategies.engine import initialize
+from strategies.zero.reduce import Reducer
+
+BATCH = 12
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.002, momentum=0.9, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+}
+
+
+class OddBlock(nn.Module):
+    """Widths that divide by nothing, a convolution, a scalar, and a branch that every third sample leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 13)
+        self.outer = nn.Linear(13, 7, bias=False)
+        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.rare = nn.Parameter(torch.full((5, 7), 0.1))
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, uses_rare: bool) -> torch.Tensor:
+        y = self.outer(torch.tanh(self.inner(x)))
+        y = y + self.gain * self.convolution(y.unsqueeze(1)).squeeze(1)
+        return x + y + self.rare.sum(0) if uses_rare else x + y
+
+
+class OddModel(nn.Module):
+    """Blocks between tied ends, with a frozen scale, a double-precision offset, a buffer and a shared layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, 7, bias=False)
+        self.blocks = nn.ModuleList([OddBlock() for _ in range(3)])
+        self.blocks[2].outer.weight = self.blocks[0].outer.weight
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0, 3.0, 1.0]), requires_grad=False)
+        self.offset = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        self.register_buffer("mean", torch.full((7,), 0.25))
+
+    def forward(self, x: torch.Tensor, uses_rare: bool) -> torch.Tensor:
+        hidden = self.enter(x) * self.scale + self.mean
+        for block in self.blocks:
+            hidden = block(hidden, uses_rare)
+        out = functional.linear(hidden, self.enter.weight.t())  # the entrance again, as the way out
+        return (out.double() + self.offset).square().mean(1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OddRecipe:
+    """One way to train OddModel for six steps; in steps 0 and 3 no sample uses the rare branch, else rank 0's do."""
+
+    strategy: str = "zero2"
+    optimizer: str = "sgd"
+    world_size: int = 2
+    steps: int = 6
+    is_built: bool = False
+
+    def plan(self) -> Any:
+        return Recipe(strategy=self.strategy, backend="native", world_size=self.world_size).plan()
+
+
+def _batch(step: int) -> torch.Tensor:
+    return torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(step))
+
+
+def _loss(model: Any, x: torch.Tensor, step: int, *, is_first: bool) -> torch.Tensor:
+    losses: torch.Tensor = model(x, is_first and step % 3 > 0)
+    return losses.sum() / BATCH
+
+
+def train_odd(recipe: OddRecipe) -> dict[str, torch.Tensor]:
+    """Every parameter after training over ranks; each rank has a run of the batch."""
+    torch.manual_seed(5)
+    model, make = OddModel(), OPTIMIZERS[recipe.optimizer]
+    optimizer = make(list(model.parameters())) if recipe.is_built else make
+    engine, optimizer, _, scheduler = initialize(
+        model=model,
+        optimizer=optimizer,
+        plan=recipe.plan(),
+        lr_scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, step_size=2, gamma=0.5),
+    )
+    rank, world = engine.environment.rank, engine.environment.world_size
+    for step in range(recipe.steps):
+        part = _batch(step).chunk(world)[rank]
+        engine.backward(_loss(engine, part, step, is_first=rank == 0) * world)
+        engine.step()
+    assert scheduler is not None
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+    return training_bodies.whole_parameters(engine)
+
+
+def reference_odd(recipe: OddRecipe) -> dict[str, torch.Tensor]:
+    """The same training in one process, rank by rank."""
+    torch.manual_seed(5)
+    model = OddModel()
+    optimizer = OPTIMIZERS[recipe.optimizer](list(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for step in range(recipe.steps):
+        for rank, part in enumerate(_batch(step).chunk(recipe.world_size)):
+            _loss(model, part, step, is_first=rank == 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+
+
+@contextmanager
+def _sent(engine: Any) -> Iterator[list[int]]:
+    """The number of elements in every reduction that is begun."""
+    wire, sizes = engine._home.wire, list[int]()
+    original = wire.sum_to_owners
+
+    def counting(buffer: torch.Tensor, layout: Any) -> Any:
+        sizes.append(layout.elements)
+        return original(buffer, layout)
+
+    wire.sum_to_owners = counting
+    try:
+        yield sizes
+    finally:
+        del wire.sum_to_owners
+
+
+def reductions_of_a_step(recipe: Recipe) -> tuple[int, int]:
+    """Elements that one optimizer step sends to be summed, and those that are trained."""
+    engine = training_bodies.make_engine(recipe)
+    with _sent(engine) as sizes:
+        training_bodies.one_step(engine, 0)
+    return sum(sizes), sum(parameter.numel() for parameter in engine.module.parameters())
+
+
+def train_without_syncing(recipe: Recipe) -> tuple[int, dict[str, torch.Tensor]]:
+    """Train one step with all but the last backward pass inside `no_sync`: elements sent inside it, and the weights."""
+    engine = training_bodies.make_engine(recipe)
+    rank, world = engine.environment.rank, engine.environment.world_size
+    ids, targets = (tensor[rank::world].chunk(recipe.accumulation) for tensor in training_bodies.batch_of(0))
+    with _sent(engine) as sizes, engine.no_sync():
+        for part in range(recipe.accumulation - 1):
+            engine.backward(engine(ids[part], targets[part]))
+            engine.step()
+        inside = sum(sizes)
+    engine.backward(engine(ids[-1], targets[-1]))
+    engine.step()
+    return inside, training_bodies.whole_parameters(engine)
+
+
+def events_of_a_step(recipe: Recipe) -> list[tuple[str, float, float]]:
+    """Name, begin and end (microseconds) of what a step did after two others, by torch's profiler."""
+    engine = training_bodies.make_engine(recipe)
+    for step in range(2):
+        training_bodies.one_step(engine, step)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        training_bodies.one_step(engine, 2)
+    return [(event.name, event.time_range.start, event.time_range.end) for event in profiler.events() or ()]
+
+
+def overflow_and_recover(recipe: Recipe, scale_power: int) -> tuple[list[float], int, list[float], bool]:
+    """Loss scales and losses of steps that begin with too large a scale, steps skipped, and whether weights stayed."""
+    torch.manual_seed(3)
+    engine, *_ = initialize(
+        model=training_bodies.TinyModel(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        plan=recipe.plan(),
+        config={"fp16": {"enabled": True, "initial_scale_power": scale_power, "hysteresis": 1, "loss_scale_window": 4}},
+    )
+    before = training_bodies.whole_parameters(engine)
+    scales, losses = [], []
+    for step in range(recipe.steps):
+        losses.append(training_bodies.one_step(engine, step))
+        scales.append(engine.loss_scale)
+        if step == 0:
+            after = training_bodies.whole_parameters(engine)
+    return scales, engine.skipped_steps, losses, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def poison_on_rank_1(recipe: Recipe) -> tuple[bool, int, float | None, list[float]]:
+    """A loss that is not a number on rank 1 alone: whether weights stayed, steps skipped, the norm, later losses."""
+    engine = training_bodies.make_engine(recipe)
+    before = training_bodies.whole_parameters(engine)
+    loss = engine(*(tensor[:2] for tensor in training_bodies.batch_of(0)))
+    engine.backward(loss * (torch.nan if engine.environment.rank == 1 else 1.0))
+    engine.step()
+    after = training_bodies.whole_parameters(engine)
+    stayed = all(torch.equal(before[name], after[name]) for name in before)
+    norm = engine.gradient_norm
+    return stayed, engine.skipped_steps, norm, [training_bodies.one_step(engine, step) for step in range(4)]
+
+
+def evaluate_and_change(recipe: Recipe) -> dict[str, Any]:
+    """What reading, evaluating and changing the weights of stage 3 gives between steps."""
+    engine = training_bodies.make_engine(recipe)
+    training_bodies.one_step(engine, 0)
+    weight = engine.module.blocks[1].up.weight
+    batch = training_bodies.batch_of(1)
+    found: dict[str, Any] = {"released": bool(weight.isnan().all()), "shape": tuple(weight.shape)}
+    engine.eval()
+    with torch.no_grad():
+        found["evaluated"] = engine(*batch).item()
+    found["released after evaluation"] = bool(weight.isnan().all())
+    with engine.whole_parameters(), torch.no_grad():
+        found["inside"] = engine.module(*batch).item()  # the module itself, as `generate` calls it
+        found["whole"] = bool(weight.isfinite().all())
+    with engine.whole_parameters(keeps_changes=True), torch.no_grad():
+        engine.module.blocks[1].up.weight.fill_(0.25 + engine.environment.rank)
+    found["changed"] = training_bodies.whole_parameters(engine)["blocks.1.up.weight"].unique().tolist()
+    engine.train()
+    found["continued"] = training_bodies.one_step(engine, 1)
+    return found
+
+
+def two_gradients(recipe: Recipe) -> None:
+    """Two losses of one forward pass, handed to the engine one after the other inside one backward pass's hooks."""
+    engine = training_bodies.make_engine(recipe)
+    reducer: Reducer = engine._reducer
+    loss = engine(*training_bodies.batch_of(0))
+    reducer.begin(reduces=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def save_after(recipe: Recipe, directory: str, steps: int) -> list[float]:
+    """Train, save, and the losses of the next two steps."""
+    engine = training_bodies.make_engine(recipe)
+    for step in range(steps):
+        training_bodies.one_step(engine, step)
+    engine.save_checkpoint(Path(directory), client_state={"at": steps})
+    return [training_bodies.one_step(engine, step) for step in range(steps, steps + 2)]
+
+
+def resume_from(recipe: Recipe, directory: str, steps: int) -> list[float]:
+    """The losses of two steps trained from a checkpoint."""
+    engine = training_bodies.make_engine(replace(recipe))
+    _, state = engine.load_checkpoint(Path(directory))
+    assert state == {"at": steps}
+    return [training_bodies.one_step(engine, step) for step in range(steps, steps + 2)]
