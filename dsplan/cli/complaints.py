@@ -14,7 +14,7 @@ def complaint(error: Any) -> str:
 def _problem(error: Any) -> str:
     parameter = getattr(error, "param", None)
     if parameter is None:
-        return str(error.format_message()).rstrip(".")
+        return _model_without_flag(error) or str(error.format_message()).rstrip(".")
     flag = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.human_readable_name
     if not error.message:
         return f"{flag} is missing; give it a value"
@@ -23,6 +23,16 @@ def _problem(error: Any) -> str:
     if not separator or not wanted or ";" in error.message:
         return f"{flag}: {str(error.message).rstrip('.')}"
     return f"{flag} is {given}; {wanted}"
+
+
+def _model_without_flag(error: Any) -> str:
+    """What to write in place of `dsplan recommend opt-6.7b`; empty for any other complaint."""
+    message = str(error.format_message())
+    extra = message.rpartition(" (")[2].rstrip(").").split()
+    takes_model = error.ctx is not None and any(known.name == "model" for known in error.ctx.command.params)
+    if not takes_model or "unexpected extra argument" not in message or not extra:
+        return ""
+    return f"{extra[0]} stands alone; name the model with --model {extra[0]}"
 
 
 def _wanted(parameter: Any) -> str:

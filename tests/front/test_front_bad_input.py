@@ -33,6 +33,13 @@ ESTIMATE = "estimate --model opt-125m --gpus 2 --gpu A100-SXM4-80GB"
         (f"{RECOMMEND} --precision bf17", ("bf17", "bf16")),
         (f"{RECOMMEND} --optimizer adam", ("adam", "adamw")),
         (f"{RECOMMEND} --objective speed", ("speed", "throughput")),
+        ("recommend opt-6.7b --gpus 8", ("opt-6.7b", "--model opt-6.7b")),
+        ("estimate opt-6.7b", ("opt-6.7b", "--model opt-6.7b")),
+        (f"{RECOMMEND} --price 0", ("--price", "0")),
+        (f"{RECOMMEND} --price inf", ("--price", "inf")),
+        (f"{RECOMMEND} --tokens many", ("--tokens many", "300B")),
+        (f"{RECOMMEND} --deadline 14d", ("--deadline 14d", "--tokens 300B")),
+        (f"{RECOMMEND} --tokens 1B --deadline soon", ("--deadline soon", "36h", "14d")),
         ("recommend --model opt-125m --gpus 0", ("--gpus", "0")),
         ("recommend --model opt-125m --gpus -8", ("--gpus", "-8")),
         ("recommend --model opt-125m --gpus 99999999999999999999", ("--gpus", "99999999999999999999")),
@@ -167,7 +174,7 @@ def test_an_error_with_json_is_still_one_line_on_stderr(cli: Cli) -> None:
 
 
 def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("planner.search.recommend", broken)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -10,8 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from planner import vocabulary as words
+from planner.budget import Budget, bill_of, tokens_per_step
 from planner.errors import ContradictoryRequest
+from planner.ranking import group_name, simplicity, told_apart_from
 from planner.search import Recommendation, can_fit, recommend
+from tests.planner.exhaustive import everything_that_fits
 from tests.planner.questions import question
 
 
@@ -111,3 +118,78 @@ def test_a_memory_cap_is_kept() -> None:
     capped = recommend(question("opt-1.3b", "a100-80gb", 8, max_memory_gb=16.0))
     assert capped.plans
     assert all(plan.memory.device_used_upper_bytes <= 16e9 for plan in capped.plans)
+
+
+def test_the_answer_does_not_depend_on_how_python_hashes(tmp_path: Path) -> None:
+    asked = "recommend --model llama-3-8b --gpus 16 --gpu h100 --objective cost --pareto --price 2 --json"
+    answers = set()
+    for seed in ("0", "1", "4711"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "DSPLAN_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "dsplan", *asked.split()]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        answers.add(done.stdout)
+    assert len(answers) == 1
+
+
+def test_a_simpler_plan_goes_first_unless_it_is_slower_beyond_what_can_be_told() -> None:
+    request = question("opt-1.3b", "a100-80gb", 8)
+    ranked = recommend(request).plans
+    by_speed = recommend(replace(request, simplest_first=False)).plans
+    seconds = [plan.time.step_seconds for plan in by_speed]
+    assert seconds == sorted(seconds)
+    assert simplicity(ranked[0].configuration) <= simplicity(by_speed[0].configuration)
+    allowed = 1 + told_apart_from(ranked[0].configuration, by_speed[0].configuration)
+    assert ranked[0].time.step_seconds <= by_speed[0].time.step_seconds * allowed
+
+
+@pytest.mark.parametrize("objective", get_args(words.Objective))
+def test_every_choice_is_explained_in_one_line(objective: words.Objective) -> None:
+    answer = recommend(question("llama-3-8b", "a100-80gb", 8, objective=objective))
+    assert answer.choice.startswith(group_name(answer.plans[0].configuration))
+    assert "\n" not in answer.choice
+
+
+def test_with_a_deadline_only_plans_in_time_are_shown_and_the_rest_say_how_long_they_take() -> None:
+    request = question("opt-1.3b", "a100-80gb", 8, global_batch=512)
+    fastest = recommend(request).plans[0]
+    day_tokens = 86_400 / fastest.time.step_seconds * tokens_per_step(request.workload)
+    budget = Budget(tokens=day_tokens, deadline_days=1.3, usd_per_gpu_hour=2.0)
+    answer = recommend(replace(request, budget=budget))
+    assert answer.plans
+    for plan in answer.plans:
+        bill = bill_of(plan.configuration, plan.time.step_seconds, 2.0, budget)
+        assert bill.days is not None
+        assert bill.days <= 1.3
+        assert bill.usd == pytest.approx(bill.days * 24 * 8 * 2.0)
+    late = [item for item in answer.rejected if "takes" in item.reason]
+    assert late
+    assert all(item.plan and item.plan.time.step_seconds > 1.3 * fastest.time.step_seconds * 0.99 for item in late)
+    assert [one.gpus for one in answer.on_devices if one.in_time] == [8]
+    assert answer.on_devices[0].gpus == 4
+
+
+def test_a_deadline_that_nothing_meets_names_the_devices_that_would() -> None:
+    request = question("opt-1.3b", "a100-80gb", 8, global_batch=512)
+    step = recommend(request).plans[0].time.step_seconds
+    tokens = 86_400 / step * tokens_per_step(request.workload)
+    answer = recommend(replace(request, budget=Budget(tokens=tokens, deadline_days=0.4)))
+    assert not answer.plans
+    assert answer.closest is not None
+    assert answer.closest.verdict != "does_not_fit"
+    (remedy,) = answer.remedies
+    gpus = int(remedy.flag.split()[1])
+    enough = question("opt-1.3b", "a100-80gb", gpus, global_batch=512, budget=Budget(tokens=tokens, deadline_days=0.4))
+    assert recommend(enough).plans
+
+
+def test_no_plan_of_the_front_is_beaten_and_the_fastest_is_on_it() -> None:
+    request = question("llama-3-8b", "a100-80gb", 8)
+    answer = recommend(request, with_front=True)
+    figures = [
+        (plan.configuration.world_size, plan.time.step_seconds, plan.memory.device_used_bytes) for plan in answer.front
+    ]
+    for one in figures:
+        beaten = [other for other in figures if other != one and all(a <= b for a, b in zip(other, one, strict=True))]
+        assert not beaten
+    fastest = min(item.time.step_seconds for item in everything_that_fits(request) if item.plan.runnable)
+    assert min(seconds for _, seconds, _ in figures) <= fastest * 1.1
