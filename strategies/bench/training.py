@@ -23,6 +23,8 @@ from strategies.variables import RUN_DIRECTORY
 
 _LEAST_STEPS = 6
 _MOST_STEPS = 40
+_LONG_STEP_SECONDS = 2.0
+_STEPS_OF_A_LONG_RUN = 3
 
 
 def train(trainee: Trainee) -> None:
@@ -43,7 +45,8 @@ def train(trainee: Trainee) -> None:
         # The step in which a CPU's memory is counted is slow, so the one after it says how long a step is.
         _steps(engine, batch, TRACKED_STEP + 1)
         seconds = _slowest(_steps(engine, batch, 1), device)
-        _steps(engine, batch, min(max(_LEAST_STEPS, round(trainee.seconds / seconds)), _MOST_STEPS))
+        least = _LEAST_STEPS if seconds < _LONG_STEP_SECONDS else _STEPS_OF_A_LONG_RUN
+        _steps(engine, batch, min(max(least, round(trainee.seconds / seconds)), _MOST_STEPS))
     finally:
         if engine.monitor is not None:
             engine.monitor.close()
