@@ -11,7 +11,6 @@ from planner.job import Job
 from planner.timing.efficiency import DeviceRates
 from planner.timing.layout import Layout
 from planner.timing.overlap import SERIAL_SLOWDOWN, SLOWDOWN, exposed_seconds
-from planner.timing.stages import Stage
 
 PCIE_X16_BYTES_PER_S = {3: 12 * GB, 4: 24 * GB, 5: 55.4 * GB, 6: 55.4 * GB}
 """Host-to-device copies over sixteen lanes by generation: `pcie*-x16` of the link catalogue; 6 is not measured."""
@@ -74,28 +73,28 @@ def cpu_optimizer_seconds(job: Job, parameters: float) -> float:
     return parameters / (factor * whole * min(1.0, cores / CPU_ADAM_CORES) / cluster.gpus_per_node)
 
 
-def offload_cost(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> OffloadCost:
-    """What offload adds to one step, given the compute of one micro-batch on one rank.
+def offload_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) -> OffloadCost:
+    """What offload adds to one step, given the seconds of compute that no communication hides behind yet.
 
-    Gradients leave behind the backward: in every micro-batch under ZeRO-2 and 3 and FSDP, once a step under ZeRO-1.
-    Updated parameters return in the open, or, where they live on the host, stream in for every forward and backward,
-    behind compute. States on disk are read, stepped and written in turn (DeepSpeed's `pipeline_read` and
-    `pipeline_write` are off unless asked for); the ranks of a node share its disk.
+    Copies take turns with the collective that they come before or after, so that they share its hiding places.
+    Gradients leave as they are reduced: in every micro-batch under ZeRO-2 and 3 and FSDP, once a step under ZeRO-1.
+    Updated parameters return in the open, or, where they live on the host, stream in for every forward and backward.
+    States on disk are read, stepped and written in turn (DeepSpeed's `pipeline_read` and `pipeline_write` are off
+    unless asked for); the ranks of a node share its disk.
     """
     configuration, cluster = job.configuration, job.cluster
     if configuration.offload == "none":
         return OffloadCost()
-    slowdown = SERIAL_SLOWDOWN if rates.serial else SLOWDOWN
     steps = configuration.gradient_accumulation_steps
-    weights = link_seconds(cluster, where.owned * where.gather_bytes, to_host=False)
-    gradients = link_seconds(cluster, where.owned * where.reduce_bytes, to_host=True)
-    departures = 1 if configuration.strategy == "zero1" else steps
-    transfers = departures * exposed_seconds(stage.backward, gradients, slowdown=slowdown)
-    if configuration.offload == "optimizer":
-        transfers += weights
-    else:
-        backward = exposed_seconds(stage.backward, weights, slowdown=slowdown)
-        transfers += steps * (exposed_seconds(stage.forward, weights, slowdown=slowdown) + backward)
+    # FSDP keeps shards in fp32 and narrows them on the device, ZeRO sends them as they are gathered.
+    size = where.owned * where.gradient_bytes
+    weights, gradients = (link_seconds(cluster, size, to_host=away) for away in (False, True))
+    streamed = gradients * (1 if configuration.strategy == "zero1" else steps)
+    returned = weights
+    if configuration.offload != "optimizer":
+        streamed, returned = streamed + 2 * steps * weights, 0.0
+    slowdown = SERIAL_SLOWDOWN if rates.serial else SLOWDOWN
+    transfers = exposed_seconds(hideout, streamed, slowdown=slowdown) + returned
     if configuration.offload == "nvme":
         transfers += _disk_seconds(job, where)
     return OffloadCost(transfers=transfers, cpu_optimizer=cpu_optimizer_seconds(job, where.owned))

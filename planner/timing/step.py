@@ -36,8 +36,10 @@ def step_time(job: Job, code: Implementation = TRANSFORMERS) -> StepTime:
     tensor = tensor_parallel(job, where, rates)
     hop = boundary_seconds(job, rates)
     visible = Communication(total=steps * (tensor.total + 2 * hop), exposed=steps * tensor.total)
-    communication = data_parallel(job, where, busiest, rates) + visible
-    offload = offload_cost(job, where, busiest, rates)
+    sharded = data_parallel(job, where, busiest, rates)
+    communication = sharded + visible
+    hideout = max(0.0, steps * busiest.total - (sharded.total - sharded.exposed))
+    offload = offload_cost(job, where, hideout, rates)
     compute = steps * busiest.total + copy_seconds(copies_of(job, where, rates), rates)
     optimizer = offload.cpu_optimizer or optimizer_seconds(job, where, rates)
     bubble = _bubble(pipeline, tensor, steps, hop)
