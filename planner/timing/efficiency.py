@@ -19,9 +19,9 @@ from planner.vocabulary import Precision
 
 GEMM_CEILING = {
     "volta": 0.78,
+    "volta SXM2": 0.92,
     "turing": 0.72,
     "ampere": 0.77,
-    "ampere SXM4": 0.84,
     "ada": 0.78,
     "hopper": 0.66,
     "blackwell": 0.50,
@@ -29,8 +29,8 @@ GEMM_CEILING = {
 }
 """Share of the dense peak that large products sustain, by architecture, and by form where forms differ.
 
-Fitted: ampere, blackwell (kernels), ampere SXM4, hopper (whole steps). Volta was picked by eye on the rows it is scored
-on. Turing, ada and cpu are assumptions without a measurement.
+Ampere and Blackwell are fitted to kernels; the steps of A100-SXM4 ask for the same 0.77. Hopper and the V100-SXM2 are
+fitted to whole steps of every publication. Volta otherwise, Turing, Ada and CPUs are assumptions without a measurement.
 """
 
 OTHER_GEMM_CEILING = 0.55
@@ -39,15 +39,14 @@ OTHER_GEMM_CEILING = 0.55
 GEMM_TRAFFIC = 0.95
 """Times the bytes of its three matrices that a product moves through device memory, over the rate of a large copy."""
 
-ATTENTION_CEILING = {"ampere": 0.53, "hopper": 0.40, "blackwell": 0.40}
+ATTENTION_CEILING = {"ampere": 0.53, "ampere SXM4": 0.60, "hopper": 0.34, "blackwell": 0.40}
 """Share of the peak that fused attention's forward reaches over the products it really computes, by architecture.
 
-Ampere and Blackwell are kernel measurements; Hopper is fitted to whole steps, and stands or falls with how LLM_FOUNDRY
-reads them.
+Ampere and Blackwell are kernel measurements; A100-SXM4 and Hopper are fitted to whole steps of every publication.
 """
 
 OTHER_ATTENTION_CEILING = 0.40
-"""The same for architectures without a measurement: the lowest that has been measured."""
+"""The same for architectures without a measurement: the lowest that kernels by themselves have shown."""
 
 ATTENTION_BACKWARD = 3.0
 """Fused attention: backward over forward time. Five products for two, at 5/6 of the forward's rate (see docs)."""
