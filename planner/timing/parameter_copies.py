@@ -57,6 +57,24 @@ def _fault_seconds_per_byte(rates: DeviceRates) -> float:
 
 def copies_of(job: Job, where: Layout, rates: DeviceRates) -> Copies:
     """All copies of one step."""
+    copies = _around_collectives(job, where, rates)
+    return copies + _streamed(job, where) * job.configuration.gradient_accumulation_steps if rates.serial else copies
+
+
+def _streamed(job: Job, where: Layout) -> Copies:
+    """What a micro-batch moves of weights through a CPU's caches, which hold them in a benchmark of products alone.
+
+    Weights are read in the forward and in the backward, their gradients written there (a write reads the line first).
+    The embedding's gradient is zeros with a few rows filled in, made anew, and added to the head's where they are tied.
+    """
+    tied = job.facts.tie_word_embeddings
+    width = where.gather_bytes
+    weights = where.parameters - (0.0 if tied else where.embedding)
+    rows = Copies(moved=width + (3.0 * width if tied else 0.0), fresh=width) * where.embedding
+    return Copies(moved=4.0 * width * weights) + rows
+
+
+def _around_collectives(job: Job, where: Layout, rates: DeviceRates) -> Copies:
     configuration = job.configuration
     steps = configuration.gradient_accumulation_steps
     mixed = configuration.precision in ("bf16", "fp16")
