@@ -90,26 +90,48 @@ class Candidate:
         return (largest.step_seconds + bubble) * (CACHES if self.request.cluster.device.is_cpu else slack)
 
     def fastest_fitting(self, seconds: float) -> int | None:
-        """The fastest micro-batch that fits and takes at most so many seconds a step."""
-        by_time = sorted(range(len(self.micros)), key=self.seconds)
-        tried: int | None = None
-        for index in by_time:
-            if self.seconds(index) > seconds:
-                return None
-            if (tried is not None and index >= tried) or self.is_known(index):
-                continue
-            if self.fits(index):
-                return index
-            if tried is None and not self.fits_somehow():
-                return None
-            tried = self._first_that_does_not_fit(below=index)
-        return None
+        """The fastest micro-batch that fits and takes at most so many seconds a step, of those that were not run."""
+        index = self._fastest(self._rivals(len(self.micros) - 1))
+        if index is None or self.seconds(index) > seconds:
+            return None
+        if self.fits(index):  # as it often does
+            return index
+        smallest = next((one for one in range(index) if TILES * self.seconds(one) <= seconds), None)
+        if smallest is None or not self.fits(smallest):
+            return None
+        largest = self._first_that_does_not_fit(smallest, below=index) - 1
+        index = self._fastest(self._rivals(largest))
+        return None if index is None or self.seconds(index) > seconds else index
 
-    def _first_that_does_not_fit(self, below: int) -> int:
-        """Counted from the smallest micro-batch, where one does not fit."""
-        if below and self.fits(below - 1):  # as often as not it is the next
+    def seems_hopeless(self) -> bool:
+        """Whether it is known that the smallest micro-batch does not fit."""
+        return 0 in self._priced and not self.fits(0)
+
+    def _fastest(self, indices: Iterable[int]) -> int | None:
+        return min((index for index in indices if not self.is_known(index)), key=self.seconds, default=None)
+
+    def _rivals(self, largest: int) -> list[int]:
+        """The micro-batches up to one of which any may be the fastest. Its divisors are not: they fill tiles no better.
+        In a pipeline larger ones are faster until the bubble costs more than they save: all of them up to where two in
+        a row have been slower than the fastest."""
+        every = range(largest + 1)
+        if self.shape.pp == 1 and not self.request.cluster.device.is_cpu:
+            return [index for index in every if index == largest or self.micros[largest] % self.micros[index]]
+        if self.shape.pp == 1:
+            return list(every)
+        fastest = 0
+        for index in every:
+            if self.seconds(index) < self.seconds(fastest):
+                fastest = index
+            elif index > fastest + 1:
+                return list(every[:index])
+        return list(every)
+
+    def _first_that_does_not_fit(self, fitting: int, below: int) -> int:
+        """The first after one that fits, up to one that does not."""
+        if self.fits(below - 1):  # as often as not it is the next
             return below
-        return bisect_left(range(below), True, key=lambda index: not self.fits(index))
+        return bisect_left(range(below - 1), True, lo=fitting + 1, key=lambda index: not self.fits(index))
 
 
 class Family:
@@ -151,7 +173,7 @@ class Family:
                 if index is not None:
                     seconds = one.seconds(index)
                     yield one.timed(index)
-                elif not self.fits_somehow():
+                elif one.seems_hopeless() and not self.fits_somehow():
                     return
 
 
