@@ -23,7 +23,7 @@ GEMM_CEILING = {
     "turing": 0.72,
     "ampere": 0.77,
     "ada": 0.78,
-    "hopper": 0.66,
+    "hopper": 0.65,
     "blackwell": 0.50,
     "cpu": 0.50,
 }
@@ -39,7 +39,7 @@ OTHER_GEMM_CEILING = 0.55
 GEMM_TRAFFIC = 0.95
 """Times the bytes of its three matrices that a product moves through device memory, over the rate of a large copy."""
 
-ATTENTION_CEILING = {"ampere": 0.53, "ampere SXM4": 0.60, "hopper": 0.34, "blackwell": 0.40}
+ATTENTION_CEILING = {"ampere": 0.53, "ampere SXM4": 0.65, "hopper": 0.36, "blackwell": 0.40}
 """Share of the peak that fused attention's forward reaches over the products it really computes, by architecture.
 
 Ampere and Blackwell are kernel measurements; A100-SXM4 and Hopper are fitted to whole steps of every publication.
