@@ -139,6 +139,31 @@ def test_stage_3_is_whole_where_it_must_be(ranks: RankPool) -> None:
         assert found["continued"] != found["evaluated"]
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STAGES)
+def test_live_bytes_are_those_of_the_zero_arithmetic(
+    strategy: str, precision: str, world_size: int, request: pytest.FixtureRequest
+) -> None:
+    """Rajbhandari et al. 2020, figure 1, with K = 12 for 16-bit weights: masters and two moments. In fp32 the weights
+    are their own masters, so that K = 8 and weights and gradients are 4 bytes each."""
+    pool = request.getfixturevalue("ranks" if world_size == 2 else "three_ranks")
+    accumulation = 2 if strategy == "zero1" else 1
+    recipe = Recipe(
+        strategy=strategy, backend="native", world_size=world_size, precision=precision, accumulation=accumulation
+    )
+    sixteen = precision == "bf16"
+    config = {"data_types": {"grad_accum_dtype": precision}}
+    for live in pool.run(zero_bodies.live_states, recipe, config):
+        width, states, part = (2, 12, live["all"] / world_size) if sixteen else (4, 8, live["all"] / world_size)
+        kept = width * live["small"] * (1 - 1 / world_size)
+        weights = {"zero1": width * live["all"], "zero2": width * live["all"], "zero3": width * part + kept}[strategy]
+        assert live["between"] == pytest.approx(weights + states * part, rel=0.02)
+        if strategy == "zero1":
+            assert live["first"] == pytest.approx(2 * weights + states * part, rel=0.02)
+        assert live["last"] == pytest.approx(weights + (states + width) * part, rel=0.02)
+
+
 def test_a_second_gradient_in_one_backward_pass_is_named(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"got a second gradient in one backward pass"):
         ranks.run(zero_bodies.two_gradients, native("zero2"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,9 @@ from torch import nn
 from torch.nn import functional
 from training_bodies import Recipe
 
+from planner.models.storage_tracker import StorageTracker
 from strategies.engine import initialize
+from strategies.measure_memory import reachable_tensors
 from strategies.zero.reduce import Reducer
 
 BATCH = 12
@@ -239,6 +242,54 @@ def two_gradients(recipe: Recipe) -> None:
     reducer.begin(reduces=True)
     loss.backward(retain_graph=True)
     loss.backward()
+
+
+class WideModel(nn.Module):
+    """Two million parameters and hardly an activation, so that what is alive is states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 256)
+        self.blocks = nn.ModuleList([training_bodies.Block(256) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.enter(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.float().square().mean()
+
+
+def live_states(recipe: Recipe, config: dict[str, Any]) -> dict[str, int]:
+    """Live bytes of a rank in the third step, and the elements of the model and of its small parameters."""
+    engine, *_ = initialize(
+        model=WideModel(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, foreach=False),
+        plan=recipe.plan(),
+        config=config,
+    )
+    x, live = torch.ones(1, 8), dict[str, int]()
+
+    def micro_batch(label: str) -> None:
+        engine.backward(engine(x))
+        live[label] = tracker.live_bytes
+        engine.step()
+
+    gc.collect()
+    held = [tensor for tensor in reachable_tensors() if _belongs_to(tensor, engine)]
+    with StorageTracker(held) as tracker:
+        for _ in range(3):
+            live["between"] = tracker.live_bytes
+            for part in range(recipe.accumulation):
+                micro_batch("last" if part == recipe.accumulation - 1 else "first")
+    sizes = [parameter.numel() for parameter in engine.module.parameters()]
+    return {**live, "all": sum(sizes), "small": sum(size for size in sizes if size <= 10 * training_bodies.WIDTH)}
+
+
+def _belongs_to(tensor: torch.Tensor, engine: Any) -> bool:
+    """Whether a tensor is this engine's: a rank of a pool holds those of earlier tests as well."""
+    buckets = (*engine._held.trained, *engine._held.fixed)
+    own = [*engine.module.parameters(), *(t for b in buckets for t in (b.whole, b.part, b.master))]
+    return tensor.untyped_storage().data_ptr() in {one.untyped_storage().data_ptr() for one in own}
 
 
 def save_after(recipe: Recipe, directory: str, steps: int) -> list[float]:
