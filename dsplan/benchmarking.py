@@ -124,7 +124,7 @@ def run_plan(plan: BenchPlan, question: BenchQuestion, show: Callable[[Event], N
     from strategies.bench.session import BenchSession, Limits
 
     machine = probe()
-    _check_machine(plan, probed_cluster(machine), question.plan)
+    _check_machine(plan, machine, question.plan)
     limits = Limits(again=question.again, seconds=None if question.minutes is None else 60 * question.minutes)
     report = BenchReport(plan=plan, database=database_path(), fingerprint=fingerprint(machine).key)
     started = time.monotonic()
@@ -151,7 +151,12 @@ def _cluster(question: BenchQuestion) -> Cluster:
     )
 
 
-def _check_machine(plan: BenchPlan, here: Cluster, file: Path | None) -> None:
+def _check_machine(plan: BenchPlan, machine: Machine, file: Path | None) -> None:
+    here = probed_cluster(machine)
+    if not here.device.is_cpu and machine.software.torch_cuda == "cpu":
+        raise DsplanError(
+            f"this machine has {here.device.name} and its torch is built for CPUs; install a torch built for CUDA"
+        )
     if plan.device != here.device.name:
         raise BrokenFile(
             file, f"is a benchmark of {plan.device} and this machine has {here.device.name}", "run it on the former"

@@ -16,15 +16,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-_WARM_UP_CALLS = 2
 _MOST_CALLS = 2000
-_LONGEST_ESTIMATE = 3600.0
+_LONG_CALL_SECONDS = 0.5
+_SAMPLES_OF_LONG_CALLS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     """How long to measure one operation: about `seconds` after the warm-up, in at least `least_samples` samples of
-    about `sample_seconds`; an operation that is longer than a sample is called once in each."""
+    about `sample_seconds`. An operation that is longer than a sample is called once in each, and twice in all where it
+    takes more than half a second."""
 
     seconds: float = 0.2
     sample_seconds: float = 0.025
@@ -48,7 +49,7 @@ def time_calls(
     A collective takes as long as its slowest rank. Other work counts with the mean of ranks that share processors, and
     with the slowest of those that have a GPU each, for whom everybody waits.
     """
-    calls, samples = _agreed_counts(_warm_up(operation, device), budget, device)
+    calls, samples = _counts(_warm_up(operation, device), budget)
     seconds = [_sample(operation, calls, device) for _ in range(samples)]
     together = _slowest if collective or device.type == "cuda" else _mean
     seconds = together(seconds, device)
@@ -61,17 +62,19 @@ def ranks_at_work() -> int:
 
 
 def _warm_up(operation: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call once caches, lazy handles and connections are there."""
-    for _ in range(_WARM_UP_CALLS):
-        operation()
-    return _sample(operation, 1, device)
+    """Seconds of a call, the slowest rank's on every rank, once caches, lazy handles and connections are there."""
+    operation()
+    seconds = _slowest([_sample(operation, 1, device)], device)[0]
+    if seconds < _LONG_CALL_SECONDS:
+        seconds = _slowest([_sample(operation, 1, device)], device)[0]
+    return seconds
 
 
-def _agreed_counts(seconds: float, budget: Budget, device: torch.device) -> tuple[int, int]:
-    """Calls per sample and samples, from the slowest rank's estimate, so that they are the same on every rank."""
-    estimate = min(max(_slowest([seconds], device)[0], 1e-7), _LONGEST_ESTIMATE)
-    calls = min(max(1, round(budget.sample_seconds / estimate)), _MOST_CALLS)
-    return calls, max(budget.least_samples, math.ceil(budget.seconds / (calls * estimate)))
+def _counts(seconds: float, budget: Budget) -> tuple[int, int]:
+    """Calls per sample, and samples, of a call that takes so long."""
+    calls = min(max(1, round(budget.sample_seconds / max(seconds, 1e-7))), _MOST_CALLS)
+    least = budget.least_samples if seconds < _LONG_CALL_SECONDS else _SAMPLES_OF_LONG_CALLS
+    return calls, max(least, math.ceil(budget.seconds / (calls * max(seconds, 1e-7))))
 
 
 def _sample(operation: Callable[[], object], calls: int, device: torch.device) -> float:

@@ -58,7 +58,7 @@ class BenchSession:
         self._store = store
         self._limits = limits
         self._fingerprint = fingerprint(machine)
-        self._gpu = bool(machine.usable_gpus)
+        self._gpu = not probed_cluster(machine).device.is_cpu
         self._left: list[Work] = []
 
     def events(self) -> Generator[Event, None, None]:

@@ -79,10 +79,16 @@ def test_a_sample_is_long_against_the_calls_it_is_made_of() -> None:
 
 
 def test_the_median_and_the_spread_are_those_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = iter([1.0, 3.0, 2.0, 6.0])  # the first is the estimate after the warm-up
+    samples = iter([0.3, 0.4, 3.0, 2.0, 6.0])  # the first two are the warm-up's
     monkeypatch.setattr(timer, "_sample", lambda operation, calls, device: next(samples))
     timing = time_calls(lambda: None, HOST, Budget(seconds=0.1, sample_seconds=0.01, least_samples=3))
     assert timing == Timing(seconds=3.0, repeats=3, spread=2.0)
+
+
+def test_a_long_call_is_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = iter([0.9, 2.0, 1.0])
+    monkeypatch.setattr(timer, "_sample", lambda operation, calls, device: next(samples))
+    assert time_calls(lambda: None, HOST, Budget()) == Timing(seconds=1.5, repeats=2, spread=1.0)
 
 
 def test_every_operation_of_the_grid_can_be_measured_and_is_named_by_a_kind() -> None:
