@@ -2,9 +2,9 @@
 
     python scripts/fit_efficiency.py
 
-Kernels are fitted on every second row of their file and scored on the others; the constants of whole training steps on
-the models named in FITTED_MODELS and scored on all other models. "Held out" concerns these constants alone: what an
-Implementation skips or fuses was chosen with every row in sight, those of UNTOUCHED excepted.
+Kernels are fitted on every second row of their file and scored on the others. The constants of whole training steps
+are fitted to every stated publication, shrunk to what kernels say (`time_constants.py`); `time_accuracy.py` scores such
+fits on publications that they have not seen.
 """
 
 from __future__ import annotations
@@ -13,24 +13,20 @@ import csv
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from check_published import Scored, scored
-from published_rows import MEASUREMENTS, PublishedRun, published_runs
+from published_rows import MEASUREMENTS, published_runs
+from time_accuracy import seen_by_a_fit
+from time_constants import SHIPPED_SPREADS, Model, architecture, expected_factors, fitted
 
 from hardware_db.datasheets import find_device
-from planner.timing import efficiency, implementation
+from planner.timing import efficiency
 from planner.timing.compute import ATTENTION_BACKWARD
-
-FITTED_MODELS = frozenset({"mpt-350m", "mpt-1b", "mpt-7b", "mpt-30b", "gpt 1024x12", "gpt 1024x20"})
-UNTOUCHED = "llmfoundry_2023_a100_80"
-"""Scored once when the model was finished; nothing was chosen or fitted on these rows."""
-
-LONG_SEQUENCE = 8192
+from planner.timing.efficiency import ceilings
 
 SMALLEST_ATTENTION_TFLOP = 0.1
 """Attention products below this run too few blocks to fill the device; they say nothing of its ceiling."""
@@ -103,33 +99,6 @@ def attention_ceilings() -> dict[str, tuple[float, float]]:
     return ceilings
 
 
-def step_error(rows: Iterable[Scored]) -> float:
-    return statistics.median(abs(math.log(row.ratio)) for row in rows)
-
-
-def fit_table(table: dict[str, float], key: str, grid: Iterable[float], runs: Sequence[PublishedRun]) -> float:
-    """The value of `table[key]` that leaves the least median error; the table is left as it was."""
-    before = table[key]
-
-    def error(value: float) -> float:
-        table[key] = value
-        return step_error(scored(runs))
-
-    try:
-        return min(grid, key=error)
-    finally:
-        table[key] = before
-
-
-def fit_host(runs: Sequence[PublishedRun]) -> float:
-    """Host seconds of one block's forward, from runs of small models."""
-
-    def error(value: float) -> float:
-        return step_error(scored(replace(run, code=replace(run.code, block_host_seconds=value)) for run in runs))
-
-    return min((step * 5e-5 for step in range(6, 31)), key=error)
-
-
 def _kernel_lines() -> Iterable[str]:
     rows = products()
     for device in dict.fromkeys(row.device for row in rows):
@@ -146,31 +115,20 @@ def _kernel_lines() -> Iterable[str]:
 
 
 def _step_lines() -> Iterable[str]:
-    runs = list(published_runs())
-    fitted = [run for run in runs if run.model in FITTED_MODELS and run.source != UNTOUCHED]
-    clean = [run for run in runs if run.source == UNTOUCHED]
-    rest = [run for run in runs if run.model not in FITTED_MODELS and run.source != UNTOUCHED]
-    grid = [step / 100 for step in range(50, 100, 2)]
-    choices: list[tuple[str, str, Callable[[PublishedRun], bool]]] = [
-        ("ampere SXM4", "A100", lambda run: run.source.startswith("llmfoundry_a100")),
-        ("hopper", "H100", lambda run: run.source.startswith("llmfoundry_h100")),
-    ]
-    for key, device, belongs in choices:
-        value = fit_table(efficiency.GEMM_CEILING, key, grid, [run for run in fitted if belongs(run)])
-        others = [run for run in rest if device in run.job.cluster.device.name]
-        yield f"GEMM ceiling {key}: {value:.2f}; code {efficiency.GEMM_CEILING[key]}; {len(others)} held-out runs"
-    long = [run for run in fitted if "h100" in run.source and run.job.configuration.sequence_length >= LONG_SEQUENCE]
-    attention = fit_table(efficiency.ATTENTION_CEILING, "hopper", [step / 100 for step in range(20, 70, 2)], long)
-    in_code = efficiency.ATTENTION_CEILING["hopper"]
-    yield f"attention ceiling hopper: {attention:.2f} on {len(long)} runs; code {in_code}"
-    small = [run for run in fitted if run.source.startswith("vtrain")]
-    host = implementation.TRANSFORMERS.block_host_seconds
-    yield f"block_host_seconds: {fit_host(small):.2e}; code {host:.2e}"
-    for name, part in (("fitted", fitted), ("held out", rest), ("untouched", clean)):
-        for prefix in ("llmfoundry", "torchtitan", "vtrain", "fms", "internevo", "bigscience"):
-            own = [row for row in scored(part) if row.run.source.startswith(prefix)]
-            if own:
-                yield f"{name:9} {prefix:11} {len(own):4} runs, median error {step_error(own):.1%}"
+    """The constants of whole steps, fitted to every stated publication, beside those in the code."""
+    model = Model(seen_by_a_fit(list(published_runs())))
+    found = fitted(model, SHIPPED_SPREADS)
+    moved = dict(zip(found.names, found.values, strict=True))
+    for kind in sorted({architecture(run.job.cluster) for run in model.runs}):
+        cluster = next(run.job.cluster for run in model.runs if architecture(run.job.cluster) == kind)
+        in_code, expected = ceilings(cluster.device), expected_factors(cluster)
+        products = in_code[0] * expected.compute * math.exp(moved[f"compute {kind}"])
+        attention = in_code[1] * expected.attention * math.exp(moved[f"attention {kind}"])
+        yield f"{kind}: products {products:.2f}, attention {attention:.2f}; code {in_code[0]} and {in_code[1]}"
+    found = fitted(model)
+    for index, name in enumerate(found.names):
+        spread = math.sqrt(found.covariance[index][index])
+        yield f"  {name:32} x {math.exp(found.values[index]):.2f} of what was expected, give or take {spread:.0%}"
 
 
 if __name__ == "__main__":

@@ -24,8 +24,13 @@ NEMO = replace(MEGATRON, hides_reductions=True, residual_passes=1.0)
 INTERNEVO = replace(TRANSFORMERS, broadcasts_partitions=True)
 """InternEvo's HybridZeroOptimizer lets each rank broadcast the partition it has updated."""
 
-NAMED: Mapping[str, Implementation] = {"transformers": TRANSFORMERS, "megatron": MEGATRON}
+LLM_FOUNDRY_2023 = replace(LLM_FOUNDRY, stops_early=False)
+"""The same on torch 1.13.1 (the script's image then), whose checkpoint runs a block's whole forward again."""
+
+# Runs that name transformers are of 2021.
+NAMED: Mapping[str, Implementation] = {"transformers": replace(TRANSFORMERS, stops_early=False), "megatron": MEGATRON}
 BY_SOURCE: Mapping[str, Implementation] = {
+    "llmfoundry_2023": LLM_FOUNDRY_2023,
     "llmfoundry": LLM_FOUNDRY,
     "internevo": INTERNEVO,
     "bigscience": MEGATRON,

@@ -136,6 +136,11 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
     device = find_device(row["device"])
     if row.get("memory_bandwidth_gbs"):
         device = replace(device, memory_bandwidth_gbs=float(row["memory_bandwidth_gbs"]))
+    if row.get("power_watts") and device.tdp_watts:
+        # Dynamic power follows the cube of the clock, and the peak follows the clock.
+        share = (float(row["power_watts"]) / device.tdp_watts) ** (1 / 3)
+        limited = {name: peak * share if peak else peak for name, peak in device.peak_tflops_dense.items()}
+        device = replace(device, peak_tflops_dense=limited)
     gpus, per_node = int(row["gpus"]), int(row["gpus_per_node"])
     return Cluster(
         device=device,

@@ -1,103 +1,99 @@
-"""Prints how far the time model is from published runs when each publication in turn is left out of its fit.
+"""Predicts every published run from constants that have not seen its publication, and keeps the predictions.
 
     python scripts/time_accuracy.py
 
-Minutes long. The free constants of `time_constants.py` are fitted on all other publications and score the one that was
-left out; vTrain's grid is fitted on half of its model shapes and scored on the other half.
+Minutes long; `time_left_out.csv` holds what it finds and `build_accuracy_report.py` shows it. The free constants of
+`time_constants.py` are fitted on the stated runs of all other publications; vTrain's grid, which is one publication, is
+fitted on half of its model shapes and predicts the other half.
 """
 
 from __future__ import annotations
 
-import statistics
+import csv
+import io
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from published_rows import PublishedRun, published_runs
+from published_rows import MEASUREMENTS, PublishedRun, published_runs
 from time_constants import Model, fitted, predicted
-from time_scores import Choice, Scored, choices, errors, percentile
+from time_scores import Scored
 
+from hardware_db.files import replace_text
+from planner.calibration.fit import Fit
+from planner.timing import step_time
+
+PATH = MEASUREMENTS / "time_left_out.csv"
 GRID = "vtrain_a100"
-GRID_ROWS = 8
-"""Every eighth run of vTrain's grid takes part where another publication is left out."""
+MOST_ROWS = 40
+"""Runs of one publication that a fit takes, evenly spaced over its table: more would weigh no more, and take longer."""
 
 
-def scored(runs: Sequence[PublishedRun], seconds: Sequence[float]) -> list[Scored]:
-    """Runs with predictions for them."""
-    return [Scored(run=run, predicted_seconds=s) for run, s in zip(runs, seconds, strict=True)]
+def read_left_out() -> list[Scored]:
+    """The kept predictions, in the order of the runs."""
+    runs = {run.name: run for run in published_runs()}
+    with PATH.open(newline="", encoding="utf-8") as lines:
+        return [
+            Scored(run=runs[row["run"]], predicted_seconds=float(row["left_out_seconds"]))
+            for row in csv.DictReader(lines)
+        ]
 
 
 def left_out(runs: Sequence[PublishedRun]) -> list[Scored]:
     """Every run that is not of the grid, predicted from the stated runs of all other publications."""
-    grid = [run for run in runs if run.source == GRID][::GRID_ROWS]
+    stated = seen_by_a_fit(runs)
     table = [run for run in runs if run.source != GRID]
+    known: dict[str, Fit] = {}
     found: list[Scored] = []
     for document in dict.fromkeys(run.document for run in table):
-        own = [run for run in table if run.document == document]
-        others = [run for run in table if run.document != document and run.reading == "stated"]
-        found += scored(own, predicted(own, fitted(Model(others + grid))))
+        # A publication without a stated run leaves the fit as it is.
+        absent = document if any(run.document == document for run in stated) else ""
+        if absent not in known:
+            known[absent] = fitted(Model([run for run in stated if run.document != document]))
+        found += _by(known[absent], [run for run in table if run.document == document])
     return found
 
 
-def shape(run: PublishedRun) -> tuple[int, int, int]:
-    facts = run.job.facts
-    return facts.hidden_size, facts.num_layers, facts.num_heads
+def seen_by_a_fit(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
+    """The stated runs, at most MOST_ROWS of each publication."""
+    documents: dict[str, list[PublishedRun]] = {}
+    for run in runs:
+        if run.reading == "stated":
+            documents.setdefault(run.document, []).append(run)
+    return [run for own in documents.values() for run in own[:: -(-len(own) // MOST_ROWS)]]
 
 
 def halves(runs: Sequence[PublishedRun]) -> list[Scored]:
     """vTrain's grid, each half of its model shapes predicted from the other half."""
     grid = [run for run in runs if run.source == GRID]
-    shapes = sorted({shape(run) for run in grid})
-    parts = [[run for run in grid if shape(run) in shapes[start::2]] for start in (0, 1)]
-    found: list[Scored] = []
-    for own, other in (parts, parts[::-1]):
-        found += scored(own, predicted(own, fitted(Model(other))))
-    return found
+    shapes = sorted({_shape(run) for run in grid})
+    parts = [[run for run in grid if _shape(run) in shapes[start::2]] for start in (0, 1)]
+    return _by(fitted(Model(parts[1])), parts[0]) + _by(fitted(Model(parts[0])), parts[1])
 
 
-def score_line(name: str, rows: Sequence[Scored]) -> str:
-    all_errors = errors(rows)
-    return f"{name:44} {all_errors.runs:4} {all_errors.median:7.1%} {all_errors.p90:7.1%} {all_errors.bias:+7.1%}"
+def _shape(run: PublishedRun) -> tuple[int, int, int]:
+    facts = run.job.facts
+    return facts.hidden_size, facts.num_layers, facts.num_heads
 
 
-def choice_lines(found: Sequence[Choice]) -> Iterator[str]:
-    """Groups, median correlation, and losses of the plan put first: median, worst tenth."""
-    for source in ("all", *dict.fromkeys(choice.source for choice in found)):
-        own = [choice for choice in found if source in ("all", choice.source)]
-        ranked = [choice.correlation for choice in own if choice.correlation is not None]
-        order = f"{statistics.median(ranked):.2f} over {len(ranked)}" if ranked else "-"
-        losses = [choice.loss for choice in own]
-        yield f"{source:28} {len(own):3} groups, correlation {order:14} loss {_losses(losses)}"
+def _by(found: Fit, runs: Sequence[PublishedRun]) -> list[Scored]:
+    """Runs as constants predict them that were fitted to others."""
+    return [Scored(run=run, predicted_seconds=s) for run, s in zip(runs, predicted(runs, found), strict=True)]
 
 
-def _losses(losses: Iterable[float]) -> str:
-    found = list(losses)
-    return f"median {statistics.median(found):.1%}, worst tenth {percentile(found, 0.9):.1%}"
-
-
-def report(runs: Sequence[PublishedRun]) -> Iterator[str]:
-    table = left_out(runs)
-    stated = [row for row in table if row.run.reading == "stated"]
-    yield f"{'':44} {'runs':>4} {'median':>7} {'p90':>7} {'bias':>7}"
-    for (source, reading), rows in _by_source(table).items():
-        yield score_line(f"{source} ({reading})", rows)
-    yield score_line("all stated rows", stated)
-    yield score_line("with disclaimed rows", [r for r in table if r.run.reading in ("stated", "disclaimed")])
-    grid = halves(runs)
-    yield score_line("vTrain, other half of shapes", grid)
-    yield from choice_lines(choices(stated))
-    yield from choice_lines(choices(grid))
-
-
-def _by_source(rows: Sequence[Scored]) -> dict[tuple[str, str], list[Scored]]:
-    found: dict[tuple[str, str], list[Scored]] = {}
-    for row in rows:
-        found.setdefault((row.run.source, row.run.reading), []).append(row)
-    return found
+def main() -> None:
+    runs = list(published_runs())
+    found = {row.run.name: row.predicted_seconds for row in left_out(runs) + halves(runs)}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["run", "left_out_seconds", "shipped_seconds"])
+    for run in runs:
+        shipped = step_time(run.job, run.code).step_seconds
+        writer.writerow([run.name, f"{found[run.name]:.5g}", f"{shipped:.5g}"])
+    replace_text(PATH, text.getvalue())
 
 
 if __name__ == "__main__":
-    for line in report(list(published_runs())):
-        print(line, flush=True)
+    main()

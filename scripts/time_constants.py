@@ -21,26 +21,30 @@ from planner.factors import Factors
 from planner.timing import step_time
 from planner.timing.efficiency import ceilings
 
-GEMM_EXPECTED = 0.75
-"""Share of the dense peak that a large 16-bit product is expected to reach: 0.77 on A100-PCIe (gemm_efficiency.csv)."""
+PRODUCTS_EXPECTED: Mapping[str, float] = {"volta": 0.75, "ampere": 0.77, "hopper": 0.75, "blackwell": 0.50}
+"""Share of the dense peak that large 16-bit products are expected to reach: kernels of A100-PCIe and B200 measured
+alone (gemm_efficiency.csv), and three quarters where none was. An architecture that is not here keeps what is shipped,
+which no run was fitted to."""
 
-ATTENTION_EXPECTED = 0.50
-"""The same of fused attention's forward: 0.53 on A100-PCIe (attention_efficiency.csv)."""
+ATTENTION_EXPECTED: Mapping[str, float] = {"volta": 0.50, "ampere": 0.53, "hopper": 0.40, "blackwell": 0.40}
+"""The same of fused attention: kernels of A100-PCIe and B200 (attention_efficiency.csv); Hopper is taken for B200."""
 
 SPREADS: Mapping[str, float] = {
     "compute": 0.15,
     "attention": 0.25,
-    "memory": 0.15,
-    "intra_link": 0.25,
+    "memory": 0.10,
+    "intra_link": 0.15,
     "inter_link": 0.35,
     "launch": 0.30,
 }
-"""Standard deviation of each constant's logarithm before any step is seen, by kind."""
+"""Standard deviation of each constant's logarithm before any step is seen, by kind: memory and the links inside nodes
+were measured by themselves, what leaves a node depends on its site."""
 
-NOISE = Noise(spread=0.08, rows=10.0)
-"""Steps of one code base scatter by some 8 % around a fitted model."""
+NOISE = Noise(spread=0.08, rows=1e6)
+"""Steps of one code base scatter by some 8 % around a fitted model. Held there: rows that count for less than one would
+otherwise make it look smaller."""
 
-ROWS_THAT_COUNT = 20
+ROWS_THAT_COUNT = 10
 """A table of any length weighs like this many independent runs: its rows share one machine and one code base."""
 
 
@@ -75,8 +79,11 @@ def architecture(cluster: Cluster) -> str:
 
 def expected_factors(cluster: Cluster) -> Factors:
     """What turns the shipped rates of products and attention into the expected ones."""
+    kind = cluster.device.architecture
+    if kind not in PRODUCTS_EXPECTED:
+        return Factors()
     products, attention = ceilings(cluster.device)
-    return Factors(compute=GEMM_EXPECTED / products, attention=ATTENTION_EXPECTED / attention)
+    return Factors(compute=PRODUCTS_EXPECTED[kind] / products, attention=ATTENTION_EXPECTED[kind] / attention)
 
 
 class Model:
@@ -116,7 +123,11 @@ class Model:
         return replace(cluster, factors=replace(expected, **changed))
 
 
-def fitted(model: Model) -> Fit:
+SHIPPED_SPREADS: Mapping[str, float] = {**dict.fromkeys(SPREADS, 1e-3), "compute": 0.15, "attention": 0.25}
+"""What is shipped are ceilings of products and attention: the links stay the catalogue's, memory what was measured."""
+
+
+def fitted(model: Model, spreads: Mapping[str, float] = SPREADS) -> Fit:
     """The constants that explain the runs of a model best, shrunk to what is expected of them."""
     rows = Counter(run.document for run in model.runs)
     weights = [math.sqrt(min(1.0, ROWS_THAT_COUNT / rows[run.document])) for run in model.runs]
@@ -126,7 +137,7 @@ def fitted(model: Model) -> Fit:
         seconds = model.seconds(values)
         return [w * math.log(m / s) for w, m, s in zip(weights, measured, seconds, strict=True)]
 
-    priors = [Prior(name=constant.name, spread=SPREADS[constant.kind]) for constant in model.constants]
+    priors = [Prior(name=constant.name, spread=spreads[constant.kind]) for constant in model.constants]
     return fit(residuals, priors, NOISE)
 
 

@@ -1,29 +1,54 @@
-"""How wide an interval must be so that it holds nine of ten published runs, by class of plan.
+"""How wide an interval must be so that it holds nine of ten published runs, by kind of plan.
 
-The width for a publication is taken from how far the others were off when each of them was left out of the fit, so that
-it is tested on runs that neither the constants nor the width have seen.
+A publication is off as a whole, and its runs scatter around that. Both are taken from how far the others were off when
+each of them was left out of the fit, so that the width is tested on runs that neither the constants nor it have seen.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-from published_rows import PublishedRun
 from time_constants import ROWS_THAT_COUNT
 from time_scores import Scored
 
-PlanClass = Literal["one node", "several nodes", "tp or pp", "offload"]
-CLASSES: tuple[PlanClass, ...] = get_args(PlanClass)
+from planner.calibration.spread import NINE_OF_TEN, SPREADS, Kind, kind_of
 
-SHARE = 0.90
-NORMAL_90 = 1.645
-"""A normal error stays within this many standard deviations nine times out of ten."""
+ROBUST = 1.4826
+"""Standard deviation of a normal distribution over the median size of its draws."""
+
+STUDENT_90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
+"""Student's t that nine of ten draws stay within, for 1, 2, ... degrees of freedom."""
 
 FEWEST_PUBLICATIONS = 2
-"""A class that fewer other publications have takes the spread of all of them."""
+"""A kind of plan that fewer publications have takes the scatter of all kinds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scatter:
+    """Standard deviations of log(measured / predicted): of publications, and of the runs of one, by kind of plan."""
+
+    between: float
+    within: Mapping[Kind, float]
+    publications: int
+
+    def total(self, kind: Kind) -> float:
+        """What one run of another publication is off by; what nothing was compared with keeps its assumption."""
+        if kind not in self.within:
+            return SPREADS[kind].outside
+        return math.hypot(self.between, self.within[kind])
+
+    def half_width(self, kind: Kind) -> float:
+        """What |log(measured / predicted)| should stay within for nine of ten runs.
+
+        Runs are many and publications few: only the spread of the latter is uncertain itself.
+        """
+        if kind not in self.within:
+            return NINE_OF_TEN * SPREADS[kind].outside
+        student = STUDENT_90[min(max(self.publications - 2, 0), len(STUDENT_90) - 1)]
+        return math.hypot(student * self.between, NINE_OF_TEN * self.within[kind])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,45 +59,48 @@ class Coverage:
     inside: float
 
 
-def class_of(run: PublishedRun) -> PlanClass:
-    """The class whose spread a plan has."""
-    plan, cluster = run.job.configuration, run.job.cluster
-    if plan.offload != "none":
-        return "offload"
-    if plan.tp > 1 or plan.pp > 1:
-        return "tp or pp"
-    return "several nodes" if cluster.nodes > 1 else "one node"
+def scatter(rows: Sequence[Scored]) -> Scatter:
+    """Of runs that were left out of the fit."""
+    compared = [row for row in rows if kind_of(row.run.job) != "unmeasured"]
+    documents = sorted({row.run.document for row in compared})
+    own = {name: [row for row in compared if row.run.document == name] for name in documents}
+    bias = {name: statistics.median(row.log_error for row in own[name]) for name in documents}
+    around = [
+        (
+            kind_of(row.run.job),
+            name,
+            abs(row.log_error - bias[name]),
+            min(1.0, ROWS_THAT_COUNT / len(own[name])),
+        )
+        for name in documents
+        for row in own[name]
+    ]
+    within: dict[Kind, float] = {}
+    for kind in dict.fromkeys(kind for kind, *_ in around):
+        enough = len({name for k, name, *_ in around if k == kind}) >= FEWEST_PUBLICATIONS
+        within[kind] = _ninth_decile([rest[1:] for k, *rest in around if k == kind or not enough]) / NINE_OF_TEN
+    between = ROBUST * statistics.median(map(abs, bias.values()))
+    return Scatter(between=between, within=within, publications=len(documents))
 
 
-def half_width(rows: Sequence[Scored]) -> float:
-    """What |log(measured / predicted)| stays within for nine runs of ten, a publication counting as in the fit."""
-    counts = Counter(row.run.document for row in rows)
-    weighted = sorted((abs(row.log_error), min(1.0, ROWS_THAT_COUNT / counts[row.run.document])) for row in rows)
-    wanted, passed = SHARE * sum(weight for _, weight in weighted), 0.0
-    for size, weight in weighted:
+def _ninth_decile(weighted: Iterable[Sequence[float]]) -> float:
+    """Of (value, weight) pairs: the value that nine tenths of the weight do not exceed."""
+    ordered = sorted(tuple(pair) for pair in weighted)
+    wanted, passed = 0.9 * sum(weight for _, weight in ordered), 0.0
+    for value, weight in ordered:
         passed += weight
         if passed >= wanted:
-            return size
-    return weighted[-1][0]
-
-
-def spreads(rows: Sequence[Scored]) -> dict[PlanClass, float]:
-    """Standard deviation of log(measured / predicted) by class: the half width, as if errors were normal."""
-    return {kind: half_width(_of_class(rows, kind)) / NORMAL_90 for kind in CLASSES}
-
-
-def _of_class(rows: Sequence[Scored], kind: PlanClass) -> Sequence[Scored]:
-    own = [row for row in rows if class_of(row.run) == kind]
-    return own if len({row.run.document for row in own}) >= FEWEST_PUBLICATIONS else rows
+            return value
+    return ordered[-1][0]
 
 
 def covered(rows: Sequence[Scored]) -> list[tuple[Scored, bool]]:
     """Each left-out run, and whether it lies in the interval that the other publications give."""
     found = []
     for document in dict.fromkeys(row.run.document for row in rows):
-        widths = spreads([row for row in rows if row.run.document != document])
+        others = scatter([row for row in rows if row.run.document != document])
         found += [
-            (row, abs(row.log_error) <= NORMAL_90 * widths[class_of(row.run)])
+            (row, abs(row.log_error) <= others.half_width(kind_of(row.run.job)))
             for row in rows
             if row.run.document == document
         ]
@@ -80,9 +108,9 @@ def covered(rows: Sequence[Scored]) -> list[tuple[Scored, bool]]:
 
 
 def coverage(found: Iterable[tuple[Scored, bool]]) -> Mapping[str, Coverage]:
-    """By class of plan, and of all."""
+    """Of all runs, and by kind of plan."""
     groups: dict[str, list[bool]] = {"all": []}
     for row, inside in found:
         groups["all"].append(inside)
-        groups.setdefault(class_of(row.run), []).append(inside)
+        groups.setdefault(kind_of(row.run.job), []).append(inside)
     return {name: Coverage(runs=len(hits), inside=sum(hits) / len(hits)) for name, hits in groups.items()}
