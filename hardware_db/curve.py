@@ -12,8 +12,8 @@ from dataclasses import dataclass
 class Curve:
     """Points of (work, seconds), work ascending: FLOPs, bytes or parameters.
 
-    Between two points seconds follow the straight line in logarithms, which is a power law. Less work than the first
-    point takes the first point's seconds, a latency; more than the last runs at the last point's rate.
+    Between two points seconds follow the straight line, a latency and a rate. Less work than the first point takes the
+    first point's seconds, more than the last runs at the last point's rate; a point alone is a rate at every size.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -22,14 +22,13 @@ class Curve:
         """Seconds that `work` takes."""
         points = self.points
         last_work, last_seconds = points[-1]
-        if work >= last_work:
+        if work >= last_work or len(points) == 1:
             return last_seconds * work / last_work
         above = bisect_left(points, (work, 0.0))
         if above == 0:
             return points[0][1]
         (low, low_seconds), (high, high_seconds) = points[above - 1], points[above]
-        share = math.log(work / low) / math.log(high / low)
-        return low_seconds * math.exp(share * math.log(high_seconds / low_seconds))
+        return low_seconds + (high_seconds - low_seconds) * (work - low) / (high - low)
 
     def rate(self, work: float) -> float:
         """Work per second at this size."""
@@ -38,7 +37,7 @@ class Curve:
 
 def constant_rate(rate: float) -> Curve:
     """A curve of one rate at every size, without latency."""
-    return Curve(points=((1e-9, 1e-9 / rate),))
+    return Curve(points=((1.0, 1.0 / rate),))
 
 
 def curve_of(points: Iterable[tuple[float, float]]) -> Curve | None:

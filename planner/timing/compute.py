@@ -57,6 +57,13 @@ SOFTMAX_BYTES = 6.0
 LOG_SOFTMAX_BYTES = 16.0
 """Of an activation's passes, and of the bytes of a score and of a logit, those in kernels that take exponentials."""
 
+WRITTEN_OUT_BYTES = 60.0
+"""Of a score in fp32 where torch writes fused attention out on a CPU: product 4, mask 8, softmax 8, whether a row is
+masked whole 5 + 1 + 13, dropout 12, copies 5, product 4; 3.2 nanoseconds a score were measured on two cores."""
+
+FP32_SCORE_BYTES = 32.0
+"""Of a score of eager attention in fp32: product 4, scale 8, mask 8, softmax 8, product 4."""
+
 ALIGNED_ELEMENTS = 8
 """Tensor cores take 16-bit products whose inner width is a multiple of this (16 bytes); others run without them."""
 
@@ -98,7 +105,10 @@ def _attention_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRate
         products = rates.products(full, 0.0, ATTENTION_PRODUCTS)
     scores = full / (4.0 * stack.attention_width) * stack.heads
     kernel = 2 * rates.element_bytes * scores
-    forward = products + rates.elementwise((rates.code.score_bytes - SOFTMAX_BYTES) * scores, kernel)
+    moved = (
+        WRITTEN_OUT_BYTES if written_out else FP32_SCORE_BYTES if rates.element_bytes > 2 else rates.code.score_bytes
+    )
+    forward = products + rates.elementwise((moved - SOFTMAX_BYTES) * scores, kernel)
     forward += rates.exponentials(SOFTMAX_BYTES * scores, kernel)
     drawn = rates.random(scores) if written_out else 0.0
     return Passes(forward=forward + drawn, backward=ATTENTION_BACKWARD * forward)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from timing_cases import cluster
 
@@ -114,6 +114,7 @@ def test_measured_a100_all_reduces(ranks: int) -> None:
     assert statistics.median(abs(ratio - 1) for ratio in ratios) < 0.25
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(COLLECTIVES),
     size=st.floats(1, 1e11),
@@ -127,6 +128,7 @@ def test_a_faster_network_is_never_slower(name: str, size: float, nodes: int, fa
     assert collective_seconds(fast, name, size, members) <= collective_seconds(slow, name, size, members)  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 10))
 def test_exposed_communication_is_bounded_and_grows(
     compute: float, communication: float, startup: float, more: float

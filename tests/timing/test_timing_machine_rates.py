@@ -87,12 +87,16 @@ def test_ranks_share_a_cpu_but_not_a_gpu() -> None:
     assert rates(row("memory", 1e9, on=SERVER, size=500, ranks=8)).memory is not None
 
 
-def test_a_curve_is_a_power_law_between_points_and_flat_outside() -> None:
-    curve = Curve(points=((10.0, 1.0), (1000.0, 100.0)))
+def test_a_curve_is_straight_between_points_and_a_latency_or_a_rate_outside() -> None:
+    curve = Curve(points=((10.0, 1.0), (1010.0, 3.0)))
     assert curve.seconds(1) == curve.seconds(10) == 1
-    assert curve.seconds(100) == pytest.approx(10)
-    assert curve.seconds(1e6) == pytest.approx(1e5)
-    assert curve.rate(100) == pytest.approx(10)
+    assert curve.seconds(510) == pytest.approx(2)
+    assert curve.seconds(10100) == pytest.approx(30)
+    assert curve.rate(510) == pytest.approx(255)
+
+
+def test_a_point_alone_is_a_rate_at_every_size() -> None:
+    assert Curve(points=((10.0, 1.0),)).seconds(1) == pytest.approx(0.1)
     assert constant_rate(5.0).seconds(20) == pytest.approx(4)
 
 
