@@ -10,13 +10,20 @@ from dsplan import HardwareSelector
 from planner.errors import NothingFits
 from planner.ranking import OTHER_HARDWARE
 from planner.training_config import TrainingConfig
+from planner.vocabulary import Optimizer
 
 MODELS = ("facebook/opt-1.3b", "facebook/opt-6.7b", "facebook/opt-13b", "facebook/opt-30b")
 CASES = list(itertools.product(MODELS, (1, 4, 8), (16, 24, 40), (1, 8)))
 
 
-def configuration(model: str, gpus: int, batch: int, limit: float | None) -> TrainingConfig:
-    return HardwareSelector(gpu="A100-SXM4-80GB").get_distributed_training_config(
+SHARDED_BY_ZERO = (("facebook/opt-1.3b", 4, 8, 24), ("facebook/opt-1.3b", 8, 8, 16), ("facebook/opt-6.7b", 8, 8, 60))
+"""With Adafactor, which cannot step on FSDP's shards."""
+
+
+def configuration(
+    model: str, gpus: int, batch: int, limit: float | None, optimizer: Optimizer = "adamw"
+) -> TrainingConfig:
+    return HardwareSelector(gpu="A100-SXM4-80GB", optimizer=optimizer).get_distributed_training_config(
         model_family="text_generation", model_name=model, gpu_count=gpus, batch_size=batch, max_memory_gb=limit
     )
 
@@ -35,6 +42,11 @@ def test_every_key_the_guide_reads(model: str, gpus: int, limit: int, batch: int
         assert 0 <= memory[key] <= limit
     assert 0 < memory["per_gpu_gb"] <= memory["per_gpu_upper_gb"] <= limit
     check_strategy(config)
+
+
+@pytest.mark.parametrize(("model", "gpus", "batch", "limit"), SHARDED_BY_ZERO)
+def test_the_keys_of_zero_where_fsdp_cannot_step(model: str, gpus: int, batch: int, limit: int) -> None:
+    check_strategy(configuration(model, gpus, batch, limit, "adafactor"))
 
 
 def check_strategy(config: TrainingConfig) -> None:
@@ -63,7 +75,8 @@ def test_the_cases_meet_every_strategy_word() -> None:
     """Otherwise the checks above would not have been reached."""
     words = {configuration(model, gpus, 8, limit)["strategy"] for model, gpus, limit, _ in CASES}
     words |= {configuration("facebook/opt-125m", 4, 8, None)["strategy"]}
-    assert {"ddp", "fsdp", "zero2", "zero3"} <= words
+    words |= {configuration(*case, "adafactor")["strategy"] for case in SHARDED_BY_ZERO}
+    assert {"ddp", "fsdp", "zero1", "zero2", "zero3"} <= words
 
 
 def test_basic_selection() -> None:

@@ -1,0 +1,86 @@
+"""How far the ratio of two predicted step times is from the ratio that was measured, by how the two plans differ.
+
+Pairs are published runs that differ only in their plan, as they were predicted when their publication was left out of
+the fit (`time_left_out.csv`). Every group of runs counts once, whatever its number of pairs.
+
+python scripts/ratio_spread.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from time_accuracy import read_left_out
+from time_scores import Scored
+
+from planner.plan import Configuration
+
+SHARE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two runs of a group: how they differ, and |log| of the predicted over the measured ratio."""
+
+    kind: str
+    group: str
+    error: float
+
+
+def pairs(rows: Iterable[Scored]) -> Iterator[Pair]:
+    """Every pair of runs that differ only in their plan."""
+    groups: defaultdict[str, list[Scored]] = defaultdict(list)
+    for row in rows:
+        groups[row.run.alike].append(row)
+    for name, group in groups.items():
+        for one, other in combinations(group, 2):
+            kind = kind_of(one.run.job.configuration, other.run.job.configuration)
+            if kind:
+                yield Pair(kind=kind, group=name, error=abs(one.log_error - other.log_error))
+
+
+def kind_of(one: Configuration, other: Configuration) -> str:
+    """The largest difference between two plans; empty where there is none, and the two are repeats."""
+    split = [plan.tp * plan.pp > 1 for plan in (one, other)]
+    if split[0] != split[1]:
+        return "whole and split layers"
+    if one.strategy != other.strategy:
+        return "two strategies"
+    if (one.tp, one.pp) != (other.tp, other.pp):
+        return "two splits of layers"
+    return "one strategy" if one != other else ""
+
+
+def quantile(found: Iterable[Pair], share: float) -> float:
+    """Of the errors, where every group weighs the same."""
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for pair in found:
+        groups[pair.group].append(pair.error)
+    weighted = sorted((error, 1 / len(errors)) for errors in groups.values() for error in errors)
+    wanted, sum_of = share * len(groups), 0.0
+    for error, weight in weighted:
+        sum_of += weight
+        if sum_of >= wanted:
+            return error
+    return weighted[-1][0]
+
+
+def report(rows: Iterable[Scored]) -> Iterator[str]:
+    kinds: defaultdict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs(rows):
+        kinds[pair.kind].append(pair)
+    yield f"{'pairs of':24} {'pairs':>6} {'groups':>6} {'median':>7} {'p90':>6}"
+    for kind, found in kinds.items():
+        groups = len({pair.group for pair in found})
+        yield f"{kind:24} {len(found):6} {groups:6} {quantile(found, 0.5):7.3f} {quantile(found, SHARE):6.3f}"
+
+
+if __name__ == "__main__":
+    print("\n".join(report(read_left_out())))
