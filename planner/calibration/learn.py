@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.calibration.calibration import Calibration
-from planner.calibration.fit import Fit, Prior, fit
+from planner.calibration.fit import TAILS, Fit, Noise, Prior, fit
 from planner.calibration.rows import Row
 from planner.calibration.spread import FACTOR_SPREADS, SPREADS, kind_of, slope
 from planner.factors import SHIPPED, Factors
@@ -69,7 +69,7 @@ def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
         factors=Factors(**found.factors),
         names=found.names,
         covariance=found.covariance,
-        spread=found.spread,
+        spread=found.spread * TAILS,
         rows=len(rows),
         models=models,
         error_before=statistics.median(before),
@@ -98,7 +98,7 @@ def fitted(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit | None
         ]
 
     start = None if near is None else [dict(zip(near.names, near.values, strict=True)).get(name, 0.0) for name in names]
-    return fit(residuals, priors, start=start)
+    return fit(residuals, priors, Noise(spread=1 / TAILS), start)
 
 
 def errors(rows: Sequence[Row], factors: Factors, seconds: Seconds | None = None) -> list[float]:

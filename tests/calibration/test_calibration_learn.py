@@ -8,7 +8,7 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from calibration_runs import HERE, SLOW, User, on_this_machine, predicted
+from calibration_runs import HERE, User, on_this_machine, predicted
 
 from hardware_db.calibration_record import calibration_record
 from hardware_db.canonical import canonical_json
@@ -88,11 +88,14 @@ def test_the_interval_narrows_with_runs_and_still_holds_them() -> None:
 
 def test_a_user_whose_hardware_is_as_shipped_is_told_nothing_wrong() -> None:
     user = User(truth=SHIPPED, noise=0.03)
-    runs = user.runs(20, seed=4)
-    store = _store(*runs[:10])
-    refresh(store, HERE)
-    after = recalled_from(store, user.request())
-    assert statistics.median(_errors(after, runs[10:])) <= 1.3 * statistics.median(_errors(user.request(), runs[10:]))
+    before, after = [], []
+    for seed in range(4):
+        runs = user.runs(20, seed)
+        store = _store(*runs[:10])
+        refresh(store, HERE)
+        before.append(statistics.median(_errors(user.request(), runs[10:])))
+        after.append(statistics.median(_errors(recalled_from(store, user.request()), runs[10:])))
+    assert statistics.mean(after) <= 1.3 * statistics.mean(before)
 
 
 def test_what_does_not_help_runs_left_out_is_refused() -> None:
@@ -180,7 +183,8 @@ def test_only_completed_runs_teach_and_lost_models_are_counted() -> None:
 
 
 def test_runs_of_other_versions_say_less() -> None:
-    user = User(noise=0.0)
+    truth = Factors(compute=0.7)
+    user = User(truth=truth, noise=0.0)
     newest, *older = user.runs(12)
     other = replace(newest.fingerprint, versions=Versions(torch="2.1.0"))
     stale = [replace(run, fingerprint=other, created_at="2025-01-01T00:00:00.000000Z") for run in older]
@@ -189,7 +193,7 @@ def test_runs_of_other_versions_say_less() -> None:
         store = _store(*runs)
         refresh(store, HERE)
         factors.append(recalled_from(store, user.request()).cluster.factors.compute)
-    assert SLOW.compute < factors[0] < factors[1] < 1
+    assert truth.compute < factors[0] < factors[1] < 1
 
 
 def test_a_model_outside_the_catalogue_is_priced_again_from_its_plan() -> None:
