@@ -25,8 +25,7 @@ from time_constants import SHIPPED_SPREADS, Model, architecture, expected_factor
 
 from hardware_db.datasheets import find_device
 from planner.timing import efficiency
-from planner.timing.compute import ATTENTION_BACKWARD
-from planner.timing.efficiency import ceilings
+from planner.timing.efficiency import ATTENTION_BACKWARD, ceilings
 
 SMALLEST_ATTENTION_TFLOP = 0.1
 """Attention products below this run too few blocks to fill the device; they say nothing of its ceiling."""

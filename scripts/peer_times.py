@@ -44,7 +44,12 @@ class PeerTime:
 def read_peer_times() -> list[PeerTime]:
     """The shipped answers, in file order."""
     with PATH.open(newline="", encoding="utf-8") as lines:
-        return [PeerTime(**{**row, "seconds": float(row["seconds"] or 0)}) for row in csv.DictReader(lines)]
+        return [_peer_time(row) for row in csv.DictReader(lines)]
+
+
+def _peer_time(row: Mapping[str, str]) -> PeerTime:
+    seconds = float(row["seconds"] or 0)
+    return PeerTime(run=row["run"], peer=row["peer"], version=row["version"], seconds=seconds, reason=row["reason"])
 
 
 def peer_scores(runs: Sequence[PublishedRun]) -> dict[str, list[Scored]]:

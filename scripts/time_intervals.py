@@ -78,14 +78,15 @@ def scatter(rows: Sequence[Scored]) -> Scatter:
     within: dict[Kind, float] = {}
     for kind in dict.fromkeys(kind for kind, *_ in around):
         enough = len({name for k, name, *_ in around if k == kind}) >= FEWEST_PUBLICATIONS
-        within[kind] = _ninth_decile([rest[1:] for k, *rest in around if k == kind or not enough]) / NINE_OF_TEN
+        weighted = [(size, weight) for k, _, size, weight in around if k == kind or not enough]
+        within[kind] = _ninth_decile(weighted) / NINE_OF_TEN
     between = ROBUST * statistics.median(map(abs, bias.values()))
     return Scatter(between=between, within=within, publications=len(documents))
 
 
-def _ninth_decile(weighted: Iterable[Sequence[float]]) -> float:
+def _ninth_decile(weighted: Iterable[tuple[float, float]]) -> float:
     """Of (value, weight) pairs: the value that nine tenths of the weight do not exceed."""
-    ordered = sorted(tuple(pair) for pair in weighted)
+    ordered = sorted(weighted)
     wanted, passed = 0.9 * sum(weight for _, weight in ordered), 0.0
     for value, weight in ordered:
         passed += weight
