@@ -21,7 +21,6 @@ from strategies.bench.plan_file import load_bench_plan
 
 if TYPE_CHECKING:
     from hardware_db.probe import Machine
-    from hardware_db.store import Store
     from strategies.bench.events import Event, Measured, Refused
 
 
@@ -132,7 +131,7 @@ def run_plan(plan: BenchPlan, question: BenchQuestion, show: Callable[[Event], N
         for event in events:
             _note(report, event)
             show(event)
-        report.learnt = _learn(report, store, machine)
+    report.learnt = _learn(report, machine)
     report.seconds = time.monotonic() - started
     return report
 
@@ -168,19 +167,13 @@ def _check_machine(plan: BenchPlan, machine: Machine, file: Path | None) -> None
         )
 
 
-def _learn(report: BenchReport, store: Store, machine: Machine) -> str:
-    """Calibrate with the new training runs, as `dsplan db calibrate` does; what came of it in a sentence."""
-    from planner.calibration.refresh import refresh
+def _learn(report: BenchReport, machine: Machine) -> str:
+    """Calibrates with the new training runs, as `dsplan run` does after each; what came of it in a sentence."""
     from strategies.bench.case import TrainingCase
+    from strategies.launch.record import learnt
 
-    if not any(isinstance(event.work, TrainingCase) for event in report.measured):
-        return ""
-    news = [one for one in refresh(store, machine).kinds if one.is_new]
-    return (
-        f"calibrated on {sum(one.lesson.rows for one in news)} runs (`dsplan db calibrate` shows how well)"
-        if news
-        else ""
-    )
+    trained = any(isinstance(event.work, TrainingCase) for event in report.measured)
+    return learnt(machine).removeprefix("; ") if trained else ""
 
 
 def _note(report: BenchReport, event: Event) -> None:

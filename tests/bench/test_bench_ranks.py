@@ -71,7 +71,7 @@ def test_a_strategy_is_trained_and_stored_beside_what_was_predicted() -> None:
     assert [event.record for event in events if isinstance(event, Measured)] == [record]
     assert (record.source, record.outcome, record.model) == ("bench", "completed", "bench-llama-5m")
     assert record.strategy == "fsdp"
-    assert record.measured.steps >= 10
+    assert record.measured.steps >= 2 + 1 + 1 + 3  # to warm up, with memory counted, to time one, to measure
     assert record.measured.step_seconds
     assert record.measured.peak_allocated_bytes
     assert record.measured.host_bytes is None
