@@ -22,9 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RECOMMEND = ("-m", "dsplan", "recommend", "--model")
 COMMANDS = {
     "dsplan recommend opt-6.7b on 8 GPUs": (*RECOMMEND, "opt-6.7b", "--gpus", "8"),
-    "dsplan recommend llama-2-70b on 1,024 GPUs, tp/pp": (
-        *(*RECOMMEND, "llama-2-70b", "--gpus", "1024", "--gpu", "H100-SXM5-80GB", "--all-plans"),
-    ),
+    **{
+        f"dsplan recommend llama-2-70b on 1,024 GPUs, tp/pp, {objective}": (
+            *(*RECOMMEND, "llama-2-70b", "--gpus", "1024", "--gpu", "H100-SXM5-80GB", "--all-plans"),
+            *("--objective", objective),
+        )
+        for objective in ("throughput", "cost", "memory")
+    },
 }
 REFERENCE = "accelerate estimate-memory --help"
 
@@ -72,7 +76,7 @@ def main() -> None:
     reference = taken[REFERENCE]
     for name, times in taken.items():
         ratio = f"{min(reference) / min(times):.1f}x, {statistics.median(reference) / statistics.median(times):.1f}x"
-        print(f"{name:52} min {min(times):.3f} s  median {statistics.median(times):.3f} s  faster {ratio}")
+        print(f"{name:64} min {min(times):.3f} s  median {statistics.median(times):.3f} s  faster {ratio}")
 
 
 if __name__ == "__main__":
