@@ -31,6 +31,7 @@ def train(trainee: Trainee) -> None:
     """Train past the warm-up and for a few seconds more; called on every rank of the group."""
     torch.set_num_threads(trainee.threads)
     device = join().device
+    _forget_earlier_runs(device)
     plan = plan_from_dict(trainee.plan)
     chosen = plan.configuration
     config = trainee.config or hf_config(resolve_model(trainee.model)).to_dict()
@@ -51,7 +52,14 @@ def train(trainee: Trainee) -> None:
         if engine.monitor is not None:
             engine.monitor.close()
         del engine, model
-        gc.collect()
+
+
+def _forget_earlier_runs(device: torch.device) -> None:
+    """Ranks are used for one run after the other; what the allocator kept of those before is not this one's."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _steps(engine: Engine, batch: Mapping[str, torch.Tensor], steps: int) -> float:
