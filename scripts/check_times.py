@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rate_rows import RATES, read_rates
 from real_times import (
     BENCH_TIMES,
-    QUICK,
     TIMES,
     Bench,
     Contest,
     contests,
     learning,
     median_error,
+    quick_bench,
 )
 from time_grid import STRATEGIES
 
@@ -40,7 +40,7 @@ def main() -> None:
     _print_contests(contests(runs, Bench(rates, training)))
     for name, bench in (("rates alone", Bench(rates)), ("rates and training runs", Bench(rates, training))):
         print(_summary(name, contests(runs, bench)))
-    quick = Bench([rate for rate in rates if rate.operation in QUICK])
+    quick = quick_bench(rates)
     for model in dict.fromkeys(run.model for run in runs):
         print(_learning(quick, [run for run in runs if run.model == model]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +12,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from memory_rows import asked
-from rate_rows import RATES, read_rates
+from rate_rows import read_rates
 from time_scores import rank_correlation
 
 from hardware_db.measurement import RateMeasurement
+from hardware_db.microbench.grid import CPU, quick_points
+from hardware_db.microbench.rate import point_of
 from hardware_db.run_rows import SHIPPED
 from hardware_db.time_runs import TimeRun, read_time_runs
 from planner.calibration.learn import fitted, with_factors
@@ -30,8 +32,6 @@ from planner.timing import step_time
 TIMES = SHIPPED / "times_cpu.csv"
 BENCH_TIMES = SHIPPED / "times_bench_cpu.csv"
 """The grid of `measure_times.py`, and the training runs of `dsplan bench` on the same machine on the same day."""
-
-QUICK = ("matmul", "memory", "cpu_adamw", "all_reduce_latency", "all_reduce")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,10 +120,14 @@ def learnt(rows: Sequence[Row]) -> Factors:
     return Factors(**fitted(rows).factors)
 
 
-def shipped_bench(*, calibrated: bool, operations: Callable[[str], bool] = lambda operation: True) -> Bench:
-    """The benchmark that was run before the shipped step times, or some operations of it."""
-    rates = [rate for rate in read_rates(RATES) if operations(rate.operation)]
-    return Bench(rates, read_time_runs(BENCH_TIMES) if calibrated else ())
+def shipped_bench(*, calibrated: bool) -> Bench:
+    """The benchmark that was run before the shipped step times."""
+    return Bench(read_rates(), read_time_runs(BENCH_TIMES) if calibrated else ())
+
+
+def quick_bench(rates: Iterable[RateMeasurement]) -> Bench:
+    """What a first plan knows: the few rates that are measured before a run where no benchmark was."""
+    return Bench([rate for rate in rates if point_of(rate) in quick_points(CPU, rate.ranks)])
 
 
 def contests(runs: Iterable[TimeRun], bench: Bench) -> list[Contest]:

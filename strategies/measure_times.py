@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from strategies.base import Engine
 
-WARM_UP_STEPS = 3
-"""Lazy states, DDP's rebuilt buckets and DeepSpeed's traces of stage 3 are settled after two, and one to be sure."""
+WARM_UP_STEPS = 2
+"""Lazy states, DDP's rebuilt buckets and DeepSpeed's traces of stage 3 are settled after two steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
