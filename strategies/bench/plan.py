@@ -106,7 +106,7 @@ def _points(wanted: Wanted, cluster: Cluster, ranks: int) -> Iterator[Point]:
     every = quick_points(scale, ranks) if wanted.quick else all_points(scale, ranks, blocks)
     operations = {name for kind, names in KINDS.items() if wanted.takes(kind) for name in names}
     # A GPU is a rank's own: most of what it does alone is measured once, with all of them at work. The operations of a
-    # first plan are complete for every number, because the planner takes the rates of its own number where there are any.
+    # first plan are whole for every number, since the planner takes the rates of its own number where there are any.
     shared = set(KINDS["collectives"]) | {point.operation for point in quick_points(scale, ranks)}
     whole = not scale.gpu or ranks == max(wanted.ranks)
     return (point for point in every if point.operation in operations and (whole or point.operation in shared))
