@@ -1,7 +1,7 @@
 """Holding: what a strategy holds beside weights, optimizer states and activations, at every moment of a step.
 
-Each family of strategies has its file: `replica` (single, DDP), `fsdp`, `zero` and `zero3`; `optimizer_step` is for all
-of them.
+Each family of strategies has its file: `replica` (single, DDP), `fsdp`, `zero` and `zero3`, `native` (our own ZeRO);
+`optimizer_step` is for all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from planner.job import Job
 from planner.memory.fsdp import FsdpHolding, fsdp_holding
 from planner.memory.instants import Instant
 from planner.memory.ledger import Ledger
+from planner.memory.native import NativeHolding
 from planner.memory.optimizer_step import step_temporaries
 from planner.memory.recipe import Recipe
 from planner.memory.replica import ReplicaHolding
@@ -34,6 +35,8 @@ class Holding(Protocol):
 
 def holding_of(job: Job, recipe: Recipe, states: States) -> Holding:
     """The holding of the job's strategy."""
+    if job.configuration.backend == "native":
+        return NativeHolding(job, recipe)
     if job.configuration.zero_stage:
         return zero_holding(job, recipe)
     step = Ledger(gradients=states.gradients, temporaries=step_temporaries(job, recipe, states))

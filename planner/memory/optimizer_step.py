@@ -19,7 +19,7 @@ def step_temporaries(job: Job, recipe: Recipe, states: States) -> float:
         cast = 4 * states.local if recipe.gradient < recipe.master else 0.0
         return cast + flat_step_temporaries(job, states.local, recipe.master or recipe.weight)
     shards = shards_of(job)
-    return _tensor_step(job, shards, recipe.weight)
+    return tensor_step_temporaries(job, shards, recipe.weight)
 
 
 def flat_step_temporaries(job: Job, elements: float, width: int) -> int:
@@ -28,7 +28,7 @@ def flat_step_temporaries(job: Job, elements: float, width: int) -> int:
     return copies.get(job.configuration.optimizer, 0) * rounded(elements * width)
 
 
-def _tensor_step(job: Job, shards: Units, width: int) -> float:
+def tensor_step_temporaries(job: Job, shards: Units, width: int) -> float:
     """Temporaries over tensors of `width` bytes per element, as torch 2.13's optimizers make them.
 
     AdamW's foreach form, torch's default on a GPU, takes the square roots of all second moments at once

@@ -48,6 +48,8 @@ class Recipe:
 
 def recipe_of(configuration: Configuration) -> Recipe:
     """The recipe that a backend follows for a precision (DESIGN, "What a precision means")."""
+    if configuration.backend == "native":
+        return _native_recipe(configuration)
     state = STATE_BYTES[configuration.optimizer]
     is_zero = configuration.strategy in ZERO_STAGES
     precision = configuration.precision
@@ -79,4 +81,24 @@ def recipe_of(configuration: Configuration) -> Recipe:
         )
     return Recipe(
         weight=4, gradient=4, master=0, state=state, compute=2, residual=2, gather=2, reduce=4, autocast=False
+    )
+
+
+def _native_recipe(configuration: Configuration) -> Recipe:
+    """Our own ZeRO's (`strategies/zero/settings.py`): masters only where weights are 16-bit and states are not, and
+    gradients that wait for several micro-batches in fp32."""
+    state, precision = STATE_BYTES[configuration.optimizer], configuration.precision
+    width = 4 if precision == "fp32" else 2
+    mixed = precision in ("bf16", "fp16")
+    narrow = precision == "bf16-pure" and configuration.optimizer != "adamw-8bit"
+    return Recipe(
+        weight=width,
+        gradient=4 if mixed and configuration.gradient_accumulation_steps > 1 else width,
+        master=4 if mixed else 0,
+        state=state / 2 if narrow else state,
+        compute=width,
+        residual=width,
+        gather=width,
+        reduce=width,
+        autocast=False,
     )

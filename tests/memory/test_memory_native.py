@@ -1,0 +1,50 @@
+"""Our own ZeRO's memory as the planner tells it, beside what two real ranks measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+MEASURED: Mapping[tuple[str, str], tuple[int, int]] = {
+    ("zero1", "fp32"): (112_000_000, 176_928_256),
+    ("zero2", "fp32"): (112_000_000, 176_928_256),
+    ("zero3", "fp32"): (84_100_000, 174_822_400),
+    ("zero1", "bf16"): (112_000_000, 152_525_824),
+    ("zero2", "bf16"): (112_000_000, 152_525_824),
+    ("zero3", "bf16"): (98_000_000, 147_923_968),
+}
+"""Bytes of gpt2-14m on 2 ranks between steps and at the peak, by `scripts/bench_zero.py --bytes --models gpt2-14m`."""
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import bench_zero
+
+    return bench_zero
+
+
+@pytest.mark.parametrize(("strategy", "precision"), MEASURED)
+def test_the_peak_is_as_measured(strategy: str, precision: str, bench: ModuleType) -> None:
+    setting = bench.Setting(model="gpt2-14m", precision=precision, accumulation=1)
+    memory = bench._subject(setting, strategy, "native").plan["memory"]
+    resident, peak = MEASURED[strategy, precision]
+    assert memory["peak_allocated_bytes"] == pytest.approx(peak, rel=0.06)
+    states = memory["states"]
+    assert states["parameters_bytes"] + states["optimizer_bytes"] == pytest.approx(resident, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_never_more_than_deepspeed(strategy: str, accumulation: int, precision: str, bench: ModuleType) -> None:
+    setting = bench.Setting(model="gpt2-101m", precision=precision, accumulation=accumulation)
+    ours, theirs = (
+        bench._subject(setting, strategy, backend).plan["memory"]["peak_allocated_bytes"]
+        for backend in ("native", "deepspeed")
+    )
+    assert ours <= theirs
