@@ -26,14 +26,17 @@ from planner.models.catalogue import models
 from planner.models.facts import ModelFacts
 from planner.trace.form_trace import Variant, form_of
 
-# The class of the first has never been part of transformers; the second has the same kinds of layers.
 ON_CPU = frozenset(
-    {"bert", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "phi3", "qwen2", "qwen3", "t5", "vit"}
+    {
+        *("bart", "bert", "cohere", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "phi3"),
+        *("qwen2", "qwen3", "t5", "vit", "whisper"),
+    }
 )
 """Types with forms of their own on a CPU, where attention and autocast keep other tensors; the rest share the GPU's."""
 OWN_WINDOWS = frozenset({"gpt_neo"})
 """Local attention by masks of their own, which no config can be asked for."""
 STAND_INS = {"deepseek": ("glm4_moe", "Glm4MoeForCausalLM")}
+"""The class of the first has never been part of transformers; the second has the same kinds of layers."""
 
 
 def structures(wanted: set[str]) -> dict[str, list[ModelFacts]]:

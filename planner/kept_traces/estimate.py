@@ -64,7 +64,7 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
         phases, margin = {**closed, **seen}, TRACED_MARGIN
     memory = composed(job, phases, margin + (AGREEMENT if reading.taken_from else 0.0))
     off = priced.memory.peak_allocated_bytes / memory.peak_allocated_bytes - 1
-    notes = (_what_was_traced(job, reading) + _distance(off), coverage.remark)
+    notes = (_what_was_traced(job, reading, partly=coverage.partly) + _distance(off), coverage.remark)
     return replace(
         priced,
         memory=memory,
@@ -94,14 +94,15 @@ def _unproven(priced: Priced, note: str) -> Priced:
     return replace(priced, memory=memory, judgement=judged(priced.job, memory), notes=(note,))
 
 
-def _what_was_traced(job: Job, reading: Reading) -> str:
+def _what_was_traced(job: Job, reading: Reading, *, partly: bool) -> str:
+    what = "activations are" if partly else "memory is"
     versions = trace_versions()
     by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if versions[name])
     if reading.taken_from:
-        return f"memory is extrapolated from traces at {_sizes(reading)} ({by})"
+        return f"{what} extrapolated from traces at {_sizes(reading)} ({by})"
     ranks = job.configuration.world_size
     rank = f" on rank 0 of {ranks}" if ranks > 1 else ""
-    return f"memory is a trace of one step of {job.facts.architecture}{rank} ({by})"
+    return f"{what} a trace of one step of {job.facts.architecture}{rank} ({by})"
 
 
 def _sizes(reading: Reading) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from planner.trace.failed import TraceFailed
 from planner.trace.storages import Storages
@@ -20,7 +21,7 @@ class Following:
             handle
             for name, part in module.named_modules()
             for handle in (
-                part.register_forward_pre_hook(self._entering(name or type(module).__name__)),
+                part.register_forward_pre_hook(self._entering(name or _class_name(module))),
                 part.register_forward_hook(self._left),
             )
         ]
@@ -45,3 +46,9 @@ class Following:
     def _left(self, *_arguments: object) -> None:
         if self._running:
             self._running.pop()
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name that the module's author gave its class; `fully_shard` makes one of its own from it."""
+    made = type(module)
+    return (made.__bases__[-1] if issubclass(made, FSDPModule) else made).__name__
