@@ -1,7 +1,8 @@
 """Ranking: which of two plans that fit goes first, and how the loser's reason is said.
 
 Plans whose predicted times are closer than such predictions err against each other are equally fast as far as can be
-told. The simplest of those that cannot be told from the fastest goes first; then the same again among the rest.
+told (`preference`). The simplest of those that cannot be told from the fastest goes first; then the same again among
+the rest.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from planner import vocabulary as words
 from planner.budget import bill_of
@@ -17,18 +17,10 @@ from planner.calibration.spread import AGAIN, NINE_OF_TEN
 from planner.candidates import inapplicable
 from planner.estimate import Priced, plan_of, unrunnable
 from planner.plan import Configuration, Plan, StepTime
+from planner.preference import Named, simplicity, told_apart_from
 from planner.request import Request
 from planner.timing import step_time
 from planner.verdict import limited_by
-
-SAME_HARDWARE = 0.15
-"""How far the ratio of two predicted step times is from the measured ratio, at the 90th percentile, where both plans
-lean on the same devices and links; most of what is wrong with the one prediction is wrong with the other too. Pairs of
-published runs that differ in whether layers are split, each publication left out of the fit (`scripts/ratio_spread.py`:
-943 pairs in 46 groups); nothing published compares one strategy with another often enough."""
-OTHER_HARDWARE = 0.25
-"""The same where one of the two also leans on the host and the other does not. Nothing published compares such plans,
-and what is wrong with a host's rates does not cancel: the 90th percentile of a single prediction's error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,19 +53,6 @@ class Timed:
         return self.time.predicted_step_seconds is not None
 
 
-class Named(Protocol):
-    """A shape or a configuration, as far as names and simplicity go."""
-
-    @property
-    def strategy(self) -> words.Strategy: ...
-    @property
-    def offload(self) -> words.Offload: ...
-    @property
-    def tp(self) -> int: ...
-    @property
-    def pp(self) -> int: ...
-
-
 def worth(item: Timed, objective: words.Objective) -> float:
     """What the objective makes smallest: seconds of a step, GPU-seconds of a step, or bytes of device memory."""
     if objective == "memory":
@@ -97,26 +76,35 @@ def order(item: Timed, objective: words.Objective) -> tuple[float, ...]:
     )
 
 
-def simplicity(plan: Named) -> tuple[int, ...]:
-    """Smaller is simpler: whole layers before split ones, all on the device before offload, a replica before torch's
-    shards, and those before ZeRO, which asks for one more library."""
-    sharded = 2 if plan.strategy in words.ZERO_STAGES else int(plan.strategy in words.FSDP_STRATEGIES)
-    return plan.tp * plan.pp > 1, words.OFFLOADS.index(plan.offload), sharded
-
-
 def rank(request: Request, items: Sequence[Timed]) -> list[Timed]:
     """Best first; a plan that `dsplan run` can run leads unless the request allows otherwise."""
+    ranked = _in_order(request, items)
+    runnable = [] if request.allow_unrunnable else [item for item in items if not unrunnable(item.configuration)]
+    if not runnable:
+        return ranked
+    leader = _in_order(request, runnable)[0]
+    return [leader, *(item for item in ranked if item is not leader)]
+
+
+def _in_order(request: Request, items: Sequence[Timed]) -> list[Timed]:
     left = sorted(items, key=lambda item: order(item, request.objective))
+    if not request.simplest_first:
+        return left
     ranked = []
     while left:
-        alike = [item for item in left if not clearly_worse(item, left[0], request.objective)]
-        first = min(alike, key=lambda item: simplicity(item.configuration)) if request.simplest_first else left[0]
+        first = _simplest(left, request.objective)
         left.remove(first)
         ranked.append(first)
-    leader = next((item for item in ranked if not unrunnable(item.configuration)), None)
-    if request.allow_unrunnable or leader is None:
-        return ranked
-    return [leader, *(item for item in ranked if item is not leader)]
+    return ranked
+
+
+def _simplest(items: Sequence[Timed], objective: words.Objective) -> Timed:
+    """The simplest of those that are not clearly worse than the first, which is the best; or what is as simple and no
+    worse: of some pairs less is known than of others."""
+    alike = [item for item in items if not clearly_worse(item, items[0], objective)]
+    found = min(alike, key=lambda item: simplicity(item.configuration))
+    level = simplicity(found.configuration)
+    return next(item for item in items if simplicity(item.configuration) <= level)
 
 
 def clearly_worse(item: Timed, best: Timed, objective: words.Objective) -> bool:
@@ -132,13 +120,6 @@ def told_apart_by(item: Timed, best: Timed, objective: words.Objective) -> float
     if item.was_run and best.was_run:
         return math.exp(NINE_OF_TEN * math.sqrt(2) * AGAIN) - 1
     return told_apart_from(item.configuration, best.configuration)
-
-
-def told_apart_from(one: Named, other: Named) -> float:
-    """The same of two plans of which at most one was run, for time and cost."""
-    if (one.offload == "none") != (other.offload == "none"):
-        return OTHER_HARDWARE
-    return 0.0 if simplicity(one) == simplicity(other) else SAME_HARDWARE
 
 
 def group_name(plan: Named) -> str:
@@ -197,19 +178,26 @@ def compared(request: Request, item: Timed, first: Timed) -> str:
 def why_first(request: Request, ranked: Sequence[Timed]) -> str:
     """Why the first plan is first, in one line."""
     first, objective = ranked[0], request.objective
-    name = group_name(first.configuration)
-    best = min(ranked, key=lambda item: order(item, objective))
-    if best is first:
-        return f"{name} {_IS_BEST[objective]}"
-    other, less = group_name(best.configuration), 1 - worth(best, objective) / worth(first, objective)
-    if not clearly_worse(first, best, objective):
+    is_blocked = unrunnable(first.configuration) or request.allow_unrunnable
+    peers = [item for item in ranked if is_blocked or not unrunnable(item.configuration)]
+    best, best_of_all = (min(among, key=lambda item: order(item, objective)) for among in (peers, ranked))
+    reason = f"{group_name(first.configuration)} {_IS_BEST[objective]}"
+    if best is not first:
         width = told_apart_by(first, best, objective)
-        ahead = f"{less:.0%} {_BETTER[objective]}" if less >= 0.005 else f"no {_BETTER[objective]}"
-        return (
-            f"{name} is simpler than {other}, which is predicted {ahead}: two such plans are told apart from"
-            f" {width:.0%} on"
+        reason = (
+            f"{group_name(first.configuration)} is simpler than {group_name(best.configuration)}, which is predicted"
+            f" {_ahead(first, best, objective)}; two such plans are told apart from {width:.0%} on"
         )
-    return f"{name} is the best that dsplan run can run; {other} is predicted {less:.0%} {_BETTER[objective]}"
+    if best_of_all not in peers:
+        ahead = _ahead(first, best_of_all, objective)
+        reason += f"; {group_name(best_of_all.configuration)}, which dsplan run cannot run, is predicted {ahead}"
+    return reason
+
+
+def _ahead(first: Timed, other: Timed, objective: words.Objective) -> str:
+    """How much better another plan is predicted to be: `6% faster`."""
+    less = 1 - worth(other, objective) / worth(first, objective)
+    return f"{less:.0%} {_BETTER[objective]}" if less >= 0.005 else f"no {_BETTER[objective]}"
 
 
 _IS_BEST = {"throughput": "is predicted fastest", "memory": "needs least memory", "cost": "costs least per token"}

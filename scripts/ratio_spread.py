@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from time_accuracy import read_left_out
-from time_scores import Scored
+from time_accuracy import GRID, read_left_out
+from time_scores import Scored, percentile
 
 from planner.plan import Configuration
 
@@ -73,13 +73,16 @@ def quantile(found: Iterable[Pair], share: float) -> float:
 
 
 def report(rows: Iterable[Scored]) -> Iterator[str]:
-    kinds: defaultdict[str, list[Pair]] = defaultdict(list)
-    for pair in pairs(rows):
+    every, kinds = list(rows), defaultdict[str, list[Pair]](list)
+    for pair in pairs(every):
         kinds[pair.kind].append(pair)
     yield f"{'pairs of':24} {'pairs':>6} {'groups':>6} {'median':>7} {'p90':>6}"
     for kind, found in kinds.items():
         groups = len({pair.group for pair in found})
         yield f"{kind:24} {len(found):6} {groups:6} {quantile(found, 0.5):7.3f} {quantile(found, SHARE):6.3f}"
+    stated = [abs(row.error) for row in every if row.run.reading == "stated" and row.run.source != GRID]
+    median, high = percentile(stated, 0.5), percentile(stated, SHARE)
+    yield f"{'single predictions':24} {len(stated):6} {'':6} {median:7.3f} {high:6.3f}"
 
 
 if __name__ == "__main__":

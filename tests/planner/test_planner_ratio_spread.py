@@ -1,4 +1,4 @@
-"""What two plans are told apart by is what published pairs of runs say."""
+"""What two plans are told apart by is what published runs say of pairs, and of single predictions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-from planner.ranking import SAME_HARDWARE
+import pytest
+
+from planner.preference import NEVER_COMPARED, SPLIT_OR_WHOLE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "ratio_spread.py"
 
 
-def test_plans_on_the_same_hardware_are_told_apart_by_what_the_script_prints() -> None:
+@pytest.fixture(scope="module")
+def lines() -> dict[str, list[str]]:
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("whole and split layers")]
-    pairs, groups, _, p90 = line.removeprefix("whole and split layers").split()
+    return {line[:24].strip(): line[24:].split() for line in done.stdout.splitlines()}
+
+
+def test_split_and_whole_layers(lines: dict[str, list[str]]) -> None:
+    pairs, groups, _, p90 = lines["whole and split layers"]
     assert int(pairs) > 500
     assert int(groups) > 20
-    assert abs(math.exp(float(p90)) - 1 - SAME_HARDWARE) < 0.015
+    assert abs(math.exp(float(p90)) - 1 - SPLIT_OR_WHOLE) < 0.015
+
+
+def test_what_was_never_compared_differs_by_two_single_predictions(lines: dict[str, list[str]]) -> None:
+    runs, *_, p90 = lines["single predictions"]
+    assert int(runs) > 300
+    assert abs(math.sqrt(2) * float(p90) - NEVER_COMPARED) < 0.03

@@ -16,7 +16,8 @@ from hypothesis import strategies as some
 from planner import vocabulary as words
 from planner.budget import Budget, bill_of, tokens_per_step
 from planner.errors import ContradictoryRequest
-from planner.ranking import group_name, simplicity, told_apart_from
+from planner.preference import simplicity, told_apart_from
+from planner.ranking import group_name
 from planner.search import Recommendation, can_fit, recommend
 from tests.planner.exhaustive import everything_that_fits
 from tests.planner.questions import question
