@@ -23,7 +23,7 @@ from time_scores import Scored
 
 from planner.calibration.fit import Fit, Noise, Prior, fit
 from planner.calibration.learn import with_factors
-from planner.calibration.spread import FACTOR_SPREADS, NINE_OF_TEN, kind_of, slope
+from planner.calibration.spread import FACTOR_SPREADS, NINE_OF_TEN, kind_of, slopes
 from planner.factors import Factors
 from planner.timing import step_time
 
@@ -88,7 +88,7 @@ def _ninth_decile(weighted: Sequence[tuple[float, float]]) -> float:
 
 
 def _felt(rows: Sequence[Scored], name: str) -> bool:
-    return any(abs(slope(row.run.job, name, lambda job, row=row: _seconds(row, job))) > _FELT for row in rows[:40])
+    return any(abs(slopes(row.run.job, lambda job, row=row: _seconds(row, job))[name]) > _FELT for row in rows[:40])
 
 
 def _change(row: Scored, factors: Factors) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from planner.calibration.calibration import Calibration
 from planner.calibration.fit import TAILS, Fit, Noise, Prior, fit
 from planner.calibration.rows import Row
-from planner.calibration.spread import FACTOR_SPREADS, SPREADS, kind_of, slope
+from planner.calibration.spread import FACTOR_SPREADS, SPREADS, kind_of, slopes
 from planner.factors import SHIPPED, Factors
 from planner.job import Job
 from planner.timing import step_time
@@ -82,10 +82,11 @@ def fitted(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit | None
     """The most probable factors, of those that the rows' step times feel at all; `near` is a fit to much the same
     rows."""
     price = seconds or _seconds
+    felt = [slopes(row.job, price) for row in rows]
     priors = [
         Prior(name=name, spread=spread)
         for name, spread in FACTOR_SPREADS.items()
-        if any(abs(slope(row.job, name, price)) > _FELT for row in rows)
+        if any(abs(found[name]) > _FELT for found in felt)
     ]
     names = [prior.name for prior in priors]
     scales = [math.hypot(SPREADS[kind_of(row.job)].inside, row.doubt) for row in rows]

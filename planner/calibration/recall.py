@@ -83,11 +83,11 @@ def calibration_of(store: Store, cluster: Cluster) -> Calibration | None:
 
 
 def _known(store: Store, request: Request) -> dict[Configuration, KnownRun]:
-    from planner.calibration.known import known_runs
-
     cluster = request.cluster
     if cluster.machine is None:
         return {}
+    from planner.calibration.known import known_runs
+
     made = store.list(
         fingerprint=_machine_key(cluster), outcome="completed", parameters=request.counts.total, limit=_NEWEST
     )

@@ -92,7 +92,7 @@ def interval(job: Job, seconds: float, calibration: Calibration | None) -> tuple
 def _left(job: Job, spread: Spread, calibration: Calibration) -> float:
     """The spread that calibration leaves: of the runs of one hardware and code, and of what the factors may be, which
     is never more than before. Models that were not among its runs keep the usual noise."""
-    gradient = {name: slope(job, name) for name in FACTOR_SPREADS}
+    gradient = slopes(job)
     unfitted = sum((spread * gradient[name]) ** 2 for name, spread in FACTOR_SPREADS.items())
     unfitted -= sum((FACTOR_SPREADS[name] * gradient[name]) ** 2 for name in calibration.names)
     seen = job.facts.name in calibration.models
@@ -101,10 +101,24 @@ def _left(job: Job, spread: Spread, calibration: Calibration) -> float:
     return math.sqrt(noise**2 + common)
 
 
-def slope(job: Job, name: str, price: Callable[[Job], float] | None = None) -> float:
-    """How the logarithm of the step time changes with the logarithm of a factor."""
+def slopes(job: Job, price: Callable[[Job], float] | None = None) -> dict[str, float]:
+    """How the logarithm of the step time changes with the logarithm of each factor."""
     seconds = price or (lambda one: step_time(one).step_seconds)
-    values = asdict(job.cluster.factors)
-    moved = Factors(**{**values, name: values[name] * math.exp(_STEP)})
-    there = seconds(replace(job, cluster=replace(job.cluster, factors=moved)))
-    return math.log(there / seconds(job)) / _STEP
+    here, values = seconds(job), asdict(job.cluster.factors)
+    found = {}
+    for name in FACTOR_SPREADS:
+        if _unfelt(job, name):
+            found[name] = 0.0
+            continue
+        factors = Factors(**{**values, name: values[name] * math.exp(_STEP)})
+        there = seconds(replace(job, cluster=replace(job.cluster, factors=factors)))
+        found[name] = math.log(there / here) / _STEP
+    return found
+
+
+def _unfelt(job: Job, name: str) -> bool:
+    """Whether a job does nothing that a factor is about; saves most of the work where hundreds are asked about."""
+    if name == "inter_link":
+        return job.cluster.nodes == 1
+    is_on_host = job.configuration.offload != "none" or job.cluster.device.is_cpu
+    return name in ("host_link", "cpu_optimizer") and not is_on_host
