@@ -13,6 +13,7 @@ from planner.job import Job
 from planner.memory import memory_estimate
 from planner.memory.host import loads_once
 from planner.memory.load import MADE_BYTES
+from planner.memory.overhead import differs
 from planner.memory.recipe import recipe_of
 from planner.memory.states import states_of
 from planner.plan import Configuration, MemoryEstimate, Plan, StepTime
@@ -185,6 +186,10 @@ def _remarks(priced: Priced) -> list[str]:
     if facts.kind == "custom" and not facts.traced and priced.memory_source != "traced":
         why = f": {facts.note}" if facts.note else ""
         remarks.append(f"activations are a rule of thumb from {facts.name}'s parameters{why}")
+    if priced.memory_source == "datasheet" and facts.kind != "custom" and differs(job):
+        remarks.append(
+            f"no {facts.model_type} of this structure was ever traced: the nearest counts, with a wider bound"
+        )
     if configuration.attention != "eager" and facts.eager_only:
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
     if configuration.attention == "flash" and configuration.precision == "fp32":

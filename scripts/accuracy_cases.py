@@ -115,7 +115,7 @@ def _case(truth: Truth, run: MemoryRun) -> Case:
         kind="allocated",
         ran=run.outcome == "completed",
         measured=run.peak_allocated_bytes if run.outcome == "completed" else 0,
-        predicted=_traced_peak(priced.memory, job) if truth == "traced" else compared(run).predicted_bytes(),
+        predicted=traced_peak(priced.memory, job) if truth == "traced" else compared(run).predicted_bytes(),
         states_measured=run.step_bytes,
         used_measured=run.device_used_bytes,
         used_predicted=priced.memory.device_used_bytes,
@@ -126,7 +126,7 @@ def _case(truth: Truth, run: MemoryRun) -> Case:
     )
 
 
-def _traced_peak(memory: MemoryEstimate, job: Job) -> float:
+def traced_peak(memory: MemoryEstimate, job: Job) -> float:
     """What a trace sees of a step: not its load, and not the workspace of the matrix library."""
     return max(memory.phases[name] for name in ("forward", "loss", "backward", "step")) - library_workspace(job)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hardware_db.probe import probe_hardware
-from planner.estimate import price
+from planner.estimate import estimate, price
 from planner.exact import ExactOptions, exact
 from planner.job import Job
 from planner.memory.host import CPU_PROCESS_BYTES
@@ -17,6 +17,7 @@ from planner.memory.overhead import (
     COMMUNICATOR_UPPER_BYTES,
     CONTEXT_UPPER_BYTES,
     FRAGMENTATION_UPPER,
+    NEAREST_FORM_ERROR,
     SEGMENT_BYTES,
     closed_form_margin,
     device_use,
@@ -75,3 +76,15 @@ def test_a_module_that_nothing_is_known_of_has_its_activations_once_more() -> No
     known = replace(job, facts=replace(job.facts, kind="custom", traced=traced))
     assert closed_form_margin(job, peak) == closed_form_margin(known, peak) == FRAGMENTATION_UPPER
     assert closed_form_margin(unknown, peak) == pytest.approx(FRAGMENTATION_UPPER + 0.4)
+
+
+def test_a_structure_that_was_never_traced_has_a_wider_bound_and_a_note() -> None:
+    usual = job_of("single", gpus=1)
+    known = replace(usual, facts=find_model("gpt2"))
+    strange = replace(known, facts=replace(known.facts, parallel_residual=True, qk_norm=True))
+    peak = Ledger(parameters=6 * GB, activations=4 * GB)
+    assert closed_form_margin(known, peak) == FRAGMENTATION_UPPER
+    assert closed_form_margin(strange, peak) == pytest.approx(FRAGMENTATION_UPPER + NEAREST_FORM_ERROR)
+    request = make_request(strange.facts, strange.cluster, WorkOptions(seq_len=128))
+    notes = estimate(*exact(request, ExactOptions(strategy="single"))).notes
+    assert any("no gpt2 of this structure was ever traced" in note for note in notes)
