@@ -36,6 +36,7 @@ from planner.plan_io import plan_to_dict
 from planner.vocabulary import ZERO_STAGES, Task
 from strategies.measure_memory import StepMemory
 from strategies.measured_run import Subject, device_used_bytes, measure_subject
+from strategies.quiet_gloo import quiet
 
 RUN_SECONDS = 300.0
 
@@ -133,7 +134,9 @@ class Ranks:
         # Every rank takes the first GPU, or none.
         variables = {"LOCAL_RANK": "0"} if self.place.is_gpu else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         self._pool = RankPool(case.world_size, timeout_seconds=RUN_SECONDS, variables=variables)
-        if self.place.is_gpu:
+        if not self.place.is_gpu:
+            quiet(self._pool)
+        else:
             self._pool.run(device_used_bytes)
             used = max(self._pool.run(device_used_bytes))  # now that every rank is there
             self.context_bytes = max(used - self.place.used_bytes, 0) // case.world_size

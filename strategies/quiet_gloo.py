@@ -7,6 +7,9 @@ barrier after every wait makes true peaks those of the model alone.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -22,9 +25,11 @@ _TIMEOUT = timedelta(seconds=240)
 _settling = False
 
 
-def quiet(pool: RankPool, folder: Path) -> RankPool:
-    """The pool with its ranks joined anew; `folder` is one that they have not met in yet."""
-    pool.run(_rejoin, (folder / "rendezvous").as_uri())
+def quiet(pool: RankPool) -> RankPool:
+    """The pool with its ranks joined anew."""
+    folder = tempfile.mkdtemp(prefix="dsplan-ranks-")
+    weakref.finalize(pool, shutil.rmtree, folder, ignore_errors=True)  # groups that ranks make later meet in it too
+    pool.run(_rejoin, Path(folder, "rendezvous").as_uri())
     return pool
 
 

@@ -21,6 +21,7 @@ from planner.plan_io import save_plan
 from planner.request import Request, WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, probed_cluster, resolve_cluster
 from planner.vocabulary import Precision, Strategy
+from strategies.quiet_gloo import quiet
 
 RANKS = 2
 
@@ -29,7 +30,7 @@ RANKS = 2
 def pool() -> Iterator[RankPool]:
     variables = {"DS_ACCELERATOR": "cpu", "DSPLAN_QUIET": "1"}
     with RankPool(RANKS, timeout_seconds=300, variables=variables) as ranks:
-        yield ranks
+        yield quiet(ranks)
 
 
 def asked(precision: Precision, ranks: int = RANKS) -> Request:
@@ -61,11 +62,7 @@ def test_the_peak_while_a_model_is_placed(
     job = price(request, configuration).job
     recipe = recipe_of(configuration)
     predicted = load_ledger(job, recipe, states_of(job, recipe)).total
-    # A thread of gloo's may hold what it sent for a moment longer: the least of three placements is the model's own.
-    peaks: list[int] = []
-    while predicted != pytest.approx(min(peaks, default=0), rel=0.02) and len(peaks) < 3:
-        peaks.append(max(pool.run(body, str(plan))))
-    assert predicted == pytest.approx(min(peaks), rel=0.02)
+    assert predicted == pytest.approx(max(pool.run(body, str(plan))), rel=0.02)
 
 
 def test_what_a_gpu_holds_while_the_shards_of_a_large_model_are_made() -> None:

@@ -17,6 +17,7 @@ from hardware_db.memory_runs import SHIPPED, MemoryRun, read_memory_runs, write_
 from hardware_db.spawn import RankPool
 from planner.plan_io import plan_to_dict
 from planner.vocabulary import Task
+from strategies.quiet_gloo import quiet
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 RUNS = read_memory_runs(SHIPPED / "memory_cpu.csv")
@@ -38,7 +39,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def pool() -> Iterator[RankPool]:
     variables = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with RankPool(2, timeout_seconds=240, variables=variables) as ranks:
-        yield ranks
+        yield quiet(ranks)
 
 
 def test_the_rows_cover_what_users_run() -> None:
@@ -79,8 +80,7 @@ def test_runs_survive_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_rows_can_be_measured_again(rows: ModuleType, pool: RankPool) -> None:
-    """Two shipped rows, with half their length so that they are quick: within what single runs may be off, since a
-    thread of gloo's may hold a buffer for longer in one run than in another."""
+    """Two shipped rows, with half their length so that they are quick: phases as predicted again."""
     from strategies.measured_run import Subject, measure_subject
 
     for model, strategy, precision in LIVE:
@@ -92,8 +92,8 @@ def test_rows_can_be_measured_again(rows: ModuleType, pool: RankPool) -> None:
         busiest = max(ranks, key=lambda rank: rank.peak_bytes)
         phases = {f"{phase}_bytes": size for phase, size in busiest.phases.items()}
         again = rows.compared(replace(run, peak_allocated_bytes=busiest.peak_bytes, **phases))
-        assert abs(again.error()) <= WORST
-        assert abs(again.error("step")) <= WORST
+        assert abs(again.error()) <= MEDIAN
+        assert abs(again.error("step")) <= MEDIAN
 
 
 def _shorter(run: MemoryRun) -> MemoryRun:

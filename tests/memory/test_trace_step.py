@@ -24,6 +24,7 @@ from planner.trace.build import Subject, subject_of
 from planner.trace.failed import TraceFailed
 from planner.trace.step import trace_step
 from planner.workload import Workload
+from strategies.quiet_gloo import quiet
 
 SAMPLES, LENGTH, RANKS = 2, 128, 2
 NARROW: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256, "intermediate_size": 256}
@@ -84,9 +85,8 @@ def test_a_trace_is_what_a_real_step_of_one_process_uses(
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    ranks = RankPool(RANKS)
-    yield ranks
-    ranks.close()
+    with RankPool(RANKS) as ranks:
+        yield quiet(ranks)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,8 @@ def test_a_trace_is_what_a_rank_among_others_uses(
 ) -> None:
     configuration = configuration_of(strategy=strategy, ranks=RANKS, precision=precision, accumulation=accumulation)
     real = pool.run(bodies.rank_peaks, configuration)[0]
-    traced = trace_step(job_of(find_model("gpt2"), configuration), bodies.Own()).totals
-    # A thread of gloo's may let go of a reduction's buffer only when the step has begun.
-    late = real.pop("step") - traced.pop("step")
-    assert -0.01 <= late / traced["backward"] <= 0.05
-    assert traced == pytest.approx(real, rel=0.01)
+    traced = trace_step(job_of(find_model("gpt2"), configuration), bodies.Own())
+    assert traced.totals == pytest.approx(real, rel=0.01)
 
 
 MEASURED = {
