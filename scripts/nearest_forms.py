@@ -54,7 +54,7 @@ def main() -> None:
     errors = sorted(left_out())
     below = -errors[len(errors) // 20]
     median = statistics.median(map(abs, errors))
-    print(f"{len(errors)} cases, median {median:.1%}; one in twenty is more than {below:.1%} under, one {-errors[0]:.0%}")
+    print(f"{len(errors)} cases: median {median:.1%}; one in twenty is {below:.1%} under or more, one {-errors[0]:.0%}")
 
 
 if __name__ == "__main__":
