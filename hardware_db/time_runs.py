@@ -22,7 +22,7 @@ class TimeRun(RunRow):
     KIND: ClassVar[str] = "timed run"
     MEASURED: ClassVar[tuple[str, ...]] = (
         *("rounds", "steps", "step_seconds", "fastest_seconds", "slowest_seconds"),
-        *("forward_seconds", "backward_seconds", "optimizer_seconds", "peak_allocated_bytes"),
+        *("forward_seconds", "backward_seconds", "optimizer_seconds"),
     )
 
     cpu: str
@@ -36,7 +36,6 @@ class TimeRun(RunRow):
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     optimizer_seconds: float = 0.0
-    peak_allocated_bytes: int = 0
 
     @property
     def spread(self) -> float:

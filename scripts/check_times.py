@@ -1,10 +1,10 @@
-"""Prints how far step times on real CPU ranks are from their predictions, and which strategy is named fastest.
+"""Prints how far measured step times are from their predictions, and which strategy is named fastest.
 
-    python scripts/check_times.py                                   # the shipped rows
-    python scripts/check_times.py --times FILE --rates FILE --bench FILE
+    python scripts/check_times.py                       # real CPU ranks
+    python scripts/check_times.py --device H200-SXM5    # plans of one GPU, where such rows were measured
 
-Predictions use what `dsplan bench` measured on the machine before: its rates (rates_cpu.csv), and the factors that its
-short training runs (times_bench_cpu.csv) ask for. None of the rows that are compared was learnt from.
+Predictions use what `dsplan bench` measured on the machine before: its rates, and the factors that its short training
+runs ask for. None of the rows that are compared was learnt from.
 """
 
 from __future__ import annotations
@@ -12,63 +12,64 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rate_rows import RATES, read_rates
-from real_times import (
-    BENCH_TIMES,
-    TIMES,
-    Bench,
-    Contest,
-    contests,
-    learning,
-    median_error,
-    quick_bench,
-)
+from rate_rows import read_rates
+from real_times import Bench, Contest, Timed, contests, files_of, learning, median_error, quick_bench
 from time_grid import STRATEGIES
+from time_scores import percentile
 
 from hardware_db.time_runs import TimeRun, read_time_runs
 
 
 def main() -> None:
-    arguments = _arguments()
-    runs = [run for run in read_time_runs(arguments.times) if run.outcome == "completed"]
-    rates, training = read_rates(arguments.rates), read_time_runs(arguments.bench)
-    _print_contests(contests(runs, Bench(rates, training)))
-    for name, bench in (("rates alone", Bench(rates)), ("rates and training runs", Bench(rates, training))):
-        print(_summary(name, contests(runs, bench)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="whose rows: cpu, or a GPU of the catalogue")
+    files = files_of(parser.parse_args().device)
+    runs = [run for run in read_time_runs(files.times) if run.outcome == "completed"]
+    rates = read_rates(files.rates)
+    plain, calibrated = Bench(rates), Bench(rates, read_time_runs(files.training))
+    compare = _ranks if runs[0].device == "cpu" else _gpu
+    for line in compare(runs, plain, calibrated):
+        print(line)
     quick = quick_bench(rates)
     for model in dict.fromkeys(run.model for run in runs):
         print(_learning(quick, [run for run in runs if run.model == model]))
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=Path, default=TIMES, help="measured steps")
-    parser.add_argument("--rates", type=Path, default=RATES, help="what dsplan bench measured of the machine")
-    parser.add_argument("--bench", type=Path, default=BENCH_TIMES, help="the training runs of dsplan bench")
-    return parser.parse_args()
-
-
-def _print_contests(found: Sequence[Contest]) -> None:
-    for contest in found:
+def _ranks(runs: Sequence[TimeRun], plain: Bench, calibrated: Bench) -> Iterable[str]:
+    for contest in contests(runs, calibrated):
         verdict = "rightly" if contest.named_rightly else f"loses {contest.loss:.0%}"
-        print(
-            f"{contest.name}: {contest.chosen.run.strategy} named, {contest.fastest.run.strategy} fastest, {verdict};"
-            f" order {contest.order:.2f}"
-        )
-        for entry in contest.entries:
-            run = entry.run
-            print(
-                f"    {run.strategy:6} {run.step_seconds:6.3f} s (spread {run.spread:3.0%})"
-                f"  predicted {entry.predicted_seconds:6.3f} s {entry.error:+5.0%}"
-            )
+        named, fastest = contest.chosen.run.strategy, contest.fastest.run.strategy
+        yield f"{contest.name}: {named} named, {fastest} fastest, {verdict}; order {contest.order:.2f}"
+        yield from map(_row, contest.entries)
+    for name, bench in (("rates alone", plain), ("calibrated", calibrated)):
+        yield f"{name}: {_summary(contests(runs, bench))}"
 
 
-def _summary(name: str, found: Sequence[Contest]) -> str:
+def _gpu(runs: Sequence[TimeRun], plain: Bench, calibrated: Bench) -> Iterable[str]:
+    yield from map(_row, map(calibrated.timed, runs))
+    for name, bench in (("rates alone", plain), ("calibrated", calibrated)):
+        timed = [bench.timed(run) for run in runs]
+        offloaded = [one for one in timed if one.run.offload != "none"]
+        for what, part in (("all", timed), ("offload", offloaded)):
+            p90 = percentile((abs(one.error) for one in part), 0.9)
+            yield f"{name}, {what}: median error {median_error(part):.1%}, 90th percentile {p90:.1%}, {len(part)} runs"
+
+
+def _row(timed: Timed) -> str:
+    run = timed.run
+    how = f"{run.strategy} {run.precision} {run.optimizer} {run.activation_checkpointing} {run.offload}"
+    return (
+        f"    {run.model:12} {how:36} {run.step_seconds:7.3f} s (spread {run.spread:4.0%})"
+        f"  predicted {timed.predicted_seconds:7.3f} s {timed.error:+5.0%}"
+    )
+
+
+def _summary(found: Sequence[Contest]) -> str:
     timed = [entry for contest in found for entry in contest.entries]
     by_strategy = ", ".join(
         f"{strategy} {median_error(entry for entry in timed if entry.run.strategy == strategy):.1%}"
@@ -76,15 +77,16 @@ def _summary(name: str, found: Sequence[Contest]) -> str:
     )
     right = sum(contest.named_rightly for contest in found)
     return (
-        f"{name}: median error {median_error(timed):.1%} over {len(timed)} runs ({by_strategy}); fastest named rightly"
-        f" in {right} of {len(found)}, median rank correlation {statistics.median(c.order for c in found):.2f}"
+        f"median error {median_error(timed):.1%} over {len(timed)} runs ({by_strategy}); fastest named rightly in"
+        f" {right} of {len(found)}, median rank correlation {statistics.median(c.order for c in found):.2f}"
     )
 
 
 def _learning(bench: Bench, runs: Sequence[TimeRun]) -> str:
-    """A user's ten runs of one batch, then ten of another."""
+    """A user's runs of one batch, then as many of another."""
     found = learning(sorted(runs, key=lambda run: (run.micro_batch_size, run.sequence_length)), bench)
-    return f"{found.model}: ten runs take the error on the next ten from {found.before:.1%} to {found.after:.1%}"
+    half = len(runs) // 2
+    return f"{found.model}: {half} runs take the error on the next {half} from {found.before:.1%} to {found.after:.1%}"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Writes what `dsplan bench` found on this machine beside the step times that are shipped.
 
-    python scripts/keep_bench.py            # from the database to rates_cpu.csv and times_bench_cpu.csv
+    python scripts/keep_bench.py                    # from the database to rates_cpu.csv and times_bench_cpu.csv
+    python scripts/keep_bench.py --device cuda      # the same of this machine's GPU
 
-Run it after `dsplan bench --ranks 2,4` and before `measure_times.py`, on a machine without other work.
+Run it after `dsplan bench` (`--ranks 2,4` on a CPU) and before `measure_times.py`, on a machine without other work.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -17,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from measure_memory import place_of
 from measure_times import threads_of, timed_place
-from rate_rows import RATES, write_rates
-from real_times import BENCH_TIMES
+from rate_rows import write_rates
+from real_times import files_of
 
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement
@@ -31,17 +33,22 @@ from strategies.bench.training_cases import training_cases
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    device = parser.parse_args().device
     machine = probe()
-    place = timed_place(place_of(machine, "cpu")).columns
+    place = timed_place(place_of(machine, device)).columns
     key = fingerprint(machine)
-    configs = {case.model: case.config for case in training_cases(probed_cluster(machine, ranks=2))}
+    cluster = probed_cluster(machine, ranks=2 if device == "cpu" else 1)
+    configs = {case.model: case.config for case in training_cases(cluster)}
+    files = files_of(place["device"])
     with open_store() as store:
         rates = store.rates(key.key)
         runs = [one for one in store.list(outcome="completed") if one.source == "bench" and one.fingerprint == key]
     newest = {one.plan_key: one for one in reversed(runs)}.values()
-    write_rates(RATES, rates)
-    write_time_runs(BENCH_TIMES, [_row(one, configs, place) for one in newest if one.model in configs])
-    print(f"{len(rates)} rates in {RATES.name}, {len(newest)} runs in {BENCH_TIMES.name}")
+    write_rates(files.rates, rates)
+    write_time_runs(files.training, [_row(one, configs, place) for one in newest if one.model in configs])
+    print(f"{len(rates)} rates in {files.rates.name}, {len(newest)} runs in {files.training.name}")
 
 
 def _row(run: Measurement, configs: dict[str, Any], place: Any) -> TimeRun:

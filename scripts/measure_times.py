@@ -40,7 +40,7 @@ from planner.vocabulary import ZERO_STAGES, Task
 from strategies.measure_times import TimedStep, mean_over_ranks
 from strategies.measured_run import Subject, time_subject
 
-RUN_SECONDS = 120.0
+RUN_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What `dsplan bench` measured on the machine of the shipped step times, as `measurements/rates_cpu.csv`."""
+"""What `dsplan bench` measured on the machine of shipped step times, as rows of `measurements/rates_*.csv`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hardware_db.files import replace_text
 from hardware_db.fingerprint import Fingerprint, MachineIdentity, Versions
 from hardware_db.measurement import RateMeasurement, new_id, utc_now
-from hardware_db.run_rows import SHIPPED
 
-RATES = SHIPPED / "rates_cpu.csv"
-_COLUMNS = (
-    "operation",
-    "dtype",
-    "shape",
-    "size",
-    "ranks",
-    "value",
-    "unit",
-    "repeats",
-    "spread",
-    "cpu",
-    "cores",
-    "torch",
-)
+_COLUMNS = ("operation", "dtype", "shape", "size", "ranks", "value", "unit", "repeats", "spread")
+_PLACE = ("device", "cpu", "cores", "torch")
 
 
-def read_rates(path: Path = RATES) -> tuple[RateMeasurement, ...]:
+def read_rates(path: Path) -> tuple[RateMeasurement, ...]:
     """The rates of a file, in its order."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -50,7 +36,8 @@ def read_rates(path: Path = RATES) -> tuple[RateMeasurement, ...]:
             repeats=int(row["repeats"]),
             spread=float(row["spread"]),
             fingerprint=Fingerprint(
-                machine=MachineIdentity(cpu=row["cpu"], cores=int(row["cores"])), versions=Versions(torch=row["torch"])
+                machine=MachineIdentity(device=row["device"], cpu=row["cpu"], cores=int(row["cores"])),
+                versions=Versions(torch=row["torch"]),
             ),
             source="shipped: dsplan bench",
         )
@@ -63,12 +50,12 @@ def write_rates(path: Path, rates: Iterable[RateMeasurement]) -> None:
     rows = {(rate.operation, rate.dtype, rate.shape, rate.size, rate.ranks): rate for rate in reversed(tuple(rates))}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_COLUMNS)
+    writer.writerow((*_COLUMNS, *_PLACE))
     for key in sorted(rows, key=lambda key: (key[4], key[0], key[1], key[3] or 0, key[2])):
         rate = rows[key]
         machine, versions = rate.fingerprint.machine, rate.fingerprint.versions
         shape = "x".join(map(str, rate.shape))
         figures = (f"{rate.value:.5g}", rate.unit, rate.repeats, f"{rate.spread or 0:.3g}")
-        place = (machine.cpu, machine.cores, versions.torch)
+        place = (machine.device, machine.cpu, machine.cores, versions.torch)
         writer.writerow((rate.operation, rate.dtype, shape, rate.size or "", rate.ranks, *figures, *place))
     replace_text(path, text.getvalue())

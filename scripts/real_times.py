@@ -16,7 +16,7 @@ from rate_rows import read_rates
 from time_scores import rank_correlation
 
 from hardware_db.measurement import RateMeasurement
-from hardware_db.microbench.grid import CPU, quick_points
+from hardware_db.microbench.grid import CPU, GPU, Scale, quick_points
 from hardware_db.microbench.rate import point_of
 from hardware_db.run_rows import SHIPPED
 from hardware_db.time_runs import TimeRun, read_time_runs
@@ -29,9 +29,28 @@ from planner.job import Job
 from planner.machine_rates import rates_from_measurements
 from planner.timing import step_time
 
-TIMES = SHIPPED / "times_cpu.csv"
-BENCH_TIMES = SHIPPED / "times_bench_cpu.csv"
-"""The grid of `measure_times.py`, and the training runs of `dsplan bench` on the same machine on the same day."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Files:
+    """Where the rows of one kind of device lie: the grid of `measure_times.py`, and what `dsplan bench` found before it
+    on the same machine, rates and training runs."""
+
+    times: Path
+    rates: Path
+    training: Path
+
+
+def files_of(device: str) -> Files:
+    """The shipped files of a device, named by its catalogue name up to the first hyphen."""
+    name = device.split("-")[0].lower()
+    return Files(
+        times=SHIPPED / f"times_{name}.csv",
+        rates=SHIPPED / f"rates_{name}.csv",
+        training=SHIPPED / f"times_bench_{name}.csv",
+    )
+
+
+CPU_FILES = files_of("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,12 +141,16 @@ def learnt(rows: Sequence[Row]) -> Factors:
 
 def shipped_bench(*, calibrated: bool) -> Bench:
     """The benchmark that was run before the shipped step times."""
-    return Bench(read_rates(), read_time_runs(BENCH_TIMES) if calibrated else ())
+    return Bench(read_rates(CPU_FILES.rates), read_time_runs(CPU_FILES.training) if calibrated else ())
 
 
 def quick_bench(rates: Iterable[RateMeasurement]) -> Bench:
     """What a first plan knows: the few rates that are measured before a run where no benchmark was."""
-    return Bench([rate for rate in rates if point_of(rate) in quick_points(CPU, rate.ranks)])
+    return Bench([rate for rate in rates if point_of(rate) in quick_points(_scale(rate), rate.ranks)])
+
+
+def _scale(rate: RateMeasurement) -> Scale:
+    return GPU if rate.fingerprint.machine.device else CPU
 
 
 def contests(runs: Iterable[TimeRun], bench: Bench) -> list[Contest]:

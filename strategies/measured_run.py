@@ -68,6 +68,8 @@ def time_subject(subject: Subject, steps: int, threads: int = 1) -> tuple[TimedS
     gc.collect()
     torch.set_num_threads(threads)
     environment = join()
+    if environment.device.type == "cuda":
+        torch.cuda.empty_cache()
     plan = plan_from_dict(subject.plan)
     chosen = plan.configuration
     model = build_model(subject.config, subject.task, chosen.attention, environment.device)

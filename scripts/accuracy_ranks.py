@@ -1,0 +1,88 @@
+"""The part of the accuracy report on real CPU ranks: step times after `dsplan bench`, and which strategy is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from accuracy_tables import table
+from rate_rows import read_rates
+from real_times import CPU_FILES, Contest, Timed, contests, learning, quick_bench, shipped_bench
+from time_grid import STRATEGIES
+from time_scores import percentile
+
+from hardware_db.time_runs import TimeRun, read_time_runs
+
+HEAD = """
+## Step time on real ranks
+
+Three models (GPT-2, Llama and BERT of 13 to 21 million parameters) trained through dsplan's engine by {ranks} processes
+that share the {cores} cores of one machine ({cpu}, torch {torch}, DeepSpeed {deepspeed}, gloo), {settings} settings of
+model, batch and ranks under every strategy. `dsplan bench --ranks 2,4` ran before; its rates are all that *rates alone*
+knows, *calibrated* also knows its short training runs of two other models. No run below was learnt from.
+`python scripts/check_times.py` prints every run; `scripts/measure_times.py` measured them.
+"""
+CHOOSING = """
+### The fastest strategy
+
+`order` is the rank correlation of predicted and measured step times of the five; `loses` what the strategy that dsplan
+puts first takes longer than the fastest.
+"""
+LEARNING = """
+### Learning from one user's runs
+
+Ten runs of one model and batch, then the error on ten runs of another batch of it. *Before* knows the few rates that
+any run measures in its first two seconds.
+"""
+COLUMNS = ("", "runs", "rates alone: median", "90 % within", "calibrated: median", "90 % within")
+
+
+def ranks() -> Iterator[str]:
+    """The section, line by line."""
+    runs = read_time_runs(CPU_FILES.times)
+    plain, learnt = (contests(runs, shipped_bench(calibrated=calibrated)) for calibrated in (False, True))
+    yield from _head(runs, len(plain)).splitlines()
+    yield ""
+    yield from table(COLUMNS, _by_strategy(plain, learnt))
+    yield from CHOOSING.splitlines()
+    yield ""
+    columns = ("model, batch, ranks", "fastest", "named", "loses", "order")
+    yield from table(columns, [_contest_cells(contest) for contest in learnt])
+    yield from LEARNING.splitlines()
+    yield ""
+    yield from table(("model", "before", "after ten runs"), _learning(runs))
+
+
+def _head(runs: Sequence[TimeRun], settings: int) -> str:
+    run = runs[0]
+    sizes = " or ".join(str(size) for size in sorted({one.world_size for one in runs}))
+    return HEAD.format(
+        ranks=sizes, cores=run.cores, cpu=run.cpu, torch=run.torch, deepspeed=run.deepspeed, settings=settings
+    )
+
+
+def _by_strategy(plain: Sequence[Contest], learnt: Sequence[Contest]) -> Iterator[list[str]]:
+    for strategy in ("", *STRATEGIES):
+        sides = [[one for one in _entries(found) if strategy in ("", one.run.strategy)] for found in (plain, learnt)]
+        yield [strategy or "all", str(len(sides[0])), *(cell for side in sides for cell in _sizes(side))]
+
+
+def _entries(found: Iterable[Contest]) -> list[Timed]:
+    return [entry for contest in found for entry in contest.entries]
+
+
+def _sizes(timed: Sequence[Timed]) -> list[str]:
+    sizes = [abs(one.error) for one in timed]
+    return [f"{percentile(sizes, share):.1%}" for share in (0.5, 0.9)]
+
+
+def _contest_cells(contest: Contest) -> list[str]:
+    fastest, named = contest.fastest.run.strategy, contest.chosen.run.strategy
+    return [contest.name, fastest, named, f"{contest.loss:.1%}", f"{contest.order:.2f}"]
+
+
+def _learning(runs: Sequence[TimeRun]) -> Iterator[list[str]]:
+    quick = quick_bench(read_rates(CPU_FILES.rates))
+    for model in dict.fromkeys(run.model for run in runs):
+        own = [run for run in runs if run.model == model]
+        found = learning(sorted(own, key=lambda run: (run.micro_batch_size, run.sequence_length)), quick)
+        yield [model, f"{found.before:.1%}", f"{found.after:.1%}"]
