@@ -212,7 +212,7 @@ def _explanation(plans: tuple[Plan, ...], answer: Recommendation) -> str:
         f"{describe(first)}: {format_seconds(first.time.step_seconds)} per step, limited by {first.limited_by},"
         f" {used} per GPU (at most {upper})"
     ]
-    sentences += [f"{item.strategy}: {item.reason}" for item in answer.rejected]
+    sentences += [answer.choice, *(f"{item.strategy}: {item.reason}" for item in answer.rejected)]
     return ". ".join(sentences) + "."
 
 

@@ -43,9 +43,11 @@ def price_note(request: Request) -> list[Block]:
     if request.budget.usd_per_gpu_hour is not None or not node:
         return [Text(text=f"at ${price:g} per GPU-hour", style="faint")]
     from hardware_db.datasheets import find_node_type
+    from planner.hardware.nodes import price_per_gpu
 
-    read = find_node_type(node).priced_on
-    source = f"list price of {node} on {read}; --price takes yours" if read else "from the cluster file"
+    known = find_node_type(node)
+    listed = price == price_per_gpu(known)
+    source = f"list price of {node} on {known.priced_on}; --price takes yours" if listed else "from the cluster file"
     return [Text(text=f"at ${price:.3g} per GPU-hour, {source}", style="faint")]
 
 
