@@ -13,7 +13,7 @@ from planner.job import Job
 from planner.memory import memory_estimate
 from planner.memory.host import loads_once
 from planner.memory.load import MADE_BYTES
-from planner.memory.overhead import differs
+from planner.memory.overhead import NEAREST_FORM_ERROR, differs
 from planner.memory.recipe import recipe_of
 from planner.memory.states import states_of
 from planner.plan import Configuration, MemoryEstimate, Plan, StepTime
@@ -187,9 +187,8 @@ def _remarks(priced: Priced) -> list[str]:
         why = f": {facts.note}" if facts.note else ""
         remarks.append(f"activations are a rule of thumb from {facts.name}'s parameters{why}")
     if priced.memory_source == "datasheet" and facts.kind != "custom" and differs(job):
-        remarks.append(
-            f"no {facts.model_type} of this structure was ever traced: the nearest counts, with a wider bound"
-        )
+        near = f"the nearest one's memory counts, of which one in twenty is {NEAREST_FORM_ERROR:.0%} under or more"
+        remarks.append(f"no {facts.model_type} of this structure was ever traced: {near}; --exact traces it")
     if configuration.attention != "eager" and facts.eager_only:
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
     if configuration.attention == "flash" and configuration.precision == "fp32":
