@@ -15,8 +15,6 @@ from hardware_db.microbench.rate import Rate
 from hardware_db.microbench.runner import measure
 from hardware_db.microbench.timer import Budget, ranks_at_work
 
-_BUDGET = Budget(seconds=0.15)
-
 
 def wanted_points(device: torch.device) -> tuple[Point, ...]:
     """What to measure with as many ranks as the live process group has."""
@@ -26,4 +24,4 @@ def wanted_points(device: torch.device) -> tuple[Point, ...]:
 def quick_rates(points: Iterable[Point], device: torch.device) -> tuple[Rate, ...]:
     """Measure the points. All ranks call this at the same time, so that what they share (cores, memory bus) is shared
     as in training."""
-    return tuple(measure(point, device, _BUDGET) for point in points)
+    return tuple(measure(point, device, Budget()) for point in points)

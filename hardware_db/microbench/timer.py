@@ -27,7 +27,7 @@ class Budget:
     about `sample_seconds`. An operation that is longer than a sample is called once in each, and twice in all where it
     takes more than half a second."""
 
-    seconds: float = 0.2
+    seconds: float = 0.15
     sample_seconds: float = 0.025
     least_samples: int = 3
 

@@ -33,7 +33,7 @@ from strategies.metrics import read_metrics, summarise
 SOURCE = "bench"
 _SETTLED: tuple[Outcome, ...] = ("completed", "out_of_memory")
 """Outcomes of a training run that another one would only repeat."""
-_TRAINING_SECONDS = 2.0
+_TRAINING_SECONDS = 1.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
