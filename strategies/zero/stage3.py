@@ -20,6 +20,7 @@ from strategies.zero.engine import Held, ZeroStrategy
 from strategies.zero.partition import Bucket, buckets_of
 from strategies.zero.reduce import Reducer
 from strategies.zero.stage1 import keep_whole, weight_dtypes
+from strategies.zero.stage2 import ZeroStage2
 from strategies.zero.units import Members, Unit, members_of
 from strategies.zero.weights import Home, load, publish, refresh, settle_rest, take_over
 
@@ -30,7 +31,9 @@ class ZeroStage3(ZeroStrategy):
     reduces_each_micro_batch = True
 
     def hold(self, model: nn.Module, home: Home) -> Held:
-        threshold = home.settings.persistence_threshold if home.wire.ranks.world_size > 1 else 0
+        if home.wire.ranks.world_size == 1 and home.settings.offload != "all":
+            return ZeroStage2(self.configuration, self.environment).hold(model, home)  # all of it is this rank's part
+        threshold = home.settings.persistence_threshold
         members = members_of(model)
         small = [
             (name, parameter)

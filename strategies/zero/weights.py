@@ -50,6 +50,8 @@ def load(bucket: Bucket, home: Home, *, trains: bool, keeps: bool) -> None:
             bucket.master = original[run].to(wide, copy=True)
         if home.offloads:
             bucket.master = bucket.master.to("cpu").pin_memory()
+            if home.settings.offload == "all" and not keeps:
+                bucket.part = bucket.master if wide is None else bucket.part.to("cpu").pin_memory()
 
 
 def _together(bucket: Bucket, home: Home) -> torch.Tensor:

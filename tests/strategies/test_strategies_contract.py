@@ -127,6 +127,13 @@ def test_fsdp_offloads_to_the_host(ranks: RankPool) -> None:
     assert_same(ranks.run(training_bodies.train, recipe)[0], training_bodies.reference(recipe), 1e-5)
 
 
+@pytest.mark.parametrize(("strategy", "offload"), [*product(NATIVE, ["optimizer"]), ("native zero3", "all")])
+def test_our_zero_offloads_to_the_host(strategy: str, offload: str, ranks: RankPool) -> None:
+    """On CPU ranks the states are on the host anyway."""
+    recipe = replace(recipe_of(strategy), offload=offload, clipping=0.5)
+    assert_same(ranks.run(training_bodies.train, recipe)[0], training_bodies.reference(recipe), 1e-5)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3", *NATIVE])
 def test_sharded_states_take_half_the_memory_of_replicated_ones(strategy: str, pool_of: PoolOf) -> None:
     whole = pool_of("ddp").run(training_bodies.state_bytes, recipe_of("ddp"))[0]

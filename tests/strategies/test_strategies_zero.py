@@ -57,6 +57,17 @@ def test_three_ranks(strategy: str, three_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("strategy", STAGES)
+def test_one_rank_alone(strategy: str) -> None:
+    recipe = Recipe(strategy=strategy, backend="native", accumulation=3)
+    try:
+        trained, reference = training_bodies.train(recipe), training_bodies.reference(recipe)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert trained.losses == pytest.approx(reference.losses, rel=1e-5)
+    assert_equal(trained.parameters, reference.parameters)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
 def test_bf16_steps_masters_in_fp32(strategy: str, ranks: RankPool) -> None:
     """What is lost is the rounding of weights to 8 bits of mantissa, 2^-9 each, and not of their sum of updates: after
     30 steps at 2e-3 the losses of DDP under autocast, whose weights are fp32, are within that of the largest weight."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from importlib import import_module
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,3 +152,19 @@ def test_shared_parameters_belong_to_the_root() -> None:
     assert sum(p.numel() for unit in (root, *blocks) for _, p in unit.named) == sum(
         p.numel() for p in model.parameters()
     )
+
+
+def test_the_page_on_zero_names_what_there_is() -> None:
+    root = Path(__file__).parents[2]
+    rows = [line for line in (root / "docs/zero.md").read_text().splitlines() if "`strategies/" in line]
+    places = [
+        (path, name)
+        for line in rows
+        for path, names in re.findall(r"`(strategies/[\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", line)
+        for name in re.findall(r"`([\w.]+)`", names)
+    ]
+    assert len(places) > 20
+    for path, name in places:
+        found: object = import_module(path.removesuffix(".py").replace("/", "."))
+        for part in name.split("."):
+            found = getattr(found, part)
