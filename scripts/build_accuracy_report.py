@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from accuracy_cases import Case, Truth, all_cases
 from accuracy_peer_tables import peers
 from accuracy_published import published
+from accuracy_ranks import ranks
 from accuracy_tables import SPREAD_COLUMNS, grouped, listed, spread, table
 from accuracy_time import times
 from generated import DOCS, write_or_check
@@ -41,9 +42,9 @@ WHAT: dict[Truth, str] = {
 TRACED = """
 ## Against traces
 
-The transformers model is run for two whole steps (forward, loss, backward, optimizer) under fake tensors that behave as
-CUDA tensors do, with a fake process group for the other ranks, and every storage is counted as the caching allocator
-rounds it. The predictions are the closed form, which uses no torch.
+The transformers model is run for a whole step in its steady state (forward, loss, backward, optimizer) under fake
+tensors that behave as CUDA tensors do, with a fake process group for the other ranks, and every storage is counted as
+the caching allocator rounds it. The predictions are the closed form, which uses no torch.
 """
 
 CPU = """
@@ -101,6 +102,7 @@ def report(cases: Sequence[Case]) -> Iterator[str]:
     yield from gpus([case for case in cases if case.truth == "gpu" and case.measured])
     yield from published([case for case in cases if case.truth == "published"])
     yield from times()
+    yield from ranks()
     yield METHOD.rstrip()
 
 
