@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner import vocabulary as words
+from planner.candidate import Candidate
 from planner.candidates import shapes
 from planner.device_counts import fewer
 from planner.estimate import unrunnable
-from planner.exploration import Candidate
 from planner.ranking import Timed, order, worth
 from planner.request import Request
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from hardware_db.units import GB
 from planner import vocabulary as words
-from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.budget import NO_BUDGET, Budget
+from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cluster import Cluster
 from planner.errors import ContradictoryRequest
 from planner.models.count import count_parameters

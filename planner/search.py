@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from planner.candidate import Candidate
 from planner.candidates import shapes
 from planner.deadline import OnDevices, on_more_and_fewer
 from planner.device_counts import device_counts
 from planner.errors import ContradictoryRequest
 from planner.estimate import Priced, plan_of, unrunnable
-from planner.exploration import Candidate, best, closest
+from planner.exploration import best, closest
 from planner.front import front
 from planner.plan import Plan
 from planner.ranking import (

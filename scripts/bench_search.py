@@ -21,10 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from planner import exploration
+from planner import candidate
+from planner.candidate import Candidate
 from planner.candidates import shapes
 from planner.device_counts import device_counts
-from planner.exploration import Candidate, best
+from planner.exploration import best
 from planner.ranking import Timed, group_name
 from planner.request import Request
 from tests.planner.exhaustive import best_by_group
@@ -71,13 +72,13 @@ def ask(way: str, number: int) -> Run:
 
     model, gpu, gpus, options = QUESTIONS[number]
     request = question(model, gpu, gpus, **options)
-    counted, real = [0], exploration.price
+    counted, real = [0], candidate.price
 
     def price(*asked: Any) -> Any:
         counted[0] += 1
         return real(*asked)
 
-    exploration.price = every.price = price
+    candidate.price = every.price = price
     start = time.perf_counter()
     found = WAYS[way](request)
     seconds = time.perf_counter() - start

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from planner import exploration
+from planner import candidate
 from planner.calibration.experience import Experience
 from planner.calibration.known import KnownRun
+from planner.candidate import Candidate
 from planner.candidates import shapes
 from planner.device_counts import device_counts
 from planner.estimate import Priced
-from planner.exploration import Candidate, best, closest
+from planner.exploration import best, closest
 from planner.plan import Configuration
 from planner.ranking import Timed, group_name
 from planner.request import Request
@@ -58,13 +59,13 @@ def test_the_best_of_every_group_is_that_of_an_exhaustive_search(
 
 def test_a_small_part_of_the_configurations_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
     priced: list[Configuration] = []
-    real = exploration.price
+    real = candidate.price
 
     def counted(request: Request, configuration: Configuration) -> Priced:
         priced.append(configuration)
         return real(request, configuration)
 
-    monkeypatch.setattr(exploration, "price", counted)
+    monkeypatch.setattr(candidate, "price", counted)
     recommend(question("opt-6.7b", "a100-80gb", 8))
     assert len(priced) == len(set(priced))
     assert len(priced) < 120  # of some 700
