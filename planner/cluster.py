@@ -20,8 +20,8 @@ class Rates:
 
     Curves over the work of one kernel: `matmul`, and each of its backward's two products, over FLOPs in the compute
     dtype, `attention` and its backward over the forward's FLOPs of causal attention counted in full, `memory`,
-    `clone` (a copy into memory just allocated), `elementwise` (a GELU) and `dropout` over bytes read and written, copies
-    between host and device and disks over bytes, the CPU optimizers over parameters.
+    `clone` (a copy into memory just allocated), `elementwise` (a GELU) and `dropout` over bytes read and written,
+    copies between host and device and disks over bytes, the CPU optimizers over parameters.
     `collectives` maps an operation and its number of ranks to a curve over the bytes of the whole tensor.
     `launch_seconds` is what the host takes to launch one kernel.
     """
