@@ -4,41 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
+from trace_bodies import LENGTH, WIDTH, Model
 
 from planner.models.storage_tracker import StorageTracker
 from planner.models.tracer import trace_activations
 
-WIDTH, LENGTH, CLASSES, BATCH = 64, 128, 100, 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        changed: torch.Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
-        return changed
-
-
-class Model(nn.Module):
-    """Convolution, blocks and a loss: nothing that a transformer's closed form would know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv1d(3, WIDTH, 5, padding=2)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, signal: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.stem(signal).transpose(1, 2)
-        for block in self.blocks:
-            x = block(x)
-        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+BATCH = 6
 
 
 def batch_of(samples: int) -> dict[str, torch.Tensor]:

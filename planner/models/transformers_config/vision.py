@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.models.facts import ModelFacts
+from planner.models.facts import ModelFacts, TowerFacts
 from planner.models.transformers_config.common import Arguments
 from planner.models.transformers_config.decoders import gemma
 
@@ -35,20 +35,14 @@ def clip(facts: ModelFacts) -> Arguments:
     assert facts.text is not None
     assert facts.vision is not None
     text = {
-        "hidden_size": facts.text.hidden_size,
-        "num_hidden_layers": facts.text.num_layers,
-        "num_attention_heads": facts.text.num_heads,
-        "intermediate_size": facts.text.intermediate_size,
+        **_tower(facts.text),
         "vocab_size": facts.text.vocab_size,
         "max_position_embeddings": facts.text.max_position_embeddings,
         "hidden_act": facts.activation,
         "projection_dim": facts.projection_dim,
     }
     vision = {
-        "hidden_size": facts.vision.hidden_size,
-        "num_hidden_layers": facts.vision.num_layers,
-        "num_attention_heads": facts.vision.num_heads,
-        "intermediate_size": facts.vision.intermediate_size,
+        **_tower(facts.vision),
         "image_size": facts.vision.image_size,
         "patch_size": facts.vision.patch_size,
         "num_channels": facts.num_channels,
@@ -61,10 +55,7 @@ def clip(facts: ModelFacts) -> Arguments:
 def gemma3(facts: ModelFacts) -> Arguments:
     assert facts.vision is not None
     vision = {
-        "hidden_size": facts.vision.hidden_size,
-        "num_hidden_layers": facts.vision.num_layers,
-        "num_attention_heads": facts.vision.num_heads,
-        "intermediate_size": facts.vision.intermediate_size,
+        **_tower(facts.vision),
         "image_size": facts.vision.image_size,
         "patch_size": facts.vision.patch_size,
         "model_type": "siglip_vision_model",
@@ -75,4 +66,13 @@ def gemma3(facts: ModelFacts) -> Arguments:
         "vision_config": vision,
         "mm_tokens_per_image": facts.vision.mm_tokens_per_image,
         "tie_word_embeddings": facts.tie_word_embeddings,
+    }
+
+
+def _tower(tower: TowerFacts) -> Arguments:
+    return {
+        "hidden_size": tower.hidden_size,
+        "num_hidden_layers": tower.num_layers,
+        "num_attention_heads": tower.num_heads,
+        "intermediate_size": tower.intermediate_size,
     }
