@@ -10,7 +10,7 @@ from planner.models.facts import ModelFacts
 from planner.models.hf_config import facts_from_config
 from planner.models.resolve import resolve_model
 from planner.plan import Configuration
-from planner.vocabulary import ZERO_STAGES, Task
+from planner.vocabulary import Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class TrainingCase:
 
     @property
     def needs_deepspeed(self) -> bool:
-        return self.configuration.strategy in ZERO_STAGES
+        return self.configuration.backend == "deepspeed"
 
     @property
     def facts(self) -> ModelFacts:
@@ -44,7 +44,8 @@ class TrainingCase:
 
     def __str__(self) -> str:
         chosen = self.configuration
-        parts = [f"{self.model}: {chosen.strategy} on {self.ranks} {'rank' if self.ranks == 1 else 'ranks'}"]
+        ours = " (native)" if chosen.backend == "native" else ""
+        parts = [f"{self.model}: {chosen.strategy}{ours} on {self.ranks} {'rank' if self.ranks == 1 else 'ranks'}"]
         parts.append(f"micro-batch {chosen.micro_batch_size} x {chosen.sequence_length}, {chosen.precision}")
         parts += [f"offload {chosen.offload}"] if chosen.offload != "none" else []
         parts += ["checkpointing"] if chosen.activation_checkpointing != "none" else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hardware_db.errors import DsplanError, UnknownName
@@ -11,6 +11,7 @@ from hardware_db.microbench.point import Point
 from planner.cluster import Cluster
 from planner.models.facts import ModelFacts
 from planner.models.tasks import default_sequence_length
+from planner.vocabulary import Backend
 from strategies.bench.case import TrainingCase
 from strategies.bench.training_cases import training_cases
 
@@ -129,13 +130,10 @@ def blocks_of(facts: ModelFacts, scale: Scale) -> Iterator[Block]:
 
 
 def _training(wanted: Wanted, cluster: Cluster) -> tuple[TrainingCase, ...]:
-    """ZeRO comes last for each number of ranks: it needs processes of its own."""
-    cases: Iterable[TrainingCase] = (
-        case
-        for ranks in wanted.ranks
-        for case in training_cases(_part_of_node(cluster, ranks), wanted.model)
-        if wanted.deepspeed or not case.needs_deepspeed
-    )
+    """DeepSpeed comes last for each number of ranks: it needs processes of its own. Without it, ZeRO is our own."""
+    zero: Backend = "deepspeed" if wanted.deepspeed else "native"
+    nodes = (_part_of_node(cluster, ranks) for ranks in wanted.ranks)
+    cases = (case for node in nodes for case in training_cases(node, wanted.model, zero))
     return tuple(sorted(cases, key=lambda case: (case.ranks, case.needs_deepspeed)))
 
 

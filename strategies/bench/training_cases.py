@@ -98,11 +98,14 @@ _GPU_SAMPLES = tuple(
 )
 
 
-def training_cases(cluster: Cluster, model: ModelFacts | None = None) -> Iterator[TrainingCase]:
-    """Runs that fit the node `cluster`, on as many ranks as it has devices; of `model` alone where one is given."""
+def training_cases(
+    cluster: Cluster, model: ModelFacts | None = None, zero_backend: words.Backend = "deepspeed"
+) -> Iterator[TrainingCase]:
+    """Runs that fit the node `cluster`, on as many ranks as it has devices; of `model` alone where one is given. ZeRO
+    is run by `zero_backend`."""
     for sample in _samples(cluster, model):
         for way in sample.several if cluster.gpus > 1 else sample.alone:
-            case = _case(sample, way, cluster)
+            case = _case(sample, way, cluster, zero_backend)
             request = request_of(case, cluster)
             if impossible(request, case.configuration):
                 continue
@@ -133,12 +136,12 @@ def _samples(cluster: Cluster, model: ModelFacts | None) -> tuple[_Sample, ...]:
     return tuple(_Sample(name=model.name, length=length, micro_batch=micro, config={}, alone=alone) for micro in (1, 4))
 
 
-def _case(sample: _Sample, way: _Way, cluster: Cluster) -> TrainingCase:
+def _case(sample: _Sample, way: _Way, cluster: Cluster, zero_backend: words.Backend) -> TrainingCase:
     ranks = cluster.gpus
     replicated = way.strategy in ("single", "ddp")
     configuration = Configuration(
         strategy=way.strategy,
-        backend=words.default_backend(way.strategy),
+        backend=zero_backend if way.strategy in words.ZERO_STAGES else "torch",
         dp_replicate=ranks if replicated else 1,
         dp_shard=1 if replicated else ranks,
         tp=1,

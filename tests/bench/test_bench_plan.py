@@ -78,7 +78,8 @@ def test_every_strategy_that_several_ranks_can_run_is_trained(host: Cluster) -> 
     assert (alone, several) == ({"single"}, {"ddp", "fsdp", "zero1", "zero2", "zero3"})
     assert several < set(STRATEGIES)
     without = make_bench_plan(Wanted(ranks=(2,), kinds=("training",), deepspeed=False), host)
-    assert {case.configuration.strategy for case in without.training} == {"ddp", "fsdp"}
+    assert {case.configuration.strategy for case in without.training} == several
+    assert {case.configuration.backend for case in without.training} == {"torch", "native"}
 
 
 def test_one_gpu_also_trades_time_for_memory(eight: Cluster) -> None:
