@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rate_rows import read_rates
-from real_times import Bench, Contest, Timed, contests, files_of, learning, median_error, quick_bench
+from real_times import Bench, Contest, Learning, Timed, by_batch, contests, files_of, learning, median_error
 from time_grid import STRATEGIES
 from time_scores import percentile
 
@@ -35,9 +35,8 @@ def main() -> None:
     compare = _ranks if runs[0].device == "cpu" else _gpu
     for line in compare(runs, plain, calibrated):
         print(line)
-    quick = quick_bench(rates)
-    for model in dict.fromkeys(run.model for run in runs):
-        print(_learning(quick, [run for run in runs if run.model == model]))
+    for own in by_batch(runs).values():
+        print(_learning(learning(own, rates), len(own) // 2))
 
 
 def _ranks(runs: Sequence[TimeRun], plain: Bench, calibrated: Bench) -> Iterable[str]:
@@ -82,11 +81,12 @@ def _summary(found: Sequence[Contest]) -> str:
     )
 
 
-def _learning(bench: Bench, runs: Sequence[TimeRun]) -> str:
+def _learning(found: Learning, half: int) -> str:
     """A user's runs of one batch, then as many of another."""
-    found = learning(sorted(runs, key=lambda run: (run.micro_batch_size, run.sequence_length)), bench)
-    half = len(runs) // 2
-    return f"{found.model}: {half} runs take the error on the next {half} from {found.before:.1%} to {found.after:.1%}"
+    return (
+        f"{found.model}: {half} runs take the error on the next {half} from {found.before:.1%} ({found.measured:.1%}"
+        f" with the first run's rates) to {found.after:.1%}"
+    )
 
 
 if __name__ == "__main__":

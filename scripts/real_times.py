@@ -170,19 +170,35 @@ def median_error(timed: Iterable[Timed]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learning:
-    """Median errors on ten runs of one user's model, before and after ten other runs of it."""
+    """Median errors on ten runs of one user's model: before anything ran here, with the rates that the first run
+    measured, and after ten other runs of it."""
 
     model: str
     before: float
+    measured: float
     after: float
 
 
-def learning(runs: Sequence[TimeRun], bench: Bench) -> Learning:
+def learning(runs: Sequence[TimeRun], rates: Sequence[RateMeasurement]) -> Learning:
     """Learn from the first half of the runs of one model, and be tried on the second."""
-    rows = [bench.row(run) for run in runs]
-    first, rest = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    before, after = (_median_error(rest, factors) for factors in (AS_SHIPPED, learnt(first)))
-    return Learning(model=runs[0].model, before=before, after=after)
+    unknown, quick = Bench(()), quick_bench(rates)
+    first, rest = runs[: len(runs) // 2], runs[len(runs) // 2 :]
+    factors = learnt([quick.row(run) for run in first])
+    return Learning(
+        model=runs[0].model,
+        before=_median_error([unknown.row(run) for run in rest], AS_SHIPPED),
+        measured=_median_error([quick.row(run) for run in rest], AS_SHIPPED),
+        after=_median_error([quick.row(run) for run in rest], factors),
+    )
+
+
+def by_batch(runs: Iterable[TimeRun]) -> dict[str, list[TimeRun]]:
+    """Completed runs by model, one batch after another."""
+    models: dict[str, list[TimeRun]] = {}
+    for run in sorted(runs, key=lambda run: (run.micro_batch_size, run.sequence_length)):
+        if run.outcome == "completed":
+            models.setdefault(run.model, []).append(run)
+    return models
 
 
 def _median_error(rows: Iterable[Row], factors: Factors) -> float:

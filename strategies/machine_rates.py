@@ -20,7 +20,7 @@ def machine_rates(fingerprint: Fingerprint, device: torch.device) -> _Rates:
     """What was measured of this machine with as many ranks as run now, newest first, the same on every rank.
 
     Every rank must call this together. What rank 0 does not find stored for this machine, these versions and this
-    number of ranks, all measure in about two seconds, and rank 0 stores it. `dsplan bench` stores the same and more.
+    number of ranks, all measure in two to three seconds, and rank 0 stores it. `dsplan bench` stores the same and more.
 
     Raises:
         DsplanError: the database cannot be read or written.

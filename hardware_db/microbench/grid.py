@@ -136,7 +136,7 @@ GPU = Scale(
 
 
 def quick_points(scale: Scale, ranks: int) -> tuple[Point, ...]:
-    """The few rates that a first plan on a machine needs; about two seconds of work."""
+    """The few rates that a first plan on a machine needs; two to three seconds of work."""
     edge = (scale.quick_edge,) * 3
     points = [Point(operation="matmul", dtype=dtype, shape=edge, ranks=ranks) for dtype in scale.dtypes]
     points.append(Point(operation="memory", size=scale.quick_memory, ranks=ranks))
@@ -146,6 +146,10 @@ def quick_points(scale: Scale, ranks: int) -> tuple[Point, ...]:
     if ranks > 1:
         points.append(Point(operation="all_reduce_latency", dtype="fp32", size=4, ranks=ranks))
         points.append(Point(operation="all_reduce", dtype="fp32", size=16 * MIB, ranks=ranks))
+    if ranks > 1 and not scale.gpu:
+        # Over gloo these are no halves of an all-reduce, and what they fill is memory just allocated.
+        points += [Point(operation=name, dtype="fp32", size=4 * MIB, ranks=ranks) for name in COLLECTIVES[1:3]]
+        points.append(Point(operation="clone", size=64 * MIB, ranks=ranks))
     return tuple(points)
 
 
