@@ -18,16 +18,17 @@ HEAD = """
 Three models (GPT-2, Llama and BERT of 13 to 21 million parameters) trained through dsplan's engine by {ranks} processes
 that share the {cores} cores of one machine ({cpu}, torch {torch}, DeepSpeed {deepspeed}, gloo), {settings} settings of
 model, batch and ranks under every strategy. `dsplan bench --ranks 2,4` ran before; its rates are all that *rates alone*
-knows, *calibrated* also knows its short training runs of two other models. No run below was learnt from, but what the
-model counts of copies and dropout on a CPU was written with an earlier, noisier measurement of the same settings in view.
+knows, *calibrated* also knows its short training runs of two other models. No run below was learnt from, but what
+the model counts of copies and dropout on a CPU was written with an earlier, noisier measurement of the same settings in
+view.
 `python scripts/check_times.py` prints every run; `scripts/measure_times.py` measured them.
 """
 CHOOSING = """
 ### The fastest strategy
 
 `order` is the rank correlation of predicted and measured step times of the five; `loses` what the strategy that dsplan
-puts first takes longer than the fastest. On this machine DDP wins everywhere: the models fit whole, and collectives cost
-the cores that compute.
+puts first takes longer than the fastest. On this machine DDP wins everywhere: the models fit whole, and collectives
+cost the cores that compute.
 """
 LEARNING = """
 ### Learning from one user's runs
