@@ -20,7 +20,7 @@ FEWEST = 3
 truth."""
 _FOLDS = 5
 _LEAVE_ONE_OUT = 12
-_MODELS_TO_SPLIT_BY = 4
+_MODELS_TO_SPLIT_BY = 2
 _FELT = 0.005
 """A factor that changes no step time by more than this share of its own change is not fitted."""
 
