@@ -20,7 +20,7 @@ from hardware_db.microbench.grid import CPU, GPU, Scale, quick_points
 from hardware_db.microbench.rate import point_of
 from hardware_db.run_rows import SHIPPED
 from hardware_db.time_runs import TimeRun, read_time_runs
-from planner.calibration.learn import fitted, with_factors
+from planner.calibration.learn import fitted, learn, with_factors
 from planner.calibration.rows import Row
 from planner.estimate import price
 from planner.factors import SHIPPED as AS_SHIPPED
@@ -126,8 +126,11 @@ class Bench:
 
     @cached_property
     def factors(self) -> Factors:
-        """Those of the shipped constants without training runs."""
-        return learnt([self.row(run) for run in self._training]) if self._training else AS_SHIPPED
+        """Those that would be stored; the shipped ones where none would, or nothing was trained."""
+        if not self._training:
+            return AS_SHIPPED
+        calibration = learn([self.row(run) for run in self._training]).calibration
+        return AS_SHIPPED if calibration is None else calibration.factors
 
     def timed(self, run: TimeRun) -> Timed:
         """A run with its prediction."""
