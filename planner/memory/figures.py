@@ -84,7 +84,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
     facts = job.facts
     if facts.kind == "custom":
         traced = facts.traced.get(precision_mode(recipe))
-        return _traced(job, traced) if traced is not None else _untraced(job, recipe)
+        return _traced(job, recipe, traced) if traced is not None else _untraced(job, recipe)
     configuration = job.configuration
     return _catalogued(
         facts,
@@ -228,16 +228,17 @@ def _peak(moment: Moment, sizes: Mapping[str, float]) -> Peak:
     )
 
 
-def _traced(job: Job, traced: TracedActivations) -> Figures:
+def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
     """A module that was traced with its own batches: all its bytes are per sample."""
     count = sum(block.repeats for block in job.counts.blocks)
     parameters = float(job.counts.largest_block)
-    run = [Peak((0.0, traced.block), 2.0 * parameters, 0.0)]
+    cast = _cast_bytes(recipe, parameters)
+    run = [Peak((0.0, traced.block), cast, 0.0)]
     block = BlockFigures(
         name="block",
         count=count,
         kept=(0.0, traced.block),
-        cast=2.0 * parameters,
+        cast=cast,
         buffers=0.0,
         boundary=(0.0, traced.boundary),
         products=(0.0, min(traced.products, traced.block)),
@@ -250,7 +251,7 @@ def _traced(job: Job, traced: TracedActivations) -> Figures:
         recomputed=run,
         replayed=run,
         forward=run,
-        backward=[Peak((0.0, traced.block + traced.backward - traced.kept), 2.0 * parameters, parameters)],
+        backward=[Peak((0.0, traced.block + traced.backward - traced.kept), cast, parameters)],
     )
     return Figures(
         blocks=[block] if count else [],
@@ -271,13 +272,14 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
     hidden, length = max(job.facts.hidden_size, 1), job.configuration.sequence_length
     count = sum(block.repeats for block in job.counts.blocks)
     parameters = job.counts.in_blocks / count if count else 0.0
+    cast = _cast_bytes(recipe, parameters)
     kept = 2.0 * recipe.compute * length * parameters / hidden
-    run = [Peak((0.0, kept), 2.0 * parameters, 0.0)]
+    run = [Peak((0.0, kept), cast, 0.0)]
     block = BlockFigures(
         name="block",
         count=count,
         kept=(0.0, kept),
-        cast=2.0 * parameters,
+        cast=cast,
         buffers=0.0,
         boundary=(0.0, float(length * hidden * recipe.residual)),
         products=(0.0, kept / 2),
@@ -290,7 +292,7 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
         recomputed=run,
         replayed=run,
         forward=run,
-        backward=[Peak((0.0, 2 * kept), 2.0 * parameters, parameters)],
+        backward=[Peak((0.0, 2 * kept), cast, parameters)],
     )
     logits = (0.0, 12.0 * length * job.facts.vocab_size)
     return Figures(
@@ -302,3 +304,8 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
         table_backward=[Peak(NOTHING, 0.0, float(job.counts.embedding + job.counts.other))],
         differences=None,
     )
+
+
+def _cast_bytes(recipe: Recipe, parameters: float) -> float:
+    """Autocast's 16-bit copies of a block's weights; no other precision copies them."""
+    return 2.0 * parameters if recipe.autocast else 0.0

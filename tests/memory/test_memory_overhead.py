@@ -22,11 +22,12 @@ from planner.memory.overhead import (
     device_use,
     differs,
 )
+from planner.memory.phases import phases_of
 from planner.models.catalogue import find_model
 from planner.models.facts import TracedActivations
 from planner.request import WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, probed_cluster, resolve_cluster
-from planner.vocabulary import Strategy
+from planner.vocabulary import Precision, Strategy
 
 GB = 10**9
 
@@ -89,3 +90,18 @@ def test_a_structure_that_was_never_traced_has_a_note() -> None:
         said.append(any("no gpt2 of this structure was ever traced" in note for note in notes))
     assert said == [False, True]
     assert (differs(known), differs(strange)) == (False, True)
+
+
+def test_only_autocast_copies_the_weights_of_a_traced_module() -> None:
+    read = TracedActivations(kept=1e6, forward=1e6, backward=1e6, block=1e5, boundary=1e4, products=1e4)
+    known = find_model("gpt2")
+    facts = replace(known, kind="custom", traced={"fp32": read, "autocast": read})
+    cluster = resolve_cluster(HardwareRequest(gpu="cpu", gpus=1))
+    copied = {}
+    precisions: tuple[Precision, ...] = ("fp32", "bf16")
+    for precision in precisions:
+        request = make_request(known, cluster, WorkOptions(seq_len=128, precision=precision))
+        job = replace(price(*exact(request, ExactOptions(strategy="single"))).job, facts=facts)
+        copied[precision] = phases_of(job)["forward"].temporaries
+    blocks = job.counts.blocks
+    assert copied == {"fp32": 0, "bf16": 2 * sum(block.repeats for block in blocks) * job.counts.largest_block}
