@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,17 +10,15 @@ from hardware_db.canonical import canonical_json
 from hardware_db.measurement import Measurement
 from hardware_db.probe import Machine
 from hardware_db.store.contract import Store
-from planner.calibration.calibration import Calibration
-from planner.calibration.learn import Lesson, errors, learn
+from planner.calibration.learn import Lesson, learn
 from planner.calibration.recall import calibration_of, hardware_kind
 from planner.calibration.rows import Rebuilder, Row
-from planner.factors import SHIPPED
 
 MOST_ROWS = 300
 """The newest completed runs that are learnt from; more of them would change little and take long."""
 OTHER_VERSIONS = 0.2
 """Logarithmic spread between versions of torch: one setting of fms-fsdp gained 20 to 28 % in a year (its README)."""
-WITHDRAWN = {"withdrawn": "its factors predict the runs there are worse than the shipped ones"}
+WITHDRAWN = {"withdrawn": "factors fitted to all runs so far predict those left out worse than the shipped ones"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,15 +66,10 @@ def _calibrated(store: Store, kind: HardwareKind, rows: Sequence[Row], *, keep: 
         is_new = known is None or canonical_json(known.as_document()) != canonical_json(document)
     else:
         document = dict(WITHDRAWN)
-        is_new = known is not None and _is_worse(known, rows)
+        is_new = known is not None and lesson.error_after is not None
     if keep and is_new:
         store.add_calibration(calibration_record(kind, document))
     return Calibrated(hardware=kind, lesson=lesson, is_new=is_new)
-
-
-def _is_worse(known: Calibration, rows: Sequence[Row]) -> bool:
-    """Whether the calibration in force predicts the runs worse than the shipped constants do."""
-    return statistics.median(errors(rows, known.factors)) > statistics.median(errors(rows, SHIPPED))
 
 
 def _doubted(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:

@@ -110,7 +110,7 @@ def test_what_does_not_help_runs_left_out_is_refused() -> None:
     (calibrated,) = refresh(store, HERE).kinds
     lesson = calibrated.lesson
     assert lesson.calibration is None
-    assert "worse than the shipped" in lesson.reason
+    assert "no better than shipped" in lesson.reason
     assert lesson.error_after is not None
     assert lesson.error_before is not None
     assert lesson.error_after > lesson.error_before
