@@ -61,7 +61,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     """
     _check_batch(request)
     limit = request.budget.step_limit(request.workload)
-    groups = _grouped(Candidate(option, shape) for option in device_counts(request) for shape in shapes(option))
+    groups = grouped(request)
     found, late = [], []
     for group in groups.values():
         item = best(group, request.objective, limit)
@@ -99,10 +99,12 @@ def describe(plan: Plan) -> str:
     return group_name(plan.configuration)
 
 
-def _grouped(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
+def grouped(request: Request) -> dict[str, list[Candidate]]:
+    """Every candidate, those that compete with each other together; the best of each group is shown."""
     groups: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
-        groups.setdefault(group_name(candidate.shape), []).append(candidate)
+    for option in device_counts(request):
+        for shape in shapes(option):
+            groups.setdefault(group_name(shape), []).append(Candidate(option, shape))
     return groups
 
 

@@ -22,12 +22,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from planner import candidate
-from planner.candidate import Candidate
-from planner.candidates import shapes
 from planner.device_counts import device_counts
 from planner.exploration import best
-from planner.ranking import Timed, group_name
+from planner.ranking import Timed
 from planner.request import Request
+from planner.search import grouped
 from tests.planner.exhaustive import best_by_group
 from tests.planner.questions import question
 
@@ -51,11 +50,7 @@ class Run:
 
 
 def pruned(request: Request) -> dict[str, Timed]:
-    groups: dict[str, list[Candidate]] = {}
-    for option in device_counts(request):
-        for shape in shapes(option):
-            groups.setdefault(group_name(shape), []).append(Candidate(option, shape))
-    found = {name: best(group, request.objective) for name, group in groups.items()}
+    found = {name: best(group, request.objective) for name, group in grouped(request).items()}
     return {name: item for name, item in found.items() if item is not None}
 
 

@@ -38,19 +38,19 @@ class BlockFigures:
     count: int
     kept: Amount
     cast: float
-    buffers: float
     boundary: Amount
     products: Amount
-    unused: Amount
-    input: Amount
-    once: Amount
-    handed: Amount
-    again: Amount
-    waiting: Amount
     forward: Sequence[Peak]
     backward: Sequence[Peak]
     recomputed: Sequence[Peak]
     replayed: Sequence[Peak]
+    buffers: float = 0.0
+    unused: Amount = NOTHING
+    input: Amount = NOTHING
+    once: Amount = NOTHING
+    handed: Amount = NOTHING
+    again: Amount = NOTHING
+    waiting: Amount = NOTHING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,15 +239,8 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
         count=count,
         kept=(0.0, traced.block),
         cast=cast,
-        buffers=0.0,
         boundary=(0.0, traced.boundary),
         products=(0.0, min(traced.products, traced.block)),
-        unused=NOTHING,
-        input=NOTHING,
-        once=NOTHING,
-        handed=NOTHING,
-        again=NOTHING,
-        waiting=NOTHING,
         recomputed=run,
         replayed=run,
         forward=run,
@@ -280,15 +273,8 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
         count=count,
         kept=(0.0, kept),
         cast=cast,
-        buffers=0.0,
         boundary=(0.0, float(length * hidden * recipe.residual)),
         products=(0.0, kept / 2),
-        unused=NOTHING,
-        input=NOTHING,
-        once=NOTHING,
-        handed=NOTHING,
-        again=NOTHING,
-        waiting=NOTHING,
         recomputed=run,
         replayed=run,
         forward=run,

@@ -15,9 +15,9 @@ from planner.device_counts import device_counts
 from planner.estimate import Priced
 from planner.exploration import best, closest
 from planner.plan import Configuration
-from planner.ranking import Timed, group_name
+from planner.ranking import Timed
 from planner.request import Request
-from planner.search import recommend
+from planner.search import grouped, recommend
 from tests.planner.exhaustive import best_by_group
 from tests.planner.questions import question
 
@@ -37,11 +37,7 @@ QUESTIONS = (
 
 
 def searched(request: Request) -> dict[str, Timed]:
-    groups: dict[str, list[Candidate]] = {}
-    for option in device_counts(request):
-        for shape in shapes(option):
-            groups.setdefault(group_name(shape), []).append(Candidate(option, shape))
-    found = {name: best(group, request.objective) for name, group in groups.items()}
+    found = {name: best(group, request.objective) for name, group in grouped(request).items()}
     return {name: item for name, item in found.items() if item is not None}
 
 
