@@ -10,7 +10,6 @@ from planner.estimate import Priced, job_of, price, timed
 from planner.plan import Configuration, StepTime
 from planner.ranking import Timed
 from planner.request import Request
-from planner.timing import step_time
 
 TILES = 0.95
 """Matrix products of a size that is no divisor of another may fill the device's last wave of tiles better."""
@@ -60,9 +59,10 @@ class Candidate:
         return any(self.fits(index) for index in self.ends())
 
     def time(self, index: int) -> StepTime:
-        """Of a step as it is predicted, whether it fits or not."""
+        """Of a step as it is expected, had it never run; whether it fits or not."""
         if index not in self._times:
-            self._times[index] = step_time(job_of(self.request, self.configuration(index)))
+            job = job_of(self.request, self.configuration(index))
+            self._times[index] = self.request.experience.expected(job)
         return self._times[index]
 
     def seconds(self, index: int) -> float:

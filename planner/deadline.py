@@ -64,7 +64,7 @@ def _more(request: Request) -> Iterator[Request]:
 
 def _answer(request: Request, fastest: Fastest) -> OnDevices | None:
     free = Budget(usd_per_gpu_hour=request.budget.usd_per_gpu_hour, tokens=request.budget.tokens)
-    plan = fastest(replace(request, objective="throughput", budget=free, top=1))
+    plan = fastest(replace(request, objective="throughput", budget=free, top=1, simplest_first=False))
     if plan is None:
         return None
     bill = bill_of(plan.configuration, plan.time.step_seconds, request.usd_per_gpu_hour, request.budget)

@@ -54,10 +54,9 @@ def price(request: Request, configuration: Configuration) -> Priced:
 
 
 def timed(priced: Priced) -> StepTime:
-    """What the job takes: as measured where this machine ran it before, as predicted elsewhere."""
-    predicted = step_time(priced.job)
+    """What the job takes: as measured where this machine ran it before, as expected from runs like it elsewhere."""
     run = priced.experience.known.get(priced.job.configuration)
-    return predicted if run is None else run.answer(predicted)
+    return priced.experience.expected(priced.job) if run is None else run.answer(step_time(priced.job))
 
 
 def resident_bytes(job: Job) -> float:
@@ -150,7 +149,8 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     job, configuration = priced.job, priced.job.configuration
     told = priced.experience.time_of(job, time) if time.step_seconds_low is None else time
     predicted = told.predicted_step_seconds
-    seen = None if predicted is None else priced.experience.known[configuration].sentence(predicted)
+    like_it = _like_it(priced) if predicted is None else ""
+    seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
     blocked = unrunnable(configuration)
     sections = described(job)
     notes = (blocked, priced.judgement.reason, seen, *priced.notes, *_remarks(priced))
@@ -166,8 +166,14 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
         limited_by=limited_by(told),
         runnable=not blocked,
         notes=tuple(note for note in notes if note),
-        provenance=provenance(job, priced.memory_source, measured=predicted is not None),
+        provenance=provenance(job, priced.memory_source, measured=predicted is not None, like_it=bool(like_it)),
     )
+
+
+def _like_it(priced: Priced) -> str:
+    """What runs of the same work add to the prediction, as a sentence; empty where nothing like it has run."""
+    ratio = priced.experience.ratio(priced.job) if priced.experience.known else 1.0
+    return f"the nearest runs made here took {ratio:.2f}x the model's time; counted so" if ratio != 1.0 else ""
 
 
 def unrunnable(configuration: Configuration) -> str:

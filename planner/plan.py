@@ -137,6 +137,18 @@ class StepTime:
     step_seconds_high: float | None = None
     predicted_step_seconds: float | None = None
 
+    def scaled(self, ratio: float) -> StepTime:
+        """Every part so many times as long, without an interval."""
+        return StepTime(
+            step_seconds=self.step_seconds * ratio,
+            compute_seconds=self.compute_seconds * ratio,
+            communication_seconds=self.communication_seconds * ratio,
+            exposed_communication_seconds=self.exposed_communication_seconds * ratio,
+            offload_seconds=self.offload_seconds * ratio,
+            optimizer_seconds=self.optimizer_seconds * ratio,
+            bubble_seconds=self.bubble_seconds * ratio,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:

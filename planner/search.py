@@ -134,7 +134,7 @@ def _late(request: Request, late: Sequence[Timed], rejected: tuple[Rejection, ..
         request=request,
         plans=(),
         rejected=rejected,
-        closest=late[0].plan,
+        closest=min(late, key=lambda item: item.time.step_seconds).plan,
         remedies=in_time_remedies(request, on_devices),
         on_devices=on_devices,
     )
@@ -171,6 +171,6 @@ def _check_batch(request: Request) -> None:
         below = batch - batch % gpus
         nearest = f"{below} or {below + gpus}" if below else str(gpus)
         raise ContradictoryRequest(
-            f"global batch {batch} cannot be split evenly over {gpus} GPUs; use {nearest}, or --all-plans for plans"
-            " with fewer data-parallel ranks"
+            f"global batch {batch} cannot be split evenly over {gpus} GPUs; use {nearest}, or where plans are"
+            " only compared --all-plans, for fewer data-parallel ranks"
         )

@@ -21,6 +21,7 @@ MOST_GPUS = 1_000_000
 MOST_TOKENS = 100_000_000
 MOST_SAMPLES = 1_000_000_000
 MOST_PLANS = 1000
+HIGHEST_PRICE = 1e6
 
 
 def _positive(value: float | None) -> float | None:
@@ -30,8 +31,10 @@ def _positive(value: float | None) -> float | None:
 
 
 def _positive_price(value: float | None) -> float | None:
-    if value is not None and not (math.isfinite(value) and value > 0):
-        raise typer.BadParameter(f"{value} is not a price; write dollars above 0")
+    if value is not None and not 0 < value <= HIGHEST_PRICE:
+        raise typer.BadParameter(
+            f"{value:g} is not a price; write dollars per hour, above 0 and up to {HIGHEST_PRICE:g}"
+        )
     return value
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hardware_db.microbench import one_tensor
 from hardware_db.microbench.dtypes import DTYPES
 from hardware_db.microbench.point import Point
 from hardware_db.microbench.rate import Rate
@@ -65,11 +66,11 @@ def _all_reduce(tensors: Tensors) -> None:
 
 
 def _all_gather(tensors: Tensors) -> None:
-    dist.all_gather_into_tensor(tensors.whole, tensors.own)
+    one_tensor.all_gather(tensors.whole, tensors.own)
 
 
 def _reduce_scatter(tensors: Tensors) -> None:
-    dist.reduce_scatter_tensor(tensors.own, tensors.whole)
+    one_tensor.reduce_scatter(tensors.own, tensors.whole)
 
 
 def _all_to_all(tensors: Tensors) -> None:

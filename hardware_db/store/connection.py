@@ -43,6 +43,7 @@ _DAMAGE = {
     "malformed": ("the database is damaged", _BROKEN_REMEDY),
     "disk image": ("the database is damaged", _BROKEN_REMEDY),
     "could not decode": ("the database is damaged", _BROKEN_REMEDY),
+    "unsupported file format": ("the database is damaged", _BROKEN_REMEDY),
     "no such table": ("the database lacks a table", _BROKEN_REMEDY),
     "no such column": ("the database lacks a column", _BROKEN_REMEDY),
 }
@@ -135,6 +136,8 @@ def clear_errors(path: Path) -> Iterator[None]:
             if words in said:
                 raise BrokenFile(path, problem, remedy) from error
         raise
+    except UnicodeDecodeError as error:  # the schema's own text, which SQLite hands on as it stands
+        raise DamagedFile.record(path) from error
 
 
 def _set_journal(connection: sqlite3.Connection, mode: str) -> None:

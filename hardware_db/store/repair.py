@@ -80,9 +80,9 @@ def repair(path: Path, opened: int | None = None) -> bool:
 
 
 def _is_ours(database: bytes) -> bool:
-    """Whether a file without a single record is to be replaced: dsplan's by its header, or nothing but zeros, which is
-    what a crash of the machine leaves."""
-    ours = database.startswith(MAGIC) and database[68:72] == APPLICATION_ID.to_bytes(4, "big")
+    """Whether a file without a single record is to be replaced: dsplan's by its header, as far as that goes, or nothing
+    but zeros, which is what a crash of the machine leaves."""
+    ours = database.startswith(MAGIC) and APPLICATION_ID.to_bytes(4, "big").startswith(database[68:72])
     return ours or (len(database) > 0 and not database.strip(b"\x00"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from planner.calibration.calibration import Calibration
 from planner.calibration.spread import interval
 from planner.job import Job
 from planner.plan import Configuration, StepTime
+from planner.timing import step_time
 
 if TYPE_CHECKING:
     from planner.calibration.known import KnownRun
@@ -22,6 +24,34 @@ class Experience:
 
     calibration: Calibration | None = None
     known: Mapping[Configuration, KnownRun] = field(default_factory=dict)
+    _ratios: dict[tuple[object, ...], float] = field(default_factory=dict, compare=False, repr=False)
+
+    def expected(self, job: Job) -> StepTime:
+        """What a job takes that has not run here: as predicted, times what `ratio` says."""
+        predicted = step_time(job)
+        ratio = self.ratio(job) if self.known else 1.0
+        return predicted if ratio == 1.0 else predicted.scaled(ratio)
+
+    def ratio(self, job: Job) -> float:
+        """How much longer than predicted the nearest runs of this work took, as a geometric mean: those of the same
+        strategy and offload, else all on as many ranks, if those took longer; 1 without any.
+
+        A plan that was run must not lose to its neighbours because the model was too hopeful about all of them; nor to
+        another strategy because it was itself better than predicted.
+        """
+        configuration = job.configuration
+        key = (configuration.strategy, configuration.offload, configuration.tp * configuration.pp > 1)
+        place = (*key, configuration.world_size)
+        if place not in self._ratios:
+            runs = {one: run for one, run in self.known.items() if one.world_size == configuration.world_size}
+            near = {one: run for one, run in runs.items() if (one.strategy, one.offload, one.tp * one.pp > 1) == key}
+            logs = [
+                math.log(run.step_seconds / step_time(replace(job, configuration=one)).step_seconds)
+                for one, run in (near or runs).items()
+            ]
+            ratio = math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
+            self._ratios[place] = ratio if near else max(1.0, ratio)
+        return self._ratios[place]
 
     def time_of(self, job: Job, predicted: StepTime) -> StepTime:
         """What the job takes: as measured where it ran before, else as predicted, with the interval either has."""

@@ -28,16 +28,9 @@ class KnownRun:
 
     def answer(self, predicted: StepTime) -> StepTime:
         """The measured step, its parts in the proportions that were predicted."""
-        ratio = self.step_seconds / predicted.step_seconds
         half = NINE_OF_TEN * self._spread()
-        parts = {
-            name: getattr(predicted, name) * ratio
-            for name in StepTime.__slots__
-            if name.endswith("_seconds") and name not in ("step_seconds", "predicted_step_seconds")
-        }
         return replace(
-            predicted,
-            **parts,
+            predicted.scaled(self.step_seconds / predicted.step_seconds),
             step_seconds=self.step_seconds,
             step_seconds_low=self.step_seconds * math.exp(-half),
             step_seconds_high=self.step_seconds * math.exp(half),

@@ -93,14 +93,16 @@ def interval(job: Job, seconds: float, calibration: Calibration | None) -> tuple
 
 def _left(job: Job, spread: Spread, calibration: Calibration) -> float:
     """The spread that calibration leaves: of the runs of one hardware and code, and of what the factors may be, which
-    is never more than before. Models that were not among its runs keep the usual noise."""
+    is never more than before. Models that were not among its runs keep the usual noise. Runs that scatter widely (made
+    while other work ran) leave at most what is known of a machine that never ran anything."""
     gradient = slopes(job)
     unfitted = sum((spread * gradient[name]) ** 2 for name, spread in FACTOR_SPREADS.items())
     unfitted -= sum((FACTOR_SPREADS[name] * gradient[name]) ** 2 for name in calibration.names)
     seen = job.facts.name in calibration.models
     noise = spread.inside * (calibration.spread if seen else max(1.0, calibration.spread))
     common = min(calibration.variance(gradient) + max(0.0, unfitted), spread.outside**2 - spread.inside**2)
-    return math.sqrt(noise**2 + common)
+    unknown = SPREADS["unmeasured cpu" if job.cluster.device.is_cpu else "unmeasured"].outside
+    return min(math.sqrt(noise**2 + common), unknown)
 
 
 def slopes(job: Job, price: Callable[[Job], float] | None = None) -> dict[str, float]:

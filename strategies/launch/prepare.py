@@ -111,7 +111,11 @@ def _plan_processes(request: RunRequest, plan: Plan) -> int:
 
 def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> LaunchSpec:
     directory = request.run_directory or run_directory(data_dir() / "runs", script.path)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or "cannot be made"
+        raise DsplanError(f"{directory}: {why}; name a directory that can be written with --run-dir") from error
     if (directory / "launch.json").exists():
         raise DsplanError(f"{directory}: holds an earlier run; name another --run-dir")
     directory = directory.resolve()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hardware_db.microbench import one_tensor
 from strategies.zero.partition import Layout, Ranks
 
 _GATHER_TAG, _REDUCE_TAG = 9401, 9402
@@ -73,12 +74,12 @@ class Collectives(Wire):
     needs_padding = True
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
-        work: Arrival = dist.all_gather_into_tensor(whole, part, group=self.group, async_op=True)
+        work: Arrival = one_tensor.all_gather(whole, part, group=self.group, async_op=True)
         return work
 
     def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
         part = buffer.new_empty(layout.run)
-        return _Scattered(part, dist.reduce_scatter_tensor(part, buffer, group=self.group, async_op=True))
+        return _Scattered(part, one_tensor.reduce_scatter(part, buffer, group=self.group, async_op=True))
 
 
 class Messages(Wire):

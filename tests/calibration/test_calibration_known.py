@@ -15,6 +15,7 @@ from planner.calibration.recall import recalled, recalled_from
 from planner.estimate import estimate, price, timed
 from planner.plan import StepTime
 from planner.request import Request
+from planner.vocabulary import Strategy
 
 
 def _asked(store: MemoryStore, user: User) -> Request:
@@ -59,6 +60,37 @@ def test_any_other_configuration_model_or_work_is_predicted() -> None:
     away = MemoryStore()
     away.add(elsewhere.runs(1)[0])
     assert not _asked(away, user).experience.known
+
+
+def test_a_plan_like_one_that_was_run_is_as_far_off_as_that() -> None:
+    user = on_this_machine()
+    (run,) = user.runs(1)
+    store = MemoryStore()
+    store.add(replace(run, measured=replace(run.measured, step_seconds=1.3 * (run.predicted.step_seconds or 0.0))))
+    request, bare = _asked(store, user), user.request()
+    (configuration,) = request.experience.known
+    alike = replace(configuration, activation_checkpointing="full")
+    there, alone = estimate(request, alike), estimate(bare, alike)
+    assert there.time.step_seconds == pytest.approx(1.3 * alone.time.step_seconds)
+    assert there.time.step_seconds > estimate(request, configuration).time.step_seconds
+    assert there.provenance["step"] == "calibrated"
+    assert "the nearest runs made here took 1.30x the model's time; counted so" in there.notes
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(1.3, 1.3), (0.7, 1.0)])
+def test_another_strategy_is_not_held_faster_for_it(ratio: float, expected: float) -> None:
+    user = on_this_machine()
+    (run,) = user.runs(1)
+    store = MemoryStore()
+    store.add(replace(run, measured=replace(run.measured, step_seconds=ratio * (run.predicted.step_seconds or 0.0))))
+    request, bare = _asked(store, user), user.request()
+    (configuration,) = request.experience.known
+    strategy: Strategy = "fsdp" if configuration.strategy == "ddp" else "ddp"
+    world = configuration.world_size
+    sharded = world if strategy == "fsdp" else 1
+    other = replace(configuration, strategy=strategy, backend="torch", dp_shard=sharded, dp_replicate=world // sharded)
+    there, alone = estimate(request, other).time.step_seconds, estimate(bare, other).time.step_seconds
+    assert there == pytest.approx(expected * alone)
 
 
 def test_several_runs_answer_with_their_median_and_a_narrower_interval() -> None:

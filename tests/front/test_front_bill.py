@@ -76,3 +76,10 @@ def test_the_front_is_a_table_and_a_list(cli: Cli) -> None:
     assert gpus == sorted(gpus, reverse=True)
     assert set(gpus) == {8, 4, 2, 1}
     assert json.loads(cli(f"{ASKED} --json").out)["front"] == []
+
+
+@pytest.mark.parametrize("price", ["0", "-1", "inf", "nan", "1e308"])
+def test_what_is_no_price_is_refused_in_one_line(price: str, cli: Cli) -> None:
+    answer = cli(f"recommend --model opt-1.3b --gpus 4 --gpu A100-80 --price {price}")
+    assert answer.status == 2
+    assert "is not a price" in answer.err

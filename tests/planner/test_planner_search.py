@@ -169,6 +169,17 @@ def test_with_a_deadline_only_plans_in_time_are_shown_and_the_rest_say_how_long_
     assert answer.on_devices[0].gpus == 4
 
 
+def test_devices_are_in_time_where_any_plan_is() -> None:
+    request = question("opt-1.3b", "a100-80gb", 4)
+    simplest = recommend(request).plans[0].time.step_seconds
+    fastest = recommend(replace(request, simplest_first=False)).plans[0].time.step_seconds
+    assert fastest < 0.97 * simplest
+    tokens = 86_400 / ((simplest + fastest) / 2) * tokens_per_step(request.workload)
+    answer = recommend(replace(request, budget=Budget(tokens=tokens, deadline_days=1.0)))
+    assert answer.plans
+    assert [one.gpus for one in answer.on_devices if one.in_time] == [4]
+
+
 def test_a_deadline_that_nothing_meets_names_the_devices_that_would() -> None:
     request = question("opt-1.3b", "a100-80gb", 8, global_batch=512)
     step = recommend(request).plans[0].time.step_seconds

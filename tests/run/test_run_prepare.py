@@ -129,6 +129,11 @@ def test_a_run_directory_is_not_used_twice(script: Path, tmp_path: Path) -> None
     assert "holds an earlier run" in _refusal(RunRequest(script=script, run_directory=tmp_path / "run"))
 
 
+def test_a_run_directory_that_cannot_be_made(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "--run-dir" in _refusal(RunRequest(script=script, run_directory=tmp_path / "file" / "run"))
+
+
 def test_new_run_directories_differ(script: Path) -> None:
     directories = {prepare(RunRequest(script=script)).spec.run_directory for _ in range(3)}
     assert len(directories) == 3

@@ -68,7 +68,17 @@ def _noise(path: Path) -> None:
         _damage(path, chance.randrange(PAGE, path.stat().st_size), chance.randbytes(8))
 
 
+def _schema_is_no_text(path: Path) -> None:
+    _damage(path, path.read_bytes().index(b"CREATE TABLE measurements"), b"\xfa\xfb")
+
+
+def _other_format(path: Path) -> None:
+    _damage(path, 44, b"\x09\x09\x09\x09")
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
+    "schema is no text": _schema_is_no_text,
+    "other format": _other_format,
     "header": _header,
     "cut": _cut,
     "cut within a page": _cut_within_a_page,
