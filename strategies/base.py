@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from planner.plan import Configuration, Plan
+from strategies.config import ScriptConfig
 from strategies.environment import Environment
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class TrainingParts:
     """What the script brought to `initialize`, plus the plan that was settled on.
 
     `model_parameters` are what the optimizer may change (parameters or parameter groups), None for all that require
-    gradients. `script_config` is the DeepSpeed-style config of the script, empty without one.
+    gradients. `script` is what the script's config says.
     """
 
     model: nn.Module
@@ -36,7 +37,7 @@ class TrainingParts:
     model_parameters: Iterable[Any] | None = None
     lr_scheduler: Scheduler | SchedulerFactory | None = None
     gradient_clipping: float = 0.0
-    script_config: Mapping[str, Any] = field(default_factory=dict)
+    script: ScriptConfig = field(default_factory=ScriptConfig)
 
 
 class Strategy(ABC):

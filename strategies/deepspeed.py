@@ -58,7 +58,7 @@ class DeepSpeedZero(Strategy):
         """
         if parts.optimizer is not None:
             return parts.optimizer
-        if "optimizer" in parts.script_config or (self.configuration.offload != "none" and "optimizer" in config):
+        if "optimizer" in parts.script.values or (self.configuration.offload != "none" and "optimizer" in config):
             return None
         return OPTIMIZERS[self.configuration.optimizer](trainable_parameters(parts.model, parts.model_parameters))
 
@@ -115,7 +115,7 @@ def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
 
     The plan decides stage, batch and precision; details of these and every other key are the script's where it has any.
     """
-    script = parts.script_config
+    script = parts.script.values
     # The script's clipping, and 1e-3, torch's default for AdamW, for the optimizers that DeepSpeed makes.
     options = EmitOptions(cpu=on_cpu, gradient_clipping=parts.gradient_clipping, learning_rate=1e-3)
     config = deepspeed_config(parts.plan, options)

@@ -16,13 +16,14 @@ from planner import vocabulary as words
 from planner.plan import Plan
 from planner.plan_io import plan_to_dict
 from strategies.base import Engine, OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
+from strategies.config import read_config
+from strategies.config.refuse import refuse_deepspeed_keys
 from strategies.data import ShardedLoader
 from strategies.environment import Environment, join
 from strategies.errors import CannotRun
 from strategies.monitor import RunMonitor
 from strategies.planning import Wishes, another_model, describe, given_plan
 from strategies.registry import find_strategy
-from strategies.script_config import read_config
 from strategies.variables import RUN_DIRECTORY
 
 QUIET = "DSPLAN_QUIET"
@@ -73,8 +74,7 @@ def initialize(
     elif environment.is_main and (warning := another_model(settled, model)):
         print(warning, file=sys.stderr, flush=True)
     _agree(settled, strategy, backend)
-    if settled.configuration.backend != "deepspeed":
-        script.refuse_deepspeed_keys(settled.configuration)
+    refuse_deepspeed_keys(script, settled.configuration)
     parts = TrainingParts(
         model=model,
         plan=settled,
@@ -82,7 +82,7 @@ def initialize(
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
         gradient_clipping=script.gradient_clipping,
-        script_config=script.values,
+        script=script,
     )
     engine = find_strategy(settled.configuration, environment).engine(parts)
     loader = None if training_data is None else ShardedLoader(training_data, settled.configuration, environment)

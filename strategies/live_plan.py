@@ -26,12 +26,12 @@ from planner.request import Request, WorkOptions, make_request
 from planner.resolve_cluster import probed_cluster
 from planner.search import recommend
 from strategies.agree import on_rank_zero
+from strategies.config import ScriptConfig
 from strategies.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 from strategies.live_trace import traced
 from strategies.machine_rates import machine_rates
 from strategies.planning import Wishes
-from strategies.script_config import ScriptConfig
 from strategies.variables import STRATEGY
 
 _OPTIMIZER_NAMES: dict[type, words.Optimizer] = {

@@ -13,9 +13,9 @@ from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.plan import Plan
 from planner.plan_io import load_plan
+from strategies.config import ScriptConfig
 from strategies.environment import Environment
 from strategies.errors import CannotRun
-from strategies.script_config import ScriptConfig
 from strategies.variables import PLAN_FILE
 
 _SAME_MODEL = 0.05

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from planner.plan import Configuration
 from planner.zero_buckets import native_buckets
 from strategies.base import TrainingParts
-from strategies.errors import CannotRun
+from strategies.config import Fp16Section
 from strategies.zero.loss_scale import ScaleSettings
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,28 +41,25 @@ class ZeroSettings:
 
 
 def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
-    """The settings of a plan, with what DeepSpeed's keys in the script's config say of them.
-
-    Raises:
-        CannotRun: a value is not of its kind.
-    """
-    configuration, script = parts.plan.configuration, parts.script_config
+    """The settings of a plan, with what the script's config says of them."""
+    configuration, script = parts.plan.configuration, parts.script
     hidden = parts.plan.model.get("hidden_size")
     buckets = native_buckets(
         configuration.zero_stage,
         hidden_size=hidden if isinstance(hidden, int) else 0,
         on_cpu=device.type == "cpu",
     )
-    zero, data_types = _section(script, "zero_optimization"), _section(script, "data_types")
+    bucket, threshold = script.zero.reduce_bucket_size, script.zero.param_persistence_threshold
+    accumulate, reduce = script.accumulate_dtype, script.communication.data_type
     return ZeroSettings(
         compute=None if configuration.precision == "fp32" else _COMPUTE[configuration.precision],
         master=torch.float32 if configuration.precision in ("bf16", "fp16") else None,
-        accumulate=_dtype(data_types, "grad_accum_dtype", _accumulate(configuration)),
-        reduce=_dtype(script, "communication_data_type", None),
-        bucket=_count(zero, "reduce_bucket_size", buckets.reduce),
-        persistence_threshold=_count(zero, "stage3_param_persistence_threshold", buckets.persistence_threshold),
+        accumulate=_accumulate(configuration) if accumulate is None else _DTYPES[accumulate],
+        reduce=None if reduce is None else _DTYPES[reduce],
+        bucket=buckets.reduce if bucket is None else bucket,
+        persistence_threshold=buckets.persistence_threshold if threshold is None else threshold,
         offload=configuration.offload,
-        scale=_scale(_section(script, "fp16")) if configuration.precision == "fp16" else None,
+        scale=_scale(script.fp16) if configuration.precision == "fp16" else None,
     )
 
 
@@ -74,37 +69,12 @@ def _accumulate(configuration: Configuration) -> torch.dtype | None:
     return torch.float32 if several and configuration.precision in ("bf16", "fp16") else None
 
 
-def _scale(section: Mapping[str, Any]) -> ScaleSettings:
-    fixed = section.get("loss_scale", 0)
+def _scale(section: Fp16Section) -> ScaleSettings:
+    fixed = section.loss_scale
     return ScaleSettings(
-        initial=float(fixed or 2.0 ** _count(section, "initial_scale_power", 16)),
-        window=_count(section, "loss_scale_window", 1000),
-        hysteresis=_count(section, "hysteresis", 2),
-        floor=float(section.get("min_loss_scale", 1.0)),
+        initial=fixed or 2.0**section.initial_scale_power,
+        window=section.loss_scale_window,
+        hysteresis=section.hysteresis,
+        floor=section.min_loss_scale,
         is_dynamic=not fixed,
     )
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = config.get(name, {})
-    return section if isinstance(section, Mapping) else {}
-
-
-def _count(section: Mapping[str, Any], key: str, default: int) -> int:
-    value = section.get(key, default)
-    if value == "auto":
-        return default
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # JSON writes 5e8
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise CannotRun(f"config: {key} is {value!r}; it must be a whole number")
-    return value
-
-
-def _dtype(section: Mapping[str, Any], key: str, default: torch.dtype | None) -> torch.dtype | None:
-    value = section.get(key)
-    if value is None:
-        return default
-    if value not in _DTYPES:
-        raise CannotRun(f"config: {key} is {value!r}; it must be one of {', '.join(_DTYPES)}")
-    return _DTYPES[value]

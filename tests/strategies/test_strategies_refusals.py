@@ -19,11 +19,11 @@ from training_bodies import Recipe, TinyModel
 from hardware_db.errors import DsplanError
 from planner.plan import Plan
 from planner.plan_io import save_plan
+from strategies.config import read_config
 from strategies.data import ShardedLoader
 from strategies.engine import initialize
 from strategies.environment import Environment
 from strategies.registry import STRATEGIES, find_strategy
-from strategies.script_config import read_config
 
 ALONE = Environment(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 

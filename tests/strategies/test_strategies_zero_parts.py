@@ -16,6 +16,7 @@ from training_bodies import Recipe
 from planner.zero_buckets import NATIVE_CPU_BUCKET
 from strategies.base import TrainingParts
 from strategies.checkpoint_parts import PartOfTensor, boxes
+from strategies.config import read_config
 from strategies.errors import CannotRun
 from strategies.zero.loss_scale import LossScale, ScaleSettings
 from strategies.zero.partition import Bucket, Layout, Ranks, Slot, buckets_of
@@ -100,7 +101,7 @@ def test_a_fixed_scale_and_none() -> None:
 
 def settings_of(script: dict[str, object], **how: object) -> ZeroSettings:
     recipe = Recipe(strategy="zero3", backend="native", world_size=2, **how)  # type: ignore[arg-type]
-    parts = TrainingParts(model=nn.Linear(1, 1), plan=recipe.plan(), script_config=script)
+    parts = TrainingParts(model=nn.Linear(1, 1), plan=recipe.plan(), script=read_config(script))
     return read_settings(parts, torch.device("cpu"))
 
 

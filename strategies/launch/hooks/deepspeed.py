@@ -17,12 +17,12 @@ from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from planner.plan import Plan
+from strategies.config import read_json
 from strategies.launch.hooks.live import LiveJob, given_plan, plan_live, sequence_length, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.say import say_replaced
 from strategies.launch.spec import LaunchSpec
 from strategies.monitor import RunMonitor
-from strategies.script_config import read_json
 
 _FROM_PLAN = (
     "train_batch_size",

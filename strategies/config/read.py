@@ -1,0 +1,84 @@
+"""`read_config`: from a dictionary or a JSON file to the values that every strategy reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planner.vocabulary import Precision
+from strategies.config.fields import Fields
+from strategies.config.sections import (
+    activation_section,
+    checkpoint_section,
+    communication_section,
+    fp16_section,
+    log_settings,
+    named_parts,
+    profiler_section,
+    wire_type,
+)
+from strategies.config.values import CsvSection, ScriptConfig, TensorboardSection
+from strategies.config.zero import zero_section
+from strategies.errors import BrokenFile, CannotRun
+
+
+def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
+    """The config of a script from a dictionary, a JSON file, or nothing.
+
+    Raises:
+        BrokenFile: the file is not JSON with an object at the top.
+        CannotRun: a key is not known, or a value is not of its kind.
+    """
+    given = {} if config is None else dict(config) if isinstance(config, Mapping) else read_json(Path(config))
+    top = Fields(given)
+    return ScriptConfig(
+        train_batch_size=top.maybe_whole("train_batch_size", least=1),
+        micro_batch_size=top.maybe_whole("train_micro_batch_size_per_gpu", least=1),
+        gradient_accumulation_steps=top.maybe_whole("gradient_accumulation_steps", least=1),
+        gradient_clipping=top.number("gradient_clipping", 0.0),
+        precision=_precision(top),
+        optimizer=named_parts(top, "optimizer"),
+        scheduler=named_parts(top, "scheduler"),
+        fp16=fp16_section(top.section("fp16")),
+        zero=zero_section(top.section("zero_optimization")),
+        communication=communication_section(top),
+        accumulate_dtype=wire_type(top.section("data_types"), "grad_accum_dtype"),
+        activations=activation_section(top.section("activation_checkpointing")),
+        tensorboard=TensorboardSection(**log_settings(top.section("tensorboard"))),
+        csv_monitor=CsvSection(**log_settings(top.section("csv_monitor"))),
+        profiler=profiler_section(top),
+        checkpoint=checkpoint_section(top.section("checkpoint")),
+        wall_clock_breakdown=top.flag("wall_clock_breakdown"),
+        memory_breakdown=top.flag("memory_breakdown"),
+        steps_per_print=top.maybe_whole("steps_per_print", least=1),
+        values=given,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a DeepSpeed JSON file.
+
+    Raises:
+        BrokenFile: the file cannot be read or is not JSON with an object at the top.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except OSError as problem:
+        raise BrokenFile(path, f"cannot be read ({problem.strerror})", "give a JSON file or a dictionary") from None
+    except ValueError as problem:
+        raise BrokenFile(path, f"is not JSON ({problem})", "correct it at that place") from None
+    if not isinstance(values, dict):
+        raise BrokenFile(path, "does not hold a JSON object", 'write it as {"train_batch_size": ...}')
+    return values
+
+
+def _precision(top: Fields) -> Precision | None:
+    bf16, fp16 = (top.section(name).maybe_flag("enabled") for name in ("bf16", "fp16"))
+    if bf16 and fp16:
+        raise CannotRun("config: bf16 and fp16 are both enabled; enable one")
+    if bf16 or fp16:
+        return "bf16" if bf16 else "fp16"
+    # A config that switches one off asks for fp32; one that mentions neither leaves the choice to the plan.
+    return "fp32" if False in (bf16, fp16) else None

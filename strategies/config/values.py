@@ -1,0 +1,159 @@
+"""What a script's config says, as values: the same for every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from planner.vocabulary import Checkpointing, Offload, Precision
+from strategies.errors import CannotRun
+
+Compression = Literal["none", "fp16", "bf16", "int8"]
+WireType = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedParts:
+    """An optimizer or scheduler by name, with the arguments that the script gives it."""
+
+    name: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp16Section:
+    """Loss scaling; `loss_scale` 0 is a scale that adapts, starting at 2 ** `initial_scale_power`."""
+
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    min_loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroSection:
+    """ZeRO's settings; None leaves one to the plan. Bucket and threshold are elements.
+
+    `offload_ratio` is the part of the optimizer state that leaves the GPU. `buffer_count` host buffers wait for NVMe.
+    """
+
+    stage: int | None = None
+    reduce_bucket_size: int | None = None
+    param_persistence_threshold: int | None = None
+    offload: Offload | None = None
+    offload_ratio: float = 1.0
+    nvme_path: str | None = None
+    pin_memory: bool = True
+    buffer_count: int = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommunicationSection:
+    """How gradients travel: the dtype of the reduction (None: as they are made), and what compresses them.
+
+    `block_size` elements share one scale under `int8`; `error_feedback` adds what rounding lost to the next step's
+    gradients.
+    """
+
+    data_type: WireType | None = None
+    compression: Compression = "none"
+    error_feedback: bool = True
+    block_size: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationSection:
+    """Activation checkpointing; `policy` None leaves it to the plan, `cpu_checkpointing` puts what it saves on the host."""
+
+    policy: Checkpointing | None = None
+    cpu_checkpointing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogSection:
+    """A file of metrics, below `output_path`/`job_name`."""
+
+    enabled: bool = False
+    output_path: str = "runs"
+    job_name: str = "dsplan"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorboardSection(LogSection):
+    """Event files of TensorBoard."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CsvSection(LogSection):
+    """CSV files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfilerSection:
+    """A trace of `active` steps, after `wait` steps that are not watched and `warmup` that are watched and dropped."""
+
+    enabled: bool = False
+    wait: int = 1
+    warmup: int = 1
+    active: int = 3
+    output_path: str = "traces"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSection:
+    """How checkpoints are kept; None keeps all, and saves only where the script calls for it."""
+
+    directory: str | None = None
+    keep_last: int | None = None
+    asynchronous: bool = False
+    every_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptConfig:
+    """What the config says; None where it says nothing (or `auto`). `values` is what DeepSpeed gets of it."""
+
+    train_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float = 0.0
+    precision: Precision | None = None
+    optimizer: NamedParts | None = None
+    scheduler: NamedParts | None = None
+    fp16: Fp16Section = field(default_factory=Fp16Section)
+    zero: ZeroSection = field(default_factory=ZeroSection)
+    communication: CommunicationSection = field(default_factory=CommunicationSection)
+    accumulate_dtype: WireType | None = None
+    activations: ActivationSection = field(default_factory=ActivationSection)
+    tensorboard: TensorboardSection = field(default_factory=TensorboardSection)
+    csv_monitor: CsvSection = field(default_factory=CsvSection)
+    profiler: ProfilerSection = field(default_factory=ProfilerSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    steps_per_print: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def zero_stage(self) -> int | None:
+        """The stage that the config asks for."""
+        return self.zero.stage
+
+    def global_batch_size(self, data_parallel: int) -> int | None:
+        """Samples per optimizer step, from `train_batch_size` or the product of the other two.
+
+        Raises:
+            CannotRun: the three numbers contradict each other.
+        """
+        micro, accumulation = self.micro_batch_size, self.gradient_accumulation_steps
+        product = None if micro is None else micro * (accumulation or 1) * data_parallel
+        if self.train_batch_size is None or micro is None or accumulation is None:
+            return self.train_batch_size or product
+        if product != self.train_batch_size:
+            raise CannotRun(
+                f"config: train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {accumulation} x"
+                f" {data_parallel} ranks = {product} is not train_batch_size {self.train_batch_size}; leave one out"
+            )
+        return product
