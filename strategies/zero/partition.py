@@ -1,15 +1,19 @@
-"""Partition: parameters laid end to end in flat buckets, of which every rank owns one equal run of elements.
+"""Partition: parameters laid end to end in flat buckets, of which every rank owns one run of elements.
 
 A bucket of S elements over N ranks is cut into N runs of ceil(S / N), wherever that falls in its parameters, so that
 shapes may divide by nothing. What lies in a rank's run is that rank's *part* of the bucket; the slice of one parameter
 in it is a *piece*. Optimizers work on pieces.
+
+Where an optimizer must see whole tensors, each of them has one owner: `owners_of` shares them out, and their buckets
+lie in the order of their owners and are cut between parameters, so that the runs are of unequal length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -38,28 +42,44 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How many elements there are, and where each rank's run begins and ends."""
+    """How many elements there are, and where each rank's run begins and ends.
+
+    `borders`, [world_size + 1], are where the runs of undivided parameters begin and the last one ends; None for runs
+    of equal length.
+    """
 
     elements: int
     ranks: Ranks
+    borders: tuple[int, ...] | None = None
 
     @property
     def run(self) -> int:
-        """Elements of every rank's run; the last ones may be shorter, or empty."""
+        """Elements of the longest run; of equal ones the last may be shorter, or empty."""
+        if self.borders is not None:
+            return max(stop - start for start, stop in zip(self.borders, self.borders[1:], strict=False))
         return -(-self.elements // self.ranks.world_size)
 
     @property
     def padded(self) -> int:
-        """Elements of a buffer that has a whole run for every rank."""
-        return self.run * self.ranks.world_size
+        """Elements of a buffer that has a whole run for every rank; runs of unequal length are not padded."""
+        return self.run * self.ranks.world_size if self.borders is None else self.elements
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """First element of a rank's run and the one after its last."""
+        if self.borders is not None:
+            return self.borders[rank], self.borders[rank + 1]
         return min(rank * self.run, self.elements), min((rank + 1) * self.run, self.elements)
 
     @property
     def own(self) -> tuple[int, int]:
         return self.bounds(self.ranks.rank)
+
+    @property
+    def own_slice(self) -> slice:
+        """This rank's run in a buffer of `padded` elements, with its padding."""
+        if self.borders is not None:
+            return slice(*self.own)
+        return slice(self.ranks.rank * self.run, (self.ranks.rank + 1) * self.run)
 
 
 class Bucket:
@@ -74,15 +94,22 @@ class Bucket:
         gradient: the sum over ranks of this rank's run, [layout.run] or without its padding; None until it is reduced.
     """
 
-    def __init__(self, slots: Sequence[Slot], ranks: Ranks, dtype: torch.dtype) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], ranks: Ranks, dtype: torch.dtype, borders: tuple[int, ...] | None = None
+    ) -> None:
         self.slots = tuple(slots)
-        self.layout = Layout(elements=slots[-1].stop, ranks=ranks)
+        self.layout = Layout(elements=slots[-1].stop, ranks=ranks, borders=borders)
         self.dtype = dtype
         self.trains = True
         self.whole: torch.Tensor
         self.part: torch.Tensor
         self.master: torch.Tensor
         self.gradient: torch.Tensor | None = None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether runs are cut inside parameters; if not, each parameter is one rank's."""
+        return self.layout.borders is None
 
     @property
     def is_single(self) -> bool:
@@ -106,26 +133,72 @@ class Bucket:
             slot.parameter.data = whole[slot.start : slot.stop].view(slot.parameter.shape)
 
 
+Named = tuple[str, nn.Parameter]
+Owners = Mapping[nn.Parameter, int]
+
+
+def owners_of(undivided: Iterable[nn.Parameter], world_size: int) -> dict[nn.Parameter, int]:
+    """Which rank owns each parameter that must not be divided: the largest first, to the rank that has least so far.
+
+    The longest run is at most 4/3 of the best there is (Graham 1969), and never shorter than the largest parameter.
+    """
+    loads = [0] * world_size
+    owners: dict[nn.Parameter, int] = {}
+    for parameter in sorted(dict.fromkeys(undivided), key=lambda one: -one.numel()):
+        owner = loads.index(min(loads))
+        owners[parameter] = owner
+        loads[owner] += parameter.numel()
+    return owners
+
+
 def buckets_of(
-    named: Iterable[tuple[str, nn.Parameter]], ranks: Ranks, dtype_of: dict[nn.Parameter, torch.dtype], limit: int
+    named: Iterable[Named],
+    ranks: Ranks,
+    dtype_of: Mapping[nn.Parameter, torch.dtype],
+    limit: int,
+    owners: Owners = MappingProxyType({}),
 ) -> list[Bucket]:
     """Buckets of at most `limit` elements, in the order of the parameters; a larger parameter has one to itself.
 
-    A parameter of half the limit or more is alone too: its gradient then travels as it is, without a copy.
+    A parameter of half the limit or more is alone too: its gradient then travels as it is, without a copy. Parameters
+    that have an owner share no bucket with those that are divided.
     """
+    members = list(named)
+    divided = [one for one in members if one[1] not in owners]
+    undivided = [one for one in members if one[1] in owners]
     made: list[Bucket] = []
-    for dtype, members in groupby(named, key=lambda item: dtype_of[item[1]]):
-        open_slots: list[Slot] = []
-        for name, parameter in members:
-            alone = 2 * parameter.numel() >= limit
-            filled = open_slots[-1].stop if open_slots else 0
-            if alone:
-                made.append(Bucket([Slot(name=name, parameter=parameter, start=0)], ranks, dtype))
-                continue
-            if filled + parameter.numel() > limit:
-                made.append(Bucket(open_slots, ranks, dtype))
-                open_slots, filled = [], 0
-            open_slots.append(Slot(name=name, parameter=parameter, start=filled))
-        if open_slots:
-            made.append(Bucket(open_slots, ranks, dtype))
+    for kind in (divided, undivided):
+        for dtype, alike in groupby(kind, key=lambda item: dtype_of[item[1]]):
+            made += [_bucket(group, ranks, dtype, owners) for group in _groups(alike, limit)]
     return made
+
+
+def _groups(members: Iterable[Named], limit: int) -> list[list[Named]]:
+    """Parameters that share a bucket."""
+    made: list[list[Named]] = []
+    together: list[Named] = []
+    filled = 0
+    for name, parameter in members:
+        if 2 * parameter.numel() >= limit:
+            made.append([(name, parameter)])
+            continue
+        if filled + parameter.numel() > limit:
+            made.append(together)
+            together, filled = [], 0
+        together.append((name, parameter))
+        filled += parameter.numel()
+    return [*made, together] if together else made
+
+
+def _bucket(members: list[Named], ranks: Ranks, dtype: torch.dtype, owners: Owners) -> Bucket:
+    """One bucket; undivided parameters lie in the order of their owners."""
+    is_divided = members[0][1] not in owners
+    ordered = members if is_divided else sorted(members, key=lambda member: owners[member[1]])
+    starts = accumulate((parameter.numel() for _, parameter in ordered), initial=0)
+    slots = [Slot(name=name, parameter=p, start=start) for start, (name, p) in zip(starts, ordered, strict=False)]
+    if is_divided:
+        return Bucket(slots, ranks, dtype)
+    owned = [0] * ranks.world_size
+    for _, parameter in ordered:
+        owned[owners[parameter]] += parameter.numel()
+    return Bucket(slots, ranks, dtype, tuple(accumulate(owned, initial=0)))
