@@ -65,7 +65,7 @@ class CommunicationSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationSection:
-    """Activation checkpointing; `policy` None leaves it to the plan. `cpu_checkpointing`: what it saves is on the host."""
+    """Activation checkpointing; `policy` None leaves it to the plan, `cpu_checkpointing` keeps it on the host."""
 
     policy: Checkpointing | None = None
     cpu_checkpointing: bool = False
