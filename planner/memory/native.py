@@ -41,7 +41,7 @@ class NativeHolding:
         self._offloads = configuration.offload != "none"
         blocks = max((unit.elements for unit in units.blocks), default=0.0)
         is_sharded = configuration.zero_stage == 3 and self._ranks > 1
-        self._gathered = recipe.weight * (units.root.elements + 2 * blocks) if is_sharded else 0.0
+        self._gathered = recipe.gather * (units.root.elements + 2 * blocks) if is_sharded else 0.0
 
     def at(self, instant: Instant) -> Ledger:
         """Gradients on their way and summed ones, and gathered weights, at an instant."""

@@ -86,15 +86,17 @@ def recipe_of(configuration: Configuration) -> Recipe:
 
 def _native_recipe(configuration: Configuration) -> Recipe:
     """Our own ZeRO's (`strategies/zero/settings.py`): masters only where weights are 16-bit and states are not, and
-    gradients that wait for several micro-batches in fp32."""
+    gradients that wait for several micro-batches in fp32. Stage 3's sharded weights are the masters, cast as they are
+    gathered."""
     state, precision = STATE_BYTES[configuration.optimizer], configuration.precision
     width = 4 if precision == "fp32" else 2
     mixed = precision in ("bf16", "fp16")
     narrow = precision == "bf16-pure" and configuration.optimizer != "adamw-8bit"
+    is_cut = configuration.zero_stage == 3 and configuration.dp_shard > 1 and configuration.offload == "none"
     return Recipe(
-        weight=width,
+        weight=4 if mixed and is_cut else width,
         gradient=4 if mixed and configuration.gradient_accumulation_steps > 1 else width,
-        master=4 if mixed else 0,
+        master=4 if mixed and not is_cut else 0,
         state=state / 2 if narrow else state,
         compute=width,
         residual=width,

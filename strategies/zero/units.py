@@ -60,8 +60,9 @@ class Unit:
             for bucket in self.buckets:
                 storage = bucket.whole.untyped_storage()
                 storage.resize_(bucket.layout.padded * bucket.whole.element_size())
-                part = bucket.part.to(bucket.whole.device, non_blocking=True)
-                self._arrivals.append(self._wire.gather(bucket.whole, part, bucket.layout))
+                own = bucket.whole[bucket.layout.own_slice]
+                own.copy_(bucket.part, non_blocking=True)  # from the host, or from a wider master
+                self._arrivals.append(self._wire.gather(bucket.whole, own, bucket.layout))
         self.state = State.ARRIVING
 
     def need(self) -> None:

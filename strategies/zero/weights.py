@@ -7,13 +7,13 @@ device never holds more than one bucket twice.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies.zero.partition import Bucket
+from strategies.zero.partition import Bucket, Owners
 from strategies.zero.settings import ZeroSettings
 from strategies.zero.wire import Wire
 
@@ -21,11 +21,12 @@ from strategies.zero.wire import Wire
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Home:
     """Where states live: weights and gradients on `device`, masters and optimizer states on `host` where they are
-    offloaded; `wire` connects the ranks."""
+    offloaded; `wire` connects the ranks; `owners` says whose the parameters are that an optimizer must step whole."""
 
     device: torch.device
     wire: Wire
     settings: ZeroSettings
+    owners: Owners = field(default_factory=dict)
 
     @property
     def offloads(self) -> bool:
@@ -40,7 +41,7 @@ def load(bucket: Bucket, home: Home, *, trains: bool, keeps: bool) -> None:
     whole = original if original.dtype == dtype else original.to(dtype)
     bucket.whole = whole
     bucket.place(whole)
-    run = slice(layout.ranks.rank * layout.run, (layout.ranks.rank + 1) * layout.run)
+    run = layout.own_slice
     bucket.part = whole[run] if keeps else whole[run].clone()
     bucket.trains = trains
     if trains:
@@ -52,6 +53,8 @@ def load(bucket: Bucket, home: Home, *, trains: bool, keeps: bool) -> None:
             bucket.master = bucket.master.to("cpu").pin_memory()
             if home.settings.offload == "all" and not keeps:
                 bucket.part = bucket.master if wide is None else bucket.part.to("cpu").pin_memory()
+        elif not keeps:
+            bucket.part = bucket.master  # gathering casts it: sharded weights are kept once, as FSDP2 keeps them
 
 
 def _together(bucket: Bucket, home: Home) -> torch.Tensor:
