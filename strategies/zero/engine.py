@@ -21,6 +21,7 @@ from strategies.environment import ensure_group
 from strategies.optimizers import trainable_parameters
 from strategies.torch_engine import scheduler_of
 from strategies.zero.checkpoint import ZeroState
+from strategies.zero.compress import wires
 from strategies.zero.loss_scale import LossScale
 from strategies.zero.optimizer import Pieces
 from strategies.zero.partition import Bucket, Ranks
@@ -96,12 +97,13 @@ class ZeroEngine(Engine):
         self.gradient_norm: float | None = None
         self.skipped_steps = 0
         self._home, self._held = home, held
-        self._reducer = Reducer(held.trained, home.wire, accumulate=settings.accumulate, reduce=settings.reduce)
+        self._scale = LossScale(settings.scale)
+        wire_of = wires(home.wire, settings.travel.codec, lambda: self._scale.value)
+        self._reducer = Reducer(held.trained, wire_of, accumulate=settings.accumulate, reduce=settings.travel.dtype)
         held.follow(self._reducer)
         self._pieces = Pieces(held.trained, home.wire)
         self.optimizer = self._pieces.optimizer(parts, trained)
         self.lr_scheduler = scheduler_of(parts, self.optimizer)
-        self._scale = LossScale(settings.scale)
         each = strategy.reduces_each_micro_batch and self.configuration.sync_each_micro_batch
         self._reduces_each = each
         self._may_reduce = True

@@ -28,15 +28,21 @@ class Reducer:
     """Sums the gradients of buckets over ranks during backward; what `finish` leaves is in `bucket.gradient`.
 
     `accumulate` is the dtype in which gradients wait for the step and `reduce` that in which they travel, None for the
-    parameter's own. `used` holds the parameters that had a gradient since the last `clear`. `when_made` is told of a
-    bucket as soon as its gradients are all made, `when_summed` when their sum is there.
+    parameter's own. `wire_of` gives every bucket its wire, which may remember what it left out of the bucket. `used`
+    holds the parameters that had a gradient since the last `clear`. `when_made` is told of a bucket as soon as its
+    gradients are all made, `when_summed` when their sum is there.
     """
 
     def __init__(
-        self, buckets: Iterable[Bucket], wire: Wire, *, accumulate: torch.dtype | None, reduce: torch.dtype | None
+        self,
+        buckets: Iterable[Bucket],
+        wire_of: Callable[[], Wire],
+        *,
+        accumulate: torch.dtype | None,
+        reduce: torch.dtype | None,
     ) -> None:
-        self._fills = [_Fill(bucket, wire, reduce or bucket.dtype) for bucket in reversed(list(buckets))]
-        self._wire, self._accumulate = wire, accumulate
+        self._fills = [_Fill(bucket, wire_of(), reduce or bucket.dtype) for bucket in reversed(list(buckets))]
+        self._accumulate = accumulate
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
         self._on_the_way: deque[tuple[Bucket, Sum]] = deque()
         self._next = 0
@@ -119,7 +125,7 @@ class Reducer:
         while len(self._on_the_way) > 1:
             self._receive()
         with torch.profiler.record_function("dsplan::reduce"):
-            self._on_the_way.append((fill.bucket, self._wire.sum_to_owners(fill.emptied(), fill.bucket.layout)))
+            self._on_the_way.append((fill.bucket, fill.wire.sum_to_owners(fill.emptied(), fill.bucket.layout)))
 
     def _receive(self) -> None:
         bucket, pending = self._on_the_way.popleft()
@@ -139,7 +145,7 @@ class _Fill:
     """A bucket that gradients are put into."""
 
     def __init__(self, bucket: Bucket, wire: Wire, dtype: torch.dtype) -> None:
-        self.bucket = bucket
+        self.bucket, self.wire = bucket, wire
         self._dtype = dtype
         self._size = bucket.layout.padded if wire.needs_padding else bucket.layout.elements
         self._buffer: torch.Tensor | None = None

@@ -9,6 +9,7 @@ import torch
 from planner.plan import Configuration
 from planner.zero_buckets import native_buckets
 from strategies.base import TrainingParts
+from strategies.compression import GradientTravel, gradient_travel
 from strategies.config import Fp16Section
 from strategies.zero.loss_scale import ScaleSettings
 
@@ -21,14 +22,14 @@ class ZeroSettings:
     """What the stages need to know.
 
     `compute` is the dtype of weights, None where they keep their own; `master` that of the optimizer's copy, None for
-    no copy; `accumulate` that in which gradients wait for the step; `reduce` that in which they travel (None: as they
-    are made). `bucket` and `persistence_threshold` are elements.
+    no copy; `accumulate` that in which gradients wait for the step; `travel` says how they are summed over ranks.
+    `bucket` and `persistence_threshold` are elements.
     """
 
     compute: torch.dtype | None
     master: torch.dtype | None
     accumulate: torch.dtype | None
-    reduce: torch.dtype | None
+    travel: GradientTravel
     bucket: int
     persistence_threshold: int
     offload: str
@@ -41,7 +42,11 @@ class ZeroSettings:
 
 
 def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
-    """The settings of a plan, with what the script's config says of them."""
+    """The settings of a plan, with what the script's config says of them.
+
+    Raises:
+        CannotRun: keys of the config contradict each other.
+    """
     configuration, script = parts.plan.configuration, parts.script
     hidden = parts.plan.model.get("hidden_size")
     buckets = native_buckets(
@@ -50,12 +55,12 @@ def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
         on_cpu=device.type == "cpu",
     )
     bucket, threshold = script.zero.reduce_bucket_size, script.zero.param_persistence_threshold
-    accumulate, reduce = script.accumulate_dtype, script.communication.data_type
+    accumulate = script.accumulate_dtype
     return ZeroSettings(
         compute=None if configuration.precision == "fp32" else _COMPUTE[configuration.precision],
         master=torch.float32 if configuration.precision in ("bf16", "fp16") else None,
         accumulate=_accumulate(configuration) if accumulate is None else _DTYPES[accumulate],
-        reduce=None if reduce is None else _DTYPES[reduce],
+        travel=gradient_travel(parts),
         bucket=buckets.reduce if bucket is None else bucket,
         persistence_threshold=buckets.persistence_threshold if threshold is None else threshold,
         offload=configuration.offload,

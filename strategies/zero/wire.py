@@ -7,6 +7,7 @@ twice, every rank sends the others exactly what they need instead: half the byte
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from hardware_db.microbench import one_tensor
 from strategies.zero.partition import Layout, Ranks
 
-_GATHER_TAG, _REDUCE_TAG = 9401, 9402
+_GATHER_TAG, _REDUCE_TAG, _EXCHANGE_TAG = 9401, 9402, 9403
 """Messages of one kind are matched in the order they are sent, which is the same on every rank."""
 
 
@@ -50,6 +51,13 @@ class Wire(ABC):
     def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
         """Add up the ranks' buffers, each run on its owner; `buffer` must not be touched until the sum is there."""
 
+    @abstractmethod
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        """Send a message to every other rank and fill `incoming` with theirs, one by rank; this rank's are empty.
+
+        Both must be kept until it is waited for.
+        """
+
     def sum_everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a small tensor over ranks, on every rank; in place."""
         if self.ranks.world_size > 1:
@@ -67,6 +75,9 @@ class Alone(Wire):
     def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
         return _Own(buffer)
 
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        return _Done()
+
 
 class Collectives(Wire):
     """NCCL's all-gather and reduce-scatter, on its own streams."""
@@ -81,37 +92,42 @@ class Collectives(Wire):
         part = buffer.new_empty(layout.run)
         return _Scattered(part, one_tensor.reduce_scatter(part, buffer, group=self.group, async_op=True))
 
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        work: Arrival = dist.all_to_all(list(incoming), list(outgoing), group=self.group, async_op=True)
+        return work
+
 
 class Messages(Wire):
     """Messages from rank to rank: each run goes to its owner, who adds up what arrives."""
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
         _copy_own(whole, part, layout)
-        sent = self._exchange(whole, whole, layout, is_gather=True)
-        return _All(sent)
+        runs = _runs(whole, layout)
+        return self._swap([runs[self.ranks.rank]] * len(runs), runs, _GATHER_TAG)
 
     def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
         first, last = layout.own
-        received = buffer.new_empty((self.ranks.world_size - 1, last - first))
-        work = self._exchange(buffer, received, layout, is_gather=False)
-        return _Collected(buffer, buffer[first:last], received, work)
+        runs = _runs(buffer, layout)
+        received = buffer.new_empty((len(runs) - 1, last - first))
+        rows = [*received]
+        rows.insert(self.ranks.rank, runs[self.ranks.rank])
+        return _Collected(buffer, runs[self.ranks.rank], received, self._swap(runs, rows, _REDUCE_TAG))
 
-    def _exchange(self, source: torch.Tensor, target: torch.Tensor, layout: Layout, *, is_gather: bool) -> list[Any]:
-        """Gather: my run to everyone, theirs into `target`. Else: everyone's run to them, mine from each into a row."""
-        tag = _GATHER_TAG if is_gather else _REDUCE_TAG
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        return self._swap(outgoing, incoming, _EXCHANGE_TAG)
+
+    def _swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int) -> Arrival:
+        """To every other rank its tensor, from every other rank into its place; nothing is sent that is empty."""
         rank, world = self.ranks.rank, self.ranks.world_size
-        own = slice(*layout.own)
         work: list[Any] = []
         # Each rank begins with the next one, so that they do not all send to the same.
         for distance in range(1, world):
-            to, source_rank = (rank + distance) % world, (rank - distance) % world
-            incoming = target[slice(*layout.bounds(source_rank))] if is_gather else target[distance - 1]
-            outgoing = source[own] if is_gather else source[slice(*layout.bounds(to))]
-            if incoming.numel():
-                work.append(dist.irecv(incoming, self._global(source_rank), self.group, tag))
-            if outgoing.numel():
-                work.append(dist.isend(outgoing, self._global(to), self.group, tag))
-        return work
+            to, source = (rank + distance) % world, (rank - distance) % world
+            if incoming[source].numel():
+                work.append(dist.irecv(incoming[source], self._global(source), self.group, tag))
+            if outgoing[to].numel():
+                work.append(dist.isend(outgoing[to], self._global(to), self.group, tag))
+        return _All(work)
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -122,6 +138,11 @@ def wire_for(ranks: Ranks, device: torch.device) -> Wire:
     if ranks.world_size == 1:
         return Alone(ranks)
     return Collectives(ranks) if device.type == "cuda" else Messages(ranks)
+
+
+def _runs(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Every rank's run of a tensor that has them all."""
+    return [tensor[slice(*layout.bounds(rank))] for rank in range(layout.ranks.world_size)]
 
 
 def _copy_own(whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> None:
@@ -163,12 +184,11 @@ class _Scattered:
 
 
 class _Collected:
-    def __init__(self, buffer: torch.Tensor, own: torch.Tensor, received: torch.Tensor, work: list[Any]) -> None:
-        self._buffer, self._own, self._received, self._work = buffer, own, received, work
+    def __init__(self, buffer: torch.Tensor, own: torch.Tensor, received: torch.Tensor, arrival: Arrival) -> None:
+        self._buffer, self._own, self._received, self._arrival = buffer, own, received, arrival
 
     def total(self, dtype: torch.dtype) -> torch.Tensor:
-        for one in self._work:
-            one.wait()
+        self._arrival.wait()
         if len(self._received) == 1 and self._received.dtype == dtype:
             return self._received[0].add_(self._own)
         # Several 16-bit values are added in fp32 and rounded once.

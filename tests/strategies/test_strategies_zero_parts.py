@@ -107,7 +107,7 @@ def settings_of(script: dict[str, object], **how: object) -> ZeroSettings:
 
 def test_settings_come_from_the_plan_and_from_deepspeeds_keys() -> None:
     plain = settings_of({})
-    assert (plain.compute, plain.master, plain.accumulate, plain.reduce) == (None, None, None, None)
+    assert (plain.compute, plain.master, plain.accumulate, plain.travel.dtype) == (None, None, None, None)
     assert (plain.bucket, plain.persistence_threshold) == (NATIVE_CPU_BUCKET, 160)
     bf16 = settings_of({}, precision="bf16", accumulation=3)
     assert (bf16.compute, bf16.master, bf16.accumulate) == (torch.bfloat16, torch.float32, torch.float32)
@@ -118,7 +118,7 @@ def test_settings_come_from_the_plan_and_from_deepspeeds_keys() -> None:
         "fp16": {"initial_scale_power": 3, "min_loss_scale": 2},
     }
     told = settings_of(script, precision="fp16", accumulation=3)
-    assert (told.reduce, told.accumulate) == (torch.float32, torch.bfloat16)
+    assert (told.travel.dtype, told.accumulate) == (torch.float32, torch.bfloat16)
     assert (told.bucket, told.persistence_threshold) == (5_000_000, 160)
     assert told.scale is not None
     assert (told.scale.initial, told.scale.floor, told.scale.hysteresis) == (8.0, 2.0, 2)
