@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -22,6 +23,9 @@ from strategies.bench.plan_file import load_bench_plan
 if TYPE_CHECKING:
     from hardware_db.probe import Machine
     from strategies.bench.events import Event, Measured, Refused
+
+_RANKS_PER_CORE = 4
+"""More processes than this would measure the scheduler of the operating system."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +168,11 @@ def _check_machine(plan: BenchPlan, machine: Machine, file: Path | None) -> None
         raise DsplanError(
             f"the benchmark needs {plan.most_ranks} GPUs in this machine and there are {here.gpus_per_node}; use"
             f" --ranks {here.gpus_per_node} or fewer"
+        )
+    if here.device.is_cpu and plan.most_ranks > _RANKS_PER_CORE * (os.cpu_count() or 1):
+        raise DsplanError(
+            f"the benchmark needs {plan.most_ranks} processes at once on {os.cpu_count()} CPU cores; use --ranks"
+            f" {_RANKS_PER_CORE * (os.cpu_count() or 1)} or fewer"
         )
 
 

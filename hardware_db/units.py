@@ -47,6 +47,17 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
+def format_days(days: float) -> str:
+    """A long time with three digits, in the unit people say it in: `20 days`, `1.5 hours`, `12 minutes`."""
+    number, unit = days, "day"
+    if number < 1:
+        number, unit = days * 24, "hour"
+    if number < 1:
+        number, unit = days * 24 * 60, "minute"
+    text = f"{number:.3g}"
+    return f"{text} {unit}" if text == "1" else f"{text} {unit}s"
+
+
 def parse_count(text: str) -> int:
     """A count such as `6.7B`, `350M` or `124439808` as an integer.
 

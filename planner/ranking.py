@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hardware_db.units import format_days
 from planner import vocabulary as words
 from planner.budget import bill_of
 from planner.calibration.spread import AGAIN, NINE_OF_TEN
@@ -155,7 +156,7 @@ def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
     rejected = []
     for item in late:
         days = bill_of(item.configuration, item.time.step_seconds, None, request.budget).days or 0.0
-        reason = f"fits, takes {days:.3g} days"
+        reason = f"fits, takes {format_days(days)}"
         rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=item.plan))
     return tuple(rejected)
 

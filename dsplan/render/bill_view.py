@@ -7,7 +7,7 @@ from typing import Any
 
 from dsplan.render.blocks import Block, Cell, Table, Text, columns
 from dsplan.render.plan_view import dims_text
-from hardware_db.units import format_seconds
+from hardware_db.units import format_days, format_seconds
 from planner.budget import Bill, bill_of
 from planner.deadline import OnDevices
 from planner.plan import Plan
@@ -56,7 +56,8 @@ def devices_table(answer: Recommendation) -> list[Block]:
     if not answer.on_devices:
         return []
     rows = [_devices_row(one) for one in answer.on_devices]
-    title = f"the same training on other numbers of GPUs; in time is {answer.request.budget.deadline_days:.3g} days"
+    deadline = answer.request.budget.deadline_days or 0.0
+    title = f"the same training on other numbers of GPUs; in time is {format_days(deadline)}"
     return [Table(title=title, columns=columns(*rows[0]), rows=[list(row.values()) for row in rows])]
 
 

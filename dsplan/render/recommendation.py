@@ -9,7 +9,7 @@ from typing import Any
 from dsplan.render.bill_view import bill, bill_cells, devices_table, devices_to_dicts, price_note
 from dsplan.render.blocks import Bar, Block, Cell, Table, Text, columns
 from dsplan.render.plan_view import describe, dims_text, header, interval_text, limit_bytes, verdict_line
-from hardware_db.units import format_seconds, gib
+from hardware_db.units import format_days, format_seconds, gib
 from planner.plan import Plan
 from planner.plan_io import plan_to_dict
 from planner.request import Request
@@ -120,11 +120,15 @@ def _work(workload: Workload) -> str:
 
 def _nothing_fits(answer: Recommendation) -> list[Block]:
     late = answer.closest is not None and answer.closest.verdict != "does_not_fit"
-    what = f"no plan that fits ends in {answer.request.budget.deadline_days:.3g} days" if late else "no plan fits"
+    what = (
+        f"no plan that fits ends in {format_days(answer.request.budget.deadline_days or 0.0)}"
+        if late
+        else "no plan fits"
+    )
     blocks: list[Block] = [Text(text=what, style="bad")]
     if answer.closest is not None:
         days = bill(answer.request, answer.closest).days
-        takes = f", {days:.3g} days" if late else ""
+        takes = f", {format_days(days)}" if late and days is not None else ""
         blocks.append(Text(text=f"closest: {describe(answer.closest.configuration)}{takes}"))
         blocks.append(Text(text=verdict_line(answer.closest)))
     for number, item in enumerate(answer.remedies, start=1):

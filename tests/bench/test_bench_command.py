@@ -53,6 +53,7 @@ def refuses(capsys: pytest.CaptureFixture[str]) -> Refuses:
     ("arguments", "complaint"),
     [
         (("--ranks", "x"), "--ranks 'x' is not a number of processes"),
+        (("--ranks", "1024"), "needs 1024 processes at once"),
         (("--minutes", "0"), "--minutes 0 is not a time"),
         (("--minutes", "nan"), "--minutes nan is not a time"),
         (("--only", "matmull"), "nearest: matmul"),

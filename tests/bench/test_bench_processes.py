@@ -74,6 +74,19 @@ def test_a_killed_benchmark_goes_on_where_it_was(tmp_path: Path, dsplan_home: Pa
     assert (third["stored_before"], third["measured"]) == (len(points), [])
 
 
+def test_an_interrupted_benchmark_says_how_to_go_on(tmp_path: Path, dsplan_home: Path) -> None:
+    points = launches(30, ranks=2)
+    stopped = start_bench("--plan", plan_file(tmp_path, points), "--json", cwd=tmp_path)
+    wait_until(lambda: (dsplan_home / "dsplan.db").exists() and len(stored()) >= 2)
+    ranks = children(stopped.pid)
+    stopped.send_signal(signal.SIGINT)
+    out, err = stopped.communicate(timeout=60)
+    assert (stopped.returncode, out) == (130, "")
+    assert err == "stopped; what was measured is stored, and the same command goes on from there\n"
+    assert 2 <= len(stored()) < len(points)
+    wait_until(lambda: not any(map(is_alive, ranks)))
+
+
 def test_eight_benchmarks_at_once_share_the_work_and_lose_nothing(tmp_path: Path) -> None:
     points = launches(6)
     plan = plan_file(tmp_path, points)

@@ -9,6 +9,7 @@ import pytest
 from front_cli import Cli
 
 from hardware_db.datasheets import find_node_type, node_types, sources
+from hardware_db.units import format_days
 
 ASKED = "recommend --model opt-1.3b --gpus 8 --gpu A100-SXM4-80GB --global-batch 64"
 
@@ -67,6 +68,13 @@ def test_a_deadline_that_cannot_be_met_ends_with_status_1_and_says_what_would_do
     assert done.status == 1
     assert "no plan that fits ends in 20 days" in done.out
     assert "in time is 20 days" in done.out
+
+
+@pytest.mark.parametrize(
+    ("days", "text"), [(20, "20 days"), (1, "1 day"), (1 / 24, "1 hour"), (0.1, "2.4 hours"), (0.01, "14.4 minutes")]
+)
+def test_times_are_said_in_the_unit_that_suits_them(days: float, text: str) -> None:
+    assert format_days(days) == text
 
 
 def test_the_front_is_a_table_and_a_list(cli: Cli) -> None:
