@@ -18,13 +18,14 @@ from strategies import checkpoint
 from strategies.base import Engine, Strategy, TrainingParts
 from strategies.checkpoint_origin import require_readable
 from strategies.environment import ensure_group
+from strategies.optimizer_needs import undivided
 from strategies.optimizers import trainable_parameters
 from strategies.torch_engine import scheduler_of
 from strategies.zero.checkpoint import ZeroState
 from strategies.zero.compress import wires
 from strategies.zero.loss_scale import LossScale
-from strategies.zero.optimizer import Pieces
-from strategies.zero.partition import Bucket, Ranks
+from strategies.zero.optimizer import Pieces, script_optimizer
+from strategies.zero.partition import Bucket, Ranks, owners_of
 from strategies.zero.reduce import Reducer
 from strategies.zero.settings import read_settings
 from strategies.zero.weights import Home, publish, take_over
@@ -42,13 +43,14 @@ class ZeroStrategy(Strategy):
         environment, model = self.environment, parts.model
         checkpoint_activations(model, self.configuration.activation_checkpointing)
         ranks = Ranks(rank=environment.rank, world_size=environment.world_size)
+        optimizer = script_optimizer(parts, trainable_parameters(model, parts.model_parameters))
         home = Home(
             device=environment.device,
             wire=wire_for(ranks, environment.device),
             settings=read_settings(parts, environment.device),
+            owners=owners_of(undivided(optimizer), ranks.world_size),
         )
-        trained = trainable_parameters(model, parts.model_parameters)
-        return ZeroEngine(strategy=self, parts=parts, home=home, held=self.hold(model, home), trained=trained)
+        return ZeroEngine(strategy=self, parts=parts, home=home, held=self.hold(model, home), optimizer=optimizer)
 
     @abstractmethod
     def hold(self, model: nn.Module, home: Home) -> Held:
@@ -88,7 +90,13 @@ class ZeroEngine(Engine):
     """Accumulates, scales, clips, skips and steps the same way in every stage."""
 
     def __init__(
-        self, *, strategy: ZeroStrategy, parts: TrainingParts, home: Home, held: Held, trained: Sequence[Any]
+        self,
+        *,
+        strategy: ZeroStrategy,
+        parts: TrainingParts,
+        home: Home,
+        held: Held,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         super().__init__(parts.plan, strategy.environment)
         settings = home.settings
@@ -101,8 +109,8 @@ class ZeroEngine(Engine):
         wire_of = wires(home.wire, settings.travel.codec, lambda: self._scale.value)
         self._reducer = Reducer(held.trained, wire_of, accumulate=settings.accumulate, reduce=settings.travel.dtype)
         held.follow(self._reducer)
-        self._pieces = Pieces(held.trained, home.wire)
-        self.optimizer = self._pieces.optimizer(parts, trained)
+        self.optimizer = optimizer
+        self._pieces = Pieces(held.trained, home.wire, optimizer)
         self.lr_scheduler = scheduler_of(parts, self.optimizer)
         each = strategy.reduces_each_micro_batch and self.configuration.sync_each_micro_batch
         self._reduces_each = each

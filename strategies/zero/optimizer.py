@@ -1,8 +1,9 @@
 """Optimizer: any `torch.optim` class, working on this rank's pieces of the master weights.
 
 The optimizer object stays the script's own, with its groups, options and schedulers; only the tensors in its groups are
-exchanged for pieces. A piece is a run of its parameter's elements, flat, so the optimizer must work element by element,
-as all of torch's do but Adafactor, LBFGS, Muon and SparseAdam.
+exchanged for pieces. A piece of a divided parameter is a run of its elements, flat. A parameter that must be stepped
+whole (`strategies/optimizer_needs.py`) is one rank's: its piece there has the parameter's shape, and is empty and never
+stepped elsewhere.
 """
 
 from __future__ import annotations
@@ -15,45 +16,37 @@ from torch import nn
 
 from strategies.base import TrainingParts
 from strategies.errors import CannotRun
-from strategies.optimizers import OPTIMIZERS, translated
+from strategies.optimizer_needs import needs_whole_tensors, require_steppable
+from strategies.optimizers import OPTIMIZERS
 from strategies.zero.partition import Bucket, Slot
 from strategies.zero.wire import Wire
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """States of torch's optimizers that are one number for the parameter, whatever its shape; a scalar's others are not."""
-_NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+def script_optimizer(parts: TrainingParts, trained: Sequence[Any]) -> torch.optim.Optimizer:
+    """The script's optimizer, or the plan's, over the whole parameters, whose shapes a script may group them by.
+
+    Raises:
+        CannotRun: it cannot be stepped without a closure.
+    """
+    given = parts.optimizer
+    optimizer = given if isinstance(given, torch.optim.Optimizer) else (given or _planned(parts))(trained)
+    require_steppable(optimizer)
+    return optimizer
 
 
 class Pieces:
     """Every parameter's piece on this rank: a leaf tensor that shares the master weights' memory, maybe empty."""
 
-    def __init__(self, buckets: Iterable[Bucket], wire: Wire) -> None:
+    def __init__(self, buckets: Iterable[Bucket], wire: Wire, optimizer: torch.optim.Optimizer) -> None:
         self.buckets = tuple(buckets)
         self._wire = wire
         self.of: dict[nn.Parameter, torch.Tensor] = {}
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                start, stop = bucket.own_range(slot)
-                self.of[slot.parameter] = bucket.master[start:stop].detach().requires_grad_()
-
-    def optimizer(self, parts: TrainingParts, trained: Sequence[Any]) -> torch.optim.Optimizer:
-        """The script's optimizer, or the plan's, over the pieces.
-
-        Raises:
-            CannotRun: it needs whole matrices, or holds a parameter that is not the model's.
-        """
-        if isinstance(parts.optimizer, torch.optim.Optimizer):
-            optimizer = parts.optimizer
-            self._exchange(optimizer)
-        else:
-            make = parts.optimizer or _planned(parts)
-            optimizer = make([translated(item, self._piece) for item in trained])
-        if type(optimizer).__name__ in _NEEDS_WHOLE:
-            raise CannotRun(
-                f"optimizer {type(optimizer).__name__} needs whole matrices and ZeRO splits them; use ddp, or an"
-                " optimizer that works element by element"
-            )
-        return optimizer
+        for bucket, slot in self.slots():
+            self.of[slot.parameter] = _piece(bucket, slot)
+        self._exchange(optimizer)
 
     def attach(self, used: set[nn.Parameter]) -> None:
         """Give each piece its gradient; none where no rank used the parameter, so that it stays as it is."""
@@ -65,7 +58,9 @@ class Pieces:
             bucket.gradient = gradient
             for slot in bucket.slots:
                 start, stop = bucket.own_range(slot)
-                self.of[slot.parameter].grad = gradient[start:stop] if slot.parameter in used else None
+                piece = self.of[slot.parameter]
+                steps = slot.parameter in used and (bucket.is_divided or start < stop)
+                piece.grad = gradient[start:stop].view(piece.shape) if steps else None
 
     def detach(self) -> None:
         """Let go of the gradients."""
@@ -97,41 +92,61 @@ class Pieces:
         """Every parameter with its bucket."""
         return ((bucket, slot) for bucket in self.buckets for slot in bucket.slots)
 
-    def _piece(self, parameter: torch.Tensor) -> torch.Tensor:
-        piece = self.of.get(parameter)  # type: ignore[call-overload]
-        if piece is None and not parameter.requires_grad:
-            return parameter  # frozen: the optimizer passes over it
-        if piece is None:
-            raise CannotRun("the optimizer holds a parameter that is not the model's; build it from this model")
-        return piece  # type: ignore[no-any-return]
-
     def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put pieces into an optimizer of whole parameters; of its states the part that belongs to the piece."""
-        starts = {slot.parameter: (bucket.own_start(slot), self.of[slot.parameter]) for bucket, slot in self.slots()}
+        """Put pieces into an optimizer of whole parameters; of its states the part that belongs to the piece.
+
+        Raises:
+            CannotRun: it holds a parameter that is not the model's, or one that it must step whole and cannot.
+        """
+        places = {slot.parameter: (bucket, slot) for bucket, slot in self.slots()}
         for group in optimizer.param_groups:
-            for place, parameter in enumerate(group["params"]):
-                piece = self._piece(parameter)
-                if piece is parameter:
-                    continue
-                state = optimizer.state.pop(parameter, None)
-                if state:
-                    start = starts[parameter][0]
+            needs_whole = needs_whole_tensors(optimizer, group)
+            for index, parameter in enumerate(group["params"]):
+                if parameter not in places:
+                    if parameter.requires_grad:
+                        raise CannotRun(
+                            "the optimizer holds a parameter that is not the model's; build it from this model"
+                        )
+                    continue  # frozen: the optimizer passes over it
+                bucket, slot = places[parameter]
+                if needs_whole and bucket.is_divided:
+                    raise CannotRun(
+                        f"optimizer {type(optimizer).__name__} must step {slot.name} whole and ZeRO divided it; have"
+                        " it in the optimizer when initialize is called"
+                    )
+                piece = self.of[parameter]
+                states = optimizer.state.pop(parameter, {})
+                if states and (bucket.is_divided or bucket.owns(slot)):
                     optimizer.state[piece] = {
-                        name: value if name in SCALARS else _cut(value, parameter, start, piece)
-                        for name, value in state.items()
+                        name: value if name in SCALARS else _cut(value, slot, bucket.own_start(slot), piece)
+                        for name, value in states.items()
                     }
-                group["params"][place] = piece
+                group["params"][index] = piece
+
+
+def _piece(bucket: Bucket, slot: Slot) -> torch.Tensor:
+    """A leaf tensor that shares the memory of this rank's master weights of a parameter."""
+    start, stop = bucket.own_range(slot)
+    run = bucket.master[start:stop].detach()
+    shape = slot.parameter.shape
+    if not bucket.is_divided:
+        run = run.view(shape) if start < stop else run.view(0, *shape[1:])
+    return run.requires_grad_()
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _cut(value: Any, parameter: torch.Tensor, start: int, piece: torch.Tensor) -> Any:
+def _cut(value: Any, slot: Slot, start: int, piece: torch.Tensor) -> Any:
     """The piece's part of an optimizer state that has its parameter's shape; others as they are."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+    if not isinstance(value, torch.Tensor):
         return value
-    return value.reshape(-1)[start : start + piece.numel()].to(device=piece.device, copy=True)
+    if value.shape != slot.parameter.shape:
+        return value.to(piece.device)
+    part = value.reshape(-1)[start : start + piece.numel()].view(piece.shape)
+    wider = value.is_floating_point() and value.element_size() < piece.element_size()
+    return part.to(device=piece.device, dtype=piece.dtype if wider else value.dtype, copy=True)
 
 
 def _planned(parts: TrainingParts) -> Any:

@@ -123,6 +123,11 @@ class Bucket:
         start, stop = max(slot.start, first), min(slot.stop, last)
         return (start - first, stop - first) if start < stop else (0, 0)
 
+    def owns(self, slot: Slot) -> bool:
+        """Whether any of a parameter is in this rank's run."""
+        start, stop = self.own_range(slot)
+        return start < stop
+
     def own_start(self, slot: Slot) -> int:
         """Where this rank's piece begins, counted in the parameter."""
         return max(0, self.layout.own[0] - slot.start)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from strategies.zero.engine import Held, ZeroStrategy
@@ -25,12 +24,13 @@ class ZeroStage1(ZeroStrategy):
 
 def keep_whole(named: list[tuple[str, nn.Parameter]], home: Home) -> list[Bucket]:
     """Buckets whose weights stay whole on every rank while their optimizer states are sharded."""
-    buckets = buckets_of(named, home.wire.ranks, weight_dtypes(named, home), home.settings.bucket)
+    buckets = buckets_for(named, home)
     for bucket in buckets:
         load(bucket, home, trains=True, keeps=True)
     return buckets
 
 
-def weight_dtypes(named: list[tuple[str, nn.Parameter]], home: Home) -> dict[nn.Parameter, torch.dtype]:
-    """The dtype that each parameter computes in."""
-    return {parameter: home.settings.weights(parameter.dtype) for _, parameter in named}
+def buckets_for(named: list[tuple[str, nn.Parameter]], home: Home) -> list[Bucket]:
+    """Parameters in buckets of the dtypes that they compute in."""
+    dtypes = {parameter: home.settings.weights(parameter.dtype) for _, parameter in named}
+    return buckets_of(named, home.wire.ranks, dtypes, home.settings.bucket, home.owners)

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from strategies.zero.engine import Held, ZeroStrategy
-from strategies.zero.partition import Bucket, buckets_of
+from strategies.zero.partition import Bucket
 from strategies.zero.reduce import Reducer
-from strategies.zero.stage1 import keep_whole, weight_dtypes
+from strategies.zero.stage1 import buckets_for, keep_whole
 from strategies.zero.stage2 import ZeroStage2
 from strategies.zero.units import Members, Unit, members_of
 from strategies.zero.weights import Home, load, publish, refresh, settle_rest, take_over
@@ -54,7 +54,7 @@ def _unit(members: Members, kept: set[nn.Parameter], home: Home) -> Unit:
     made: dict[bool, list[Bucket]] = {}
     for trains in (True, False):
         named = [(name, parameter) for name, parameter in sharded if parameter.requires_grad is trains]
-        made[trains] = buckets_of(named, home.wire.ranks, weight_dtypes(named, home), home.settings.bucket)
+        made[trains] = buckets_for(named, home)
         for bucket in made[trains]:
             load(bucket, home, trains=trains, keeps=False)
     return Unit(members, made[True], made[False], home.wire)
