@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,10 @@ from torch import nn
 from planner.plan import Configuration, Plan
 from strategies.config import ScriptConfig
 from strategies.environment import Environment
+from strategies.observer import Observer
 
 if TYPE_CHECKING:
-    from strategies.monitor import RunMonitor
+    from strategies.data import ShardedLoader
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -56,16 +58,21 @@ class Engine(ABC):
     """A model in training: call it, `backward` the loss, `step`. The same calls under every strategy.
 
     `step` is called after every `backward`; it changes the weights once per `gradient_accumulation_steps` calls.
+    `module` is the script's own model, `wrapped` what runs it. `observers` are told what happens; without any, nothing
+    is measured.
     """
 
     module: nn.Module
+    wrapped: nn.Module
     optimizer: torch.optim.Optimizer
     lr_scheduler: Scheduler | None
 
     def __init__(self, plan: Plan, environment: Environment) -> None:
         self.plan = plan
         self.environment = environment
-        self.monitor: RunMonitor | None = None
+        self.dataloader: ShardedLoader | None = None
+        self.observers: list[Observer] = []
+        self._may_reduce = True
 
     @property
     def configuration(self) -> Configuration:
@@ -82,40 +89,105 @@ class Engine(ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass under the plan's precision."""
-        if self.monitor is not None and self.module.training:
-            self.monitor.forward_starts(self.module, (args, kwargs))
-        return self._forward(*args, **kwargs)
+        if not self.observers or not self.module.training:
+            return self._forward(*args, **kwargs)
+        for observer in self.observers:
+            observer.forward_starts(self.module, (args, kwargs))
+        with self.profile("forward"):
+            return self._forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add this micro-batch's gradients; the loss is divided by the accumulation steps here, not by the caller."""
-        if self.monitor is not None:
-            self.monitor.loss_is(loss)
-        self._backward(loss)
+        if not self.observers:
+            return self._backward(loss)
+        for observer in self.observers:
+            observer.loss_is(loss)
+        with self.profile("backward"):
+            return self._backward(loss)
 
     def step(self) -> None:
-        """At the accumulation boundary: clip, change the weights, clear gradients, step the scheduler. Else nothing."""
+        """At the accumulation boundary: clip, change the weights, clear gradients, step the scheduler. Else nothing.
+
+        Gradients that are not finite on some rank change nothing on any: the step is skipped and counted.
+        """
         acts = self.is_gradient_accumulation_boundary()
-        self._step()
-        if acts and self.monitor is not None:
-            self.monitor.step_ended()
+        with self.profile("step") if self.observers and acts else nullcontext():
+            self._step()
+        if not acts:
+            return
+        if self.dataloader is not None:
+            self.dataloader.trained()
+        for observer in self.observers:
+            observer.step_ended()
+
+    @contextmanager
+    def profile(self, name: str) -> Iterator[None]:
+        """A section of the script by name, in traces and, where timers run, in the times that are printed."""
+        for observer in self.observers:
+            observer.starts(name)
+        with torch.profiler.record_function(name):
+            yield
+        for observer in self.observers:
+            observer.ends(name)
 
     def train(self, mode: bool = True) -> Engine:
         """Put the module in training mode."""
-        self.module.train(mode)
+        self.wrapped.train(mode)
         return self
 
     def eval(self) -> Engine:
         """Put the module in evaluation mode."""
         return self.train(False)
 
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside may keep their gradients on this rank, whole, until one outside sums them."""
+        before, self._may_reduce = self._may_reduce, False
+        try:
+            yield
+        finally:
+            self._may_reduce = before
+
+    def close(self) -> None:
+        """Let the observers finish their files; leaving Python does it too."""
+        for observer in self.observers:
+            observer.close()
+
     @property
     @abstractmethod
     def global_steps(self) -> int:
         """Optimizer steps so far, over all runs that this one resumed."""
 
+    @property
+    @abstractmethod
+    def gradient_norm(self) -> float | None:
+        """The norm of the last step's gradients over all ranks before clipping; None where it was not finite."""
+
+    @property
+    @abstractmethod
+    def skipped_steps(self) -> int:
+        """Steps of this process that were not taken, because gradients were not finite."""
+
+    @property
+    @abstractmethod
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward, 1 but for fp16."""
+
     @abstractmethod
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` changes the weights."""
+
+    @abstractmethod
+    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+        """Inside, `module.parameters()` are whole on every rank, to read, to generate with, or to change.
+
+        They are in the dtype that they compute in. Every rank must enter and leave together. Changes may be lost unless
+        `keeps_changes`, which takes over rank 0's.
+        """
 
     @abstractmethod
     def save_checkpoint(self, directory: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:

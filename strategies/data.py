@@ -1,25 +1,45 @@
-"""Data for data-parallel ranks: every rank gets its own micro-batches, all of them together the global batch."""
+"""Data for data-parallel ranks: every rank gets its own micro-batches, all of them together the global batch.
+
+The place in the data is an epoch and how many of its samples have been trained on. Both mean the same however many
+ranks share the samples, so a run resumes in the middle of an epoch on any number of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from planner.plan import Configuration
+from strategies.bad_samples import BadSamples, Collate, Tolerant, collate_with
 from strategies.environment import Environment
 from strategies.errors import CannotRun
 
 
-class ShardedLoader(DataLoader[Any]):
-    """A rank's share of a dataset in micro-batches, shuffled anew every time it is iterated.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSettings:
+    """How samples are read: `workers` processes, into pinned memory (None: where there is a GPU), in an order that
+    `seed` decides (None: rank 0's torch seed); each rank leaves out up to `bad_samples` that cannot be read."""
 
-    The order of samples depends on `seed` alone, rank 0's torch seed where None is given: however many ranks share it
-    and however often they accumulate, step i trains on the same global batch. Samples that do not fill a global batch
-    are left out of that epoch.
+    workers: int = 0
+    pin_memory: bool | None = None
+    bad_samples: int = 0
+    seed: int | None = None
+    collate: Collate | None = None
+
+
+class ShardedLoader:
+    """A rank's share of a dataset in micro-batches, shuffled anew every epoch.
+
+    The order of samples depends on the seed alone: however many ranks share it and however often they accumulate, step
+    i trains on the same global batch. Samples that do not fill a global batch are left out of that epoch.
+
+    Iterating begins where the last step ended after `load_state_dict`, else with a new epoch. The engine says which
+    batches have been trained on, by `trained`; those that workers have read ahead do not count.
 
     Raises:
         CannotRun: the dataset has no length, or less than one global batch.
@@ -30,41 +50,116 @@ class ShardedLoader(DataLoader[Any]):
         dataset: Dataset[Any],
         configuration: Configuration,
         environment: Environment,
-        *,
-        seed: int | None = None,
+        settings: LoaderSettings | None = None,
     ) -> None:
-        if isinstance(dataset, IterableDataset):
-            raise CannotRun(
-                "training_data is an IterableDataset, which only its author can split over ranks; pass a dataset with"
-                " a length, or build the DataLoader in the script"
-            )
-        sized: Any = dataset
-        samples = len(sized)
-        if samples < configuration.global_batch_size:
-            raise CannotRun(
-                f"training_data has {samples} samples and a global batch takes {configuration.global_batch_size};"
-                " lower train_batch_size"
-            )
-        self._order: DistributedSampler[Any] = DistributedSampler(
-            dataset,
-            num_replicas=environment.world_size,
-            rank=environment.rank,
-            seed=_shared_seed(environment) if seed is None else seed,
-            drop_last=True,
+        settings = settings or LoaderSettings()
+        self.dataset = dataset
+        self.epoch = 0
+        self.samples = 0
+        self.seed = _shared_seed(environment) if settings.seed is None else settings.seed
+        self._length = _length(dataset, configuration)
+        self._configuration, self._environment = configuration, environment
+        self._bad = BadSamples(settings.bad_samples)
+        self._handed_out = 0
+        self._continues = True
+        self._batches = _Order(configuration.micro_batch_size, environment)
+        tolerates = settings.bad_samples > 0
+        collate = settings.collate or default_collate
+        self._loader: DataLoader[Any] = DataLoader(
+            Tolerant(dataset, self._length) if tolerates else dataset,
+            batch_sampler=self._batches,
+            num_workers=settings.workers,
+            pin_memory=environment.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
+            collate_fn=collate_with(collate) if tolerates else collate,
+            persistent_workers=settings.workers > 0,
         )
-        self._epoch = 0
-        self._accumulation = configuration.gradient_accumulation_steps
-        super().__init__(dataset, batch_size=configuration.micro_batch_size, sampler=self._order, drop_last=True)
+        self._tolerates = tolerates
+
+    @property
+    def bad_samples(self) -> int:
+        """How many samples of this rank could not be read so far."""
+        return self._bad.count
 
     def __len__(self) -> int:
         """Micro-batches per epoch: whole global batches only."""
-        return super().__len__() // self._accumulation * self._accumulation
+        configuration = self._configuration
+        return self._length // configuration.global_batch_size * configuration.gradient_accumulation_steps
 
-    def __iter__(self) -> Any:
-        self._order.set_epoch(self._epoch)
-        self._epoch += 1
-        batches = super().__iter__()
-        return (batch for _, batch in zip(range(len(self)), batches, strict=False))
+    def __iter__(self) -> Iterator[Any]:
+        if self.samples and not self._continues:
+            self.epoch, self.samples = self.epoch + 1, 0
+        self._continues = False
+        self._handed_out = self.samples
+        return self._rest_of_epoch()
+
+    def trained(self) -> None:
+        """The engine has made a step of what was handed out so far."""
+        self.samples = self._handed_out
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the data, as JSON; the same on every rank and for any number of ranks."""
+        return {"epoch": self.epoch, "samples": self.samples, "seed": self.seed, "length": self._length}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place that `state_dict` gave, on whatever number of ranks.
+
+        Raises:
+            CannotRun: the place is in a dataset of another length.
+        """
+        length = state.get("length", self._length)
+        if length != self._length:
+            raise CannotRun(
+                f"the checkpoint's place in the data is in {length} samples and training_data has {self._length}; pass"
+                " the same dataset, or set engine.dataloader = None before load_checkpoint to begin it anew"
+            )
+        self.epoch, self.samples, self.seed = int(state["epoch"]), int(state["samples"]), int(state["seed"])
+        self._continues = True
+
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        configuration, epoch = self._configuration, self.epoch
+        global_batches = (self._length - self.samples) // configuration.global_batch_size
+        last = self.samples + global_batches * configuration.global_batch_size
+        self._batches.order = _permutation(self._length, self.seed + epoch)[self.samples : last]
+        for batch in self._loader:
+            self._handed_out += configuration.micro_batch_size * self._environment.world_size
+            yield self._bad.noted(batch) if self._tolerates else batch
+        if self.epoch == epoch and self.samples == last:
+            self.epoch, self.samples = epoch + 1, 0
+
+
+class _Order:
+    """A batch sampler: this rank's part of `order`, [samples], whose neighbours go to different ranks."""
+
+    def __init__(self, micro_batch_size: int, environment: Environment) -> None:
+        self.order = torch.empty(0, dtype=torch.int64)
+        self._size, self._environment = micro_batch_size, environment
+
+    def __len__(self) -> int:
+        return len(self.order) // (self._size * self._environment.world_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        own = self.order[self._environment.rank :: self._environment.world_size]
+        return (own[first : first + self._size].tolist() for first in range(0, len(own), self._size))
+
+
+def _permutation(length: int, seed: int) -> torch.Tensor:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+
+
+def _length(dataset: Dataset[Any], configuration: Configuration) -> int:
+    if isinstance(dataset, IterableDataset):
+        raise CannotRun(
+            "training_data is an IterableDataset, which only its author can split over ranks; pass a dataset with"
+            " a length, or build the DataLoader in the script"
+        )
+    sized: Any = dataset
+    samples = len(sized)
+    if samples < configuration.global_batch_size:
+        raise CannotRun(
+            f"training_data has {samples} samples and a global batch takes {configuration.global_batch_size};"
+            " lower train_batch_size"
+        )
+    return samples
 
 
 def _shared_seed(environment: Environment) -> int:

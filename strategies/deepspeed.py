@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from planner.emit.deepspeed import deepspeed_config
 from planner.trace.checkpointing import checkpoint_activations
 from strategies.base import Engine, Strategy, TrainingParts
 from strategies.checkpoint_origin import require_readable
+from strategies.deepspeed_weights import whole
 from strategies.environment import ensure_group
 from strategies.errors import BackendMissing
 from strategies.optimizers import OPTIMIZERS, trainable_parameters
@@ -64,20 +67,40 @@ class DeepSpeedZero(Strategy):
 
 
 class DeepSpeedEngine(Engine):
-    """DeepSpeed's engine, which scales, clips, accumulates, steps and saves by itself."""
+    """DeepSpeed's engine, which scales, clips, accumulates, steps and saves by itself.
+
+    It skips steps whose gradients are not finite in fp16 alone.
+    """
 
     def __init__(
         self, engine: Any, optimizer: Any, scheduler: Any, *, strategy: DeepSpeedZero, parts: TrainingParts
     ) -> None:
         super().__init__(parts.plan, strategy.environment)
         self.strategy = strategy
-        self.module = engine
+        self.module = parts.model
+        self.wrapped = engine
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
 
     @property
     def global_steps(self) -> int:
         return int(self._deepspeed.global_steps)
+
+    @property
+    def gradient_norm(self) -> float | None:
+        norm = self._deepspeed.get_global_grad_norm()
+        return float(norm) if norm is not None and math.isfinite(norm) else None
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self._deepspeed.skipped_steps)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(getattr(self._deepspeed.optimizer, "loss_scale", 1.0))
+
+    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+        return whole(self.module, self.configuration.zero_stage, keeps_changes=keeps_changes)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return bool(self._deepspeed.is_gradient_accumulation_boundary())
@@ -98,10 +121,10 @@ class DeepSpeedEngine(Engine):
 
     @property
     def _deepspeed(self) -> Any:
-        return self.module
+        return self.wrapped
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        return self.wrapped(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
         self._deepspeed.backward(loss)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from planner import vocabulary as words
 from planner.plan import Plan
@@ -40,7 +40,7 @@ def initialize(
     plan: Plan | str | Path | None = None,
     strategy: words.Strategy | None = None,
     backend: words.Backend | None = None,
-) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Scheduler | None]:
+) -> tuple[Engine, torch.optim.Optimizer, ShardedLoader | None, Scheduler | None]:
     """Place a model under a plan and return (engine, optimizer, dataloader, scheduler); called on every rank.
 
     The plan is, in this order: the file that `dsplan run --plan` hands over, `plan=`, or one made now from the module
@@ -85,9 +85,10 @@ def initialize(
         script=script,
     )
     engine = find_strategy(settled.configuration, environment).engine(parts)
-    loader = None if training_data is None else ShardedLoader(training_data, settled.configuration, environment)
+    if training_data is not None:
+        engine.dataloader = ShardedLoader(training_data, settled.configuration, environment)
     _report(engine, environment, is_new=is_new)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
 
 
 def _agree(plan: Plan, strategy: str | None, backend: str | None) -> None:
@@ -106,13 +107,14 @@ def _report(engine: Engine, environment: Environment, *, is_new: bool) -> None:
     """Print a plan that was made now, or leave it and the metrics to `dsplan run`, which shows them itself."""
     directory = os.environ.get(RUN_DIRECTORY)
     if directory:
-        engine.monitor = RunMonitor(
+        monitor = RunMonitor(
             Path(directory),
             rank=environment.rank,
             device=environment.device,
             sequence_length=engine.configuration.sequence_length,
         )
+        engine.observers.append(monitor)
         if is_new and environment.is_main:
-            engine.monitor.plan_made(plan_to_dict(engine.plan))
+            monitor.plan_made(plan_to_dict(engine.plan))
     elif is_new and environment.is_main and not os.environ.get(QUIET):
         print(describe(engine.plan), flush=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.trace.blocks import repeated_blocks
 from strategies.environment import ensure_group
@@ -55,11 +55,34 @@ class FullShard(TorchStrategy):
         return CPUOffloadPolicy(pin_memory=self.environment.device.type == "cuda")
 
     def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
+        cast("FSDPModule", module).set_requires_gradient_sync(reduces)
+        return nullcontext()
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
         # A micro-batch that is not reduced leaves whole gradients on every rank: 4 bytes per parameter, however many
         # ranks there are. The plan says whether it counted on them.
-        each = self.configuration.sync_each_micro_batch
-        cast("FSDPModule", module).set_requires_gradient_sync(reduces or each)
-        return nullcontext()
+        return self.configuration.sync_each_micro_batch
+
+    @contextmanager
+    def whole(self, module: nn.Module, *, keeps_changes: bool) -> Iterator[None]:
+        units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        shards = dict(module.named_parameters())
+        for unit in units:
+            # A forward pass inside must not free what is open.
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        before = {name: whole.detach().clone() for name, whole in module.named_parameters() if keeps_changes}
+        try:
+            yield
+            for name, whole in module.named_parameters():
+                if keeps_changes:
+                    _take_over(cast("DTensor", shards[name]), whole.detach(), before.pop(name))
+        finally:
+            for unit in units:
+                unit.reshard()
+                # torch's default keeps the root's weights from forward to backward.
+                unit.set_reshard_after_forward(self.reshard_after_forward and unit is not module, recurse=False)
 
 
 class ShardGradOp(FullShard):
@@ -74,6 +97,13 @@ class HybridShard(FullShard):
     def mesh(self) -> DeviceMesh:
         degrees = (self.configuration.dp_replicate, self.configuration.dp_shard)
         return init_device_mesh(self.environment.device.type, degrees, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _take_over(shard: DTensor, whole: torch.Tensor, before: torch.Tensor) -> None:
+    """Write rank 0's changes of a whole parameter into its shards, which may be of a wider dtype."""
+    here = shard.to_local()
+    new, old = (distribute_tensor(tensor, shard.device_mesh, shard.placements).to_local() for tensor in (whole, before))
+    here.copy_(torch.where(new == old, here, new.to(here)))
 
 
 @contextmanager

@@ -21,12 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from planner.models.storage_tracker import StorageTracker
 from strategies.metrics import STORAGE_TRACKER, WARM_UP_STEPS, metrics_path, summarise
+from strategies.observer import Observer
 
 # Memory is in its steady state once the steps of the warm-up are over.
 TRACKED_STEP = WARM_UP_STEPS
 
 
-class RunMonitor:
+class RunMonitor(Observer):
     """Writes one rank's metrics while the engine trains. `close` writes the summary; leaving Python does it too."""
 
     def __init__(self, directory: Path, *, rank: int, device: torch.device, sequence_length: int) -> None:

@@ -30,8 +30,3 @@ def sharding_policy(precision: str) -> MixedPrecisionPolicy:
     """FSDP2's policy: 16-bit compute over fp32 shards, gradients reduced in fp32."""
     dtype = _COMPUTE_DTYPE.get(precision)
     return MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
-
-
-def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
-    """The loss scaler that fp16 needs; for other precisions one that does nothing."""
-    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from planner.trace.checkpointing import checkpoint_activations
 from strategies import checkpoint
 from strategies.base import Engine, Scheduler, Strategy, TrainingParts
 from strategies.checkpoint_origin import require_readable
+from strategies.gradients import scale_gradients, total_norm
+from strategies.loss_scale import LossScale, scale_settings
 from strategies.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
-from strategies.precision import cast_model, grad_scaler
+from strategies.precision import cast_model
 
 
 class TorchStrategy(Strategy):
@@ -32,7 +35,7 @@ class TorchStrategy(Strategy):
         optimizer = self._optimizer(parts, move.parameters(model, parameters))
         if optimizer is parts.optimizer:
             move.optimizer(model, optimizer)
-        return TorchEngine(strategy=self, module=module, optimizer=optimizer, parts=parts)
+        return TorchEngine(strategy=self, wrapped=module, optimizer=optimizer, parts=parts)
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -44,6 +47,19 @@ class TorchStrategy(Strategy):
     def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
         """What surrounds a forward pass: whether its backward pass reduces gradients over the ranks."""
         return nullcontext()
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether gradients are reduced before the accumulation boundary too, so that no rank keeps them whole."""
+        return False
+
+    @contextmanager
+    def whole(self, module: nn.Module, *, keeps_changes: bool) -> Iterator[None]:
+        """All weights whole inside; `keeps_changes` takes over what rank 0 wrote to them."""
+        yield
+        if keeps_changes and self.environment.world_size > 1:
+            for parameter in module.parameters():
+                dist.broadcast(parameter.data, 0)
 
     def autocast(self) -> AbstractContextManager[object]:
         """What surrounds a forward pass: the casts of the plan's precision, unless the wrapper does them."""
@@ -59,16 +75,20 @@ class TorchStrategy(Strategy):
 class TorchEngine(Engine):
     """Accumulates, scales, clips and steps as DeepSpeed's engine does, over any torch strategy."""
 
+    gradient_norm: float | None = None
+    skipped_steps: int = 0
+
     def __init__(
-        self, *, strategy: TorchStrategy, module: nn.Module, optimizer: torch.optim.Optimizer, parts: TrainingParts
+        self, *, strategy: TorchStrategy, wrapped: nn.Module, optimizer: torch.optim.Optimizer, parts: TrainingParts
     ) -> None:
         super().__init__(parts.plan, strategy.environment)
         self.strategy = strategy
-        self.module = module
+        self.module = parts.model
+        self.wrapped = wrapped
         self.optimizer = optimizer
         self.lr_scheduler = scheduler_of(parts, optimizer)
         self.gradient_clipping = parts.gradient_clipping
-        self._scaler = grad_scaler(self.configuration.precision, self.device)
+        self._scale = LossScale(scale_settings(parts.script.fp16) if self.configuration.precision == "fp16" else None)
         self._micro_steps = 0
         self._global_steps = 0
 
@@ -76,13 +96,20 @@ class TorchEngine(Engine):
     def global_steps(self) -> int:
         return self._global_steps
 
+    @property
+    def loss_scale(self) -> float:
+        return self._scale.value
+
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
+
+    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+        return self.strategy.whole(self.module, keeps_changes=keeps_changes)
 
     def save_checkpoint(self, directory: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
         progress = {
             "global_steps": self._global_steps,
-            "scaler": self._scaler.state_dict(),
+            "scaler": self._scale.state_dict(),
             "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
         }
         content = checkpoint.Content(progress=progress, client_state=dict(client_state or {}))
@@ -96,47 +123,46 @@ class TorchEngine(Engine):
         path, content = found
         self._global_steps = content.progress["global_steps"]
         self._micro_steps = 0
-        self._scaler.load_state_dict(content.progress["scaler"] or self._scaler.state_dict())
+        self._scale.load_state_dict(content.progress["scaler"])
         if self.lr_scheduler is not None and content.progress["scheduler"] is not None:
             self.lr_scheduler.load_state_dict(content.progress["scheduler"])
         return path, content.client_state
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        reduces = self.is_gradient_accumulation_boundary()
-        with self.strategy.synchronization(self.module, reduces=reduces), self.strategy.autocast():
-            return self.module(*args, **kwargs)
+        each = self.strategy.reduces_each_micro_batch and self._may_reduce
+        reduces = each or self.is_gradient_accumulation_boundary()
+        with self.strategy.synchronization(self.wrapped, reduces=reduces), self.strategy.autocast():
+            return self.wrapped(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        scaled = self._scaler.scale(loss / self.configuration.gradient_accumulation_steps)
-        torch.autograd.backward(scaled)
+        mean = loss / self.configuration.gradient_accumulation_steps
+        torch.autograd.backward(mean if self._scale.value == 1 else mean * self._scale.value)
 
     def _step(self) -> None:
         acts = self.is_gradient_accumulation_boundary()
         self._micro_steps += 1
         if not acts:
             return
-        if self.gradient_clipping > 0:
-            self._scaler.unscale_(self.optimizer)
-            self._clip()
-        if self._optimizer_stepped() and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
+        norm = total_norm(self.module.parameters()).item() / self._scale.value
+        if math.isfinite(norm):
+            self._apply(norm)
+        else:
+            self.gradient_norm = None
+            self.skipped_steps += 1
+            self._scale.overflowed()
         self.module.zero_grad(set_to_none=True)
         self._global_steps += 1
 
-    def _clip(self) -> None:
-        with_gradients = [p for p in self.module.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in with_gradients if p.grad is not None])
-        # A sharded norm must become one number before it meets gradients that are laid out differently.
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        nn.utils.clip_grads_with_norm_(with_gradients, self.gradient_clipping, norm)
-
-    def _optimizer_stepped(self) -> bool:
-        """Step; False where fp16 gradients overflowed and the scaler skipped the step and lowered its scale."""
-        scale = self._scaler.get_scale()
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
-        return self._scaler.get_scale() >= scale
+    def _apply(self, norm: float) -> None:
+        """Clip by the norm over all ranks and step."""
+        self.gradient_norm = norm
+        clip = min(1.0, self.gradient_clipping / (norm + 1e-6)) if self.gradient_clipping > 0 else 1.0
+        scale_gradients(self.module.parameters(), clip / self._scale.value)
+        self.optimizer.step()
+        self._scale.stepped()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
 
 
 def scheduler_of(parts: TrainingParts, optimizer: torch.optim.Optimizer) -> Scheduler | None:

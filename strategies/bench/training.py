@@ -49,8 +49,7 @@ def train(trainee: Trainee) -> None:
         least = _LEAST_STEPS if seconds < _LONG_STEP_SECONDS else _STEPS_OF_A_LONG_RUN
         _steps(engine, batch, min(max(least, round(trainee.seconds / seconds)), _MOST_STEPS))
     finally:
-        if engine.monitor is not None:
-            engine.monitor.close()
+        engine.close()
         del engine, model
 
 

@@ -19,11 +19,11 @@ from strategies.base import Engine, Strategy, TrainingParts
 from strategies.checkpoint_origin import require_readable
 from strategies.environment import ensure_group
 from strategies.optimizer_needs import undivided
+from strategies.loss_scale import LossScale
 from strategies.optimizers import trainable_parameters
 from strategies.torch_engine import scheduler_of
 from strategies.zero.checkpoint import ZeroState
 from strategies.zero.compress import wires
-from strategies.zero.loss_scale import LossScale
 from strategies.zero.optimizer import Pieces, script_optimizer
 from strategies.zero.partition import Bucket, Ranks, owners_of
 from strategies.zero.reduce import Reducer
@@ -89,6 +89,9 @@ class Held:
 class ZeroEngine(Engine):
     """Accumulates, scales, clips, skips and steps the same way in every stage."""
 
+    gradient_norm: float | None = None
+    skipped_steps: int = 0
+
     def __init__(
         self,
         *,
@@ -100,10 +103,8 @@ class ZeroEngine(Engine):
     ) -> None:
         super().__init__(parts.plan, strategy.environment)
         settings = home.settings
-        self.module = parts.model
+        self.module = self.wrapped = parts.model
         self.gradient_clipping = parts.gradient_clipping
-        self.gradient_norm: float | None = None
-        self.skipped_steps = 0
         self._home, self._held = home, held
         self._scale = LossScale(settings.scale)
         wire_of = wires(home.wire, settings.travel.codec, lambda: self._scale.value)
@@ -114,7 +115,6 @@ class ZeroEngine(Engine):
         self.lr_scheduler = scheduler_of(parts, self.optimizer)
         each = strategy.reduces_each_micro_batch and self.configuration.sync_each_micro_batch
         self._reduces_each = each
-        self._may_reduce = True
         self._micro_steps = 0
         self._global_steps = 0
 
@@ -124,27 +124,12 @@ class ZeroEngine(Engine):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before backward, 1 but for fp16."""
         return self._scale.value
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside keep their gradients on this rank, whole, until one outside sums them."""
-        before, self._may_reduce = self._may_reduce, False
-        try:
-            yield
-        finally:
-            self._may_reduce = before
-
     def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
-        """Inside, `module.parameters()` are whole on every rank, to read, to generate with, or to change.
-
-        Every rank must enter and leave together. Changes are lost with the next step unless `keeps_changes`, which
-        takes over rank 0's.
-        """
         return self._held.whole(keeps_changes=keeps_changes)
 
     def save_checkpoint(self, directory: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:

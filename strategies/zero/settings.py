@@ -10,8 +10,7 @@ from planner.plan import Configuration
 from planner.zero_buckets import native_buckets
 from strategies.base import TrainingParts
 from strategies.compression import GradientTravel, gradient_travel
-from strategies.config import Fp16Section
-from strategies.zero.loss_scale import ScaleSettings
+from strategies.loss_scale import ScaleSettings, scale_settings
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTE = {**_DTYPES, "bf16-pure": torch.bfloat16}
@@ -64,7 +63,7 @@ def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
         bucket=buckets.reduce if bucket is None else bucket,
         persistence_threshold=buckets.persistence_threshold if threshold is None else threshold,
         offload=configuration.offload,
-        scale=_scale(script.fp16) if configuration.precision == "fp16" else None,
+        scale=scale_settings(script.fp16) if configuration.precision == "fp16" else None,
     )
 
 
@@ -72,14 +71,3 @@ def _accumulate(configuration: Configuration) -> torch.dtype | None:
     """Sums over micro-batches lose bits in 16-bit types, a sum over ranks alone is rounded once."""
     several = configuration.gradient_accumulation_steps > 1
     return torch.float32 if several and configuration.precision in ("bf16", "fp16") else None
-
-
-def _scale(section: Fp16Section) -> ScaleSettings:
-    fixed = section.loss_scale
-    return ScaleSettings(
-        initial=fixed or 2.0**section.initial_scale_power,
-        window=section.loss_scale_window,
-        hysteresis=section.hysteresis,
-        floor=section.min_loss_scale,
-        is_dynamic=not fixed,
-    )

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 from training_bodies import Recipe
 
-from strategies.data import ShardedLoader
+from strategies.data import LoaderSettings, ShardedLoader
 from strategies.environment import Environment
 
 
@@ -25,6 +25,17 @@ class Numbers(Dataset[int]):
         return index
 
 
+def handed_out(loader: ShardedLoader, most: int | None = None) -> list[list[int]]:
+    """Up to `most` micro-batches that an engine trains on."""
+    batches = []
+    for batch in loader:
+        batches.append(batch.tolist())
+        loader.trained()
+        if len(batches) == most:
+            break
+    return batches
+
+
 def global_batches(samples: int, world: int, accumulation: int, epochs: int = 1) -> list[set[int]]:
     """The samples of every optimizer step, over all ranks."""
     configuration = Recipe(strategy="ddp", world_size=world, accumulation=accumulation).plan().configuration
@@ -34,8 +45,8 @@ def global_batches(samples: int, world: int, accumulation: int, epochs: int = 1)
         environment = Environment(
             rank=rank, local_rank=rank, world_size=world, local_world_size=world, device=torch.device("cpu")
         )
-        loader = ShardedLoader(Numbers(samples), configuration, environment, seed=7)
-        batches = [batch.tolist() for _ in range(epochs) for batch in loader]
+        loader = ShardedLoader(Numbers(samples), configuration, environment, LoaderSettings(seed=7))
+        batches = [batch for _ in range(epochs) for batch in handed_out(loader)]
         assert len(batches) == epochs * len(loader)
         per_rank.append([list(chain(*batches[i : i + accumulation])) for i in range(0, len(batches), accumulation)])
     return [set().union(*parts) for parts in zip(*per_rank, strict=True)]

@@ -35,8 +35,7 @@ def test_a_run_writes_steps_and_a_summary(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("DSPLAN_PLAN", str(tmp_path / "plan.yaml"))
     engine = training_bodies.make_engine(recipe)
     losses = [training_bodies.one_step(engine, step) for step in range(5)]
-    assert engine.monitor is not None
-    engine.monitor.close()
+    engine.close()
     (rows,) = read_metrics(tmp_path, 1)
     assert [line["event"] for line in rows] == ["step"] * 5 + ["end"], "a given plan is not written again"
     assert all(set(line) == STEP_KEYS for line in rows[:5])
@@ -51,12 +50,13 @@ def test_a_run_writes_steps_and_a_summary(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_evaluation_is_not_a_step(tmp_path: Path) -> None:
     engine = training_bodies.make_engine(Recipe())
-    engine.monitor = RunMonitor(tmp_path, rank=0, device=torch.device("cpu"), sequence_length=6)
+    monitor = RunMonitor(tmp_path, rank=0, device=torch.device("cpu"), sequence_length=6)
+    engine.observers.append(monitor)
     training_bodies.one_step(engine, 0)
     engine.eval()
     with torch.no_grad():
         engine(*training_bodies.batch_of(0))
     engine.train()
     training_bodies.one_step(engine, 1)
-    engine.monitor.close()
+    monitor.close()
     assert [line.get("samples") for line in read_metrics(tmp_path, 1)[0]] == [12, 12, None]

@@ -18,7 +18,7 @@ from strategies.base import TrainingParts
 from strategies.checkpoint_parts import PartOfTensor, boxes
 from strategies.config import read_config
 from strategies.errors import CannotRun
-from strategies.zero.loss_scale import LossScale, ScaleSettings
+from strategies.loss_scale import LossScale, ScaleSettings
 from strategies.zero.partition import Bucket, Layout, Ranks, Slot, buckets_of
 from strategies.zero.settings import ZeroSettings, read_settings
 from strategies.zero.units import members_of

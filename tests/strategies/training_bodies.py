@@ -176,7 +176,7 @@ def whole_parameters(engine: Any) -> dict[str, torch.Tensor]:
     if engine.configuration.backend == "deepspeed":
         import deepspeed
 
-        model = engine.module.module
+        model = engine.module
         with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=engine.configuration.zero_stage == 3):
             return {name: value.detach().float().clone() for name, value in model.named_parameters()}
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

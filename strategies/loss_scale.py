@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from strategies.config import Fp16Section
+
 _FACTOR = 2.0
 
 
@@ -23,6 +25,18 @@ class ScaleSettings:
     hysteresis: int = 2
     floor: float = 1.0
     is_dynamic: bool = True
+
+
+def scale_settings(section: Fp16Section) -> ScaleSettings:
+    """What a config's `fp16` asks for."""
+    fixed = section.loss_scale
+    return ScaleSettings(
+        initial=fixed or 2.0**section.initial_scale_power,
+        window=section.loss_scale_window,
+        hysteresis=section.hysteresis,
+        floor=section.min_loss_scale,
+        is_dynamic=not fixed,
+    )
 
 
 class LossScale:
