@@ -8,13 +8,27 @@ from typing import cast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from strategies.base import TrainingParts
+from strategies.compression import gradient_travel
+from strategies.ddp_compression import compress
 from strategies.environment import ensure_group
 from strategies.precision import autocast
-from strategies.torch_engine import TorchStrategy
+from strategies.torch_engine import TorchEngine, TorchStrategy
+from strategies.zero.partition import Ranks
+from strategies.zero.wire import wire_for
 
 
 class ReplicatedDataParallel(TorchStrategy):
     """Every rank holds the whole model; gradients are averaged in buckets while backward runs."""
+
+    def engine(self, parts: TrainingParts) -> TorchEngine:
+        travel = gradient_travel(parts)
+        engine = super().engine(parts)
+        ranks = Ranks(rank=self.environment.rank, world_size=self.environment.world_size)
+        wire = wire_for(ranks, self.environment.device)
+        replica = cast("DistributedDataParallel", engine.wrapped)
+        compress(replica, travel, wire, lambda: engine.loss_scale)
+        return engine
 
     def wrap(self, model: nn.Module) -> nn.Module:
         ensure_group(self.environment)

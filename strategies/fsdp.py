@@ -15,9 +15,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.trace.blocks import repeated_blocks
+from strategies.base import TrainingParts
+from strategies.compression import gradient_travel
 from strategies.environment import ensure_group
 from strategies.precision import sharding_policy
-from strategies.torch_engine import TorchStrategy
+from strategies.torch_engine import TorchEngine, TorchStrategy
 
 
 class FullShard(TorchStrategy):
@@ -25,13 +27,17 @@ class FullShard(TorchStrategy):
 
     reshard_after_forward = True
 
+    def engine(self, parts: TrainingParts) -> TorchEngine:
+        self._reduce_dtype = gradient_travel(parts).dtype
+        return super().engine(parts)
+
     def wrap(self, model: nn.Module) -> nn.Module:
         ensure_group(self.environment)
         _broadcast_from_rank_0(model, self.environment.device)
         shard = partial(
             fully_shard,
             mesh=self.mesh(),
-            mp_policy=sharding_policy(self.configuration.precision),
+            mp_policy=sharding_policy(self.configuration.precision, self._reduce_dtype),
             offload_policy=self.offload_policy(),
         )
         for block in repeated_blocks(model):

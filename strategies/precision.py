@@ -26,7 +26,9 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def sharding_policy(precision: str) -> MixedPrecisionPolicy:
-    """FSDP2's policy: 16-bit compute over fp32 shards, gradients reduced in fp32."""
+def sharding_policy(precision: str, reduce: torch.dtype | None = None) -> MixedPrecisionPolicy:
+    """FSDP2's policy: 16-bit compute over fp32 shards, gradients reduced in `reduce`, fp32 unless it is given."""
     dtype = _COMPUTE_DTYPE.get(precision)
-    return MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
+    if dtype is None:
+        return MixedPrecisionPolicy(reduce_dtype=reduce)
+    return MixedPrecisionPolicy(dtype, reduce or torch.float32)

@@ -1,0 +1,113 @@
+"""DDP with gradients that travel in 8 bits, as a communication hook.
+
+An all-reduce in two halves: each rank's run of a bucket is summed on its owner (`strategies/zero/compress.py`), and the
+owner sends the mean to all, in 8 bits again, remembering what this rounding leaves out as well (Tang et al. 2021,
+section 3). Every rank, the owner too, takes what was sent, so that replicas stay equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from strategies.compression import GradientTravel
+from strategies.zero.codec import Codec
+from strategies.zero.compress import EightBits, Memory
+from strategies.zero.partition import Layout
+from strategies.zero.wire import Wire
+
+if TYPE_CHECKING:
+    Mean = torch.futures.Future[torch.Tensor]
+
+_HOOKS: dict[torch.dtype, Callable[..., Any]] = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
+
+
+def compress(module: DistributedDataParallel, travel: GradientTravel, wire: Wire, unit: Callable[[], float]) -> None:
+    """Make a module's gradients travel as asked; `unit` is the loss scale of the moment."""
+    if travel.codec is not None and wire.ranks.world_size > 1:
+        mean = EightBitMean(wire, travel.codec, unit, next(module.parameters()).device)
+        # A function of its own: DDP compares annotations with classes, and these are strings.
+        module.register_comm_hook(None, lambda state, bucket: mean.begin(bucket))
+    elif travel.dtype in _HOOKS:
+        hook = _HOOKS[travel.dtype]
+        # Under its own name DDP takes the one of bf16 for NCCL's alone, and gloo adds bf16 as well.
+        module.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+
+
+class EightBitMean:
+    """The mean over ranks of DDP's buckets, one after the other in the order of DDP, beside the backward pass.
+
+    On a GPU everything is queued on a stream of its own; between CPUs, where messages are waited for, on a thread.
+    """
+
+    def __init__(self, wire: Wire, codec: Codec, unit: Callable[[], float], device: torch.device) -> None:
+        self._wire, self._codec, self._unit, self._device = wire, codec, unit, device
+        self._buckets: dict[int, _Bucket] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1) if device.type == "cpu" else None
+        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+
+    def begin(self, bucket: dist.GradBucket) -> Mean:
+        """Begin a bucket's mean, which takes the place of its gradients."""
+        buffer, index = bucket.buffer(), bucket.index()
+        # DDP orders its buckets anew after the first step.
+        members = tuple(id(parameter) for parameter in bucket.parameters())
+        known = self._buckets.get(index)
+        if known is None or known.members != members:
+            layout = Layout(elements=buffer.numel(), ranks=self._wire.ranks)
+            known = self._buckets[index] = _Bucket(self._wire, self._codec, self._unit, layout, members)
+        return self._on_stream(known, buffer) if self._thread is None else self._on_thread(known, buffer)
+
+    def _on_stream(self, bucket: _Bucket, buffer: torch.Tensor) -> Mean:
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            buffer.record_stream(self._stream)
+            done: Mean = torch.futures.Future(devices=[self._device])
+            done.set_result(bucket.mean(buffer))
+        return done
+
+    def _on_thread(self, bucket: _Bucket, buffer: torch.Tensor) -> Mean:
+        assert self._thread is not None
+        done: Mean = torch.futures.Future()
+
+        def run() -> None:
+            try:
+                done.set_result(bucket.mean(buffer))
+            except Exception as problem:  # whatever it is, the backward pass that waits for it must raise it
+                done.set_exception(problem)
+
+        self._thread.submit(run)
+        return done
+
+
+class _Bucket:
+    """One bucket's two halves and what their rounding left out."""
+
+    def __init__(
+        self, wire: Wire, codec: Codec, unit: Callable[[], float], layout: Layout, members: tuple[int, ...]
+    ) -> None:
+        self.members = members
+        self._wire, self._codec, self._layout = wire, codec, layout
+        self._sums, self._memory = EightBits(wire, codec, unit), Memory(codec, unit)
+
+    def mean(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Replace a bucket's gradients by their mean over ranks."""
+        codec, ranks, here = self._codec, range(self._wire.ranks.world_size), self._wire.ranks.rank
+        own = self._sums.sum_to_owners(buffer, self._layout).total(torch.float32).div_(len(ranks))
+        self._memory.restart()
+        message = codec.encode(own, self._memory.of(here, own))
+        sizes = [stop - start for start, stop in (self._layout.bounds(rank) for rank in ranks)]
+        nothing = message.new_empty(0)
+        incoming = [nothing if r == here else message.new_empty(codec.message_bytes(sizes[r])) for r in ranks]
+        self._wire.exchange([nothing if r == here else message for r in ranks], incoming).wait()
+        for rank in ranks:
+            values = codec.room(sizes[rank], buffer)
+            codec.add(message if rank == here else incoming[rank], values)
+            buffer[slice(*self._layout.bounds(rank))].copy_(values[: sizes[rank]])
+        return buffer
