@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,10 +49,10 @@ class EightBitMean:
         self._wire, self._codec, self._unit, self._device = wire, codec, unit, device
         self._buckets: dict[int, _Bucket] = {}
         self._thread = ThreadPoolExecutor(max_workers=1) if device.type == "cpu" else None
-        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        self._stream = None if device.type == "cpu" else _stream_on(device)
 
-    def begin(self, bucket: dist.GradBucket) -> Mean:
-        """Begin a bucket's mean, which takes the place of its gradients."""
+    def begin(self, bucket: Any) -> Mean:
+        """Begin the mean of a bucket (DDP's `GradBucket`), which takes the place of its gradients."""
         buffer, index = bucket.buffer(), bucket.index()
         # DDP orders its buckets anew after the first step.
         members = tuple(id(parameter) for parameter in bucket.parameters())
@@ -80,10 +79,17 @@ class EightBitMean:
             try:
                 done.set_result(bucket.mean(buffer))
             except Exception as problem:  # whatever it is, the backward pass that waits for it must raise it
-                done.set_exception(problem)
+                failed: Any = done  # its method is annotated with the kind of result
+                failed.set_exception(problem)
 
         self._thread.submit(run)
         return done
+
+
+def _stream_on(device: torch.device) -> torch.cuda.Stream:
+    kind: Any = torch.cuda.Stream  # without annotations
+    made: torch.cuda.Stream = kind(device)
+    return made
 
 
 class _Bucket:

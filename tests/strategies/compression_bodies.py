@@ -103,7 +103,7 @@ def _counted() -> Iterator[Counter[str]]:
 
 
 class WideModel(nn.Module):
-    """A few matrices of a size that makes scales and the ends of runs small beside them."""
+    """A few matrices of whole blocks; no stack of blocks, so that stage 3 gathers nothing in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,29 +118,16 @@ class WideModel(nn.Module):
 def sent_by_a_backward_pass(recipe: Recipe, compression: str) -> tuple[int, int]:
     """Bytes that this rank sends to sum gradients in a backward pass, and how many elements are trained."""
     torch.manual_seed(0)
-    engine, *_ = initialize(
-        model=WideModel(), plan=recipe.plan(), config={"communication": SETTINGS[compression]}
-    )
+    engine, *_ = initialize(model=WideModel(), plan=recipe.plan(), config={"communication": SETTINGS[compression]})
     x = torch.randn(4, 256)
-    for step in range(3):  # DDP orders its buckets in the first
-        loss = engine(x)
-        if step < 2:
-            engine.backward(loss)
-        else:
-            gather = recipe.strategy == "zero3"
-            with _counted() as sent:
-                engine.backward(loss)
-            bytes_sent = sum(sent.values()) - (_gathered(engine) if gather else 0)
+    for _ in range(2):  # DDP orders its buckets in the first step
+        engine.backward(engine(x))
         engine.step()
-    return bytes_sent, sum(parameter.numel() for parameter in WideModel().parameters())
-
-
-def _gathered(engine: Any) -> int:
-    """Bytes that stage 3 sends of its weights in a backward pass, to each of the others: the units but for the root,
-    whose weights are there."""
-    others = engine.environment.world_size - 1
-    units = [unit for unit in engine._held._units if not unit.is_root]
-    return others * sum((b.layout.own[1] - b.layout.own[0]) * b.whole.element_size() for u in units for b in u.buckets)
+    loss = engine(x)
+    with _counted() as sent:
+        engine.backward(loss)
+    engine.step()
+    return sum(sent.values()), sum(parameter.numel() for parameter in WideModel().parameters())
 
 
 def train_compressed(recipe: Recipe, compression: str) -> tuple[list[float], dict[str, torch.Tensor]]:

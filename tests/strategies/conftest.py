@@ -21,6 +21,13 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def three_ranks() -> Iterator[RankPool]:
+    """Three ranks over gloo: more than one peer, and shapes that divide by nothing."""
+    with RankPool(3) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def deepspeed_ranks() -> Iterator[RankPool]:
     """Two ranks for DeepSpeed, whose engine leaves state behind in its process."""
     if find_spec("deepspeed") is None:

@@ -3,7 +3,6 @@ what overflows, what is alive between steps, and checkpoints that every strategy
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ from zero_bodies import OPTIMIZERS, OddRecipe
 from hardware_db.spawn import RankError, RankPool
 
 STAGES = ("zero1", "zero2", "zero3")
-
-
-@pytest.fixture(scope="module")
-def three_ranks() -> Iterator[RankPool]:
-    with RankPool(3) as pool:
-        yield pool
 
 
 def native(strategy: str, **how: object) -> Recipe:
