@@ -33,12 +33,14 @@ WARM_UP_STEPS = 2
 class StepMemory:
     """Bytes on this rank in the steady state: alive before the step, and the peak of each phase.
 
+    `states_bytes` are alive when the last backward pass has ended: weights, gradients and optimizer states.
     `reserved_bytes` is the allocator's reservation and `device_used_bytes` what all processes use of the device
     afterwards, both 0 on a CPU; `host_bytes` is this process's resident set.
     """
 
     resident_bytes: int
     phases: Mapping[str, int]
+    states_bytes: int = 0
     reserved_bytes: int = 0
     device_used_bytes: int = 0
     host_bytes: int = 0
@@ -118,7 +120,7 @@ def _measured(
         with peaks.following(engine.module):
             _train_step(engine, batch, peaks)
     host = psutil.Process().memory_info().rss
-    return StepMemory(resident_bytes=resident, phases=peaks.peaks, host_bytes=host)
+    return StepMemory(resident_bytes=resident, phases=peaks.peaks, states_bytes=peaks.before["step"], host_bytes=host)
 
 
 def _train_step(engine: Engine, batch: Mapping[str, torch.Tensor], peaks: PhasePeaks | None = None) -> None:
@@ -136,10 +138,11 @@ def _train_step(engine: Engine, batch: Mapping[str, torch.Tensor], peaks: PhaseP
 
 
 class PhasePeaks:
-    """The peak of each phase that was entered."""
+    """The peak of each phase that was entered, and what was alive when one was entered last."""
 
     def __init__(self, meter: Meter) -> None:
         self.peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
+        self.before: dict[str, int] = {}
         self._meter = meter
         self._phase = ""
 
@@ -150,6 +153,7 @@ class PhasePeaks:
         if self._phase:
             self.peaks[self._phase] = max(self.peaks[self._phase], self._meter.peak_bytes)
         self._phase = phase
+        self.before[phase] = self._meter.live_bytes
         self._meter.restart_peak()
 
     @contextmanager

@@ -31,7 +31,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(("strategy", "precision"), MEASURED)
 def test_the_peak_is_as_measured(strategy: str, precision: str, bench: ModuleType) -> None:
     setting = bench.Setting(model="gpt2-14m", precision=precision, accumulation=1)
-    memory = bench._subject(setting, strategy, "native").plan["memory"]
+    memory = bench.subject_of(setting, strategy, "native").plan["memory"]
     resident, peak = MEASURED[strategy, precision]
     assert memory["peak_allocated_bytes"] == pytest.approx(peak, rel=0.06)
     states = memory["states"]
@@ -44,7 +44,7 @@ def test_the_peak_is_as_measured(strategy: str, precision: str, bench: ModuleTyp
 def test_never_more_than_deepspeed(strategy: str, accumulation: int, precision: str, bench: ModuleType) -> None:
     setting = bench.Setting(model="gpt2-101m", precision=precision, accumulation=accumulation)
     ours, theirs = (
-        bench._subject(setting, strategy, backend).plan["memory"]["peak_allocated_bytes"]
+        bench.subject_of(setting, strategy, backend).plan["memory"]["peak_allocated_bytes"]
         for backend in ("native", "deepspeed")
     )
     assert ours <= theirs
