@@ -27,8 +27,7 @@ class ZeroState:
         self._module, self._optimizer, self._pieces = module, optimizer, pieces
         self._starts = {slot.parameter: bucket.own_start(slot) for bucket, slot in pieces.slots()}
         self._weights = {
-            slot.parameter: PartOfTensor(pieces.of[slot.parameter], slot.parameter.shape, self._starts[slot.parameter])
-            for _, slot in pieces.slots()
+            slot.parameter: self._part(pieces.of[slot.parameter], slot.parameter) for _, slot in pieces.slots()
         }
         for bucket in fixed:
             for slot in bucket.slots:
@@ -42,7 +41,8 @@ class ZeroState:
         for name, parameter, group in self._trained():
             piece = self._pieces.of[parameter]
             for key, value in self._optimizer.state.get(piece, {}).items():
-                optimizer[f"state.{name}.{key}"] = self._part(value, parameter, piece)
+                has_shape = isinstance(value, torch.Tensor) and value.shape == piece.shape and key not in SCALARS
+                optimizer[f"state.{name}.{key}"] = self._part(value, parameter) if has_shape else value
             for key, value in group.items():
                 if key != "params":
                     optimizer[f"param_groups.{name}.{key}"] = value
@@ -53,7 +53,8 @@ class ZeroState:
         optimizer: dict[str, Any] = {}
         for name, parameter, group in self._trained():
             for key, saved in self._saved_states(metadata, name):
-                optimizer[f"state.{name}.{key}"] = self._room(key, saved, parameter)
+                if self._pieces.steps(parameter):
+                    optimizer[f"state.{name}.{key}"] = self._room(key, saved, parameter)
             for key in group:
                 full = f"param_groups.{name}.{key}"
                 if key != "params" and f"optimizer.{full}" in metadata.state_dict_metadata:
@@ -69,7 +70,8 @@ class ZeroState:
             found = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
             if found:
                 self._optimizer.state[piece] = {
-                    key: value.run if isinstance(value, PartOfTensor) else value for key, value in found.items()
+                    key: value.run.view(piece.shape) if isinstance(value, PartOfTensor) else value
+                    for key, value in found.items()
                 }
             for key in group:
                 if f"param_groups.{name}.{key}" in values:
@@ -89,10 +91,8 @@ class ZeroState:
             if group is not None:
                 yield slot.name, slot.parameter, group
 
-    def _part(self, value: Any, parameter: nn.Parameter, piece: torch.Tensor) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == piece.shape:
-            return PartOfTensor(value, parameter.shape, self._starts[parameter])
-        return value
+    def _part(self, value: torch.Tensor, parameter: nn.Parameter) -> PartOfTensor:
+        return PartOfTensor(value.reshape(-1), parameter.shape, self._starts[parameter])
 
     def _saved_states(self, metadata: Metadata, name: str) -> Iterator[tuple[str, Any]]:
         prefix = f"optimizer.state.{name}."
@@ -106,8 +106,7 @@ class ZeroState:
             return None
         piece, dtype = self._pieces.of[parameter], saved.properties.dtype
         if saved.size == parameter.shape and key not in SCALARS:
-            run = torch.empty(piece.shape, dtype=dtype, device=piece.device)
-            return PartOfTensor(run, parameter.shape, self._starts[parameter])
+            return self._part(torch.empty(piece.shape, dtype=dtype, device=piece.device), parameter)
         return torch.empty(saved.size, dtype=dtype, device="cpu" if key in SCALARS else piece.device)
 
 

@@ -44,9 +44,16 @@ class Pieces:
         self.buckets = tuple(buckets)
         self._wire = wire
         self.of: dict[nn.Parameter, torch.Tensor] = {}
+        self._elsewhere: set[nn.Parameter] = set()
         for bucket, slot in self.slots():
             self.of[slot.parameter] = _piece(bucket, slot)
+            if not bucket.is_divided and not bucket.owns(slot):
+                self._elsewhere.add(slot.parameter)
         self._exchange(optimizer)
+
+    def steps(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank steps a piece of a parameter, maybe an empty one, and has its states."""
+        return parameter not in self._elsewhere
 
     def attach(self, used: set[nn.Parameter]) -> None:
         """Give each piece its gradient; none where no rank used the parameter, so that it stays as it is."""
@@ -59,7 +66,7 @@ class Pieces:
             for slot in bucket.slots:
                 start, stop = bucket.own_range(slot)
                 piece = self.of[slot.parameter]
-                steps = slot.parameter in used and (bucket.is_divided or start < stop)
+                steps = slot.parameter in used and self.steps(slot.parameter)
                 piece.grad = gradient[start:stop].view(piece.shape) if steps else None
 
     def detach(self) -> None:
@@ -116,7 +123,7 @@ class Pieces:
                     )
                 piece = self.of[parameter]
                 states = optimizer.state.pop(parameter, {})
-                if states and (bucket.is_divided or bucket.owns(slot)):
+                if states and self.steps(parameter):
                     optimizer.state[piece] = {
                         name: value if name in SCALARS else _cut(value, slot, bucket.own_start(slot), piece)
                         for name, value in states.items()

@@ -64,6 +64,9 @@ class Wire(ABC):
             dist.all_reduce(values, group=self.group)
         return values
 
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
 
 class Alone(Wire):
     """One rank: there is nothing to exchange."""
@@ -80,21 +83,34 @@ class Alone(Wire):
 
 
 class Collectives(Wire):
-    """NCCL's all-gather and reduce-scatter, on its own streams."""
+    """NCCL's all-gather and reduce-scatter, on its own streams.
+
+    They want runs of equal length. Undivided parameters travel in one broadcast or reduction for each owner instead:
+    the same bytes, where padding to the longest run would send a bucket of one matrix once for every rank.
+    """
 
     needs_padding = True
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+        if layout.borders is not None:
+            _copy_own(whole, part, layout)
+            return _All([dist.broadcast(run, **self._rooted("src", rank)) for rank, run in _filled(whole, layout)])
         work: Arrival = one_tensor.all_gather(whole, part, group=self.group, async_op=True)
         return work
 
     def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+        if layout.borders is not None:
+            work = [dist.reduce(run, **self._rooted("dst", rank)) for rank, run in _filled(buffer, layout)]
+            return _Reduced(buffer[layout.own_slice], _All(work))
         part = buffer.new_empty(layout.run)
         return _Scattered(part, one_tensor.reduce_scatter(part, buffer, group=self.group, async_op=True))
 
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
         work: Arrival = dist.all_to_all(list(incoming), list(outgoing), group=self.group, async_op=True)
         return work
+
+    def _rooted(self, role: str, rank: int) -> dict[str, Any]:
+        return {role: self._global(rank), "group": self.group, "async_op": True}
 
 
 class Messages(Wire):
@@ -129,9 +145,6 @@ class Messages(Wire):
                 work.append(dist.isend(outgoing[to], self._global(to), self.group, tag))
         return _All(work)
 
-    def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
 
 def wire_for(ranks: Ranks, device: torch.device) -> Wire:
     """The wire that suits the device's process group."""
@@ -143,6 +156,11 @@ def wire_for(ranks: Ranks, device: torch.device) -> Wire:
 def _runs(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Every rank's run of a tensor that has them all."""
     return [tensor[slice(*layout.bounds(rank))] for rank in range(layout.ranks.world_size)]
+
+
+def _filled(tensor: torch.Tensor, layout: Layout) -> list[tuple[int, torch.Tensor]]:
+    """The runs that are not empty, with their owners."""
+    return [(rank, run) for rank, run in enumerate(_runs(tensor, layout)) if run.numel()]
 
 
 def _copy_own(whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> None:
@@ -181,6 +199,15 @@ class _Scattered:
     def total(self, dtype: torch.dtype) -> torch.Tensor:
         self._work.wait()
         return self._part.to(dtype)
+
+
+class _Reduced:
+    def __init__(self, own: torch.Tensor, arrival: Arrival) -> None:
+        self._own, self._arrival = own, arrival
+
+    def total(self, dtype: torch.dtype) -> torch.Tensor:
+        self._arrival.wait()
+        return self._own.to(dtype, copy=True)  # the other runs of its buffer are of no use any more
 
 
 class _Collected:

@@ -1,0 +1,43 @@
+"""Any optimizer under our own ZeRO: those that step whole tensors, those that step rows, and what cannot be stepped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import zero_optimizer_bodies as bodies
+from zero_optimizer_bodies import OPTIMIZERS, Run
+
+from hardware_db.spawn import RankPool
+
+STAGES = ("zero1", "zero2", "zero3")
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= tolerance * value.norm(), name
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", STAGES)
+def test_optimizers_learn_what_one_process_learns(strategy: str, optimizer: str, ranks: RankPool) -> None:
+    run = Run(strategy=strategy, optimizer=optimizer)
+    expected = ranks.run(bodies.reference, run)[0]  # on a rank, whose one thread rounds as those that train
+    for found in ranks.run(bodies.train, run):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon and signs", "lamb", "8-bit"])
+def test_their_checkpoints_go_everywhere(
+    optimizer: str, ranks: RankPool, three_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Losses go on as if nothing had happened, whoever owns what."""
+    for saver in ("zero3", "ddp"):
+        folder = str(tmp_path / saver)
+        expected = ranks.run(bodies.save, Run(strategy=saver, optimizer=optimizer), folder)[0]
+        for strategy in ("zero1", "zero2", "zero3", "ddp"):
+            for pool in (ranks, three_ranks):
+                run = Run(strategy=strategy, optimizer=optimizer, world_size=pool.world_size)
+                assert pool.run(bodies.resume, run, folder)[0] == pytest.approx(expected, rel=1e-5), strategy
