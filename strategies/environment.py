@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from strategies.errors import CannotRun
+from strategies.process_variables import own_place, read_process_variables
+from strategies.rendezvous import meet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """This process among its peers; variables and meanings are those of torchrun."""
+    """This process among its peers; the words are torchrun's."""
 
     rank: int
     local_rank: int
@@ -32,40 +34,46 @@ class Environment:
 
 
 def join() -> Environment:
-    """Read who this process is, join the process group where there are several ranks, and take the local GPU.
+    """Read who this process is, take the local GPU, and join the process group where there are several ranks.
 
-    Without torchrun's variables this process is alone. A group that the script has joined already is used as it is.
+    Understands torchrun, Open MPI, SLURM, MPICH and Intel MPI; a process that none of them started is alone. All ranks
+    are checked against each other before the first collective. A group that the script has joined already is used as
+    it is.
 
     Raises:
-        CannotRun: torchrun's variables are not numbers, or there are fewer GPUs than local ranks.
+        CannotRun: the launcher's variables, the ranks or their GPUs do not fit together, or a rank does not come.
     """
     if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        place = read_process_variables(
+            {**os.environ, "RANK": f"{dist.get_rank()}", "WORLD_SIZE": f"{dist.get_world_size()}"}
+        )
     else:
-        rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    local_rank = _number("LOCAL_RANK", rank)
+        place = own_place()
     environment = Environment(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=_number("LOCAL_WORLD_SIZE", world_size),
-        device=_device(local_rank),
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        device=_device(place.local_rank),
     )
-    if world_size > 1:
+    if place.world_size > 1:
         ensure_group(environment)
     return environment
 
 
 def ensure_group(environment: Environment) -> None:
-    """Join the default process group unless this process is in it; a lone process makes a group of its own."""
+    """Join the default process group unless this process is in it; a lone process makes a group of its own.
+
+    Raises:
+        CannotRun: the ranks do not come or do not agree.
+    """
     if dist.is_initialized():
         return
     # Objects and metadata of checkpoints travel over gloo also where tensors travel over NCCL.
     backend = "cpu:gloo,cuda:nccl" if environment.device.type == "cuda" else "gloo"
-    if environment.world_size == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group(backend)
+    rank, world_size = environment.rank, environment.world_size
+    store = HashStore() if world_size == 1 else meet(own_place(), str(environment.device))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def _device(local_rank: int) -> torch.device:
@@ -78,10 +86,3 @@ def _device(local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def _number(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "")
-    if text and not text.isdecimal():
-        raise CannotRun(f"the environment variable {variable} is {text!r}; it must be a whole number")
-    return int(text) if text else default

@@ -1,0 +1,227 @@
+"""Who this process is among its peers, in the words of whoever started it: torchrun, Open MPI, SLURM, MPICH, Intel MPI.
+
+Each launcher tells its processes in variables of its own. They are read into one value, checked, and set again as
+torchrun's, which torch, DeepSpeed and accelerate read. Sources: torchrun's "Environment Variables", mpirun(1) of Open
+MPI 4, srun(1) "OUTPUT ENVIRONMENT VARIABLES", and the Hydra process manager of MPICH, which Intel MPI starts with too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+
+from strategies.errors import CannotRun
+
+Variables = Mapping[str, str]
+_LOCALHOST = "127.0.0.1"
+_DEFAULT_PORT = 29500  # torch's
+_FIRST_PORT, _PORTS = 20000, 12000  # below the range that Linux gives to outgoing connections
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where rank 0 waits for the others."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessVariables:
+    """This process's place. `source` names who told; `meeting_point` is rank 0's address, None for a process alone.
+
+    Raises:
+        CannotRun: the numbers contradict each other.
+    """
+
+    source: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    meeting_point: Address | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size == 1 and self.rank == 0:
+            return  # a process alone may name its GPU by a local rank
+        self._within("rank", self.rank, self.world_size)
+        self._within("local rank", self.local_rank, self.local_world_size)
+        if self.local_world_size > self.world_size:
+            raise CannotRun(
+                f"{self.source} says {self.local_world_size} ranks on this node and {self.world_size} in all; start all"
+                " ranks with one launch command"
+            )
+
+    def _within(self, what: str, number: int, count: int) -> None:
+        if not 0 <= number < count:
+            raise CannotRun(
+                f"{self.source} says {what} {number} of {count}; {what}s count from 0, so the highest is {count - 1}"
+            )
+
+
+def read_process_variables(variables: Variables) -> ProcessVariables:
+    """This process's place as its launcher says, alone where none does.
+
+    torchrun's variables come first, because a script or a wrapper may have set them on purpose.
+
+    Raises:
+        CannotRun: a variable is missing or is no number, or they contradict each other.
+    """
+    for marks, read in _LAUNCHERS:
+        if any(mark in variables for mark in marks):
+            return read(variables)
+    number = _Numbers(variables, "the environment")
+    return ProcessVariables(source=number.source, local_rank=number("LOCAL_RANK", 0))
+
+
+def publish_process_variables(place: ProcessVariables, variables: MutableMapping[str, str]) -> None:
+    """Set torchrun's variables, for torch and every library that reads them; nothing for a process alone."""
+    if place.meeting_point is None:
+        return
+    variables.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_RANK=str(place.local_rank),
+        LOCAL_WORLD_SIZE=str(place.local_world_size),
+        MASTER_ADDR=place.meeting_point.host,
+        MASTER_PORT=str(place.meeting_point.port),
+    )
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a SLURM node list: `gpu[03-06,9],cpu1` is `gpu03`."""
+    name = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", hosts)
+    return "".join(part or "" for part in name.groups()) if name else hosts
+
+
+def tasks_on_node(counts: str, node: int) -> int:
+    """Tasks on one node from SLURM's count per node: in `4(x2),3` nodes 0 and 1 have 4, node 2 has 3.
+
+    Raises:
+        CannotRun: there is no such node in it.
+    """
+    for entry in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+        if match is None:
+            break
+        node -= int(match[2] or 1)
+        if node < 0:
+            return int(match[1])
+    raise CannotRun(f"SLURM_STEP_TASKS_PER_NODE is {counts!r}, which has no count for this node; start with srun")
+
+
+def _torchrun(variables: Variables) -> ProcessVariables:
+    number = _Numbers(variables, "the environment (RANK, WORLD_SIZE)")
+    rank, world_size = number("RANK"), number("WORLD_SIZE")
+    place = ProcessVariables(
+        source=number.source,
+        rank=rank,
+        world_size=world_size,
+        local_rank=number("LOCAL_RANK", rank),
+        local_world_size=number("LOCAL_WORLD_SIZE", world_size),
+    )
+    return _meeting(place, number)
+
+
+def _open_mpi(variables: Variables) -> ProcessVariables:
+    number, prefix = _Numbers(variables, "Open MPI"), "OMPI_COMM_WORLD_"
+    place = ProcessVariables(
+        source=number.source,
+        rank=number(f"{prefix}RANK"),
+        world_size=number(f"{prefix}SIZE"),
+        local_rank=number(f"{prefix}LOCAL_RANK"),
+        local_world_size=number(f"{prefix}LOCAL_SIZE"),
+    )
+    return _meeting(place, number, job=variables.get("PMIX_NAMESPACE", ""))
+
+
+def _slurm(variables: Variables) -> ProcessVariables:
+    number = _Numbers(variables, "SLURM")
+    place = ProcessVariables(
+        source=number.source,
+        rank=number("SLURM_PROCID"),
+        world_size=number("SLURM_STEP_NUM_TASKS"),
+        local_rank=number("SLURM_LOCALID"),
+        local_world_size=tasks_on_node(variables.get("SLURM_STEP_TASKS_PER_NODE", ""), number("SLURM_NODEID")),
+    )
+    job = f"{variables.get('SLURM_JOB_ID')}.{variables.get('SLURM_STEP_ID')}"
+    return _meeting(place, number, job=job, host=first_host(variables.get("SLURM_STEP_NODELIST", "")))
+
+
+def _hydra(variables: Variables) -> ProcessVariables:
+    number = _Numbers(variables, "MPICH or Intel MPI")
+    place = ProcessVariables(
+        source=number.source,
+        rank=number("PMI_RANK"),
+        world_size=number("PMI_SIZE"),
+        local_rank=number("MPI_LOCALRANKID"),
+        local_world_size=number("MPI_LOCALNRANKS"),
+    )
+    return _meeting(place, number)
+
+
+_LAUNCHERS: tuple[tuple[tuple[str, ...], Callable[[Variables], ProcessVariables]], ...] = (
+    (("RANK", "WORLD_SIZE"), _torchrun),
+    (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
+    # Only what srun starts is a rank; SLURM's other variables are set in the shell of a batch script too.
+    (("SLURM_STEP_NUM_TASKS",), _slurm),
+    (("PMI_RANK", "PMI_SIZE"), _hydra),
+)
+"""The variables that give a launcher away, and who reads it, in the order of precedence."""
+
+
+class _Numbers:
+    """The variables that are numbers, with one-line refusals for those that are missing or are none."""
+
+    def __init__(self, variables: Variables, source: str) -> None:
+        self.variables, self.source = variables, source
+
+    def __call__(self, name: str, default: int | None = None) -> int:
+        text = self.variables.get(name, "").strip()
+        if not text and default is not None:
+            return default
+        if not text:
+            raise CannotRun(
+                f"{self.source} has not set {name} for this process; start all ranks with one launch command"
+            )
+        if not text.isdecimal():
+            raise CannotRun(f"the environment variable {name} is {text!r}; it must be a whole number")
+        return int(text)
+
+
+def _meeting(place: ProcessVariables, number: _Numbers, *, job: str = "", host: str = "") -> ProcessVariables:
+    """A place with rank 0's address: what MASTER_ADDR says, `host`, or this machine where all ranks are here.
+
+    Jobs on one machine must not meet each other, so each has a port of its own where `job` tells them apart.
+    """
+    named = number.variables.get("MASTER_ADDR", "")
+    if place.world_size == 1 and not named:
+        return place
+    here = _LOCALHOST if place.local_world_size == place.world_size else ""
+    address = named or host or here
+    if not address:
+        raise CannotRun(
+            f"{place.source} starts {place.world_size} ranks on several nodes and MASTER_ADDR is not set; set it to the"
+            " host of rank 0 on every rank"
+        )
+    port = number("MASTER_PORT", _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS if job else _DEFAULT_PORT)
+    if not 0 < port < 1 << 16:
+        raise CannotRun(f"the environment variable MASTER_PORT is {port}; ports are 1 to 65535")
+    return replace(place, meeting_point=Address(host=address, port=port))
+
+
+def own_place() -> ProcessVariables:
+    """This process's place, with torchrun's variables set to it.
+
+    Raises:
+        CannotRun: as `read_process_variables`.
+    """
+    place = read_process_variables(os.environ)
+    publish_process_variables(place, os.environ)
+    return place

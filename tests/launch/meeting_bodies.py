@@ -1,0 +1,54 @@
+"""What ranks of a pool do to meet each other again, as processes with places of the test's choice."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from hardware_db.errors import DsplanError
+from strategies.process_variables import Address, ProcessVariables
+from strategies.rendezvous import SECONDS, meet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """Whom one process of the pool takes itself for."""
+
+    rank: int
+    world_size: int
+    device: str = "cpu"
+    local_rank: int = 0
+    late_seconds: float = 0.0
+
+
+def play(roles: Sequence[Role | None], port: int, seconds: float) -> tuple[str, float]:
+    """Meet in this process's role; what came of it ("met" or the refusal) and the seconds it took."""
+    role = roles[dist.get_rank()]
+    if role is None:
+        return "absent", 0.0
+    os.environ[SECONDS] = str(seconds)
+    time.sleep(role.late_seconds)
+    place = ProcessVariables(
+        source="the test",
+        rank=role.rank,
+        world_size=role.world_size,
+        local_rank=role.local_rank,
+        local_world_size=role.world_size,
+        meeting_point=Address(host="127.0.0.1", port=port),
+    )
+    begun = time.monotonic()
+    try:
+        store = meet(place, role.device)
+        store.set(f"shared-{role.rank}", "here")
+        for rank in range(role.world_size):
+            assert store.get(f"shared-{rank}") == b"here"
+        store.add("read", 1)
+        while store.add("read", 0) < role.world_size and role.rank == 0:
+            time.sleep(0.01)
+    except DsplanError as refusal:
+        return str(refusal), time.monotonic() - begun
+    return "met", time.monotonic() - begun

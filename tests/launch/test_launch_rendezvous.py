@@ -1,0 +1,111 @@
+"""Ranks that find each other, and the one line each says where they cannot; real processes over real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import meeting_bodies
+import pytest
+from meeting_bodies import Role
+
+from hardware_db.spawn import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(3) as ranks:
+        yield ranks
+
+
+def free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
+def outcomes(pool: RankPool, *roles: Role | None, seconds: float = 20.0) -> list[str]:
+    played = pool.run(meeting_bodies.play, roles, free_port(), seconds)
+    assert all(taken < seconds + 5 for _, taken in played)
+    lines = [line for line, _ in played]
+    assert all("\n" not in line for line in lines)
+    return lines
+
+
+def test_ranks_that_agree_meet(pool: RankPool) -> None:
+    assert outcomes(pool, *(Role(rank=rank, world_size=3) for rank in range(3))) == ["met"] * 3
+
+
+def test_a_late_rank_is_waited_for(pool: RankPool) -> None:
+    late = Role(rank=0, world_size=3, late_seconds=0.5)
+    assert outcomes(pool, Role(rank=1, world_size=3), late, Role(rank=2, world_size=3)) == ["met"] * 3
+
+
+def test_two_processes_with_one_rank_are_named_on_all(pool: RankPool) -> None:
+    lines = outcomes(pool, Role(rank=0, world_size=3), Role(rank=1, world_size=3), Role(rank=1, world_size=3))
+    for line in lines:
+        assert "are both rank 1 of 3; give every process its own RANK" in line
+        assert sum(f"process {pid} on" in line for pid in pool.process_ids) == 2
+
+
+def test_two_first_ranks_are_told_by_the_port(pool: RankPool) -> None:
+    lines = outcomes(pool, Role(rank=0, world_size=2), Role(rank=0, world_size=2, late_seconds=0.3), None, seconds=2.0)
+    assert "cannot listen at 127.0.0.1:" in lines[1]
+    assert "address already in use" in lines[1]
+    assert "rank 1 has not come within 2 s" in lines[0]
+
+
+def test_ranks_that_count_differently_are_told_so(pool: RankPool) -> None:
+    lines = outcomes(pool, Role(rank=0, world_size=3), Role(rank=1, world_size=2), None)
+    for line in lines[:2]:
+        assert "counts 3 ranks and rank 1" in line
+        assert "counts 2; give all of them one WORLD_SIZE" in line
+
+
+def test_a_rank_that_never_comes_is_named(pool: RankPool) -> None:
+    lines = outcomes(pool, Role(rank=0, world_size=3), None, Role(rank=2, world_size=3), seconds=1.0)
+    for line in (lines[0], lines[2]):
+        assert "rank 0 of 3 on" in line
+        assert "rank 1 has not come within 1 s; start 3 processes, or correct WORLD_SIZE" in line
+
+
+def test_one_gpu_for_two_ranks_is_refused_on_both(pool: RankPool) -> None:
+    roles = [Role(rank=rank, world_size=2, device="cuda:0") for rank in range(2)]
+    for line in outcomes(pool, *roles, None)[:2]:
+        assert "rank 0 and rank 1 both use cuda:0 of" in line
+        assert "set LOCAL_RANK" in line
+
+
+def test_an_address_that_nobody_answers_is_named(pool: RankPool) -> None:
+    line = outcomes(pool, None, Role(rank=1, world_size=2), None, seconds=0.5)[1]
+    assert "rank 1 on" in line
+    assert "cannot reach rank 0 at 127.0.0.1:" in line
+    assert "check MASTER_ADDR and MASTER_PORT" in line
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid"},
+            "finds no host 'no-such-host.invalid'",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", "DSPLAN_RENDEZVOUS_SECONDS": "soon"}, "must be a number of seconds above 0"),
+    ],
+)
+def test_what_a_lone_process_can_know_is_told_at_once(variables: dict[str, str], complaint: str) -> None:
+    script = (
+        "from strategies.environment import join\n"
+        "from hardware_db.errors import DsplanError\n"
+        "try: join()\n"
+        "except DsplanError as refusal: print(refusal)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
+    )
+    assert complaint in done.stdout
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
