@@ -16,6 +16,7 @@ from planner import vocabulary as words
 from planner.plan import Plan
 from planner.plan_io import plan_to_dict
 from strategies.base import Engine, OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
+from strategies.by_name import with_named
 from strategies.config import read_config
 from strategies.config.refuse import refuse_deepspeed_keys
 from strategies.data import ShardedLoader
@@ -25,6 +26,7 @@ from strategies.monitor import RunMonitor
 from strategies.planning import Wishes, another_model, describe, given_plan
 from strategies.registry import find_strategy
 from strategies.variables import RUN_DIRECTORY
+from strategies.watching import watch
 
 QUIET = "DSPLAN_QUIET"
 
@@ -84,10 +86,10 @@ def initialize(
         gradient_clipping=script.gradient_clipping,
         script=script,
     )
-    engine = find_strategy(settled.configuration, environment).engine(parts)
+    engine = find_strategy(settled.configuration, environment).engine(with_named(parts))
     if training_data is not None:
         engine.dataloader = ShardedLoader(training_data, settled.configuration, environment)
-    _report(engine, environment, is_new=is_new)
+    watch(engine, script, _report(engine, environment, is_new=is_new))
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
 
 
@@ -103,7 +105,7 @@ def _agree(plan: Plan, strategy: str | None, backend: str | None) -> None:
             raise CannotRun(f"{word}={asked!r} was asked for and the plan has {has!r}; leave {word}= out or plan again")
 
 
-def _report(engine: Engine, environment: Environment, *, is_new: bool) -> None:
+def _report(engine: Engine, environment: Environment, *, is_new: bool) -> RunMonitor | None:
     """Print a plan that was made now, or leave it and the metrics to `dsplan run`, which shows them itself."""
     directory = os.environ.get(RUN_DIRECTORY)
     if directory:
@@ -116,5 +118,7 @@ def _report(engine: Engine, environment: Environment, *, is_new: bool) -> None:
         engine.observers.append(monitor)
         if is_new and environment.is_main:
             monitor.plan_made(plan_to_dict(engine.plan))
-    elif is_new and environment.is_main and not os.environ.get(QUIET):
+        return monitor
+    if is_new and environment.is_main and not os.environ.get(QUIET):
         print(describe(engine.plan), flush=True)
+    return None

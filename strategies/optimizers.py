@@ -11,6 +11,7 @@ from torch import nn
 
 from strategies.base import OptimizerFactory
 from strategies.errors import BackendMissing, CannotRun
+from strategies.lion import Lion
 
 
 def _adamw_8bit(parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -24,10 +25,6 @@ def _adamw_8bit(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     return made
 
 
-def _lion(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    raise CannotRun("optimizer 'lion' is in no library dsplan uses; pass optimizer= a function params -> your Lion")
-
-
 OPTIMIZERS: Mapping[str, OptimizerFactory] = {
     "adamw": torch.optim.AdamW,
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
@@ -35,7 +32,7 @@ OPTIMIZERS: Mapping[str, OptimizerFactory] = {
     "adamw-8bit": _adamw_8bit,
     "sgd": torch.optim.SGD,
     "adafactor": torch.optim.Adafactor,
-    "lion": _lion,
+    "lion": Lion,
 }
 
 

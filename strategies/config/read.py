@@ -9,6 +9,9 @@ from typing import Any
 
 from planner.vocabulary import Precision
 from strategies.config.fields import Fields
+from strategies.config.flat import in_deepspeeds_words
+from strategies.config.for_deepspeed import for_deepspeed
+from strategies.config.refuse import refuse_unknown
 from strategies.config.sections import (
     activation_section,
     checkpoint_section,
@@ -32,7 +35,9 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
         CannotRun: a key is not known, or a value is not of its kind.
     """
     given = {} if config is None else dict(config) if isinstance(config, Mapping) else read_json(Path(config))
-    top = Fields(given)
+    top = Fields(in_deepspeeds_words(given))
+    refuse_unknown(top)
+    communication = communication_section(top)
     return ScriptConfig(
         train_batch_size=top.maybe_whole("train_batch_size", least=1),
         micro_batch_size=top.maybe_whole("train_micro_batch_size_per_gpu", least=1),
@@ -43,7 +48,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
         scheduler=named_parts(top, "scheduler"),
         fp16=fp16_section(top.section("fp16")),
         zero=zero_section(top.section("zero_optimization")),
-        communication=communication_section(top),
+        communication=communication,
         accumulate_dtype=wire_type(top.section("data_types"), "grad_accum_dtype"),
         activations=activation_section(top.section("activation_checkpointing")),
         tensorboard=TensorboardSection(**log_settings(top.section("tensorboard"))),
@@ -53,7 +58,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
         wall_clock_breakdown=top.flag("wall_clock_breakdown"),
         memory_breakdown=top.flag("memory_breakdown"),
         steps_per_print=top.maybe_whole("steps_per_print", least=1),
-        values=given,
+        values=for_deepspeed(top.values, communication),
     )
 
 
@@ -78,7 +83,21 @@ def _precision(top: Fields) -> Precision | None:
     bf16, fp16 = (top.section(name).maybe_flag("enabled") for name in ("bf16", "fp16"))
     if bf16 and fp16:
         raise CannotRun("config: bf16 and fp16 are both enabled; enable one")
-    if bf16 or fp16:
-        return "bf16" if bf16 else "fp16"
+    if bf16:
+        return "bf16-pure" if _keeps_no_fp32(top.section("bf16")) else "bf16"
     # A config that switches one off asks for fp32; one that mentions neither leaves the choice to the plan.
-    return "fp32" if False in (bf16, fp16) else None
+    return "fp16" if fp16 else "fp32" if False in (bf16, fp16) else None
+
+
+def _keeps_no_fp32(bf16: Fields) -> bool:
+    """Whether masters, gradients and optimizer states stay in bf16.
+
+    Raises:
+        CannotRun: one of the two is asked for without the other.
+    """
+    masters, states = (bf16.flag(key) for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"))
+    if masters != states:
+        raise CannotRun(
+            "config: bf16_master_weights_and_grads and bf16_optimizer_states must both be true or both be false"
+        )
+    return masters

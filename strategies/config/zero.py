@@ -18,7 +18,7 @@ def zero_section(fields: Fields) -> ZeroSection:
     """
     optimizer, param = fields.section("offload_optimizer"), fields.section("offload_param")
     default = ZeroSection()
-    offload = _offload(fields, optimizer, param)
+    offload = _offload(optimizer, param)
     path = optimizer.maybe_text("nvme_path") or param.maybe_text("nvme_path")
     if offload == "nvme" and path is None:
         raise CannotRun(f"config: {optimizer.name('nvme_path')} is missing; name a directory on the NVMe drive")
@@ -30,7 +30,7 @@ def zero_section(fields: Fields) -> ZeroSection:
         offload=offload,
         offload_ratio=optimizer.number("ratio", default.offload_ratio, most=1.0),
         nvme_path=path,
-        pin_memory=pinned.flag("pin_memory", fields.flag("cpu_offload_use_pin_memory", default.pin_memory)),
+        pin_memory=pinned.flag("pin_memory", default.pin_memory),
         buffer_count=optimizer.whole("buffer_count", default.buffer_count, least=1),
     )
 
@@ -49,10 +49,13 @@ def _threshold(fields: Fields) -> int | None:
     return fields.maybe_whole("param_persistence_threshold") if own is None else own
 
 
-def _offload(fields: Fields, optimizer: Fields, param: Fields) -> Offload | None:
-    """The plan's word for the two devices; None where the section names neither."""
-    of_optimizer = _device(optimizer, fields.maybe_flag("cpu_offload"))
-    of_param = _device(param, fields.maybe_flag("cpu_offload_param"))
+def _offload(optimizer: Fields, param: Fields) -> Offload | None:
+    """The plan's word for the two devices; None where the section names neither.
+
+    Raises:
+        CannotRun: parameters leave the GPU and the optimizer does not.
+    """
+    of_optimizer, of_param = (fields.one_of("device", _DEVICES, None) for fields in (optimizer, param))
     if of_param in ("cpu", "nvme") and of_optimizer in (None, "none"):
         raise CannotRun(
             f"config: {param.name('device')} is {of_param!r} while the optimizer stays on the GPU; set"
@@ -65,11 +68,3 @@ def _offload(fields: Fields, optimizer: Fields, param: Fields) -> Offload | None
     if of_optimizer == "cpu":
         return "optimizer"
     return "none" if "none" in (of_optimizer, of_param) else None
-
-
-def _device(fields: Fields, old_flag: bool | None) -> str | None:
-    """`offload_x.device`, or what the older `cpu_offload` says."""
-    device: str | None = fields.one_of("device", _DEVICES, None)
-    if device is None and old_flag is not None:
-        return "cpu" if old_flag else "none"
-    return device
