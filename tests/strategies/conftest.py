@@ -6,11 +6,21 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from hardware_db.spawn import RankPool
 from planner.vocabulary import ZERO_STAGES
 
-PoolOf = Callable[[str], RankPool]
+PoolOf = Callable[..., RankPool]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models train 25 times slower on two threads than on one where other processes use the cores too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -30,18 +40,29 @@ def three_ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def deepspeed_ranks() -> Iterator[RankPool]:
     """Two ranks for DeepSpeed, whose engine leaves state behind in its process."""
+    yield from _deepspeed(2)
+
+
+@pytest.fixture(scope="session")
+def deepspeed_three_ranks() -> Iterator[RankPool]:
+    """Three ranks for DeepSpeed."""
+    yield from _deepspeed(3)
+
+
+def _deepspeed(world_size: int) -> Iterator[RankPool]:
     if find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    with RankPool(2, variables={"DS_ACCELERATOR": "cpu"}) as pool:
+    with RankPool(world_size, variables={"DS_ACCELERATOR": "cpu"}) as pool:
         yield pool
 
 
 @pytest.fixture
 def pool_of(request: pytest.FixtureRequest) -> PoolOf:
-    """The two ranks on which a strategy is tested."""
+    """The ranks, two or three, on which a strategy is tested."""
 
-    def choose(strategy: str) -> RankPool:
-        pool: RankPool = request.getfixturevalue("deepspeed_ranks" if strategy in ZERO_STAGES else "ranks")
+    def choose(strategy: str, world_size: int = 2) -> RankPool:
+        library = "deepspeed_" if strategy in ZERO_STAGES else ""
+        pool: RankPool = request.getfixturevalue(f"{library}{'three_' if world_size == 3 else ''}ranks")
         return pool
 
     return choose

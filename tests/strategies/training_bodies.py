@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class Recipe:
     steps: int = 5
     frozen: bool = False
     own_optimizer: bool = False
+    global_batch: int = GLOBAL_BATCH
 
     def plan(self) -> Plan:
         """A plan with this recipe's configuration; its costs are of no interest to the engine."""
@@ -91,9 +93,9 @@ class Recipe:
             "backend": self.backend or default_backend(self.strategy),
             "dp_replicate": replicas,
             "dp_shard": self.world_size // replicas,
-            "micro_batch_size": GLOBAL_BATCH // self.world_size // self.accumulation,
+            "micro_batch_size": self.global_batch // self.world_size // self.accumulation,
             "gradient_accumulation_steps": self.accumulation,
-            "global_batch_size": GLOBAL_BATCH,
+            "global_batch_size": self.global_batch,
             "sequence_length": LENGTH,
             "precision": self.precision,
             "optimizer": self.optimizer,
@@ -116,10 +118,10 @@ def _memory_numbers() -> list[str]:
     return [name for name in MemoryEstimate.__dataclass_fields__ if name not in ("peak_phase", "phases")]
 
 
-def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The global batch of a step: ids and targets, both [GLOBAL_BATCH, LENGTH]."""
+def batch_of(step: int, samples: int = GLOBAL_BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch of a step: ids and targets, both [samples, LENGTH]."""
     generator = torch.Generator().manual_seed(1000 + step % 3)
-    ids = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+    ids = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=generator)
     return ids[:, :-1], ids[:, 1:]
 
 
@@ -152,14 +154,18 @@ def train(recipe: Recipe) -> Trained:
     return Trained(losses=losses, parameters=whole_parameters(engine))
 
 
-def one_step(engine: Any, step: int) -> float:
-    """One optimizer step on this rank's part of the step's global batch; the mean loss over the global batch."""
+def one_step(engine: Any, step: int, *, poisons: bool = False) -> float:
+    """One optimizer step on this rank's part of the step's global batch; the mean loss over the global batch.
+
+    `poisons` asks the model for a first micro-batch with a gradient that overflows.
+    """
     rank, world = engine.environment.rank, engine.environment.world_size
     accumulation = engine.configuration.gradient_accumulation_steps
-    ids, targets = (tensor[rank::world].chunk(accumulation) for tensor in batch_of(step))
+    batch = batch_of(step, engine.configuration.global_batch_size)
+    ids, targets = (tensor[rank::world].chunk(accumulation) for tensor in batch)
     total = torch.zeros(())
     for part in range(accumulation):
-        loss = engine(ids[part], targets[part])
+        loss = engine(ids[part], targets[part], **({"poison": True} if poisons and part == 0 else {}))
         engine.backward(loss)
         engine.step()
         total += loss.detach().float() / accumulation
@@ -170,30 +176,25 @@ def one_step(engine: Any, step: int) -> float:
 
 def whole_parameters(engine: Any) -> dict[str, torch.Tensor]:
     """Every parameter by its name in the model, whole, on this rank."""
-    if engine.configuration.backend == "native":
-        with engine.whole_parameters():
-            return {name: value.detach().float().clone() for name, value in engine.module.named_parameters()}
-    if engine.configuration.backend == "deepspeed":
-        import deepspeed
-
-        model = engine.module
-        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=engine.configuration.zero_stage == 3):
-            return {name: value.detach().float().clone() for name, value in model.named_parameters()}
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    state = get_model_state_dict(engine.module, options=StateDictOptions(full_state_dict=True, cpu_offload=False))
-    return {name: value.detach().float().clone() for name, value in state.items() if name != "head.weight"}
+    with engine.whole_parameters():
+        return {name: value.detach().float().clone() for name, value in engine.module.named_parameters()}
 
 
 def reference(recipe: Recipe) -> Trained:
     """The same training in plain torch: one process, whole global batch, no engine."""
+    what = ("steps", "global_batch", "clipping", "frozen", "own_optimizer")
+    return _reference(Recipe(**{name: getattr(recipe, name) for name in what}))
+
+
+@cache
+def _reference(recipe: Recipe) -> Trained:
     torch.manual_seed(3)
     model = TinyModel(frozen=recipe.frozen)
     groups = _groups(model) if recipe.own_optimizer else [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(groups, lr=2e-3)
     losses = []
     for step in range(recipe.steps):
-        loss = model(*batch_of(step))
+        loss = model(*batch_of(step, recipe.global_batch))
         loss.backward()
         if recipe.clipping:
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clipping)
