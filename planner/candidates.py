@@ -69,13 +69,14 @@ def shapes(request: Request) -> Iterator[Shape]:
 def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp: int) -> Iterator[Shape]:
     ranks = request.cluster.gpus // (tp * pp)
     replicate, shard = _split(request, strategy, ranks)
-    offloads: tuple[words.Offload, ...] = ("none", *(offloads_of(strategy) if tp * pp == 1 else ()))
+    backend = words.default_backend(strategy, zero=request.zero_backend)
+    offloads: tuple[words.Offload, ...] = ("none", *(offloads_of(strategy, backend) if tp * pp == 1 else ()))
     for offload in offloads:
         if offload == "none" and shard == 1 and request.cluster.gpus == 1 and strategy != "single":
             continue  # one GPU has nothing to shard: ZeRO and FSDP help there only by offload
         if offload != "none" and request.cluster.device.is_cpu:
             continue
-        if offload == "nvme" and (request.zero_backend == "native" or not request.cluster.nvme_bytes_per_node):
+        if offload == "nvme" and not request.cluster.nvme_bytes_per_node:
             continue
         syncs = (True, False) if strategy in words.FSDP_STRATEGIES and tp * pp == 1 else (True,)
         for checkpointing, sync in product(words.CHECKPOINTINGS, syncs):

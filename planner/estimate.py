@@ -110,8 +110,8 @@ def impossible(request: Request, configuration: Configuration) -> str:
         )
     if strategy == "single" and gpus > 1:
         return f"strategy single uses one GPU, not {gpus}; use ddp, fsdp or zero1-3"
-    if offload != "none" and offload not in offloads_of(strategy):
-        possible = ", ".join(offloads_of(strategy)) or "none"
+    if offload != "none" and offload not in offloads_of(strategy, configuration.backend):
+        possible = ", ".join(offloads_of(strategy, configuration.backend)) or "none"
         return f"--offload {offload} is not possible with {strategy}; possible: {possible}"
     if (configuration.backend == "torch") == (strategy in words.ZERO_STAGES):
         return f"backend {configuration.backend} does not run {strategy}; use {words.default_backend(strategy)}"
@@ -135,12 +135,12 @@ def _indivisible(request: Request, configuration: Configuration) -> str:
     return ""
 
 
-def offloads_of(strategy: str) -> tuple[words.Offload, ...]:
-    """What a strategy can offload, `none` left out."""
+def offloads_of(strategy: str, backend: str) -> tuple[words.Offload, ...]:
+    """What a strategy can offload, `none` left out. DeepSpeed swaps to NVMe in stage 3 alone."""
     if strategy == "zero3":
         return ("optimizer", "all", "nvme")
     if strategy in ("zero1", "zero2"):
-        return ("optimizer",)
+        return ("optimizer", "nvme") if backend == "native" else ("optimizer",)
     return ("all",) if strategy in words.FSDP_STRATEGIES else ()
 
 
@@ -180,8 +180,6 @@ def unrunnable(configuration: Configuration) -> str:
     """Why `dsplan run` cannot run a configuration today; empty when it can."""
     if configuration.tp > 1 or configuration.pp > 1:
         return f"dsplan run cannot yet run tp {configuration.tp} x pp {configuration.pp}; the plan can be emitted"
-    if configuration.backend == "native" and configuration.offload == "nvme":
-        return "dsplan's own ZeRO cannot offload to NVMe yet; the same plan runs with --backend deepspeed"
     return ""
 
 

@@ -24,6 +24,7 @@ class ExactOptions:
     global_batch: int | None = None
     checkpointing: words.Checkpointing = "none"
     offload: words.Offload = "none"
+    offload_ratio: float = 1.0
     tp: int = 1
     pp: int = 1
 
@@ -58,6 +59,7 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
         attention=workload.attention,
         activation_checkpointing=options.checkpointing,
         offload=options.offload,
+        offload_ratio=options.offload_ratio,
     )
     # A default that the configuration overrides was not taken for granted after all.
     defaults = tuple(text for text in request.defaults if options.global_batch or "--global-batch" not in text)

@@ -18,6 +18,7 @@ class Configuration:
 
     `sync_each_micro_batch` says that FSDP reduces gradients in every micro-batch, so that none are kept whole; False is
     what `no_sync` (and HF Trainer) does: one reduction per step, at 4 bytes per parameter and rank more.
+    `offload_ratio` is the share of what `offload` names that leaves the device.
 
     Raises:
         ContradictoryRequest: a word is unknown, or micro-batch x accumulation x data-parallel ranks is not the global
@@ -39,6 +40,7 @@ class Configuration:
     attention: words.Attention = "sdpa"
     activation_checkpointing: words.Checkpointing = "none"
     offload: words.Offload = "none"
+    offload_ratio: float = 1.0
     sync_each_micro_batch: bool = True
 
     def __post_init__(self) -> None:
@@ -49,6 +51,8 @@ class Configuration:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ContradictoryRequest(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if not 0 < self.offload_ratio <= 1:
+            raise ContradictoryRequest(f"offload_ratio is {self.offload_ratio!r}; it must be above 0 and at most 1")
         product = self.micro_batch_size * self.gradient_accumulation_steps * self.dims.data_parallel
         if product != self.global_batch_size:
             raise ContradictoryRequest(

@@ -59,8 +59,6 @@ def _refuse_what_cannot_run(configuration: Configuration) -> None:
             f"backend {configuration.backend!r} does not run strategy {configuration.strategy!r}; use"
             f" {' or '.join(map(repr, homes))}"
         )
-    if configuration.backend == "native" and configuration.offload == "nvme":
-        raise CannotRun("backend 'native' cannot offload 'nvme' yet; use offload 'all', or backend 'deepspeed'")
     if configuration.optimizer == "adafactor" and (
         configuration.strategy in FSDP_STRATEGIES or configuration.backend == "native"
     ):
@@ -68,7 +66,7 @@ def _refuse_what_cannot_run(configuration: Configuration) -> None:
             f"optimizer 'adafactor' needs whole matrices and strategy {configuration.strategy!r} splits them; use ddp,"
             " or optimizer 'adamw'"
         )
-    possible = ("none", *offloads_of(configuration.strategy))
+    possible = ("none", *offloads_of(configuration.strategy, configuration.backend))
     if configuration.offload not in possible:
         raise CannotRun(
             f"strategy {configuration.strategy!r} cannot offload {configuration.offload!r}; it can offload"

@@ -29,4 +29,5 @@ def coverage_of(job: Job) -> Coverage:
         return Coverage(job=job)
     what = asked.strategy if asked.offload == "none" else f"{asked.strategy} with --offload {asked.offload}"
     remark = f"the trace does not run {what}: its activations are traced, its states and buffers are closed forms"
-    return Coverage(job=replace(job, configuration=replace(asked, offload="none")), partly=True, remark=remark)
+    kept = replace(asked, offload="none", offload_ratio=1.0)
+    return Coverage(job=replace(job, configuration=kept), partly=True, remark=remark)

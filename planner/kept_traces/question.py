@@ -10,8 +10,11 @@ from planner.job import Job
 from planner.kept_traces.reading import Sizes, sizes_of
 from planner.kept_traces.source import ModelSource
 
-# They follow from the rest, or are the sizes themselves, or say no more than whether gradients wait (see below).
-_LEFT_OUT = ("micro_batch_size", "global_batch_size", "sequence_length", "gradient_accumulation_steps")
+# They follow from the rest, or are the sizes themselves, or say no more than whether gradients wait (see below); what
+# offloads is not traced.
+_LEFT_OUT = frozenset(
+    {"micro_batch_size", "global_batch_size", "sequence_length", "gradient_accumulation_steps", "offload_ratio"}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

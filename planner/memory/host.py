@@ -10,6 +10,7 @@ from __future__ import annotations
 from hardware_db.units import MIB
 from planner.job import Job
 from planner.memory.load import MADE_BYTES
+from planner.memory.native_offload import native_host_buffers
 from planner.memory.recipe import Recipe, recipe_of
 from planner.memory.saving import saving_of
 from planner.memory.states import States
@@ -56,7 +57,9 @@ def offloaded_bytes(job: Job, recipe: Recipe) -> float:
         return 0.0
     if configuration.strategy in FSDP_STRATEGIES:
         return _fsdp(job, recipe)
-    if configuration.offload == "nvme":
+    if configuration.backend == "native":
+        buffers = native_host_buffers(job, recipe)
+    elif configuration.offload == "nvme":
         buffers = swapping_buffers(job, recipe)
     else:
         # A flat partition has no rows for Adafactor to factor: it keeps a whole fp32 moment.

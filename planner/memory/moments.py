@@ -69,8 +69,8 @@ def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     whole = chosen.strategy == "zero1" or not chosen.sync_each_micro_batch
     steps = min(chosen.gradient_accumulation_steps, 3 if whole else 2)
     degrees = (chosen.dp_replicate, chosen.dp_shard, chosen.tp, chosen.pp)
-    engine = (chosen.strategy, chosen.backend, chosen.offload, chosen.sync_each_micro_batch)
-    key = (*engine, degrees, steps, chosen.optimizer)
+    engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch)
+    key = (*engine, chosen.offload, chosen.offload_ratio, degrees, steps, chosen.optimizer)
     found = _CACHE.get(alike := _Alike(job, recipe, (*key, *_activations_key(job, recipe))))
     if found is None:
         found = _CACHE[alike] = _worked_out(job, recipe, states)

@@ -7,6 +7,7 @@ Source: `strategies/zero/reduce.py`, `units.py` and `wire.py`; bucket sizes come
 * Stage 1 keeps whole gradients from the first micro-batch to the last, stages 2 and 3 this rank's part.
 * Stage 3 has the root's weights whole from the start of forward to the end of backward, and those of two blocks.
 * The step turns gradients into the masters' dtype bucket by bucket and applies them tensor by tensor.
+* Where states are offloaded, a gradient has left a GPU soon after it was summed, and the step runs on the host.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from collections.abc import Sequence
 from planner.job import Job
 from planner.memory.instants import Instant
 from planner.memory.ledger import Ledger
+from planner.memory.native_offload import shares_of, weights_are_whole, window_bytes
 from planner.memory.optimizer_step import tensor_step_temporaries
 from planner.memory.recipe import Recipe
 from planner.memory.units import shards_of, units_of
 from planner.zero_buckets import native_buckets
 
 _ON_THE_WAY = 2
+_GOING_DOWN = 4
+"""Buckets whose sums may be on their way to the host at once (`strategies/zero/offload.py`)."""
+_FUSED_ON_HOST = ("adamw", "adamw-fused", "sgd")
+"""Optimizers that step in place on the host, where torch's fused kernels are chosen."""
 
 
 class NativeHolding:
@@ -31,16 +37,18 @@ class NativeHolding:
         configuration, units = job.configuration, units_of(job)
         on_cpu = job.cluster.device.is_cpu
         buckets = native_buckets(configuration.zero_stage, hidden_size=job.facts.hidden_size, on_cpu=on_cpu)
-        self._job, self._recipe = job, recipe
+        self._job, self._recipe, self._shares = job, recipe, shares_of(job)
         self._ranks, self._whole = configuration.dp_shard, units.elements
         self._bucket = max(buckets.reduce, units.largest)
         self._received = 1 / self._ranks if not on_cpu else 1 - 1 / self._ranks
         self._several = configuration.gradient_accumulation_steps > 1
         once = configuration.zero_stage == 1 or not configuration.sync_each_micro_batch
         self._keeps_whole = self._several and once
-        self._offloads = configuration.offload != "none"
+        # On a CPU the gradients of states that are on disk stay in memory, which is where they go from a GPU.
+        self._staying = 1.0 if on_cpu else self._shares.here / self._shares.local
+        self._going = 0.0 if on_cpu else recipe.gather * min(sum(self._shares.away), _GOING_DOWN * self._shares.largest)
         blocks = max((unit.elements for unit in units.blocks), default=0.0)
-        is_sharded = configuration.zero_stage == 3 and self._ranks > 1
+        is_sharded = not weights_are_whole(job)
         self._gathered = recipe.gather * (units.root.elements + 2 * blocks) if is_sharded else 0.0
 
     def at(self, instant: Instant) -> Ledger:
@@ -48,22 +56,33 @@ class NativeHolding:
         made = instant.done_gradients + instant.unit_gradients
         moving = min(instant.unit_gradients, (_ON_THE_WAY + 1) * self._bucket)
         received = self._received * min(instant.unit_gradients, _ON_THE_WAY * self._bucket) if self._ranks > 1 else 0.0
+        going = min(self._going, self._recipe.gather * made / self._ranks)
         return Ledger(
-            gradients=self._recipe.gather * moving + self._waiting(made),
+            gradients=self._recipe.gather * moving + going + self._waiting(made),
             buffers=self._gathered + self._recipe.gather * received,
         )
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
-        """The step, with gradients in the masters' dtype."""
-        if self._offloads:
-            return ()
-        width = self._recipe.master or self._recipe.weight
+        """The step, with gradients in the masters' dtype; on the host it takes memory of the device's where that is a
+        CPU."""
+        shares, width = self._shares, self._recipe.master or self._recipe.weight
         temporaries = tensor_step_temporaries(self._job, shards_of(self._job), width)
-        return (("step", Ledger(gradients=width * self._whole / self._ranks, temporaries=temporaries)),)
+        moments = []
+        if shares.here:
+            share = shares.here / shares.local
+            moments.append(Ledger(gradients=width * shares.here, temporaries=temporaries * share))
+        if shares.away and self._staying == 1.0:
+            fused = self._job.configuration.optimizer in _FUSED_ON_HOST
+            gradients = self._recipe.gradient * sum(shares.away)
+            widened = width * shares.largest if width != self._recipe.gradient else 0.0
+            states = window_bytes(self._job, self._recipe)
+            made = widened + (0.0 if fused else temporaries)
+            moments.append(Ledger(gradients=gradients, buffers=states, temporaries=made))
+        return [("step", ledger) for ledger in moments]
 
     def _waiting(self, made: float) -> float:
         """Bytes of gradients that wait for the step."""
         width = self._recipe.gradient
         if self._keeps_whole:
-            return width * max(self._whole - made, made / self._ranks)
-        return width * (self._whole if self._several else made) / self._ranks
+            return width * max(self._whole - made, self._staying * made / self._ranks)
+        return self._staying * width * (self._whole if self._several else made) / self._ranks

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.job import Job
+from planner.memory.native_offload import native_states
 from planner.memory.optimizer_states import optimizer_state_bytes
 from planner.memory.recipe import Recipe
 from planner.memory.units import shards_of, units_of
@@ -111,6 +112,8 @@ def _offloaded(job: Job, recipe: Recipe, states: States) -> States:
     offload = job.configuration.offload
     if offload == "none":
         return states
+    if job.configuration.backend == "native":
+        return native_states(job, recipe, states)
     if job.configuration.strategy in FSDP_STRATEGIES:
         host = states.parameters + states.gradients + states.optimizer
         return replace(states, parameters=0, gradients=0, optimizer=0, host=host)

@@ -45,15 +45,15 @@ class TensorPartitions:
 
 def flat_partition(job: Job) -> FlatPartition:
     """The flat group of all parameters, in the order of the model, cut evenly over the data-parallel ranks."""
-    return _flat(job.configuration.dp_shard, _tensors(job))
+    return _flat(job.configuration.dp_shard, tensors_of(job))
 
 
 def tensor_partitions(job: Job, persistence_threshold: int) -> TensorPartitions:
     """Every tensor flattened and cut evenly over the data-parallel ranks, its last part padded."""
-    return _by_tensor(job.configuration.dp_shard, persistence_threshold, _tensors(job))
+    return _by_tensor(job.configuration.dp_shard, persistence_threshold, tensors_of(job))
 
 
-def _tensors(job: Job) -> tuple[int, ...]:
+def tensors_of(job: Job) -> tuple[int, ...]:
     """Elements of every tensor of the largest pipeline stage, in the order of the model."""
     units = units_of(job)
     blocks = [size for block in units.blocks for _ in range(round(block.repeats)) for size in block.sizes]

@@ -18,17 +18,19 @@ from strategies import checkpoint
 from strategies.base import Engine, Strategy, TrainingParts
 from strategies.checkpoint_origin import require_readable
 from strategies.environment import ensure_group
-from strategies.optimizer_needs import undivided
 from strategies.loss_scale import LossScale
+from strategies.optimizer_needs import undivided
 from strategies.optimizers import trainable_parameters
 from strategies.torch_engine import scheduler_of
 from strategies.zero.checkpoint import ZeroState
 from strategies.zero.compress import wires
+from strategies.zero.offload import HostGradients, offload_of
 from strategies.zero.optimizer import Pieces, script_optimizer
 from strategies.zero.partition import Bucket, Ranks, owners_of
 from strategies.zero.reduce import Reducer
 from strategies.zero.settings import read_settings
-from strategies.zero.weights import Home, publish, take_over
+from strategies.zero.stepping import Stepper
+from strategies.zero.weights import Home, Publisher, take_over
 from strategies.zero.wire import wire_for
 
 
@@ -44,10 +46,12 @@ class ZeroStrategy(Strategy):
         checkpoint_activations(model, self.configuration.activation_checkpointing)
         ranks = Ranks(rank=environment.rank, world_size=environment.world_size)
         optimizer = script_optimizer(parts, trainable_parameters(model, parts.model_parameters))
+        settings = read_settings(parts, environment.device)
         home = Home(
             device=environment.device,
             wire=wire_for(ranks, environment.device),
-            settings=read_settings(parts, environment.device),
+            settings=settings,
+            offload=offload_of(settings.offload, environment.device),
             owners=owners_of(undivided(optimizer), ranks.world_size),
         )
         return ZeroEngine(strategy=self, parts=parts, home=home, held=self.hold(model, home), optimizer=optimizer)
@@ -65,6 +69,11 @@ class Held:
 
     def __init__(self, trained: Sequence[Bucket], home: Home, fixed: Sequence[Bucket] = ()) -> None:
         self.trained, self.fixed, self.home = tuple(trained), tuple(fixed), home
+        self.weights = Publisher(home, self.kept_whole())
+
+    def kept_whole(self) -> Sequence[Bucket]:
+        """The trained buckets whose weights are whole on every rank between steps."""
+        return self.trained
 
     def follow(self, reducer: Reducer) -> None:
         """Called once: the stage may listen to when gradients are made."""
@@ -73,9 +82,19 @@ class Held:
         """What surrounds a backward pass."""
         return nullcontext()
 
+    def renew(self, bucket: Bucket) -> None:
+        """The optimizer has changed a bucket's master: begin to bring its weights up to date on every rank."""
+        self.weights.renew(bucket)
+
+    def renewed(self) -> None:
+        """It has changed all of them: wait for the weights."""
+        self.weights.finish()
+
     def updated(self) -> None:
-        """The optimizer has changed the masters: bring the weights up to date on every rank."""
-        publish(self.trained, self.home.wire)
+        """The masters have changed: bring all weights up to date on every rank."""
+        for bucket in self.trained:
+            self.renew(bucket)
+        self.renewed()
 
     @contextmanager
     def whole(self, *, keeps_changes: bool) -> Iterator[None]:
@@ -112,6 +131,9 @@ class ZeroEngine(Engine):
         held.follow(self._reducer)
         self.optimizer = optimizer
         self._pieces = Pieces(held.trained, home.wire, optimizer)
+        self._stepper = Stepper(optimizer, self._pieces, held, home.offload.disk)
+        if home.offload.copies is not None:
+            self._reducer.host = HostGradients(home.offload.copies, settings.accumulate)
         self.lr_scheduler = scheduler_of(parts, self.optimizer)
         each = strategy.reduces_each_micro_batch and self.configuration.sync_each_micro_batch
         self._reduces_each = each
@@ -180,6 +202,7 @@ class ZeroEngine(Engine):
         self._micro_steps += 1
         if not acts:
             return
+        self._reducer.settle()
         square, used = self._pieces.agree(self._reducer.used, self.device)
         if math.isfinite(square):
             self._apply(math.sqrt(square) / self._scale.value, used)
@@ -195,11 +218,7 @@ class ZeroEngine(Engine):
         """Clip by the norm over all ranks, step, and bring the weights up to date."""
         self.gradient_norm = norm
         clip = min(1.0, self.gradient_clipping / (norm + 1e-6)) if self.gradient_clipping > 0 else 1.0
-        self._pieces.attach(used)
-        self._pieces.scale_gradients(clip / self._scale.value)
-        self.optimizer.step()
-        self._pieces.detach()
-        self._held.updated()
+        self._stepper.step(used, clip / self._scale.value)
         self._scale.stepped()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()

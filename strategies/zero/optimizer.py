@@ -32,7 +32,8 @@ def script_optimizer(parts: TrainingParts, trained: Sequence[Any]) -> torch.opti
         CannotRun: it cannot be stepped without a closure.
     """
     given = parts.optimizer
-    optimizer = given if isinstance(given, torch.optim.Optimizer) else (given or _planned(parts))(trained)
+    make = given or OPTIMIZERS[parts.plan.configuration.optimizer]
+    optimizer = make if isinstance(make, torch.optim.Optimizer) else make(trained)
     require_steppable(optimizer)
     return optimizer
 
@@ -55,9 +56,10 @@ class Pieces:
         """Whether this rank steps a piece of a parameter, maybe an empty one, and has its states."""
         return parameter not in self._elsewhere
 
-    def attach(self, used: set[nn.Parameter]) -> None:
-        """Give each piece its gradient; none where no rank used the parameter, so that it stays as it is."""
-        for bucket in self.buckets:
+    def attach(self, buckets: Sequence[Bucket], used: set[nn.Parameter], factor: float) -> None:
+        """Give each piece its gradient times `factor`; none where no rank used the parameter, so that it stays as it
+        is."""
+        for bucket in buckets:
             whole = bucket.gradient
             if whole is None:
                 continue
@@ -68,11 +70,16 @@ class Pieces:
                 piece = self.of[slot.parameter]
                 steps = slot.parameter in used and self.steps(slot.parameter)
                 piece.grad = gradient[start:stop].view(piece.shape) if steps else None
+        gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
 
-    def detach(self) -> None:
+    def detach(self, buckets: Sequence[Bucket]) -> None:
         """Let go of the gradients."""
-        for piece in self.of.values():
-            piece.grad = None
+        for bucket in buckets:
+            bucket.gradient = None
+            for slot in bucket.slots:
+                self.of[slot.parameter].grad = None
 
     def agree(self, used: set[nn.Parameter], device: torch.device) -> tuple[float, set[nn.Parameter]]:
         """The square of the norm of all gradients, and the parameters that any rank used: one small collective.
@@ -82,18 +89,13 @@ class Pieces:
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         flags = [float(slot.parameter in used) for slot in slots]
         gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
-        norms = [torch.linalg.vector_norm(one, dtype=_at_least_fp32(one.dtype)).double() for one in gradients]
+        each = [torch.linalg.vector_norm(one, dtype=_at_least_fp32(one.dtype)) for one in gradients]
+        norms = [norm.to(device=device, dtype=torch.float64) for norm in each]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         message = torch.cat((square.to(device).reshape(1), torch.tensor(flags, dtype=torch.float64, device=device)))
         values = self._wire.sum_everywhere(message).tolist()
         anywhere = {slot.parameter for slot, flag in zip(slots, values[1:], strict=True) if flag}
         return values[0], anywhere
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply every gradient; 1 costs nothing."""
-        gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
 
     def slots(self) -> Iterable[tuple[Bucket, Slot]]:
         """Every parameter with its bucket."""
@@ -154,10 +156,3 @@ def _cut(value: Any, slot: Slot, start: int, piece: torch.Tensor) -> Any:
     part = value.reshape(-1)[start : start + piece.numel()].view(piece.shape)
     wider = value.is_floating_point() and value.element_size() < piece.element_size()
     return part.to(device=piece.device, dtype=piece.dtype if wider else value.dtype, copy=True)
-
-
-def _planned(parts: TrainingParts) -> Any:
-    configuration = parts.plan.configuration
-    # On the host torch's fused AdamW reads each state once where the for-loop reads them a dozen times.
-    offloads = configuration.offload != "none" and configuration.optimizer in ("adamw", "adamw-fused")
-    return OPTIMIZERS["adamw-fused" if offloads else configuration.optimizer]

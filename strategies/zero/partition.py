@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate, groupby
 from types import MappingProxyType
 
@@ -82,11 +83,20 @@ class Layout:
         return slice(self.ranks.rank * self.run, (self.ranks.rank + 1) * self.run)
 
 
+class Place(Enum):
+    """Where a bucket's master and optimizer states live, and are stepped."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
 class Bucket:
     """Parameters of one dtype side by side, and this rank's part of what belongs to them.
 
     Attributes:
         slots: the parameters, in the order they lie.
+        states_at: where master and optimizer states live.
         trains: whether an optimizer changes them; if not, there is no master.
         whole: all weights with padding, [layout.padded]; where weights are sharded its storage is empty between uses.
         part: this rank's weights, [layout.run]: a view of `whole` where that is kept, else a tensor of its own.
@@ -101,6 +111,7 @@ class Bucket:
         self.layout = Layout(elements=slots[-1].stop, ranks=ranks, borders=borders)
         self.dtype = dtype
         self.trains = True
+        self.states_at = Place.DEVICE
         self.whole: torch.Tensor
         self.part: torch.Tensor
         self.master: torch.Tensor

@@ -18,7 +18,8 @@ from torch import nn
 
 from strategies.agree import on_rank_zero
 from strategies.errors import CannotRun
-from strategies.zero.partition import Bucket, Slot
+from strategies.zero.offload import HostGradients
+from strategies.zero.partition import Bucket, Place, Slot
 from strategies.zero.wire import Sum, Wire
 
 Listener = Callable[[Bucket], None]
@@ -30,7 +31,7 @@ class Reducer:
     `accumulate` is the dtype in which gradients wait for the step and `reduce` that in which they travel, None for the
     parameter's own. `wire_of` gives every bucket its wire, which may remember what it left out of the bucket. `used`
     holds the parameters that had a gradient since the last `clear`. `when_made` is told of a bucket as soon as its
-    gradients are all made, `when_summed` when their sum is there.
+    gradients are all made, `when_summed` when their sum is there, or on its way to the `host` that steps it.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Reducer:
         self.used: set[nn.Parameter] = set()
         self.when_made: Listener = lambda bucket: None
         self.when_summed: Listener = lambda bucket: None
+        self.host: HostGradients | None = None
         for fill in self._fills:
             for slot in fill.bucket.slots:
                 hooked: Any = slot.parameter  # the method has no annotations
@@ -76,6 +78,11 @@ class Reducer:
             self._receive()
         if not self._order_is_known:
             self._adopt_order()
+
+    def settle(self) -> None:
+        """Before a step: wait for sums that are on their way to the host."""
+        if self.host is not None:
+            self.host.settle()
 
     def clear(self) -> None:
         """After a step: forget all gradients."""
@@ -129,8 +136,11 @@ class Reducer:
 
     def _receive(self) -> None:
         bucket, pending = self._on_the_way.popleft()
-        total = pending.total(self._accumulate or bucket.dtype)
-        bucket.gradient = total if bucket.gradient is None else bucket.gradient.add_(total)
+        if self.host is not None and bucket.states_at is not Place.DEVICE:
+            self.host.keep(bucket, pending.total(bucket.dtype))
+        else:
+            total = pending.total(self._accumulate or bucket.dtype)
+            bucket.gradient = total if bucket.gradient is None else bucket.gradient.add_(total)
         self.when_summed(bucket)
 
     def _adopt_order(self) -> None:

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 
 from planner.plan import Configuration
+from planner.vocabulary import Offload
 from planner.zero_buckets import native_buckets
 from strategies.base import TrainingParts
 from strategies.compression import GradientTravel, gradient_travel
+from strategies.errors import CannotRun
 from strategies.loss_scale import ScaleSettings, scale_settings
+from strategies.variables import NVME_PATH
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTE = {**_DTYPES, "bf16-pure": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadSettings:
+    """What leaves the device: `ratio` of what the plan's word `kind` names.
+
+    With `nvme` it goes to a file below `nvme_path`, of which `buffers` buckets may be in memory at once. `pins`: host
+    memory that a GPU copies from and to is page-locked.
+    """
+
+    kind: Offload = "none"
+    ratio: float = 1.0
+    nvme_path: str = ""
+    buffers: int = 4
+    pins: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +50,7 @@ class ZeroSettings:
     travel: GradientTravel
     bucket: int
     persistence_threshold: int
-    offload: str
+    offload: OffloadSettings
     scale: ScaleSettings | None
 
     def weights(self, dtype: torch.dtype) -> torch.dtype:
@@ -44,7 +63,7 @@ def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
     """The settings of a plan, with what the script's config says of them.
 
     Raises:
-        CannotRun: keys of the config contradict each other.
+        CannotRun: keys of the config contradict each other, or NVMe has no path.
     """
     configuration, script = parts.plan.configuration, parts.script
     hidden = parts.plan.model.get("hidden_size")
@@ -62,8 +81,25 @@ def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
         travel=gradient_travel(parts),
         bucket=buckets.reduce if bucket is None else bucket,
         persistence_threshold=buckets.persistence_threshold if threshold is None else threshold,
-        offload=configuration.offload,
+        offload=_offload(parts),
         scale=scale_settings(script.fp16) if configuration.precision == "fp16" else None,
+    )
+
+
+def _offload(parts: TrainingParts) -> OffloadSettings:
+    configuration, script = parts.plan.configuration, parts.script.zero
+    path = script.nvme_path or os.environ.get(NVME_PATH, "")
+    if configuration.offload == "nvme" and not path:
+        raise CannotRun(
+            "offload 'nvme' needs a directory on a local disk; set zero_optimization.offload_optimizer.nvme_path in the"
+            f" config, or {NVME_PATH}"
+        )
+    return OffloadSettings(
+        kind=configuration.offload,
+        ratio=min(script.offload_ratio, configuration.offload_ratio),
+        nvme_path=path,
+        buffers=script.buffer_count,
+        pins=script.pin_memory,
     )
 
 

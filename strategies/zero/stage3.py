@@ -7,7 +7,7 @@ begins, so that its weights travel while this one computes. Parameters up to a t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from strategies.zero.reduce import Reducer
 from strategies.zero.stage1 import buckets_for, keep_whole
 from strategies.zero.stage2 import ZeroStage2
 from strategies.zero.units import Members, Unit, members_of
-from strategies.zero.weights import Home, load, publish, refresh, settle_rest, take_over
+from strategies.zero.weights import Home, load, settle_rest, take_over
 
 
 class ZeroStage3(ZeroStrategy):
@@ -31,7 +31,7 @@ class ZeroStage3(ZeroStrategy):
     reduces_each_micro_batch = True
 
     def hold(self, model: nn.Module, home: Home) -> Held:
-        if home.wire.ranks.world_size == 1 and home.settings.offload != "all":
+        if home.wire.ranks.world_size == 1 and not home.offload.weights:
             return ZeroStage2(self.configuration, self.environment).hold(model, home)  # all of it is this rank's part
         threshold = home.settings.persistence_threshold
         members = members_of(model)
@@ -57,7 +57,7 @@ def _unit(members: Members, kept: set[nn.Parameter], home: Home) -> Unit:
         made[trains] = buckets_for(named, home)
         for bucket in made[trains]:
             load(bucket, home, trains=trains, keeps=False)
-    return Unit(members, made[True], made[False], home.wire)
+    return Unit(members, made[True], made[False], home)
 
 
 class ShardedWeights(Held):
@@ -66,8 +66,8 @@ class ShardedWeights(Held):
     def __init__(self, kept: list[Bucket], units: list[Unit], home: Home) -> None:
         trained = [bucket for unit in units for bucket in unit.trained]
         fixed = [bucket for unit in units for bucket in unit.buckets if bucket not in unit.trained]
-        super().__init__([*kept, *trained], home, fixed)
         self._kept, self._units = kept, units
+        super().__init__([*kept, *trained], home, fixed)
         self._unit_of = {bucket: unit for unit in units for bucket in unit.trained}
         self._unmade: dict[Unit, int] = {}
         self._in_backward = False
@@ -90,11 +90,12 @@ class ShardedWeights(Held):
             self._in_backward = False
             self._release_all()
 
-    def updated(self) -> None:
-        for bucket in self.trained:
-            refresh(bucket)
+    def kept_whole(self) -> Sequence[Bucket]:
+        return self._kept
+
+    def renewed(self) -> None:
+        super().renewed()
         self._release_all()  # weights gathered before the step are out of date
-        publish(self._kept, self.home.wire)
 
     @contextmanager
     def whole(self, *, keeps_changes: bool) -> Iterator[None]:

@@ -21,7 +21,8 @@ from torch import nn
 
 from planner.trace.blocks import repeated_blocks
 from strategies.zero.partition import Bucket
-from strategies.zero.wire import Arrival, Wire
+from strategies.zero.weights import Home
+from strategies.zero.wire import Arrival
 
 
 class State(Enum):
@@ -42,12 +43,12 @@ class Members:
 class Unit:
     """One unit's weights. `has_fixed`: some are not trained, so that no gradient tells when their use is over."""
 
-    def __init__(self, members: Members, buckets: Iterable[Bucket], fixed: Iterable[Bucket], wire: Wire) -> None:
+    def __init__(self, members: Members, buckets: Iterable[Bucket], fixed: Iterable[Bucket], home: Home) -> None:
         self.module, self.is_root = members.module, members.is_root
         self.trained, self.has_fixed = tuple(buckets), bool(fixed := tuple(fixed))
         self.buckets = (*self.trained, *fixed)
         self.state = State.SHARDED
-        self._wire = wire
+        self._home = home
         self._arrivals: list[Arrival] = []
         for bucket in self.buckets:
             _empty(bucket)
@@ -56,13 +57,14 @@ class Unit:
         """Ask for the weights; nothing where they are there or under way."""
         if self.state is not State.SHARDED:
             return
-        with torch.profiler.record_function("dsplan::gather"):
+        with torch.profiler.record_function("dsplan::gather"), self._home.offload.beside() as copied:
             for bucket in self.buckets:
                 storage = bucket.whole.untyped_storage()
                 storage.resize_(bucket.layout.padded * bucket.whole.element_size())
                 own = bucket.whole[bucket.layout.own_slice]
                 own.copy_(bucket.part, non_blocking=True)  # from the host, or from a wider master
-                self._arrivals.append(self._wire.gather(bucket.whole, own, bucket.layout))
+                self._arrivals.append(self._home.wire.gather(bucket.whole, own, bucket.layout))
+            self._arrivals += copied
         self.state = State.ARRIVING
 
     def need(self) -> None:

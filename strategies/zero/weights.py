@@ -6,6 +6,7 @@ device never holds more than one bucket twice.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -13,25 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies.zero.partition import Bucket, Owners
+from strategies.zero.offload import Offload
+from strategies.zero.partition import Bucket, Owners, Place
 from strategies.zero.settings import ZeroSettings
-from strategies.zero.wire import Wire
+from strategies.zero.wire import Arrival, Wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Home:
-    """Where states live: weights and gradients on `device`, masters and optimizer states on `host` where they are
-    offloaded; `wire` connects the ranks; `owners` says whose the parameters are that an optimizer must step whole."""
+    """Where states live: weights and gradients on `device`, masters and optimizer states there or where `offload` says;
+    `wire` connects the ranks; `owners` says whose the parameters are that an optimizer must step whole."""
 
     device: torch.device
     wire: Wire
     settings: ZeroSettings
+    offload: Offload
     owners: Owners = field(default_factory=dict)
-
-    @property
-    def offloads(self) -> bool:
-        """Whether the optimizer's states leave the device; on a CPU they are on the host anyway."""
-        return self.settings.offload != "none" and self.device.type != "cpu"
 
 
 def load(bucket: Bucket, home: Home, *, trains: bool, keeps: bool) -> None:
@@ -44,17 +42,17 @@ def load(bucket: Bucket, home: Home, *, trains: bool, keeps: bool) -> None:
     run = layout.own_slice
     bucket.part = whole[run] if keeps else whole[run].clone()
     bucket.trains = trains
-    if trains:
-        bucket.master = bucket.part
-        wide = home.settings.master
-        if wide is not None and dtype in (torch.float16, torch.bfloat16):
-            bucket.master = original[run].to(wide, copy=True)
-        if home.offloads:
-            bucket.master = bucket.master.to("cpu").pin_memory()
-            if home.settings.offload == "all" and not keeps:
-                bucket.part = bucket.master if wide is None else bucket.part.to("cpu").pin_memory()
-        elif not keeps:
-            bucket.part = bucket.master  # gathering casts it: sharded weights are kept once, as FSDP2 keeps them
+    if not trains:
+        home.offload.fix(bucket)
+        return
+    bucket.states_at, bucket.master = home.offload.chosen(bucket), bucket.part
+    wide = home.settings.master
+    if wide is not None and dtype in (torch.float16, torch.bfloat16):
+        bucket.master = original[run].to(wide, copy=True)
+    if bucket.states_at is not Place.DEVICE:
+        home.offload.move(bucket, keeps=keeps)
+    elif not keeps:
+        bucket.part = bucket.master  # gathering casts it: sharded weights are kept once, as FSDP2 keeps them
 
 
 def _together(bucket: Bucket, home: Home) -> torch.Tensor:
@@ -94,21 +92,44 @@ def _settled(tensor: torch.Tensor, dtype: torch.dtype, home: Home) -> torch.Tens
     return here
 
 
-def publish(buckets: Iterable[Bucket], wire: Wire) -> None:
-    """After a step: every rank's new weights to every rank. All gathers are begun before the first is waited for."""
-    with torch.profiler.record_function("dsplan::gather"):
-        arrivals = []
-        for bucket in buckets:
-            refresh(bucket)
-            arrivals.append(wire.gather(bucket.whole, bucket.part, bucket.layout))
-        for arrival in arrivals:
+class Publisher:
+    """After a step: this rank's new weights from the masters, and those of `everywhere` to every rank.
+
+    All gathers are begun before the first is waited for. Weights that come up from the host set out to the other ranks
+    when the next bucket's are on their way up.
+    """
+
+    def __init__(self, home: Home, everywhere: Iterable[Bucket]) -> None:
+        self._home, self._everywhere = home, frozenset(everywhere)
+        self._coming: deque[tuple[Bucket, Arrival]] = deque()
+        self._sent: list[Arrival] = []
+
+    def renew(self, bucket: Bucket) -> None:
+        """The master of a bucket has changed."""
+        arrival = self._home.offload.renew(bucket) if bucket.master is not bucket.part else None
+        if arrival is None:
+            self._send(bucket)
+            return
+        self._coming.append((bucket, arrival))
+        self._receive(all_but=1)
+
+    def finish(self) -> None:
+        """All of them have: wait for what is on its way."""
+        self._receive(all_but=0)
+        for arrival in self._sent:
             arrival.wait()
+        self._sent.clear()
 
+    def _receive(self, *, all_but: int) -> None:
+        while len(self._coming) > all_but:
+            bucket, arrival = self._coming.popleft()
+            arrival.wait()
+            self._send(bucket)
 
-def refresh(bucket: Bucket) -> None:
-    """This rank's weights from the master copy that the optimizer has changed."""
-    if bucket.master is not bucket.part:
-        bucket.part.copy_(bucket.master, non_blocking=True)
+    def _send(self, bucket: Bucket) -> None:
+        if bucket in self._everywhere:
+            with torch.profiler.record_function("dsplan::gather"):
+                self._sent.append(self._home.wire.gather(bucket.whole, bucket.part, bucket.layout))
 
 
 def take_over(bucket: Bucket, whole: torch.Tensor, wire: Wire) -> None:

@@ -46,7 +46,8 @@ def with_configuration(plan: Plan, **changes: object) -> Plan:
     [
         ({"tp": 2, "micro_batch_size": 12}, "tp 2 and pp 1"),
         ({"pp": 4, "micro_batch_size": 12}, "does not run them"),
-        ({"strategy": "zero3", "backend": "native", "offload": "nvme"}, "backend 'native' cannot offload 'nvme' yet"),
+        ({"strategy": "zero2", "backend": "native", "offload": "all"}, "it can offload none, optimizer, nvme"),
+        ({"strategy": "zero2", "backend": "deepspeed", "offload": "nvme"}, "it can offload none, optimizer"),
         ({"strategy": "zero2", "backend": "native", "optimizer": "adafactor"}, "needs whole matrices"),
         ({"strategy": "zero2", "backend": "torch"}, "use 'deepspeed' or 'native'"),
         ({"strategy": "ddp", "backend": "native"}, "use 'torch'"),

@@ -1,0 +1,162 @@
+"""Offload: masters, optimizer states and the step in host memory, while weights and gradients stay where they compute.
+
+A gradient goes to the host as soon as it is summed over ranks, while backward goes on (Ren et al. 2021, ZeRO-Offload).
+The step runs there, bucket by bucket, and the weights of a bucket return while the next one is stepped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from strategies.zero.copies import Copies, copies_of
+from strategies.zero.nvme import Disk
+from strategies.zero.partition import Bucket, Place
+from strategies.zero.settings import OffloadSettings
+from strategies.zero.wire import Arrival
+
+_UNDER_WAY = 4
+"""Gradients of so many buckets may be on their way down at once; more would pile up on the device."""
+
+
+class Offload:
+    """Which states leave the device, and the way there and back.
+
+    `copies` is None where the device's memory is the host's, `disk` where no state goes further than that. `weights`:
+    a rank's part of stage 3's weights goes to the host too.
+    """
+
+    def __init__(self, settings: OffloadSettings, copies: Copies | None) -> None:
+        self.copies = copies
+        self.disk = Disk(Path(settings.nvme_path), settings.buffers) if settings.kind == "nvme" else None
+        self.weights = settings.kind in ("all", "nvme") and copies is not None
+        self._place = Place.DEVICE if settings.kind == "none" else Place.DISK if self.disk is not None else Place.HOST
+        self._share = Share(settings.ratio)
+        self._coming_back: set[Bucket] = set()
+
+    def chosen(self, bucket: Bucket) -> Place:
+        """Where the states of the next bucket will live."""
+        return self._place if self._share.takes(bucket.layout.elements) else Place.DEVICE
+
+    def move(self, bucket: Bucket, *, keeps: bool) -> None:
+        """Move a bucket's master to where its states live; its weights stay on the device where `keeps`."""
+        if self.copies is not None:
+            is_alike = bucket.master.dtype == bucket.part.dtype
+            bucket.master = self._on_host(bucket.master, is_copied=is_alike)
+            if keeps or not self.weights:
+                self._coming_back.add(bucket)
+            else:
+                bucket.part = bucket.master if is_alike else self._on_host(bucket.part, is_copied=True)
+        if self.disk is not None:
+            self.disk.adopt(bucket)
+
+    def fix(self, bucket: Bucket) -> None:
+        """Move the part of weights that are not trained."""
+        if self.weights:
+            bucket.part = self._on_host(bucket.part, is_copied=True)
+
+    def renew(self, bucket: Bucket) -> Arrival | None:
+        """Begin to bring a bucket's weights up to date with its master; None where that is done at once."""
+        if bucket not in self._coming_back or self.copies is None:
+            bucket.part.copy_(bucket.master)
+            return None
+        narrow = self.copies.room(bucket.part.numel(), bucket.part.dtype)
+        return self.copies.up(narrow.copy_(bucket.master), bucket.part)
+
+    @contextmanager
+    def beside(self) -> Iterator[Sequence[Arrival]]:
+        """Inside, weights are fetched from the host beside what the device computes; gives what to wait for."""
+        if self.copies is None or not self.weights:
+            yield ()
+            return
+        with self.copies.aside() as arrival:
+            yield (arrival,)
+
+    def _on_host(self, tensor: torch.Tensor, *, is_copied: bool) -> torch.Tensor:
+        """`tensor` in host memory, page-locked where a device copies from it."""
+        if self.copies is None or not is_copied:
+            return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        return self.copies.room(tensor.numel(), tensor.dtype).copy_(tensor)
+
+
+class Share:
+    """Says bucket by bucket which are offloaded, so that at any moment nearly `ratio` of all elements so far are."""
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._seen = self._taken = 0
+
+    def takes(self, elements: int) -> bool:
+        """Whether the next bucket, of so many elements, is offloaded: where that is nearer to the ratio than not."""
+        self._seen += elements
+        if self._taken + elements / 2 > self._ratio * self._seen:
+            return False
+        self._taken += elements
+        return True
+
+
+class HostGradients:
+    """Sums of gradients that go to host memory as they come, and add up there.
+
+    `accumulate` is the dtype in which they add up, None for that in which they come.
+    """
+
+    def __init__(self, copies: Copies, accumulate: torch.dtype | None) -> None:
+        self._copies, self._accumulate = copies, accumulate
+        self._coming: deque[tuple[Bucket, torch.Tensor, Arrival]] = deque()
+
+    def keep(self, bucket: Bucket, total: torch.Tensor) -> None:
+        """Begin to copy a sum down; it joins the earlier ones of its bucket when it is there."""
+        while len(self._coming) >= _UNDER_WAY:
+            self._receive()
+        here = self._copies.room(total.numel(), total.dtype)
+        self._coming.append((bucket, here, self._copies.down(total, here)))
+
+    def settle(self) -> None:
+        """Wait for all that is on its way."""
+        while self._coming:
+            self._receive()
+
+    def _receive(self) -> None:
+        bucket, here, arrival = self._coming.popleft()
+        arrival.wait()
+        if bucket.gradient is None:
+            bucket.gradient = here.to(self._accumulate or here.dtype)
+        else:
+            bucket.gradient.add_(here)
+
+
+@contextmanager
+def fused_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, torch's optimizers step with their fused kernels where the script left the choice open.
+
+    On a host the fused kernel reads each state once where the loop over tensors, torch's choice there, reads them a
+    dozen times.
+    """
+    is_known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    open_ones = [group for group in optimizer.param_groups if is_known and not any(map(group.get, _DECIDED))]
+    open_ones = [group for group in open_ones if group["fused"] is None and group["foreach"] is None]
+    for group in open_ones:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in open_ones:
+            group["fused"] = None
+
+
+_DECIDED = ("capturable", "differentiable")
+
+
+def offload_of(settings: OffloadSettings, device: torch.device) -> Offload:
+    """The offload that settings ask for; on a CPU there is nothing to leave but for a disk.
+
+    Raises:
+        CannotRun: states cannot be put on the disk.
+    """
+    copies = copies_of(device, pins=settings.pins) if settings.kind != "none" and device.type != "cpu" else None
+    return Offload(settings, copies)
