@@ -19,6 +19,7 @@ from strategies.observer import Observer
 
 if TYPE_CHECKING:
     from strategies.data import ShardedLoader
+    from strategies.memory_report import MemoryReport
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -59,7 +60,7 @@ class Engine(ABC):
 
     `step` is called after every `backward`; it changes the weights once per `gradient_accumulation_steps` calls.
     `module` is the script's own model, `wrapped` what runs it. `observers` are told what happens; without any, nothing
-    is measured.
+    is measured. `counted_peak_bytes` is the most that `memory_timeline` has seen alive.
     """
 
     module: nn.Module
@@ -72,6 +73,7 @@ class Engine(ABC):
         self.environment = environment
         self.dataloader: ShardedLoader | None = None
         self.observers: list[Observer] = []
+        self.counted_peak_bytes: int | None = None
         self._may_reduce = True
 
     @property
@@ -130,6 +132,18 @@ class Engine(ABC):
         for observer in self.observers:
             observer.ends(name)
 
+    def memory_report(self) -> MemoryReport:
+        """What this rank's tensors take now and took at most, beside the plan's prediction; printed, it is a table."""
+        from strategies.memory_report import memory_report
+
+        return memory_report(self)
+
+    def memory_timeline(self, path: str | Path) -> AbstractContextManager[None]:
+        """Draw this rank's memory over the steps that are made inside, as an SVG picture; they take longer."""
+        from strategies.memory_timeline import memory_timeline
+
+        return memory_timeline(self, path)
+
     def train(self, mode: bool = True) -> Engine:
         """Put the module in training mode."""
         self.wrapped.train(mode)
@@ -180,6 +194,10 @@ class Engine(ABC):
     @abstractmethod
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` changes the weights."""
+
+    @abstractmethod
+    def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """This rank's `parameters`, `gradients` and `optimizer` states (masters too), as they lie in memory."""
 
     @abstractmethod
     def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:

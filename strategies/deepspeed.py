@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,7 @@ from planner.emit.deepspeed import deepspeed_config
 from planner.trace.checkpointing import checkpoint_activations
 from strategies.base import Engine, Strategy, TrainingParts
 from strategies.checkpoint_origin import require_readable
-from strategies.deepspeed_weights import whole
+from strategies.deepspeed_weights import state_tensors, whole
 from strategies.environment import ensure_group
 from strategies.errors import BackendMissing
 from strategies.optimizers import OPTIMIZERS, trainable_parameters
@@ -56,8 +56,8 @@ class DeepSpeedZero(Strategy):
     def _optimizer(self, parts: TrainingParts, config: Mapping[str, Any]) -> Any:
         """The script's optimizer, or torch's for the plan's name; None where DeepSpeed must make its own.
 
-        DeepSpeed makes it when the script's config has an `optimizer` section, and under offload, where its CPU
-        optimizer is what the plan's time was counted for.
+        DeepSpeed makes the ones of the script's config that are its own, and under offload those for the CPU, which
+        the plan's time was counted for.
         """
         if parts.optimizer is not None:
             return parts.optimizer
@@ -98,6 +98,9 @@ class DeepSpeedEngine(Engine):
     @property
     def loss_scale(self) -> float:
         return float(getattr(self._deepspeed.optimizer, "loss_scale", 1.0))
+
+    def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        return state_tensors(self.module, self._deepspeed.optimizer)
 
     def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
         return whole(self.module, self.configuration.zero_stage, keeps_changes=keeps_changes)
@@ -148,7 +151,7 @@ def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
         # Stage 3's own linear adds the bias in place to the product that selective checkpointing keeps.
         zero["memory_efficient_linear"] = False
     precisions = [name for name in ("bf16", "fp16") if name in config]
-    details: dict[str, Any] = {name: {**_section(script, name), **_section(config, name)} for name in precisions}
+    details = {name: {**_section(config, name), **_section(script, name), "enabled": True} for name in precisions}
     own = {key: value for key, value in script.items() if key not in _PLANNED}
     return {**config, **own, **details, "zero_optimization": zero, "gradient_clipping": parts.gradient_clipping}
 

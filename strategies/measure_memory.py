@@ -23,6 +23,7 @@ from torch import nn
 from planner.models.storage_tracker import StorageTracker
 from planner.trace.blocks import repeated_blocks
 from strategies.base import Engine
+from strategies.reachable import reachable_tensors
 
 PHASES = ("forward", "loss", "backward", "step")
 WARM_UP_STEPS = 2
@@ -78,14 +79,6 @@ class CudaMeter:
 
     def restart_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
-
-
-def reachable_tensors() -> list[torch.Tensor]:
-    """Every tensor that Python's garbage collector knows of."""
-    # The class is asked, not the object: lazy modules import things when `isinstance` looks at their `__class__`.
-    found = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-    gradients = [item.grad for item in found if item.is_leaf and item.grad is not None]
-    return [*found, *gradients]
 
 
 def measure_step(

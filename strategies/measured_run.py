@@ -16,8 +16,9 @@ from planner.plan_io import plan_from_dict
 from planner.vocabulary import Attention, Task
 from strategies.engine import initialize
 from strategies.environment import join
-from strategies.measure_memory import StepMemory, measure_step, reachable_tensors
+from strategies.measure_memory import StepMemory, measure_step
 from strategies.measure_times import TimedStep, measure_times
+from strategies.reachable import reachable_tensors
 from strategies.standard_text import text_batches
 
 _CLASSES: Mapping[Task, str] = {

@@ -6,6 +6,8 @@
     {"event": "step", "step": i, "loss": mean over this rank's micro-batches, "seconds": since the last step ended,
      "samples": ..., "tokens": ... of this rank, "allocated_bytes": ..., "reserved_bytes": ..., "peak_bytes": ...,
      "rss_bytes": ..., "measured_by": "cuda" | "storage-tracker"}
+    {"event": "figures", "step": ..., "forward_seconds": ..., "communication_seconds": ..., ...}
+                                                   now and then, where the config asks for `wall_clock_breakdown`
     {"event": "end", ...MeasuredRun of this rank alone}
 
 Memory figures are null where a step did not measure them.

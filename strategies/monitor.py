@@ -78,6 +78,10 @@ class RunMonitor(Observer):
         self._samples = self._tokens = 0
         self._step_started = time.perf_counter()
 
+    def figures(self, row: Mapping[str, float]) -> None:
+        """Write what the step log found in its last interval."""
+        self._write({"event": "figures", **row})
+
     def close(self) -> None:
         """Write the summary and close the file; later calls do nothing."""
         if not self._file.closed:

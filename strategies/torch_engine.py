@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from planner.trace.checkpointing import checkpoint_activations
 from strategies import checkpoint
@@ -103,6 +104,14 @@ class TorchEngine(Engine):
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
 
+    def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        parameters = list(self.module.parameters())
+        return {
+            "parameters": [*parameters, *self.module.buffers()],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer": tensors_in(self.optimizer.state),
+        }
+
     def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
         return self.strategy.whole(self.module, keeps_changes=keeps_changes)
 
@@ -163,6 +172,11 @@ class TorchEngine(Engine):
         self._scale.stepped()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+
+def tensors_in(state: Mapping[Any, Any]) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+    return [leaf for leaf in tree_leaves([*state.values()]) if isinstance(leaf, torch.Tensor)]
 
 
 def scheduler_of(parts: TrainingParts, optimizer: torch.optim.Optimizer) -> Scheduler | None:

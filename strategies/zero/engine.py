@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from strategies.environment import ensure_group
 from strategies.loss_scale import LossScale
 from strategies.optimizer_needs import undivided
 from strategies.optimizers import trainable_parameters
-from strategies.torch_engine import scheduler_of
+from strategies.torch_engine import scheduler_of, tensors_in
 from strategies.zero.checkpoint import ZeroState
 from strategies.zero.compress import wires
 from strategies.zero.offload import HostGradients, offload_of
@@ -150,6 +150,18 @@ class ZeroEngine(Engine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
+
+    def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        buckets = (*self._held.trained, *self._held.fixed)
+        summed = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
+        masters = [bucket.master for bucket in self._held.trained]
+        # A part that is its own master holds weights where both have one dtype, else the wider copy.
+        parts = [bucket.part for bucket in buckets if bucket.part.dtype == bucket.dtype]
+        return {
+            "parameters": [*parts, *self.module.parameters(), *self.module.buffers()],
+            "gradients": [*summed, *self._reducer.waiting],
+            "optimizer": [*masters, *tensors_in(self.optimizer.state)],
+        }
 
     def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
         return self._held.whole(keeps_changes=keeps_changes)

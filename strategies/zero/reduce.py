@@ -84,6 +84,11 @@ class Reducer:
         if self.host is not None:
             self.host.settle()
 
+    @property
+    def waiting(self) -> list[torch.Tensor]:
+        """Whole gradients of earlier micro-batches, of parameters that have some."""
+        return list(self._waiting.values())
+
     def clear(self) -> None:
         """After a step: forget all gradients."""
         for fill in self._fills:

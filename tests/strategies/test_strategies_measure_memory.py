@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from strategies.measure_memory import PHASES, PhasePeaks, StepMemory, reachable_tensors
+from strategies.measure_memory import PHASES, PhasePeaks, StepMemory
+from strategies.reachable import reachable_tensors
 
 
 class Counter:

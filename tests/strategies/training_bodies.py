@@ -115,7 +115,7 @@ class Trained:
 
 
 def _memory_numbers() -> list[str]:
-    return [name for name in MemoryEstimate.__dataclass_fields__ if name not in ("peak_phase", "phases")]
+    return [name for name in MemoryEstimate.__dataclass_fields__ if name not in ("peak_phase", "phases", "states")]
 
 
 def batch_of(step: int, samples: int = GLOBAL_BATCH) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from training_bodies import Recipe
 
 from planner.models.storage_tracker import StorageTracker
 from strategies.engine import initialize
-from strategies.measure_memory import reachable_tensors
+from strategies.reachable import reachable_tensors
 from strategies.zero.reduce import Reducer
 
 BATCH = 12

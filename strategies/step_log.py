@@ -1,0 +1,129 @@
+"""What an engine's steps were like: loss, learning rate, norms, seconds and bytes, written every few steps.
+
+Figures stay where they are made until then, so that a GPU is waited for once per interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import psutil
+import torch
+from torch import nn
+
+from strategies.communication_time import StepProfile
+from strategies.observer import Observer
+from strategies.timers import Timers
+
+if TYPE_CHECKING:
+    from strategies.base import Engine
+
+Row = Mapping[str, float]
+"""A step's figures by name; `step` is its number, counted from 1."""
+WHOLE = "whole_step"
+
+
+class Writer(Protocol):
+    """Where rows go."""
+
+    def write(self, rows: Sequence[Row]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StepLog(Observer):
+    """Collects a row per optimizer step and hands the rows to `writers` every `every` steps.
+
+    With `times`, seconds per section are in the last row of an interval, as means over its steps, and so is what a
+    profile of that one step says of communication; the profiled step itself is in no mean. An interval of one step has
+    no room for a profile.
+    """
+
+    def __init__(self, engine: Engine, writers: Sequence[Writer], *, every: int, times: bool) -> None:
+        self._engine, self._writers, self._every = engine, tuple(writers), every
+        self._timers = Timers(engine.device) if times else None
+        self._losses: list[torch.Tensor] = []
+        self._rows: list[dict[str, Any]] = []
+        self._profile: StepProfile | None = None
+        if self._timers is not None:
+            self._timers.starts(WHOLE)
+
+    def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
+        last = len(self._rows) == self._every - 1 > 0
+        if self._timers is not None and not self._losses and last and StepProfile.is_possible():
+            self._profile = StepProfile(self._engine.device)
+            self._profile.start()
+
+    def loss_is(self, loss: torch.Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    def starts(self, section: str) -> None:
+        if self._timers is not None and self._profile is None:
+            self._timers.starts(section)
+
+    def ends(self, section: str) -> None:
+        if self._timers is not None and self._profile is None:
+            self._timers.ends(section)
+
+    def step_ended(self) -> None:
+        engine = self._engine
+        norm = engine.gradient_norm
+        row: dict[str, Any] = {
+            "step": engine.global_steps,
+            "loss": torch.stack([loss.float() for loss in self._losses]).mean() if self._losses else None,
+            "learning_rate": engine.get_lr()[0],
+            "loss_scale": engine.loss_scale,
+            **({"gradient_norm": norm} if norm is not None else {}),
+            **_memory(engine.device),
+        }
+        self._losses = []
+        self._rows.append(row)
+        if self._timers is not None and self._profile is None:
+            self._timers.ends(WHOLE)
+        if len(self._rows) == self._every:
+            self._write()
+        if self._timers is not None:
+            self._timers.starts(WHOLE)
+
+    def close(self) -> None:
+        self._write()
+        for writer in self._writers:
+            writer.close()
+
+    def _write(self) -> None:
+        if not self._rows:
+            return
+        self._rows[-1].update(self._seconds())
+        rows = [{name: float(value) for name, value in row.items() if value is not None} for row in self._rows]
+        self._rows = []
+        for writer in self._writers:
+            writer.write(rows)
+
+    def _seconds(self) -> dict[str, float]:
+        """Mean seconds per step of the interval's sections, and the communication of its last step."""
+        if self._timers is None:
+            return {}
+        profile, self._profile = self._profile, None
+        steps = len(self._rows) - (profile is not None)
+        figures = {f"{name}_seconds": seconds / max(1, steps) for name, seconds in self._timers.take().items()}
+        if profile is None:
+            return figures
+        found = profile.stop()
+        return {
+            **figures,
+            "communication_seconds": found.seconds,
+            "exposed_communication_seconds": found.exposed_seconds,
+        }
+
+
+def _memory(device: torch.device) -> dict[str, int]:
+    """Bytes that tensors have now and had at most, as far as the device counts them, and this process's memory."""
+    resident = {"host_bytes": psutil.Process().memory_info().rss}
+    if device.type != "cuda":
+        return resident
+    return {
+        **resident,
+        "allocated_bytes": torch.cuda.memory_allocated(device),
+        "peak_bytes": torch.cuda.max_memory_allocated(device),
+    }

@@ -1,0 +1,76 @@
+"""Timers of a step's sections: forward, backward, step and what the script names itself.
+
+On a GPU a section is the time between two events on its stream, read when the figures are asked for: nothing waits for
+the device in between. Sections of several micro-batches add up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Marks moments; `seconds` between two of them may wait until the device has reached the later one."""
+
+    def now(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float: ...
+
+
+class HostClock:
+    """The process's own time, for devices that compute while the caller waits."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class CudaClock:
+    """Events on the present stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        make: Any = torch.cuda.Event
+        event = make(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+class Timers:
+    """Seconds per section since `take` was last called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock: Clock = CudaClock(device) if device.type == "cuda" else HostClock()
+        self._open: dict[str, Any] = {}
+        self._closed: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+
+    def starts(self, section: str) -> None:
+        """The section begins; one that an exception left open begins anew."""
+        self._open[section] = self._clock.now()
+
+    def ends(self, section: str) -> None:
+        """The section ends."""
+        start = self._open.pop(section, None)
+        if start is not None:
+            self._closed[section].append((start, self._clock.now()))
+
+    def take(self) -> dict[str, float]:
+        """Seconds of every section that has ended, in the order they first did; the timers begin anew."""
+        seconds = {
+            section: sum(self._clock.seconds(start, end) for start, end in marks)
+            for section, marks in self._closed.items()
+        }
+        self._closed.clear()
+        return seconds

@@ -1,0 +1,51 @@
+"""Which observers a config asks for."""
+
+from __future__ import annotations
+
+import atexit
+from functools import partial
+from pathlib import Path
+
+from strategies.base import Engine
+from strategies.config import ScriptConfig
+from strategies.log_writers import Console, CsvWriter, MetricsWriter, TensorboardWriter
+from strategies.memory_report import MemoryPrinter
+from strategies.monitor import RunMonitor
+from strategies.step_log import StepLog, Writer
+from strategies.traces import Traces
+
+EVERY = 10
+"""Steps between lines where `steps_per_print` does not say; DeepSpeed's default."""
+
+
+def watch(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -> None:
+    """Give an engine the observers of its config: logs, timers, traces, memory.
+
+    Raises:
+        BackendMissing: TensorBoard is not installed.
+    """
+    rank, every = engine.environment.rank, script.steps_per_print or EVERY
+    writers = _writers(engine, script, monitor)
+    if writers or script.wall_clock_breakdown:
+        times = script.wall_clock_breakdown or script.tensorboard.enabled or script.csv_monitor.enabled
+        engine.observers.append(StepLog(engine, writers, every=every, times=times))
+    if script.memory_breakdown:
+        engine.observers.append(MemoryPrinter(engine, every=every))
+    if script.profiler.enabled:
+        engine.observers.append(Traces(script.profiler, engine.device, rank))
+    if engine.observers:
+        atexit.register(engine.close)
+
+
+def _writers(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -> list[Writer]:
+    writers: list[Writer] = []
+    rank = engine.environment.rank
+    if script.tensorboard.enabled and engine.is_main:
+        writers.append(TensorboardWriter(Path(script.tensorboard.output_path, script.tensorboard.job_name)))
+    if script.csv_monitor.enabled:
+        writers.append(CsvWriter(Path(script.csv_monitor.output_path, script.csv_monitor.job_name, f"rank{rank}")))
+    if engine.is_main and (script.wall_clock_breakdown or script.steps_per_print):
+        writers.append(Console(partial(print, flush=True)))
+    if monitor is not None and script.wall_clock_breakdown:
+        writers.append(MetricsWriter(monitor))
+    return writers
