@@ -36,6 +36,37 @@ def on_rank_zero(decide: Callable[[], Value]) -> Value:
     return cast("Value", box[0])
 
 
+def everywhere(attempt: Callable[[], Value]) -> Value:
+    """What `attempt` returns on this rank, once it has gone well on every rank; without a process group, its value.
+
+    Every rank must call this together.
+
+    Raises:
+        DsplanError: the expected failure of the first rank that met one, on every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return attempt()
+    value: Value | None = None
+    failure: BaseException | None = None
+    refusal: _Refusal | None = None
+    try:
+        value = attempt()
+    except BaseException as error:
+        # A bug keeps its traceback on the rank that has it; the others must not wait for that rank.
+        failure = error
+        expected = isinstance(error, DsplanError)
+        line = str(error) if expected else f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+        refusal = _Refusal(message=line, exit_code=error.exit_code if isinstance(error, DsplanError) else 1)
+    box: list[_Refusal | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, refusal)
+    failed = [rank for rank, one in enumerate(box) if one is not None]
+    if failure is not None and (failed[0] == dist.get_rank() or not isinstance(failure, DsplanError)):
+        raise failure
+    if first := next(filter(None, box), None):
+        raise first.as_error()
+    return cast("Value", value)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Refusal:
     """An expected failure in a form that travels: exceptions with arguments of their own do not survive pickling."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,11 @@ import torch
 from torch import nn
 
 from planner.plan import Configuration, Plan
+from strategies.checkpoint.checkpoints import Checkpoints, custom_of
+from strategies.checkpoint.saving import SaveOptions
+from strategies.checkpoint.states import States
 from strategies.config import ScriptConfig
+from strategies.config.values import CheckpointSection
 from strategies.environment import Environment
 from strategies.observer import Observer
 
@@ -67,6 +72,7 @@ class Engine(ABC):
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
     lr_scheduler: Scheduler | None
+    checkpointing: CheckpointSection = CheckpointSection()
 
     def __init__(self, plan: Plan, environment: Environment) -> None:
         self.plan = plan
@@ -207,19 +213,73 @@ class Engine(ABC):
         `keeps_changes`, which takes over rank 0's.
         """
 
-    @abstractmethod
-    def save_checkpoint(self, directory: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
-        """Write model, optimizer, scheduler, counters and `client_state` below `directory`; called on every rank.
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        asynchronous: bool | None = None,
+        keep_last: int | None = None,
+        save: Callable[[Engine, Path], object] | None = None,
+    ) -> Path:
+        """Write model, optimizer, scheduler, counters, random states, the place in the data and `client_state`.
 
-        The checkpoint appears whole or not at all, and `latest` names it only then.
+        Called on every rank; returns the path below `directory`. The checkpoint appears whole or not at all, and
+        `latest` names it only then.
+
+        Args:
+            client_state: JSON (numbers, texts, lists, dicts).
+            asynchronous: return when all is copied to host memory and write meanwhile; None: what the config says.
+                The next call waits for it, and raises what went wrong with it.
+            keep_last: how many of the newest checkpoints stay; None: what the config says, else all.
+            save: called on every rank with the engine and a folder, writes the tensors its own way instead.
+
+        Raises:
+            BrokenFile: it cannot be written; the checkpoints that are there are as they were.
+            CannotRun: something in it cannot be saved.
         """
+        how = self.checkpointing
+        options = SaveOptions(
+            keep_last=how.keep_last if keep_last is None else keep_last,
+            asynchronous=how.asynchronous if asynchronous is None else asynchronous,
+            custom=custom_of(save, self),
+        )
+        return self._checkpoints.save(Path(directory), client_state or {}, options)
 
-    @abstractmethod
     def load_checkpoint(self, directory: str | Path) -> tuple[Path | None, dict[str, Any]]:
-        """Restore the latest checkpoint below `directory`; called on every rank.
+        """Restore the latest checkpoint below `directory`, or the one that it is; called on every rank.
 
-        Returns its path and the `client_state` it was saved with, or (None, {}) where there is no checkpoint.
+        Any strategy reads what any other wrote, on any number of ranks. Returns its path and the `client_state` it was
+        saved with, or (None, {}) where there is no checkpoint.
+
+        Raises:
+            BrokenFile: a file of it is damaged or missing, or it is of another model or optimizer.
         """
+        return self._checkpoints.load(Path(directory))
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint that is being written in the background is complete; called on every rank.
+
+        Raises:
+            BrokenFile: it could not be written.
+        """
+        self._checkpoints.wait()
+
+    @cached_property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self)
+
+    @abstractmethod
+    def _states(self) -> States:
+        """The module and the optimizer as checkpoints name them."""
+
+    @abstractmethod
+    def _progress(self) -> dict[str, Any]:
+        """Counters and the loss scale, as JSON that `_resume` of every engine reads."""
+
+    @abstractmethod
+    def _resume(self, progress: Mapping[str, Any]) -> None:
+        """Go on from counters and loss scale that some engine's `_progress` gave."""
 
     @abstractmethod
     def _forward(self, *args: Any, **kwargs: Any) -> Any: ...

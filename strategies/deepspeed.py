@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from planner.trace.checkpointing import checkpoint_activations
 from strategies.base import Engine, Strategy, TrainingParts
-from strategies.checkpoint_origin import require_readable
+from strategies.deepspeed_states import DeepSpeedStates, scale_of, take_scale
 from strategies.deepspeed_weights import state_tensors, whole
 from strategies.environment import ensure_group
 from strategies.errors import BackendMissing
@@ -26,7 +25,6 @@ from strategies.zero_init import partition_model
 
 # Sections a plan decides; whatever else a script's config says is DeepSpeed's to read.
 _PLANNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16")
-_CLIENT_KEYS = "dsplan_client_keys"
 
 
 class DeepSpeedZero(Strategy):
@@ -108,19 +106,22 @@ class DeepSpeedEngine(Engine):
     def is_gradient_accumulation_boundary(self) -> bool:
         return bool(self._deepspeed.is_gradient_accumulation_boundary())
 
-    def save_checkpoint(self, directory: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
-        tag = f"step-{self.global_steps:08d}"
-        state = dict(client_state or {})
-        self._deepspeed.save_checkpoint(str(directory), tag=tag, client_state={**state, _CLIENT_KEYS: list(state)})
-        return Path(directory, tag)
+    def _states(self) -> DeepSpeedStates:
+        return DeepSpeedStates(self.module, self._deepspeed.optimizer)
 
-    def load_checkpoint(self, directory: str | Path) -> tuple[Path | None, dict[str, Any]]:
-        require_readable(Path(directory), self.configuration)
-        path, found = self._deepspeed.load_checkpoint(str(directory))
-        if path is None:
-            return None, {}
-        # DeepSpeed hands back its own entries too.
-        return Path(path).parent, {key: found[key] for key in found.get(_CLIENT_KEYS, found)}
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "scaler": scale_of(self._deepspeed.optimizer.loss_scaler),
+        }
+
+    def _resume(self, progress: Mapping[str, Any]) -> None:
+        engine, steps = self._deepspeed, progress["global_steps"]
+        engine.global_steps, engine.skipped_steps = steps, progress["skipped_steps"]
+        engine.micro_steps = steps * self.configuration.gradient_accumulation_steps
+        engine.global_samples = steps * self.configuration.global_batch_size
+        take_scale(engine.optimizer.loss_scaler, progress["scaler"])
 
     @property
     def _deepspeed(self) -> Any:

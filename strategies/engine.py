@@ -87,6 +87,7 @@ def initialize(
         script=script,
     )
     engine = find_strategy(settled.configuration, environment).engine(with_named(parts))
+    engine.checkpointing = script.checkpoint
     if training_data is not None:
         engine.dataloader = ShardedLoader(training_data, settled.configuration, environment)
     watch(engine, script, _report(engine, environment, is_new=is_new))

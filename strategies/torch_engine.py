@@ -6,7 +6,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from planner.trace.checkpointing import checkpoint_activations
-from strategies import checkpoint
 from strategies.base import Engine, Scheduler, Strategy, TrainingParts
-from strategies.checkpoint_origin import require_readable
+from strategies.checkpoint.states import WholeStates
 from strategies.gradients import scale_gradients, total_norm
 from strategies.loss_scale import LossScale, scale_settings
 from strategies.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
@@ -115,27 +113,20 @@ class TorchEngine(Engine):
     def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
         return self.strategy.whole(self.module, keeps_changes=keeps_changes)
 
-    def save_checkpoint(self, directory: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
-        progress = {
-            "global_steps": self._global_steps,
-            "scaler": self._scale.state_dict(),
-            "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
-        }
-        content = checkpoint.Content(progress=progress, client_state=dict(client_state or {}))
-        return checkpoint.save(Path(directory), self.module, self.optimizer, content)
+    def _states(self) -> WholeStates:
+        return WholeStates(self.module, self.optimizer)
 
-    def load_checkpoint(self, directory: str | Path) -> tuple[Path | None, dict[str, Any]]:
-        require_readable(Path(directory), self.configuration)
-        found = checkpoint.load(Path(directory), self.module, self.optimizer)
-        if found is None:
-            return None, {}
-        path, content = found
-        self._global_steps = content.progress["global_steps"]
-        self._micro_steps = 0
-        self._scale.load_state_dict(content.progress["scaler"])
-        if self.lr_scheduler is not None and content.progress["scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(content.progress["scheduler"])
-        return path, content.client_state
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "global_steps": self._global_steps,
+            "skipped_steps": self.skipped_steps,
+            "scaler": self._scale.state_dict(),
+        }
+
+    def _resume(self, progress: Mapping[str, Any]) -> None:
+        self._global_steps, self._micro_steps = progress["global_steps"], 0
+        self.skipped_steps = progress["skipped_steps"]
+        self._scale.load_state_dict(progress["scaler"])
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         each = self.strategy.reduces_each_micro_batch and self._may_reduce

@@ -6,7 +6,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +13,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from planner.trace.checkpointing import checkpoint_activations
-from strategies import checkpoint
 from strategies.base import Engine, Strategy, TrainingParts
-from strategies.checkpoint_origin import require_readable
 from strategies.environment import ensure_group
 from strategies.loss_scale import LossScale
 from strategies.optimizer_needs import undivided
 from strategies.optimizers import trainable_parameters
 from strategies.torch_engine import scheduler_of, tensors_in
-from strategies.zero.checkpoint import ZeroState
+from strategies.zero.checkpoint import ZeroStates
 from strategies.zero.compress import wires
 from strategies.zero.offload import HostGradients, offload_of
 from strategies.zero.optimizer import Pieces, script_optimizer
@@ -166,32 +163,20 @@ class ZeroEngine(Engine):
     def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
         return self._held.whole(keeps_changes=keeps_changes)
 
-    def save_checkpoint(self, directory: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
-        progress = {
+    def _states(self) -> ZeroStates:
+        return ZeroStates(self.module, self.optimizer, self._pieces, self._held)
+
+    def _progress(self) -> dict[str, Any]:
+        return {
             "global_steps": self._global_steps,
+            "skipped_steps": self.skipped_steps,
             "scaler": self._scale.state_dict(),
-            "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
         }
-        content = checkpoint.Content(progress=progress, client_state=dict(client_state or {}))
-        return checkpoint.save_state(Path(directory), self._state().named(), content)
 
-    def load_checkpoint(self, directory: str | Path) -> tuple[Path | None, dict[str, Any]]:
-        require_readable(Path(directory), self.configuration)
-        state = self._state()
-        found = checkpoint.load_state(Path(directory), state.expected, state.loaded)
-        if found is None:
-            return None, {}
-        path, content = found
-        self._held.updated()
-        self._global_steps = content.progress["global_steps"]
-        self._micro_steps = 0
-        self._scale.load_state_dict(content.progress["scaler"])
-        if self.lr_scheduler is not None and content.progress["scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(content.progress["scheduler"])
-        return path, content.client_state
-
-    def _state(self) -> ZeroState:
-        return ZeroState(self.module, self.optimizer, self._pieces, self._held.fixed)
+    def _resume(self, progress: Mapping[str, Any]) -> None:
+        self._global_steps, self._micro_steps = progress["global_steps"], 0
+        self.skipped_steps = progress["skipped_steps"]
+        self._scale.load_state_dict(progress["scaler"])
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         compute = self._home.settings.compute

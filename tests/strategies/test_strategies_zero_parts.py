@@ -15,7 +15,7 @@ from training_bodies import Recipe
 
 from planner.zero_buckets import NATIVE_CPU_BUCKET
 from strategies.base import TrainingParts
-from strategies.checkpoint_parts import PartOfTensor, boxes
+from strategies.checkpoint.parts import PartOfTensor, boxes
 from strategies.config import read_config
 from strategies.errors import CannotRun
 from strategies.loss_scale import LossScale, ScaleSettings

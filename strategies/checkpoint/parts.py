@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-from strategies.checkpoint_reading import SafeLoadPlanner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,35 +88,36 @@ class PartOfTensor:
         return self.run[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
 
 
-def part_at(state: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None:
-    """The box of a `PartOfTensor` in a flat state; None for everything else, which torch looks up itself."""
-    value = state.get(index.fqn)
-    return value.__get_tensor_shard__(index) if isinstance(value, PartOfTensor) else None
+class SavePlanner(DefaultSavePlanner):
+    """Writes whole tensors, DTensors and parts of tensors from one flat dictionary."""
 
-
-class PartSavePlanner(DefaultSavePlanner):
-    """Writes whole tensors, DTensors and parts of tensors."""
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        part = part_at(self.state_dict, index)
+        part = _part_at(self.state_dict, index)
         return super().lookup_object(index) if part is None else part
 
 
-class PartLoadPlanner(SafeLoadPlanner):
-    """Reads whole tensors, DTensors and parts of tensors, and builds nothing but plain values."""
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads whole tensors, DTensors and parts of tensors into one flat dictionary; the rest of a checkpoint stays."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # torch drops values of kinds it does not know while it looks for tensors without memory.
-        sections = [(name, section) for name, section in state_dict.items() if isinstance(section, dict)]
-        parts = [(s, key, part) for s in sections for key, part in s[1].items() if isinstance(part, PartOfTensor)]
-        for (_, section), key, _ in parts:
-            del section[key]
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        for (name, section), key, part in parts:
-            section[key] = self.state_dict[f"{name}.{key}"] = part
+        # Not torch's: on the way it drops values of kinds that it does not know.
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        part = part_at(self.state_dict, index)
+        part = _part_at(self.state_dict, index)
         return super().lookup_tensor(index) if part is None else part
+
+
+def _part_at(state: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None:
+    """The box of a `PartOfTensor`; None for everything else, which torch looks up itself."""
+    value = state.get(index.fqn)
+    return value.__get_tensor_shard__(index) if isinstance(value, PartOfTensor) else None

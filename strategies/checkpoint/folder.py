@@ -1,0 +1,126 @@
+"""The directory of checkpoints: names, publication, clearing away.
+
+A folder gets its final name by one rename when all of it is on disk, and never changes afterwards; then `latest` is
+replaced by one rename. A step that is saved again gets a second folder (`step-00000120-2`) and the first one goes when
+`latest` names the second. So at every instant `latest` names a complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+LATEST = "latest"
+STATE = "state.json"
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+
+
+def unused_name(directory: Path, step: int) -> str:
+    """The name for a checkpoint of a step: no folder has it yet."""
+    name, again = f"step-{step:08d}", 2
+    while (directory / name).exists():
+        name = f"step-{step:08d}-{again}"
+        again += 1
+    return name
+
+
+def begin(directory: Path, step: int) -> str:
+    """Make the folder in which a checkpoint is written, clear away what crashes left, and return its name to be.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    sweep(directory)
+    name = unused_name(directory, step)
+    temporary(directory, name).mkdir()
+    return name
+
+
+def temporary(directory: Path, name: str) -> Path:
+    """Where the checkpoint `name` is written before it is published."""
+    return directory / f".{name}.tmp"
+
+
+def publish(directory: Path, name: str, keep_last: int | None) -> None:
+    """Give a complete checkpoint its name, make it the latest, and remove those that are no longer wanted.
+
+    Raises:
+        OSError: the directory cannot be written; `latest` names what it named before.
+    """
+    _sync(temporary(directory, name))
+    os.rename(temporary(directory, name), directory / name)
+    replace_text(directory / LATEST, name + "\n")
+    step = _order(directory / name)[0]
+    older = [path for path in published(directory) if path.name != name]
+    unwanted = [] if keep_last is None else older[max(0, keep_last - 1) :]
+    for path in older:
+        if path in unwanted or _order(path)[0] == step:
+            _remove(path)
+
+
+def published(directory: Path) -> list[Path]:
+    """The checkpoints below a directory, the one that was saved last first."""
+    found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, _order(path)), reverse=True)
+
+
+def named_latest(directory: Path) -> Path | None:
+    """The checkpoint to resume from: what `latest` names, or the newest there is where `latest` is not there yet."""
+    if (directory / STATE).is_file() or (directory / ".metadata").is_file():
+        return directory
+    latest = directory / LATEST
+    if latest.is_file():
+        return directory / latest.read_text(errors="replace").strip()
+    return next(iter(published(directory)), None)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file at once.
+
+    Raises:
+        OSError: it cannot be written; the old one is as it was.
+    """
+    new = path.with_name(f".{path.name}.tmp")
+    with open(new, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    _sync(path.parent)
+
+
+def discard(directory: Path, name: str) -> None:
+    """Remove what was written of a checkpoint that will not be published."""
+    shutil.rmtree(temporary(directory, name), ignore_errors=True)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what crashes left behind."""
+    for path in directory.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """A folder with a checkpoint's name is complete, so it loses the name before it loses files."""
+    hidden = path.with_name(f".{path.name}.old")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _order(path: Path) -> tuple[int, int]:
+    match = _NAME.fullmatch(path.name)
+    return (int(match[1]), int(match[2] or 1)) if match else (-1, 0)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the disk has a folder's names; Windows cannot, and writes them by itself."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,188 @@
+"""What of an engine is saved, and under which names: `model/<name>` and `optimizer/<state>/<parameter>`.
+
+An engine describes itself by a subclass of `States`: which tensor on this rank stands for which parameter, and where it
+begins in it. Whatever the strategy, what is saved is the same: fp32 masters where there are any, optimizer states in
+the parameter's shape, numbers (steps) once per parameter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from strategies.checkpoint.names import ModuleNames, is_json, names_of
+from strategies.checkpoint.parts import PartOfTensor
+from strategies.errors import CannotRun
+
+SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+"""States of torch's optimizers that are one number for the parameter, whatever its shape; a scalar's others are not."""
+MODEL = "model/"
+OPTIMIZER = "optimizer/"
+IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Options that say how an optimizer computes and not what; they stay as they are where training goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Place:
+    """A trained parameter on this rank.
+
+    Attributes:
+        name: its first name in the model.
+        group: the options of its group in the optimizer.
+        tensor: what the optimizer changes here: the parameter, a DTensor of it, or a piece, maybe empty.
+        shape: of the whole parameter.
+        start: where a flat piece begins in the parameter; None where `tensor` has the parameter's own shape.
+    """
+
+    name: str
+    group: dict[str, Any]
+    tensor: torch.Tensor
+    shape: torch.Size
+    start: int | None = None
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether another rank owns the undivided parameter, with all of its states."""
+        return self.start is None and self.tensor.numel() == 0 and self.shape.numel() > 0
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether this rank has a run of the parameter's elements only."""
+        return self.start is not None and self.tensor.numel() != self.shape.numel()
+
+    def is_number(self, key: str, shape: torch.Size) -> bool:
+        """Whether a state of this shape is one number for the whole parameter."""
+        return not shape and (key in SCALARS or bool(self.shape))
+
+    def saved(self, value: torch.Tensor) -> Any:
+        """A tensor like `tensor`, as part of the whole one."""
+        return value if self.start is None else PartOfTensor(value, self.shape, self.start)
+
+    def state_name(self, key: str) -> str:
+        """The name of a state in a checkpoint."""
+        return f"{OPTIMIZER}{key}/{self.name}"
+
+
+class States(ABC):
+    """A module and its optimizer, each tensor by its name."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.names: ModuleNames = names_of(module)
+
+    @abstractmethod
+    def weight(self, tensor: torch.Tensor) -> Any:
+        """A parameter or buffer as it is saved, and read in place: itself, or a part of a master copy."""
+
+    @abstractmethod
+    def places(self) -> Iterator[Place]:
+        """Every parameter that the optimizer trains, groups in order."""
+
+    def shape_of(self, tensor: torch.Tensor) -> torch.Size:
+        """The whole shape of a parameter or buffer."""
+        return tensor.shape
+
+    def states_of(self, place: Place) -> Mapping[str, Any]:
+        """The optimizer's states of a parameter: tensors like `place.tensor`, others, and numbers."""
+        states: Mapping[str, Any] = self.optimizer.state.get(place.tensor, {})
+        return states
+
+    def room_for(self, place: Place, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor like `place.tensor` to read a state into."""
+        return torch.empty_like(place.tensor, dtype=dtype, requires_grad=False)
+
+    def keep(self, place: Place, states: dict[str, Any]) -> None:
+        """Make `states` the optimizer's, where there are any."""
+        self.optimizer.state.pop(place.tensor, None)
+        if states:
+            self.optimizer.state[place.tensor] = states
+
+    @abstractmethod
+    def updated(self) -> None:
+        """Weights and states have been read: bring what is derived from them up to date."""
+
+    def weights(self) -> dict[str, Any]:
+        """The model, by the names of a checkpoint; tensors without elements are left out."""
+        tensors = self.names.tensors.items()
+        return {f"{MODEL}{name}": self.weight(tensor) for name, tensor in tensors if self.shape_of(tensor).numel()}
+
+    def tensors(self) -> dict[str, Any]:
+        """All that is saved."""
+        found = self.weights()
+        for place in self.places():
+            if place.is_absent:
+                continue
+            for key, value in self.states_of(place).items():
+                if value is not None:
+                    found[place.state_name(key)] = _kept(place, key, value)
+        return found
+
+    def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        """The optimizer's groups in order: the names of their parameters, and their options."""
+        found: dict[int, tuple[list[str], dict[str, Any]]] = {}
+        for place in self.places():
+            found.setdefault(id(place.group), ([], place.group))[0].append(place.name)
+        return list(found.values())
+
+    def described(self) -> dict[str, Any]:
+        """The optimizer in JSON: its class, groups and options, and which of its states are plain numbers."""
+        states = [state for place in self.places() for state in self.states_of(place).items()]
+        return {
+            "class": type(self.optimizer).__name__,
+            "groups": [{"parameters": names, "options": _options(group)} for names, group in self.groups()],
+            "numbers": sorted({key for key, value in states if isinstance(value, (bool, int, float))}),
+        }
+
+
+class WholeStates(States):
+    """States of the torch strategies: parameters are whole, or DTensors that know which part of the whole they are."""
+
+    def weight(self, tensor: torch.Tensor) -> Any:
+        return tensor.detach()
+
+    def places(self) -> Iterator[Place]:
+        names = self.names.of_parameters()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise CannotRun("checkpoint: the optimizer trains a parameter that the model's state_dict lacks")
+                yield Place(name=names[parameter], group=group, tensor=parameter, shape=parameter.shape)
+
+    def updated(self) -> None:
+        """What was read in place is all there is."""
+
+
+def _kept(place: Place, key: str, value: Any) -> Any:
+    """The form in which a state is saved."""
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    if not isinstance(value, torch.Tensor):
+        raise CannotRun(
+            f"checkpoint: the optimizer keeps a {type(value).__name__} ({key}) for {place.name}; only tensors and"
+            " numbers can be saved"
+        )
+    if place.is_number(key, value.shape):
+        return value.detach()
+    if value.shape == place.tensor.shape:
+        return place.saved(value.detach())
+    if place.is_partial:
+        raise CannotRun(
+            f"checkpoint: the optimizer keeps {key} {list(value.shape)} for a part of {place.name}, which fits no other"
+            " part; give it the attribute whole_tensors = True"
+        )
+    return value.detach()
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options that are JSON; a learning rate in a tensor becomes a number."""
+    plain = {key: value.item() if _is_zero_dim(value) else value for key, value in group.items()}
+    return {key: value for key, value in plain.items() if key not in ("params", "param_names") and is_json(value)}
+
+
+def _is_zero_dim(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0

@@ -1,0 +1,236 @@
+"""The storage that `torch.distributed.checkpoint` plans for: one safetensors file per rank and a list of its boxes.
+
+torch decides which rank writes which box of which tensor and which boxes a rank reads; here is how boxes lie in files.
+Planning and writing are separate: `RankFile` holds what is to be written when torch has finished, so that the bytes may
+be written later, by another thread, from a copy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from strategies.checkpoint.safefile import DTYPES, Entry, FileSum, bytes_of, lay_out, write
+from strategies.errors import BrokenFile, DsplanError
+
+Index = dict[str, Any]
+_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's file in a checkpoint's folder."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFile:
+    """What one rank writes: the entries of its file and, by key, where their values are to be had."""
+
+    name: str
+    entries: Sequence[Entry] = ()
+    values: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the data section."""
+        return self.entries[-1].end if self.entries else 0
+
+    def copy_to(self, buffer: torch.Tensor) -> None:
+        """Copy all values to a buffer of bytes, [self.bytes], which is then the file's data section."""
+        for entry in self.entries:
+            value = self.values[entry.key]().detach()
+            run = buffer[entry.begin : entry.end].view(entry.dtype).view(entry.shape)
+            run.copy_(value, non_blocking=True)
+
+    def write_to(self, folder: Path, copied: torch.Tensor | None) -> FileSum:
+        """Write the file, from a buffer that `copy_to` filled or else from the values.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        data = self._pieces() if copied is None else iter((bytes_of(copied),))
+        return write(folder / self.name, self.entries, data, {"format": "pt"})
+
+    def _pieces(self) -> Iterator[memoryview]:
+        for entry in self.entries:
+            yield bytes_of(self.values[entry.key]())
+
+
+class Writer(StorageWriter):
+    """Takes torch's plan for this rank; `file` is what to write, `index` (rank 0's) where every box will lie."""
+
+    def __init__(self, rank: int) -> None:
+        self.file = RankFile(name=file_of(rank))
+        self.index: Index = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        items = {}
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None, f"{item.index.fqn} is no tensor"
+            key = _key(item.index.fqn, data.chunk, data.size)
+            items[key] = (item, data.properties.dtype, tuple(data.chunk.sizes))
+        entries = lay_out((key, dtype, shape) for key, (_, dtype, shape) in items.items())
+        values = {key: _later(planner, item) for key, (item, _, _) in items.items()}
+        self.file = RankFile(name=self.file.name, entries=entries, values=values)
+        results = [
+            WriteResult(
+                index=items[entry.key][0].index,
+                size_in_bytes=entry.end - entry.begin,
+                storage_data=(self.file.name, entry.key),
+            )
+            for entry in entries
+        ]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {result.index: result.storage_data for one in results for result in one}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata), name
+            self.index[name] = {
+                "dtype": _WORDS[tensor.properties.dtype],
+                "shape": list(tensor.size),
+                "boxes": [_described(name, chunk, places) for chunk in tensor.chunks],
+            }
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    """Reads boxes of tensors from the files that an index names; nothing in them is ever run."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self._folder = folder
+        self._metadata = metadata_of(index)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[str, ReadItem]]] = {}
+        for item in plan.items:
+            name, key = self._metadata.storage_data[item.storage_index]
+            by_file.setdefault(name, []).append((key, item))
+        for name, wanted in by_file.items():
+            try:
+                with safe_open(self._folder / name, framework="pt") as file:
+                    for key, item in wanted:
+                        _read(file, key, item, planner)
+            except (OSError, SafetensorError) as problem:
+                raise BrokenFile(self._folder / name, f"cannot be read ({problem})", "load another one") from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def metadata_of(index: Index) -> Metadata:
+    """An index in torch's terms."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, tuple[str, str]] = {}
+    for name, one in index.items():
+        chunks = []
+        for box in one["boxes"]:
+            offsets = torch.Size(box["offsets"])
+            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(box["sizes"])))
+            places[MetadataIndex(name, offsets)] = (box["file"], box["key"])
+        properties = TensorProperties(dtype=DTYPES[one["dtype"]])
+        tensors[name] = TensorStorageMetadata(properties=properties, size=torch.Size(one["shape"]), chunks=chunks)
+    return Metadata(state_dict_metadata=tensors, storage_data=places)
+
+
+def _key(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:
+    """A tensor's own name where the box is all of it, else with the box: `weight[0:2,16:32]`."""
+    if chunk.sizes == size:
+        return name
+    spans = zip(chunk.offsets, chunk.sizes, strict=True)
+    return f"{name}[{','.join(f'{offset}:{offset + length}' for offset, length in spans)}]"
+
+
+def _later(planner: SavePlanner, item: Any) -> Callable[[], torch.Tensor]:
+    def resolve() -> torch.Tensor:
+        value = planner.resolve_data(item)
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    return resolve
+
+
+def _described(name: str, chunk: ChunkStorageMetadata, places: Mapping[MetadataIndex, tuple[str, str]]) -> Index:
+    file, key = places[MetadataIndex(name, chunk.offsets)]
+    return {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "key": key}
+
+
+def _read(file: Any, key: str, item: ReadItem, planner: LoadPlanner) -> None:
+    target = planner.resolve_tensor(item).detach()
+    if item.storage_offsets:
+        begins = zip(item.storage_offsets, item.lengths, strict=True)
+        found = file.get_slice(key)[tuple(slice(begin, begin + length) for begin, length in begins)]
+    else:
+        found = file.get_tensor(key)
+    target.copy_(found)
+    planner.commit_tensor(item, target)
+
+
+def carried_out(path: Path, move: Callable[[], object]) -> None:
+    """Let torch plan, or read, a checkpoint.
+
+    Raises:
+        DsplanError: the first rank's, as it is; BrokenFile with any other first reason.
+    """
+    with warnings.catch_warnings():
+        # A process alone needs no group to write a checkpoint; torch remarks on it every time.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        warnings.filterwarnings("ignore", message="Detected difference in state dict keys", category=UserWarning)
+        try:
+            move()
+        except CheckpointException as problem:
+            reason, _ = next(iter(problem.failures.values()))
+            if isinstance(reason, DsplanError):
+                raise reason from None
+            line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
+            raise BrokenFile(path, f"cannot be planned or read ({line})", "name another checkpoint") from problem
