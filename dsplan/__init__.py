@@ -13,10 +13,21 @@ if TYPE_CHECKING:
     from planner.errors import DsplanError
     from planner.selector import HardwareSelector
     from strategies.engine import initialize
+    from strategies.registered import register_optimizer, register_scheduler
 
 __version__ = "0.1.0"
 
-__all__ = ["DsplanError", "HardwareSelector", "__version__", "estimate", "initialize", "plan", "recommend"]
+__all__ = [
+    "DsplanError",
+    "HardwareSelector",
+    "__version__",
+    "estimate",
+    "initialize",
+    "plan",
+    "recommend",
+    "register_optimizer",
+    "register_scheduler",
+]
 
 _HOMES = {
     "DsplanError": "hardware_db.errors",
@@ -25,6 +36,8 @@ _HOMES = {
     "initialize": "strategies.engine",
     "plan": "dsplan.api",
     "recommend": "dsplan.api",
+    "register_optimizer": "strategies.registered",
+    "register_scheduler": "strategies.registered",
 }
 
 

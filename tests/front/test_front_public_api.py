@@ -20,6 +20,8 @@ def test_public_names() -> None:
         "initialize",
         "plan",
         "recommend",
+        "register_optimizer",
+        "register_scheduler",
     ]
     assert dir(dsplan) == sorted(dsplan.__all__)
 

@@ -1,0 +1,89 @@
+"""Training by what a config names, on ranks and in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from training_bodies import Recipe, TinyModel, Trained, batch_of, one_step, whole_parameters
+
+import dsplan
+from strategies.by_name import optimizer_by_name, scheduler_by_name
+from strategies.config import read_config
+from strategies.engine import initialize
+from strategies.muon import muon_groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByConfig:
+    """What a run leaves, where it began, and the rate of the first group in every step."""
+
+    trained: Trained
+    rates: list[float]
+    start: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class PlainDescent(torch.optim.Optimizer):
+    """A script's own optimizer, element by element."""
+
+    whole_tensors = False
+
+    def __init__(self, params: Iterable[Any], rate: float) -> None:
+        super().__init__(params, {"lr": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] * parameter.grad
+
+
+def halving(optimizer: torch.optim.Optimizer, every: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """A script's own schedule."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, every, gamma=0.5)
+
+
+def register() -> None:
+    dsplan.register_optimizer("Plain-Descent", PlainDescent)
+    dsplan.register_scheduler("halving", halving)
+
+
+def train_by_config(recipe: Recipe, config: Mapping[str, Any]) -> ByConfig:
+    register()
+    torch.manual_seed(3)
+    engine, optimizer, _, _ = initialize(model=TinyModel(), plan=recipe.plan(), config=config)
+    losses, rates = [], []
+    for step in range(recipe.steps):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        losses.append(one_step(engine, step))
+    return ByConfig(trained=Trained(losses=losses, parameters=whole_parameters(engine)), rates=rates)
+
+
+def plain_by_config(recipe: Recipe, config: Mapping[str, Any]) -> ByConfig:
+    """The same in one process without an engine."""
+    register()
+    torch.manual_seed(3)
+    model, script = TinyModel(), read_config(config)
+    assert script.optimizer is not None
+    groups = muon_groups(model, None) if script.optimizer.name == "Muon" else list(model.parameters())
+    optimizer = optimizer_by_name(script.optimizer)(groups)
+    scheduler = scheduler_by_name(script.scheduler)(optimizer) if script.scheduler else None
+    losses, rates = [], []
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for step in range(recipe.steps):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        loss = model(*batch_of(step, recipe.global_batch))
+        loss.backward()
+        if script.gradient_clipping:
+            nn.utils.clip_grad_norm_(model.parameters(), script.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return ByConfig(trained=Trained(losses=losses, parameters=parameters), rates=rates, start=start)

@@ -1,0 +1,187 @@
+"""Optimizers and schedulers that a config names: the same training under every strategy as in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import config_bodies
+import pytest
+import torch
+from torch import nn
+from training_bodies import Recipe
+
+from hardware_db.errors import DsplanError
+from hardware_db.spawn import RankPool
+from strategies.by_name import optimizer_by_name
+from strategies.config import NamedParts
+from strategies.engine import initialize
+from strategies.lion import Lion
+from strategies.muon import MuonWithAdamW, muon_groups
+
+PoolOf = Callable[..., RankPool]
+WARMUP = {"type": "WarmupCosineLR", "params": {"total_num_steps": 8, "warmup_num_steps": 3}}
+
+
+def of(name: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": name, "params": params}}
+
+
+def recipe_of(strategy: str) -> Recipe:
+    backend, _, name = strategy.rpartition(" ")
+    return Recipe(strategy=name, backend=backend, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    [
+        *(
+            (strategy, {**of("AdamW", lr=2e-3, betas=[0.8, 0.98]), "scheduler": WARMUP, "gradient_clipping": 0.5})
+            for strategy in ("ddp", "fsdp", "zero2", "native zero1", "native zero2", "native zero3")
+        ),
+        *((strategy, of("Lion", lr=1e-3, weight_decay=0.1)) for strategy in ("fsdp", "zero1", "native zero3")),
+        *((strategy, of("Muon", lr=1e-2, adam_lr=1e-3)) for strategy in ("ddp", "native zero1", "native zero3")),
+        (
+            "native zero2",
+            {
+                **of("SGD", lr=0.1, momentum=0.9, nesterov=True),
+                "scheduler": {"type": "cosine", "params": {"total_num_steps": 5}},
+            },
+        ),
+        ("native zero2", of("Adagrad", lr=1e-2)),
+        ("zero1", of("RMSprop", lr=1e-3)),
+        *(
+            (strategy, {**of("plaindescent", rate=0.1), "scheduler": {"type": "Halving", "params": {"every": 2}}})
+            for strategy in ("ddp", "native zero3")
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["optimizer"]["type"],
+)
+def test_a_config_trains_as_plain_torch_does(pool_of: PoolOf, strategy: str, config: Mapping[str, Any]) -> None:
+    recipe = recipe_of(strategy)
+    expected = config_bodies.plain_by_config(recipe, config)
+    for ran in pool_of(strategy).run(config_bodies.train_by_config, recipe, config):
+        assert ran.rates == pytest.approx(expected.rates, rel=1e-12)
+        assert ran.trained.losses == pytest.approx(expected.trained.losses, rel=1e-5)
+        for name, parameter in expected.trained.parameters.items():
+            off = (ran.trained.parameters[name] - parameter).norm()
+            assert off <= tolerance(config) * (parameter - expected.start[name]).norm(), name
+
+
+def tolerance(config: Mapping[str, Any]) -> float:
+    """How far parameters may be off, as a part of the way that they went.
+
+    Sums over ranks round otherwise than sums over a batch, by 2^-24 each. torch's Muon turns gradients into steps in
+    bf16, where such a difference may be a rounding of 2^-9, in each of its five iterations. Lion's steps have one size:
+    a gradient that such a difference pushes past zero turns an element around for a step, of which one or two among
+    thousands are allowed.
+    """
+    return {"Muon": 2**-6, "Lion": 2**-5}.get(config["optimizer"]["type"], 1e-4)
+
+
+def test_lion_is_the_papers_algorithm() -> None:
+    torch.manual_seed(0)
+    start, rate, decay = torch.randn(7), 0.03, 0.2
+    parameter = nn.Parameter(start.clone())
+    optimizer = Lion([parameter], lr=rate, betas=(0.9, 0.99), weight_decay=decay)
+    weight, momentum = start.clone(), torch.zeros(7)
+    for _ in range(5):
+        gradient = torch.randn(7)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        update = torch.sign(0.9 * momentum + 0.1 * gradient)
+        weight = weight - rate * (update + decay * weight)
+        momentum = 0.99 * momentum + 0.01 * gradient
+        torch.testing.assert_close(parameter.detach(), weight)
+    with pytest.raises(DsplanError, match="optimizer lion refuses its params: lr -1 and"):
+        optimizer_by_name(NamedParts(name="lion", params={"lr": -1}))([parameter])
+
+
+def test_muon_steps_matrices_and_adamw_the_rest() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6), nn.Linear(6, 5))
+    model.add_module("lm_head", nn.Linear(5, 5))
+    marked = model[2].weight
+    marked.use_muon = False
+    groups = muon_groups(model, [{"params": list(model.parameters()), "weight_decay": 0.1}])
+    assert [(group["use_muon"], len(group["params"])) for group in groups] == [(True, 1), (False, 6)]
+
+    def copies(of_muon: bool) -> list[nn.Parameter]:
+        return [nn.Parameter(p.detach().clone()) for g in groups if g["use_muon"] is of_muon for p in g["params"]]
+
+    of_muon, of_adam = copies(True), copies(False)
+    both = MuonWithAdamW(groups, lr=0.02, adam_lr=0.01, betas=(0.8, 0.9), momentum=0.9)
+    apart = (
+        torch.optim.Muon(of_muon, lr=0.02, momentum=0.9, weight_decay=0.1),
+        torch.optim.AdamW(of_adam, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1),
+    )
+    whole = [p for group in groups for p in group["params"]]
+    for _ in range(3):
+        for parameter, twin in zip(whole, [*of_muon, *of_adam], strict=True):
+            parameter.grad = torch.randn_like(parameter)
+            twin.grad = parameter.grad.clone()
+        both.step()
+        for optimizer in apart:
+            optimizer.step()
+        both.load_state_dict(both.state_dict())
+    for parameter, twin in zip(whole, [*of_muon, *of_adam], strict=True):
+        torch.testing.assert_close(parameter, twin, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("AdamWW", {}, "optimizer AdamWW is not known; did you mean adamw?"),
+        (
+            "AdamW",
+            {"wieght_decay": 0.1},
+            "optimizer.params.wieght_decay is not known to AdamW; did you mean weight_decay?",
+        ),
+        ("AdamW", {"lr": -1}, "optimizer AdamW refuses its params: Invalid learning rate: -1"),
+        ("AdamW", {"max_grad_norm": 1}, "max_grad_norm is not known to AdamW; use the config's gradient_clipping"),
+        ("Adam", {"bias_correction": False}, "which only DeepSpeed's own Adam can do; leave it out"),
+        ("Muon", {"moment": 0.9}, "optimizer.params.moment is not known to Muon; did you mean momentum?"),
+        ("adamw_8bit", {}, "needs bitsandbytes; pip install bitsandbytes, or choose AdamW"),
+        ("wrong-kind", {}, "optimizer wrong-kind is a int, not a Optimizer"),
+    ],
+)
+def test_optimizers_that_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, name: str, params: Mapping[str, Any], words: str
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    monkeypatch.setattr("strategies.registered.OF_OPTIMIZERS._own", {"wrongkind": lambda parameters: 3})
+    with pytest.raises(DsplanError) as caught:
+        optimizer_by_name(NamedParts(name=name, params=params))([nn.Parameter(torch.zeros(2))])
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_adam_is_adamw_as_in_deepspeed_unless_it_is_told_otherwise() -> None:
+    parameters = [nn.Parameter(torch.zeros(2))]
+
+    def made(name: str, **params: Any) -> torch.optim.Optimizer:
+        return optimizer_by_name(NamedParts(name=name, params=params))(parameters)
+
+    assert [type(made(name)) for name in ("Adam", "adamw")] == [torch.optim.AdamW] * 2
+    assert type(made("Adam", adam_w_mode=False, torch_adam=True)) is torch.optim.Adam
+    assert made("AdamW").defaults["weight_decay"] == 0.0
+    assert made("AdamW", betas=[0.5, 0.6]).defaults["betas"] == (0.5, 0.6)
+
+
+def test_optimizers_of_deepspeed_alone_are_named() -> None:
+    with pytest.raises(DsplanError, match="optimizer OneBitAdam is in DeepSpeed alone; use AdamW"):
+        initialize(nn.Linear(1, 1), plan=Recipe().plan(), config=of("OneBitAdam"))
+
+
+def test_what_the_script_brings_comes_before_what_the_config_names() -> None:
+    plan, model = Recipe().plan(), nn.Linear(1, 1)
+    config = {**of("Lion"), "scheduler": {"type": "WarmupLR"}}
+    own = torch.optim.SGD(model.parameters(), lr=0.5)
+    _, optimizer, _, scheduler = initialize(model, optimizer=own, plan=plan, config=config)
+    assert optimizer is own
+    assert type(scheduler).__name__ == "WarmupLR"
+    _, optimizer, _, scheduler = initialize(
+        nn.Linear(1, 1), plan=plan, config=config, lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o)
+    )
+    assert isinstance(optimizer, Lion)
+    assert isinstance(scheduler, torch.optim.lr_scheduler.ConstantLR)
