@@ -208,6 +208,7 @@ class ZeroEngine(Engine):
             self.skipped_steps += 1
             self._scale.overflowed()
         self._reducer.clear()
+        self._pieces.clear()
         self._clear_untrained()
         self._global_steps += 1
 

@@ -16,9 +16,10 @@ from torch import nn
 
 from strategies.base import TrainingParts
 from strategies.errors import CannotRun
-from strategies.optimizer_needs import needs_whole_tensors, require_steppable
+from strategies.optimizer_needs import needs_whole_tensors, require_steppable, takes_sparse_gradients_only
 from strategies.optimizers import OPTIMIZERS
 from strategies.zero.partition import Bucket, Slot
+from strategies.zero.rows import TouchedRows
 from strategies.zero.wire import Wire
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -51,6 +52,11 @@ class Pieces:
             if not bucket.is_divided and not bucket.owns(slot):
                 self._elsewhere.add(slot.parameter)
         self._exchange(optimizer)
+        sparse = takes_sparse_gradients_only(optimizer)
+        stepped = {piece for group in optimizer.param_groups for piece in group["params"]}
+        self._rows = TouchedRows(
+            (slot.name, slot.parameter) for _, slot in self.slots() if sparse and self.of[slot.parameter] in stepped
+        )
 
     def steps(self, parameter: nn.Parameter) -> bool:
         """Whether this rank steps a piece of a parameter, maybe an empty one, and has its states."""
@@ -64,15 +70,16 @@ class Pieces:
             if whole is None:
                 continue
             gradient = whole.to(device=bucket.master.device, dtype=bucket.master.dtype)
-            bucket.gradient = gradient
+            bucket.gradient = gradient.mul_(factor) if factor != 1.0 else gradient
             for slot in bucket.slots:
                 start, stop = bucket.own_range(slot)
                 piece = self.of[slot.parameter]
                 steps = slot.parameter in used and self.steps(slot.parameter)
-                piece.grad = gradient[start:stop].view(piece.shape) if steps else None
-        gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
+                run = gradient[start:stop]
+                if steps and slot.parameter in self._rows:
+                    piece.grad = self._rows.of(slot.parameter, bucket.own_start(slot), run)
+                else:
+                    piece.grad = run.view(piece.shape) if steps else None
 
     def detach(self, buckets: Sequence[Bucket]) -> None:
         """Let go of the gradients."""
@@ -80,6 +87,10 @@ class Pieces:
             bucket.gradient = None
             for slot in bucket.slots:
                 self.of[slot.parameter].grad = None
+
+    def clear(self) -> None:
+        """After a step: forget which rows were used."""
+        self._rows.clear()
 
     def agree(self, used: set[nn.Parameter], device: torch.device) -> tuple[float, set[nn.Parameter]]:
         """The square of the norm of all gradients, and the parameters that any rank used: one small collective.
@@ -94,6 +105,7 @@ class Pieces:
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         message = torch.cat((square.to(device).reshape(1), torch.tensor(flags, dtype=torch.float64, device=device)))
         values = self._wire.sum_everywhere(message).tolist()
+        self._rows.agree(self._wire)
         anywhere = {slot.parameter for slot, flag in zip(slots, values[1:], strict=True) if flag}
         return values[0], anywhere
 

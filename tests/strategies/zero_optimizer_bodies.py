@@ -113,17 +113,19 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sparse adam": lambda p: optim.SparseAdam([one for one in p if len(one) == WORDS + 1], lr=0.05),
     "sgd of few rows": lambda p: optim.SGD(p, lr=0.05),
     "adagrad of few rows": lambda p: optim.Adagrad(p, lr=0.05),
+    "sparse adam and a dense layer": lambda p: optim.SparseAdam([one for one in p if one.shape[-1] == 19]),
 }
 
 
 class Words(nn.Module):
     """Embeddings, a shared layer, a convolution and a frozen vector, in widths that divide by nothing."""
 
-    def __init__(self, *, sparse: bool) -> None:
+    def __init__(self, *, sparse: bool, shared: bool) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS + 1, 19, sparse=sparse)  # one word never occurs
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(19, 23), nn.Tanh(), nn.Linear(23, 19)) for _ in range(3)])
-        self.blocks[2][2].weight = self.blocks[0][2].weight
+        if shared:
+            self.blocks[2][2].weight = self.blocks[0][2].weight
         self.convolution = nn.Conv1d(1, 2, 3, padding=1)
         self.scale = nn.Parameter(torch.full((19,), 0.5), requires_grad=False)
         self.head = nn.Linear(19, WORDS)
@@ -148,13 +150,18 @@ class Run:
     clipping: float = 0.0
     precision: str = "fp32"
     is_built: bool = False
+    backend: str = "native"
 
     @property
     def is_sparse(self) -> bool:
         return self.optimizer in ("sparse adam", "sgd of few rows", "adagrad of few rows")
 
+    @property
+    def model(self) -> Words:
+        return Words(sparse=self.is_sparse, shared=not self.strategy.startswith("fsdp"))  # FSDP2 refuses to share
+
     def plan(self) -> Any:
-        backend = "native" if self.strategy.startswith("zero") else ""
+        backend = self.backend if self.strategy.startswith("zero") else ""
         return Recipe(
             strategy=self.strategy,
             backend=backend,
@@ -172,7 +179,7 @@ def batch_of(step: int) -> torch.Tensor:
 
 def engine_of(run: Run) -> Any:
     torch.manual_seed(11)
-    model, make = Words(sparse=run.is_sparse), OPTIMIZERS[run.optimizer]
+    model, make = run.model, OPTIMIZERS[run.optimizer]
     optimizer = make(list(model.parameters())) if run.is_built else make
     config = {"gradient_clipping": run.clipping, "zero_optimization": {"stage3_param_persistence_threshold": 30}}
     engine, *_ = initialize(model=model, optimizer=optimizer, plan=run.plan(), config=config)
@@ -206,16 +213,23 @@ def train(run: Run) -> dict[str, torch.Tensor]:
 def reference(run: Run) -> dict[str, torch.Tensor]:
     """The same in one process, rank by rank, so that gradients are added in the same order."""
     torch.manual_seed(11)
-    model = Words(sparse=run.is_sparse)
+    model = run.model
     optimizer = OPTIMIZERS[run.optimizer](list(model.parameters()))
     for step in range(run.steps):
         for part in batch_of(step).chunk(run.world_size * run.accumulation):
             (model(part) / run.world_size / run.accumulation).backward()
         if run.clipping:
-            nn.utils.clip_grad_norm_(model.parameters(), run.clipping)
+            _clip([p for p in model.parameters() if p.grad is not None], run.clipping)
         optimizer.step()
         model.zero_grad()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _clip(parameters: list[nn.Parameter], limit: float) -> None:
+    """torch's `clip_grad_norm_` takes no sparse gradients."""
+    norm = torch.stack([parameter.grad.to_dense().norm() for parameter in parameters]).norm()
+    for parameter in parameters:
+        parameter.grad = parameter.grad * min(1.0, limit / (norm.item() + 1e-6))
 
 
 def save(run: Run, directory: str) -> list[float]:
