@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dsplan.api import estimate, plan, recommend
     from planner.errors import DsplanError
     from planner.selector import HardwareSelector
+    from strategies.activations import checkpoint_activations
     from strategies.engine import initialize
     from strategies.registered import register_optimizer, register_scheduler
 
@@ -21,6 +22,7 @@ __all__ = [
     "DsplanError",
     "HardwareSelector",
     "__version__",
+    "checkpoint_activations",
     "estimate",
     "initialize",
     "plan",
@@ -32,6 +34,7 @@ __all__ = [
 _HOMES = {
     "DsplanError": "hardware_db.errors",
     "HardwareSelector": "planner.selector",
+    "checkpoint_activations": "strategies.activations",
     "estimate": "dsplan.api",
     "initialize": "strategies.engine",
     "plan": "dsplan.api",

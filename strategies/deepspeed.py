@@ -14,8 +14,10 @@ import torch
 
 from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
-from planner.trace.checkpointing import checkpoint_activations
+from planner.trace.checkpointing import keeps_products
+from strategies.activations import apply_plan
 from strategies.base import Engine, Strategy, TrainingParts
+from strategies.compression import gradient_travel
 from strategies.deepspeed_states import DeepSpeedStates, scale_of, take_scale
 from strategies.deepspeed_weights import state_tensors, whole
 from strategies.environment import ensure_group
@@ -33,8 +35,9 @@ class DeepSpeedZero(Strategy):
     def engine(self, parts: TrainingParts) -> DeepSpeedEngine:
         library = _library(self.environment.device, self.configuration.strategy)
         torch.nn.functional.linear = torch._C._nn.linear  # an earlier stage-3 engine of this process replaced it
+        gradient_travel(parts)  # refuses what DeepSpeed does not do
         ensure_group(self.environment)
-        checkpoint_activations(parts.model, self.configuration.activation_checkpointing)
+        apply_plan(parts)
         config = engine_config(parts, on_cpu=self.environment.device.type == "cpu")
         if self.configuration.zero_stage == 3:
             partition_model(library, parts.model, config, self.environment.device)
@@ -148,7 +151,7 @@ def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
     config = deepspeed_config(parts.plan, options)
     zero = {**_section(config, "zero_optimization"), **_section(script, "zero_optimization")}
     zero["stage"] = parts.plan.configuration.zero_stage
-    if parts.plan.configuration.activation_checkpointing == "selective":
+    if parts.plan.configuration.activation_checkpointing == "selective" or keeps_products(parts.model):
         # Stage 3's own linear adds the bias in place to the product that selective checkpointing keeps.
         zero["memory_efficient_linear"] = False
     precisions = [name for name in ("bf16", "fp16") if name in config]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from planner.trace.checkpointing import checkpoint_activations
+from strategies.activations import apply_plan
 from strategies.base import Engine, Scheduler, Strategy, TrainingParts
 from strategies.checkpoint.states import WholeStates
 from strategies.gradients import scale_gradients, total_norm
@@ -29,7 +29,7 @@ class TorchStrategy(Strategy):
         parameters = trainable_parameters(parts.model, parts.model_parameters)
         move = ParameterMove(parts.model)
         model = cast_model(parts.model, self.configuration.precision)
-        checkpoint_activations(model, self.configuration.activation_checkpointing)
+        apply_plan(parts)
         module = self.wrap(model)
         optimizer = self._optimizer(parts, move.parameters(model, parameters))
         if optimizer is parts.optimizer:

@@ -1,20 +1,23 @@
-"""Activation checkpointing: which tensors a block keeps for backward and which it computes again.
+"""Activation checkpointing: which tensors a module keeps for backward and which it computes again.
 
 The engine runs it and the trace runs it, so that both mean the same by `full` and `selective`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from planner.errors import DsplanError
 from planner.trace.blocks import repeated_blocks
+from planner.trace.parked import Parking
 
 # Results of matrix products and attention: costly to compute again, cheap to keep. The rest is computed again.
 _PRODUCTS = (
@@ -25,17 +28,18 @@ _PRODUCTS = (
 _KEPT = {getattr(torch.ops.aten, name).default for name in _PRODUCTS if hasattr(torch.ops.aten, name)}
 
 
-def checkpoint_activations(model: nn.Module, kind: str) -> None:
+def checkpoint_activations(model: nn.Module, kind: str, *, on_host: bool = False) -> None:
     """Make the model's blocks recompute in backward: `full` everything, `selective` all but matmuls and attention.
 
-    A Hugging Face model switches on its own checkpointing for `full`.
+    What a block is given, which it starts again from, waits in host memory where `on_host`. A Hugging Face model
+    switches on its own checkpointing for `full` on the device.
 
     Raises:
         DsplanError: no repeated block was found to checkpoint.
     """
     if kind == "none":
         return
-    if kind == "full" and getattr(model, "supports_gradient_checkpointing", False):
+    if kind == "full" and not on_host and getattr(model, "supports_gradient_checkpointing", False):
         hugging_face: Any = model
         hugging_face.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
@@ -45,10 +49,76 @@ def checkpoint_activations(model: nn.Module, kind: str) -> None:
             f"activation checkpointing {kind!r} found no stack of like blocks (a ModuleList of one class) in"
             f" {type(model).__name__}; choose 'none' or put the blocks in a ModuleList"
         )
+    recompute(model, blocks, kind, on_host=on_host)
+
+
+def recompute(model: nn.Module, chosen: Iterable[nn.Module], kind: str, *, on_host: bool) -> None:
+    """Make the chosen modules of a model recompute in backward."""
     kept = _kept_in(model)
-    for block in blocks:
+    for module in chosen:
         # The forward of the instance, not a module around it: parameters keep their names in checkpoints.
-        block.forward = _recomputing(block.forward, kind, kept)
+        module.forward = Recomputation(module.forward, kind, kept, on_host=on_host)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        # Keys and values of a cache would be added to it a second time; generation asks for one of its own.
+        config.use_cache = False
+
+
+def recomputed_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that recompute by `recompute`."""
+    return [module for module in model.modules() if isinstance(module.__dict__.get("forward"), Recomputation)]
+
+
+def keeps_products(model: nn.Module) -> bool:
+    """Whether a module of the model recomputes all but its products."""
+    found = (module.__dict__["forward"] for module in recomputed_modules(model))
+    return any(recomputation.kind == "selective" for recomputation in found)
+
+
+class Recomputation:
+    """A module's forward, which is run again in backward. Copies of the module have a copy of their own of it."""
+
+    def __init__(self, forward: Callable[..., Any], kind: str, kept: frozenset[Any], *, on_host: bool) -> None:
+        self.kind = kind
+        self._forward, self._kept, self._on_host = forward, kept, on_host
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        options: dict[str, Any] = {}
+        if self.kind == "selective":
+            make: Callable[..., Any] = create_selective_checkpoint_contexts
+            options["context_fn"] = partial(make, self._keeps_products)
+        if not self._on_host:
+            return checkpoint(self._forward, *args, use_reentrant=False, **options, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        moving = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+        inputs = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]
+        # What has no gradient (masks, positions) is shared by the blocks and stays; the rest must be held by nothing
+        # but the checkpoint.
+        rest = [None if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)]
+
+        def run(*given: Any) -> Any:
+            left = iter(given)
+            whole = [next(left) if moves else leaf for leaf, moves in zip(rest, moving, strict=True)]
+            positional, named = tree_unflatten(whole, structure)
+            return self._forward(*positional, **named)
+
+        versions = [tensor._version for tensor in inputs]
+        with Parking() if torch.is_grad_enabled() else nullcontext():
+            result = checkpoint(run, *inputs, use_reentrant=False, **options)
+        if versions != [tensor._version for tensor in inputs]:
+            raise DsplanError(
+                "activation checkpointing on the host copies a module's input while the module runs, and"
+                f" {_owner(self._forward)} changes it in place; write x = x + y for x += y, or keep it on the device"
+            )
+        return result
+
+    def _keeps_products(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in self._kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _owner(forward: Callable[..., Any]) -> str:
+    """The class whose forward it is."""
+    return type(getattr(forward, "__self__", forward)).__name__
 
 
 def _kept_in(model: nn.Module) -> frozenset[Any]:
@@ -56,12 +126,3 @@ def _kept_in(model: nn.Module) -> frozenset[Any]:
     if any(getattr(part, "has_bias", False) for part in model.modules()):
         return frozenset(operation for operation in _KEPT if "_grouped_mm" not in str(operation))
     return frozenset(_KEPT)
-
-
-def _recomputing(forward: Callable[..., Any], kind: str, kept: frozenset[Any]) -> Callable[..., Any]:
-    def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    make: Callable[..., Any] = create_selective_checkpoint_contexts
-    options: dict[str, Any] = {"context_fn": partial(make, keep_products)} if kind == "selective" else {}
-    return partial(checkpoint, forward, use_reentrant=False, **options)

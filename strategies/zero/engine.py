@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from planner.trace.checkpointing import checkpoint_activations
+from strategies.activations import apply_plan
 from strategies.base import Engine, Strategy, TrainingParts
 from strategies.environment import ensure_group
 from strategies.loss_scale import LossScale
@@ -40,7 +40,7 @@ class ZeroStrategy(Strategy):
     def engine(self, parts: TrainingParts) -> ZeroEngine:
         ensure_group(self.environment)
         environment, model = self.environment, parts.model
-        checkpoint_activations(model, self.configuration.activation_checkpointing)
+        apply_plan(parts)
         ranks = Ranks(rank=environment.rank, world_size=environment.world_size)
         optimizer = script_optimizer(parts, trainable_parameters(model, parts.model_parameters))
         settings = read_settings(parts, environment.device)

@@ -16,6 +16,7 @@ def test_public_names() -> None:
         "DsplanError",
         "HardwareSelector",
         "__version__",
+        "checkpoint_activations",
         "estimate",
         "initialize",
         "plan",

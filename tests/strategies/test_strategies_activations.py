@@ -1,0 +1,100 @@
+"""Activation checkpointing by predicate and by plan, under every strategy: the same training, less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import activation_bodies
+import pytest
+import training_bodies
+from activation_bodies import Choice
+from torch import nn
+from training_bodies import Recipe
+
+from hardware_db.spawn import RankPool
+from planner.errors import DsplanError
+from planner.trace.checkpointing import recomputed_modules
+from strategies.activations import apply_plan, checkpoint_activations
+from strategies.base import TrainingParts
+from strategies.config import read_config
+from strategies.errors import CannotRun
+
+SPREAD = ("ddp", "fsdp", "zero1", "zero2", "zero3", "native zero1", "native zero2", "native zero3")
+PoolOf = Callable[[str], RankPool]
+
+
+def recipe_of(strategy: str, **how: object) -> Recipe:
+    backend, _, name = strategy.rpartition(" ")
+    return Recipe(**{"strategy": name, "backend": backend, "world_size": 2, **how})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(modules="blocks"),
+        Choice(modules="linears", policy="selective"),
+        Choice(modules="blocks", on_host=True),
+        Choice(modules="the stack"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("strategy", SPREAD)
+def test_chosen_modules_train_as_without(strategy: str, choice: Choice, pool_of: PoolOf) -> None:
+    recipe = recipe_of(strategy, steps=3)
+    trained = pool_of(strategy).run(activation_bodies.train_choosing, recipe, choice)[0]
+    reference = training_bodies.reference(recipe)
+    assert trained.losses == pytest.approx(reference.losses, rel=1e-5)
+    for name, value in trained.parameters.items():
+        assert (value - reference.parameters[name]).norm() <= 1e-5 * reference.parameters[name].norm(), name
+
+
+@pytest.mark.parametrize("strategy", SPREAD)
+def test_memory_falls_as_a_trace_predicts(strategy: str, pool_of: PoolOf) -> None:
+    """What forward keeps for backward; gathered weights and the like are the same with and without checkpointing."""
+    pool, recipe, none = pool_of(strategy), recipe_of(strategy), Choice()
+    planned = activation_bodies.traced_keeping(none)
+    before = pool.run(activation_bodies.kept_by_forward, recipe, none)[0]
+    for policy in ("full", "selective"):
+        choice = Choice(modules="blocks", policy=policy)
+        saved = before - pool.run(activation_bodies.kept_by_forward, recipe, choice)[0]
+        predicted = planned - activation_bodies.traced_keeping(choice)
+        assert predicted > 0.1 * planned
+        assert saved == pytest.approx(predicted, rel=0.01)
+
+
+def parts_of(model: nn.Module, kind: str, config: dict[str, object] | None = None) -> TrainingParts:
+    return TrainingParts(model=model, plan=Recipe(checkpointing=kind).plan(), script=read_config(config or {}))
+
+
+def test_the_script_and_the_plan_cannot_both_choose() -> None:
+    model = training_bodies.TinyModel()
+    checkpoint_activations(model, lambda module: isinstance(module, nn.Linear))
+    apply_plan(parts_of(model, "none"))
+    with pytest.raises(CannotRun, match="the plan has activation checkpointing 'full' and the script chose modules"):
+        apply_plan(parts_of(model, "full"))
+
+
+def test_only_the_outermost_of_chosen_modules_recompute() -> None:
+    model = activation_bodies.Stacked()
+    chosen = checkpoint_activations(model, lambda module: module is not model)
+    assert [type(module).__name__ for module in chosen] == ["Embedding", "Sequential", "Linear"]
+    assert chosen == recomputed_modules(model)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"predicate": lambda module: False}, "the predicate chose no module of TinyModel"),
+        ({"predicate": lambda module: True, "policy": "some"}, "policy 'some' is not known; use 'full' or"),
+    ],
+)
+def test_mistakes_are_named(how: dict[str, object], words: str) -> None:
+    with pytest.raises(CannotRun, match=words):
+        checkpoint_activations(training_bodies.TinyModel(), **how)  # type: ignore[arg-type]
+
+
+def test_a_second_choice_is_refused() -> None:
+    model = training_bodies.TinyModel()
+    checkpoint_activations(model, lambda module: isinstance(module, nn.Linear))
+    with pytest.raises(DsplanError, match="was called for this model before"):
+        checkpoint_activations(model, lambda module: isinstance(module, nn.LayerNorm))
