@@ -13,17 +13,21 @@ if TYPE_CHECKING:
     from planner.errors import DsplanError
     from planner.selector import HardwareSelector
     from strategies.activations import checkpoint_activations
+    from strategies.checkpoint.export import export_checkpoint
+    from strategies.checkpoint.manager import CheckpointManager
     from strategies.engine import initialize
     from strategies.registered import register_optimizer, register_scheduler
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointManager",
     "DsplanError",
     "HardwareSelector",
     "__version__",
     "checkpoint_activations",
     "estimate",
+    "export_checkpoint",
     "initialize",
     "plan",
     "recommend",
@@ -32,10 +36,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointManager": "strategies.checkpoint.manager",
     "DsplanError": "hardware_db.errors",
     "HardwareSelector": "planner.selector",
     "checkpoint_activations": "strategies.activations",
     "estimate": "dsplan.api",
+    "export_checkpoint": "strategies.checkpoint.export",
     "initialize": "strategies.engine",
     "plan": "dsplan.api",
     "recommend": "dsplan.api",

@@ -265,6 +265,15 @@ class Engine(ABC):
         """
         self._checkpoints.wait()
 
+    def export(
+        self, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | None = None
+    ) -> list[Path]:
+        """Write the weights as safetensors, with `config.json`, as `from_pretrained` reads them; called on every rank.
+
+        `dsplan.export_checkpoint` describes the arguments and the files that are returned.
+        """
+        return self._checkpoints.export(Path(directory), dtype, max_shard_bytes)
+
     @cached_property
     def _checkpoints(self) -> Checkpoints:
         return Checkpoints(self)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from strategies.base import Engine
+from strategies.checkpoint.manager import saves_of_config
 from strategies.config import ScriptConfig
 from strategies.log_writers import Console, CsvWriter, MetricsWriter, TensorboardWriter
 from strategies.memory_report import MemoryPrinter
@@ -33,6 +34,8 @@ def watch(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -> N
         engine.observers.append(MemoryPrinter(engine, every=every))
     if script.profiler.enabled:
         engine.observers.append(Traces(script.profiler, engine.device, rank))
+    if saves := saves_of_config(engine):
+        engine.observers.append(saves)
     if engine.observers:
         atexit.register(engine.close)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from strategies.agree import on_rank_zero
 from strategies.checkpoint import rng
 from strategies.checkpoint.content import Content, text_of
+from strategies.checkpoint.export import export_checkpoint
 from strategies.checkpoint.loading import load
 from strategies.checkpoint.saving import Saved, SaveOptions, Saver
+from strategies.checkpoint.writing import unwritable
 
 if TYPE_CHECKING:
     from strategies.base import Engine
@@ -33,7 +38,7 @@ class Checkpoints:
         content = Content(
             progress={**engine._progress(), **_surroundings(engine)},
             client_state=dict(client_state),
-            model_config=config_of(engine.module),
+            model_files=model_files_of(engine.module),
             written_by=_written_by(engine),
             is_custom=options.custom is not None,
         )
@@ -68,6 +73,24 @@ class Checkpoints:
             engine.dataloader.load_state_dict(progress["data"])
         return path, content.client_state
 
+    def export(self, directory: Path, dtype: str | None, max_shard_bytes: int | None) -> list[Path]:
+        """Write the weights alone, from every rank, and turn them into a transformers folder on rank 0."""
+        engine, states = self._engine, self._engine._states()
+        content = Content(progress={}, client_state={}, model_files=model_files_of(engine.module))
+        between = directory / ".weights"
+        what = Saved(step=engine.global_steps, tensors=states.weights, state=lambda: text_of(content))
+
+        def convert() -> list[Path]:
+            try:
+                return export_checkpoint(between, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
+            except OSError as problem:
+                raise unwritable(directory, problem) from None
+            finally:
+                shutil.rmtree(between, ignore_errors=True)
+
+        self._saver.save(between, what, SaveOptions())
+        return on_rank_zero(convert)
+
     def wait(self) -> None:
         """Return when the checkpoint that is being written in the background is complete."""
         self._saver.wait()
@@ -78,14 +101,16 @@ def custom_of(save: Callable[..., object] | None, engine: Engine) -> Callable[[P
     return None if save is None else lambda folder: save(engine, folder)
 
 
-def config_of(module: nn.Module) -> dict[str, Any] | None:
-    """The `config.json` of a transformers model; None for every other module."""
-    config = getattr(module, "config", None)
-    to_diff = getattr(config, "to_diff_dict", None)
-    if to_diff is None:
-        return None
-    values: dict[str, Any] = {**to_diff(), "architectures": [type(module).__name__]}
-    return values
+def model_files_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What transformers writes beside a model's weights; empty for every other module."""
+    files: dict[str, dict[str, Any]] = {}
+    for name, attribute in (("config.json", "config"), ("generation_config.json", "generation_config")):
+        to_diff = getattr(getattr(module, attribute, None), "to_diff_dict", None)
+        if to_diff is not None:
+            files[name] = json.loads(json.dumps(to_diff(), default=str))
+    if "config.json" in files:
+        files["config.json"]["architectures"] = [type(module).__name__]
+    return files
 
 
 def _surroundings(engine: Engine) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Content:
         optimizer: its class, its groups (names of parameters and options), and which states are plain numbers.
         aliases: further names of tied tensors, with the name under which they are saved.
         extra: what modules keep beside tensors.
-        model_config: the `config.json` of a transformers model.
+        model_files: what lies beside the weights of a transformers model: its `config.json`, by file name.
         written_by: strategy, backend and number of ranks, for people.
         is_custom: whether a function of the script's wrote the tensors.
     """
@@ -34,7 +34,7 @@ class Content:
     optimizer: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
-    model_config: dict[str, Any] | None = None
+    model_files: dict[str, dict[str, Any]] = field(default_factory=dict)
     written_by: dict[str, Any] = field(default_factory=dict)
     is_custom: bool = False
 

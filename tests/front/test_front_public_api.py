@@ -13,11 +13,13 @@ import dsplan
 
 def test_public_names() -> None:
     assert dsplan.__all__ == [
+        "CheckpointManager",
         "DsplanError",
         "HardwareSelector",
         "__version__",
         "checkpoint_activations",
         "estimate",
+        "export_checkpoint",
         "initialize",
         "plan",
         "recommend",

@@ -1,0 +1,145 @@
+"""Export: a checkpoint's weights as safetensors files that `from_pretrained` and `safetensors.torch.load_file` read.
+
+One process does it, on the host, one tensor at a time: a model that fits no device can be exported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from strategies.checkpoint import folder
+from strategies.checkpoint.content import Content, read_content, read_index
+from strategies.checkpoint.loading import require_whole
+from strategies.checkpoint.safefile import DTYPES, Entry, bytes_of, lay_out, write
+from strategies.checkpoint.states import MODEL
+from strategies.errors import BrokenFile, CannotRun
+
+_DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export_checkpoint(
+    checkpoint: str | Path, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | None = None
+) -> list[Path]:
+    """Write a checkpoint's weights to `directory` and return the files, the weights first.
+
+    One `model.safetensors`, or several of at most `max_shard_bytes` with an index, as transformers names them; beside
+    them the `config.json` of a transformers model. Weights that are tied are there once, under their first name.
+
+    Args:
+        checkpoint: a checkpoint, or the directory whose latest is meant.
+        dtype: `fp32`, `bf16` or `fp16` for the floating-point weights; None leaves them as they were trained (fp32
+            masters).
+
+    Raises:
+        BrokenFile: there is no checkpoint, or it is damaged.
+        CannotRun: there is no such dtype.
+    """
+    path = folder.named_latest(Path(checkpoint))
+    if path is None:
+        raise BrokenFile(checkpoint, "holds no checkpoint", "name the directory that save_checkpoint wrote to")
+    require_whole(path)
+    content = read_content(path)
+    weights = _Weights(path, _wanted(dtype))
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    with weights:
+        return _write_all(weights, content, Path(directory), max_shard_bytes)
+
+
+class _Weights:
+    """The weights of a checkpoint, put together from their boxes when they are asked for."""
+
+    def __init__(self, path: Path, dtype: torch.dtype | None) -> None:
+        self._path, self._dtype = path, dtype
+        index = read_index(path)
+        self._index: dict[str, Any] = {
+            name.removeprefix(MODEL): one for name, one in index.items() if name.startswith(MODEL)
+        }
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Weights:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def described(self) -> list[tuple[str, torch.dtype, Sequence[int]]]:
+        """Name, dtype and shape of every weight as it will be written."""
+        return [(name, self._written(DTYPES[one["dtype"]]), one["shape"]) for name, one in self._index.items()]
+
+    def read(self, name: str) -> torch.Tensor:
+        """One whole weight."""
+        one = self._index[name]
+        saved = DTYPES[one["dtype"]]
+        whole = torch.empty(one["shape"], dtype=saved)
+        for box in one["boxes"]:
+            begins = zip(box["offsets"], box["sizes"], strict=True)
+            whole[tuple(slice(begin, begin + size) for begin, size in begins)] = self._file(box["file"]).get_tensor(
+                box["key"]
+            )
+        return whole.to(self._written(saved))
+
+    def _written(self, saved: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype is not None and saved.is_floating_point else saved
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(safe_open(self._path / name, framework="pt"))
+        return self._open[name]
+
+
+def _write_all(weights: _Weights, content: Content, directory: Path, limit: int | None) -> list[Path]:
+    shards = _shards(weights.described(), limit)
+    names = [
+        "model.safetensors" if len(shards) == 1 else f"model-{place:05d}-of-{len(shards):05d}.safetensors"
+        for place in range(1, len(shards) + 1)
+    ]
+    for name, entries in zip(names, shards, strict=True):
+        temporary = directory / f".{name}.tmp"
+        write(temporary, entries, _data(weights, entries), {"format": "pt"})
+        os.replace(temporary, directory / name)
+    texts = {name: json.dumps(values, indent=2) + "\n" for name, values in content.model_files.items()}
+    if len(shards) > 1:
+        texts["model.safetensors.index.json"] = _index_text(dict(zip(names, shards, strict=True)))
+    for name, text in texts.items():
+        folder.replace_text(directory / name, text)
+    return [directory / name for name in (*names, *texts)]
+
+
+def _data(weights: _Weights, entries: Sequence[Entry]) -> Iterator[memoryview]:
+    for entry in entries:
+        yield bytes_of(weights.read(entry.key))
+
+
+def _shards(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], limit: int | None) -> list[list[Entry]]:
+    """The entries of each file: weights in their order, as many as the limit allows, at least one."""
+    groups: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        size = lay_out([tensor])[0].end
+        if limit is not None and groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += size
+    return [lay_out(group) for group in groups]
+
+
+def _index_text(files: Mapping[str, Sequence[Entry]]) -> str:
+    total = sum(entry.end - entry.begin for entries in files.values() for entry in entries)
+    places = {entry.key: name for name, entries in files.items() for entry in entries}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
+
+
+def _wanted(dtype: str | None) -> torch.dtype | None:
+    if dtype is not None and dtype not in _DTYPE_NAMES:
+        raise CannotRun(f"export: dtype {dtype!r} is not known; take one of {', '.join(_DTYPE_NAMES)}")
+    return None if dtype is None else _DTYPE_NAMES[dtype]
