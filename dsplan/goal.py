@@ -20,7 +20,8 @@ class Goal:
     """How plans are ranked and which are shown; a field is named as its flag.
 
     `price` is dollars per GPU-hour, `tokens` those of the whole training, as a number or such as 300B, `deadline` the
-    time for them, such as 36h, 14d or 2w.
+    time for them, such as 36h, 14d or 2w. `backend` runs ZeRO; with `offload` only plans count that
+    offload so.
     """
 
     objective: words.Objective = "throughput"
@@ -30,6 +31,8 @@ class Goal:
     tokens: str | float | None = None
     deadline: str | None = None
     pareto: bool = False
+    backend: words.Backend = "deepspeed"
+    offload: words.Offload | None = None
     all_plans: bool = False
 
     def ranking(self) -> dict[str, Any]:
@@ -44,6 +47,8 @@ class Goal:
             "allow_unrunnable": self.all_plans,
             "simplest_first": not self.fastest,
             "budget": self._budget(),
+            "zero_backend": self.backend,
+            "offload": self.offload,
         }
 
     def _budget(self) -> Budget:

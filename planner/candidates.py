@@ -19,6 +19,8 @@ from planner.request import Request
 MODEL_PARALLEL_STRATEGIES: tuple[words.Strategy, ...] = ("ddp", "zero1", "fsdp")
 """Strategies that are combined with tensor and pipeline parallelism in practice (Megatron's and torchtitan's)."""
 LARGEST_PIPELINE = 64
+OFFLOAD_RATIOS = (1.0, 0.75, 0.5, 0.25)
+"""Shares of the optimizer's states that our own ZeRO is considered to offload."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +34,7 @@ class Shape:
     pp: int = 1
     checkpointing: words.Checkpointing = "none"
     offload: words.Offload = "none"
+    offload_ratio: float = 1.0
     sync_each_micro_batch: bool = True
 
     @property
@@ -72,14 +75,11 @@ def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp:
     backend = words.default_backend(strategy, zero=request.zero_backend)
     offloads: tuple[words.Offload, ...] = ("none", *(offloads_of(strategy, backend) if tp * pp == 1 else ()))
     for offload in offloads:
-        if offload == "none" and shard == 1 and request.cluster.gpus == 1 and strategy != "single":
-            continue  # one GPU has nothing to shard: ZeRO and FSDP help there only by offload
-        if offload != "none" and request.cluster.device.is_cpu:
-            continue
-        if offload == "nvme" and not request.cluster.nvme_bytes_per_node:
+        if not _is_considered(request, strategy, shard, offload):
             continue
         syncs = (True, False) if strategy in words.FSDP_STRATEGIES and tp * pp == 1 else (True,)
-        for checkpointing, sync in product(words.CHECKPOINTINGS, syncs):
+        ratios = _ratios(request, backend, offload)
+        for checkpointing, sync, ratio in product(words.CHECKPOINTINGS, syncs, ratios):
             yield Shape(
                 strategy=strategy,
                 dp_replicate=replicate,
@@ -88,8 +88,25 @@ def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp:
                 pp=pp,
                 checkpointing=checkpointing,
                 offload=offload,
+                offload_ratio=ratio,
                 sync_each_micro_batch=sync,
             )
+
+
+def _is_considered(request: Request, strategy: words.Strategy, shard: int, offload: words.Offload) -> bool:
+    """Whether an offload makes sense on the cluster; one that was asked for by name always does."""
+    if request.offload is not None:
+        return offload == request.offload
+    if offload == "none":
+        # One GPU has nothing to shard: ZeRO and FSDP help there only by offload.
+        return shard > 1 or request.cluster.gpus > 1 or strategy == "single"
+    return not request.cluster.device.is_cpu and (offload != "nvme" or request.cluster.nvme_bytes_per_node > 0)
+
+
+def _ratios(request: Request, backend: words.Backend, offload: words.Offload) -> tuple[float, ...]:
+    if request.offload_ratio is not None and offload != "none":
+        return (request.offload_ratio,)
+    return OFFLOAD_RATIOS if (backend, offload) == ("native", "optimizer") else (1.0,)
 
 
 def _split(request: Request, strategy: words.Strategy, ranks: int) -> tuple[int, int]:
@@ -146,6 +163,7 @@ def configuration_of(request: Request, shape: Shape, micro_batch: int) -> Config
         attention=workload.attention,
         activation_checkpointing=shape.checkpointing,
         offload=shape.offload,
+        offload_ratio=shape.offload_ratio,
         sync_each_micro_batch=shape.sync_each_micro_batch,
     )
 

@@ -113,6 +113,10 @@ def impossible(request: Request, configuration: Configuration) -> str:
     if offload != "none" and offload not in offloads_of(strategy, configuration.backend):
         possible = ", ".join(offloads_of(strategy, configuration.backend)) or "none"
         return f"--offload {offload} is not possible with {strategy}; possible: {possible}"
+    if configuration.offload_ratio < 1 and (offload == "none" or configuration.backend != "native"):
+        return (
+            f"--offload-ratio {configuration.offload_ratio:g} is for --backend native with an --offload; leave it out"
+        )
     if (configuration.backend == "torch") == (strategy in words.ZERO_STAGES):
         return f"backend {configuration.backend} does not run {strategy}; use {words.default_backend(strategy)}"
     if strategy in words.FSDP_STRATEGIES and configuration.optimizer == "adafactor":

@@ -54,7 +54,7 @@ class Family:
     def split(self) -> tuple[object, ...]:
         """What it has in common with the same family over fewer devices."""
         shape = self._members[0].shape
-        return shape.strategy, shape.tp, shape.pp, shape.offload, shape.sync_each_micro_batch
+        return shape.strategy, shape.tp, shape.pp, shape.offload, shape.offload_ratio, shape.sync_each_micro_batch
 
     def within(self, seconds: float) -> Iterator[Timed]:
         """Ever faster configurations that fit and take at most so many seconds a step."""

@@ -47,6 +47,7 @@ class Request:
     `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None;
     so does `micro_batch`, for scripts that cut their batches themselves. `simplest_first` lets a simpler plan go before
     one that cannot be told to be faster. `experience` is what was measured before. `zero_backend` runs ZeRO stages.
+    `offload` and `offload_ratio` are what a script or a person decided; None leaves them to the search.
     """
 
     facts: ModelFacts
@@ -63,6 +64,8 @@ class Request:
     micro_batch: int | None = None
     experience: Experience = NO_EXPERIENCE
     zero_backend: words.Backend = "deepspeed"
+    offload: words.Offload | None = None
+    offload_ratio: float | None = None
 
     @property
     def usd_per_gpu_hour(self) -> float | None:

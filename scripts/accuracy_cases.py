@@ -138,7 +138,9 @@ def _digest(run: MemoryRun) -> str:
 
 def _priced(run: MemoryRun) -> Priced:
     """What dsplan says of a run today. A row without a config is a model of the catalogue."""
-    configuration = Configuration(**{item.name: getattr(run, item.name) for item in fields(Configuration)})
+    # What runs do not name was not varied.
+    chosen = {item.name: getattr(run, item.name) for item in fields(Configuration) if hasattr(run, item.name)}
+    configuration = Configuration(**chosen)
     facts = facts_from_config(run.model_config, run.model) if run.config else find_model(run.model)
     cluster = resolve_cluster(HardwareRequest(gpu=run.device, gpus=run.world_size))
     options = WorkOptions(

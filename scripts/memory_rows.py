@@ -59,7 +59,9 @@ def planned(run: MemoryRun) -> Plan:
 
 def asked(run: RunRow) -> tuple[Request, Configuration]:
     """A run as a question to the planner."""
-    configuration = Configuration(**{item.name: getattr(run, item.name) for item in fields(Configuration)})
+    # What runs do not name was not varied.
+    chosen = {item.name: getattr(run, item.name) for item in fields(Configuration) if hasattr(run, item.name)}
+    configuration = Configuration(**chosen)
     return _request(run.model, run.model_config, run.device, configuration), configuration
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -35,6 +35,12 @@ def _positive_price(value: float | None) -> float | None:
         raise typer.BadParameter(
             f"{value:g} is not a price; write dollars per hour, above 0 and up to {HIGHEST_PRICE:g}"
         )
+    return value
+
+
+def _share(value: float) -> float:
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"{value:g} is not a share; write a number above 0 and up to 1")
     return value
 
 
@@ -109,6 +115,9 @@ class ConfigurationFlags:
     grad_accum: Annotated[int | None, _count(MOST_SAMPLES, "Forward passes per optimizer step.")] = None
     checkpointing: Annotated[words.Checkpointing, typer.Option(help="Activations that are computed twice.")] = "none"
     offload: Annotated[words.Offload, typer.Option(help="States that live in host memory or on NVMe.")] = "none"
+    offload_ratio: Annotated[
+        float, typer.Option(callback=_share, metavar="R", help="Share of it that leaves the device, with native ZeRO.")
+    ] = 1.0
     tp: Annotated[int, _count(MOST_GPUS, "Tensor-parallel degree.")] = 1
     pp: Annotated[int, _count(MOST_GPUS, "Pipeline-parallel degree.")] = 1
 
@@ -142,6 +151,8 @@ class RankingFlags:
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Show every plan that no other beats in time, memory and GPUs at once.")
     ] = False
+    backend: Annotated[Literal["deepspeed", "native"], typer.Option(help="Who runs ZeRO.")] = "deepspeed"
+    offload: Annotated[words.Offload | None, typer.Option(help="Only plans with this offload; by default any.")] = None
     all_plans: Annotated[
         bool, typer.Option("--all-plans", help="Rank plans that `dsplan run` cannot run yet (tp, pp) by merit alone.")
     ] = False

@@ -57,7 +57,13 @@ def describe(configuration: Configuration) -> str:
     words = [f"{configuration.strategy} ({configuration.backend})", dims_text(configuration), batch]
     words += [f"sequence {configuration.sequence_length}", configuration.precision, configuration.optimizer]
     words += [configuration.attention, f"checkpointing {configuration.activation_checkpointing}"]
-    return ", ".join([*words, f"offload {configuration.offload}"])
+    return ", ".join([*words, f"offload {offload_text(configuration)}"])
+
+
+def offload_text(configuration: Configuration) -> str:
+    """What is offloaded, and how much of it where that is not all: `optimizer 50%`."""
+    ratio = configuration.offload_ratio
+    return configuration.offload if ratio == 1 else f"{configuration.offload} {ratio:.0%}"
 
 
 def dims_text(configuration: Configuration) -> str:

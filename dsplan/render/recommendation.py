@@ -8,7 +8,7 @@ from typing import Any
 
 from dsplan.render.bill_view import bill, bill_cells, devices_table, devices_to_dicts, price_note
 from dsplan.render.blocks import Bar, Block, Cell, Table, Text, columns
-from dsplan.render.plan_view import describe, dims_text, header, interval_text, limit_bytes, verdict_line
+from dsplan.render.plan_view import describe, dims_text, header, interval_text, limit_bytes, offload_text, verdict_line
 from hardware_db.units import format_days, format_seconds, gib
 from planner.plan import Plan
 from planner.plan_io import plan_to_dict
@@ -70,7 +70,7 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "degrees": dims_text(configuration),
         "batch": f"{configuration.micro_batch_size}x{configuration.gradient_accumulation_steps}",
         "recompute": configuration.activation_checkpointing,
-        "offload": configuration.offload,
+        "offload": offload_text(configuration),
         ">GiB": f"{gib(memory.device_used_bytes):.1f}",
         "memory": Bar(share=memory.device_used_upper_bytes / limit_bytes(plan), width=6),
         ">step": format_seconds(plan.time.step_seconds),

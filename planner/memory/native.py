@@ -67,8 +67,8 @@ class NativeHolding:
         CPU."""
         shares, width = self._shares, self._recipe.master or self._recipe.weight
         temporaries = tensor_step_temporaries(self._job, shards_of(self._job), width)
-        moments = []
-        if shares.here:
+        moments = [Ledger()]
+        if shares.here > 0:
             share = shares.here / shares.local
             moments.append(Ledger(gradients=width * shares.here, temporaries=temporaries * share))
         if shares.away and self._staying == 1.0:

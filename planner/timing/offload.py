@@ -60,11 +60,12 @@ def _datasheet_link_bytes_per_s(device: Device) -> float:
 def cpu_optimizer_seconds(job: Job, parameters: float) -> float:
     """AdamW over one rank's parameters on its share of the node's cores.
 
-    torch's measured rate stands for DeepSpeed's kernel times the quotient of the two published ones.
+    torch's measured rate stands for DeepSpeed's kernel times the quotient of the two published ones. Our own ZeRO steps
+    with torch's fused kernel, whose rate counts where it was measured.
     """
-    cluster, compiled = job.cluster, job.configuration.backend == "deepspeed"
-    factor = cluster.factors.cpu_optimizer
-    curve = cluster.rates.cpu_optimizer
+    cluster, backend = job.cluster, job.configuration.backend
+    compiled, factor = backend == "deepspeed", cluster.factors.cpu_optimizer
+    curve = (cluster.rates.cpu_optimizer_fused if backend == "native" else None) or cluster.rates.cpu_optimizer
     if curve is not None:
         faster = CPU_ADAM_PARAMETERS_PER_S / TORCH_CPU_ADAM_PARAMETERS_PER_S
         return curve.seconds(parameters) / factor / (faster if compiled and not cluster.device.is_cpu else 1)
@@ -85,6 +86,8 @@ def offload_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) ->
     configuration, cluster = job.configuration, job.cluster
     if configuration.offload == "none":
         return OffloadCost()
+    if configuration.backend == "native":
+        return _native_cost(job, where, hideout, rates)
     steps = configuration.gradient_accumulation_steps
     # FSDP keeps shards in fp32 and narrows them on the device, ZeRO sends them as they are gathered.
     size = where.owned * where.gradient_bytes
@@ -100,11 +103,49 @@ def offload_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) ->
     return OffloadCost(transfers=transfers, cpu_optimizer=cpu_optimizer_seconds(job, where.owned))
 
 
+def _native_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) -> OffloadCost:
+    """Our own ZeRO (`strategies/zero/stepping.py`): while the host steps one bucket, the weights of the last return and
+    the states of the next are read, so that of the three the slowest counts, and the device steps what it kept.
+
+    On a CPU nothing has a way to go but to a disk, and the step is the device's.
+    """
+    configuration, is_cpu = job.configuration, job.cluster.device.is_cpu
+    away = where.owned * configuration.offload_ratio
+    steps = configuration.gradient_accumulation_steps
+    size = away * where.gradient_bytes
+    weights, gradients = (0.0 if is_cpu else link_seconds(job.cluster, size, to_host=host) for host in (False, True))
+    streamed = gradients * (1 if configuration.strategy == "zero1" else steps)
+    if configuration.offload != "optimizer" and configuration.strategy == "zero3":
+        streamed, weights = streamed + 2 * steps * weights, 0.0
+    stepping = 0.0 if is_cpu and configuration.offload != "nvme" else cpu_optimizer_seconds(job, away)
+    disk = _native_disk_seconds(job, away) if configuration.offload == "nvme" else 0.0
+    slowdown = SERIAL_SLOWDOWN if rates.serial else SLOWDOWN
+    waiting = max(0.0, max(weights, disk) - stepping)
+    return OffloadCost(
+        transfers=exposed_seconds(hideout, streamed, slowdown=slowdown) + waiting, cpu_optimizer=stepping
+    )
+
+
+def _native_disk_seconds(job: Job, away: float) -> float:
+    """Masters, where weights are 16-bit, and moments, read and written once a step by all ranks of a node."""
+    master = 0 if job.configuration.precision in ("fp32", "bf16-pure") and job.cluster.device.is_cpu else 4
+    states = (master + 8) * away * job.cluster.gpus_per_node
+    return _read_seconds(job, states) + _write_seconds(job, states)
+
+
 def _disk_seconds(job: Job, where: Layout) -> float:
     """States read and written once a step, parameters read twice a micro-batch, by all ranks of a node."""
-    rates, owned = job.cluster.rates, where.owned * job.cluster.gpus_per_node
+    owned = where.owned * job.cluster.gpus_per_node
     states = OPTIMIZER_STATE_BYTES * owned
     read = states + 2 * job.configuration.gradient_accumulation_steps * where.gather_bytes * owned
-    read_rate = rates.disk_read.rate(read) if rates.disk_read else NVME_BYTES_PER_S
-    write_rate = rates.disk_write.rate(states) if rates.disk_write else NVME_BYTES_PER_S
-    return read / read_rate + states / write_rate
+    return _read_seconds(job, read) + _write_seconds(job, states)
+
+
+def _read_seconds(job: Job, size: float) -> float:
+    curve = job.cluster.rates.disk_read
+    return size / (curve.rate(size) if curve else NVME_BYTES_PER_S)
+
+
+def _write_seconds(job: Job, size: float) -> float:
+    curve = job.cluster.rates.disk_write
+    return size / (curve.rate(size) if curve else NVME_BYTES_PER_S)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from planner.job import Job
 from planner.plan import StepTime, Throughput
 from planner.timing.data_parallel import Communication, data_parallel
-from planner.timing.efficiency import compute_dtype, device_rates
+from planner.timing.efficiency import DeviceRates, compute_dtype, device_rates
 from planner.timing.flops import model_flops
 from planner.timing.implementation import TRANSFORMERS, Implementation
-from planner.timing.layout import layout
+from planner.timing.layout import Layout, layout
 from planner.timing.model_parallel import TensorParallel, boundary_seconds, tensor_parallel
-from planner.timing.offload import offload_cost
+from planner.timing.offload import OffloadCost, offload_cost
 from planner.timing.optimizer import optimizer_seconds
 from planner.timing.parameter_copies import copies_of, copy_seconds
 from planner.timing.pipeline import one_forward_one_backward
@@ -41,7 +41,7 @@ def step_time(job: Job, code: Implementation = TRANSFORMERS) -> StepTime:
     hideout = max(0.0, steps * busiest.total - (sharded.total - sharded.exposed))
     offload = offload_cost(job, where, hideout, rates)
     compute = steps * busiest.total + copy_seconds(copies_of(job, where, rates), rates)
-    optimizer = offload.cpu_optimizer or optimizer_seconds(job, where, rates)
+    optimizer = _optimizer(job, where, rates, offload)
     bubble = _bubble(pipeline, tensor, steps, hop)
     return StepTime(
         step_seconds=compute + communication.exposed + offload.transfers + optimizer + bubble,
@@ -52,6 +52,15 @@ def step_time(job: Job, code: Implementation = TRANSFORMERS) -> StepTime:
         optimizer_seconds=optimizer,
         bubble_seconds=bubble,
     )
+
+
+def _optimizer(job: Job, where: Layout, rates: DeviceRates, offload: OffloadCost) -> float:
+    """The step on the device, on the host, or on both at once, each with its share."""
+    if not offload.cpu_optimizer:
+        return optimizer_seconds(job, where, rates)
+    kept = 1 - job.configuration.offload_ratio
+    on_device = kept * optimizer_seconds(job, where, rates) if kept else 0.0
+    return on_device + offload.cpu_optimizer if rates.serial else max(on_device, offload.cpu_optimizer)
 
 
 def _bubble(pipeline: Sequence[Stage], tensor: TensorParallel, steps: int, hop: float) -> float:
