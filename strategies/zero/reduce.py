@@ -49,6 +49,7 @@ class Reducer:
         self._next = 0
         self._ready: list[_Fill] = []
         self._order_is_known = False
+        self._is_open = False
         self._reduces = True
         self.used: set[nn.Parameter] = set()
         self.when_made: Listener = lambda bucket: None
@@ -61,7 +62,7 @@ class Reducer:
 
     def begin(self, *, reduces: bool) -> None:
         """Before a backward pass: whether its gradients are summed over ranks or wait for a later one."""
-        self._reduces = reduces
+        self._is_open, self._reduces = True, reduces
         self._next = 0
         self._ready = []
         for fill in self._fills:
@@ -69,6 +70,7 @@ class Reducer:
 
     def finish(self) -> None:
         """After a backward pass: send what some parameter without a gradient kept back, and wait for all sums."""
+        self._is_open = False
         if not self._reduces:
             return
         for fill in self._fills:
@@ -98,6 +100,8 @@ class Reducer:
 
     def _arrived(self, fill: _Fill, slot: Slot, parameter: torch.Tensor) -> None:
         """The hook of a parameter: its gradient of this backward pass is complete."""
+        if not self._is_open:
+            return  # of another engine's backward pass through this model: the script's to clear, as in plain torch
         self.used.add(slot.parameter)
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None

@@ -7,7 +7,7 @@ begins, so that its weights travel while this one computes. Parameters up to a t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -74,8 +74,8 @@ class ShardedWeights(Held):
         self._order: tuple[Unit, ...] = ()  # of the last forward pass, which the next one is expected to follow
         self._seen: list[Unit] = []
         for unit in units:
-            unit.module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True)
-            unit.module.register_forward_hook(partial(self._after_forward, unit), always_call=True)
+            unit.module.register_forward_pre_hook(_Hook(partial(self._before_forward, unit)), prepend=True)
+            unit.module.register_forward_hook(_Hook(partial(self._after_forward, unit)), always_call=True)
 
     def follow(self, reducer: Reducer) -> None:
         reducer.when_made = self._gradients_made
@@ -165,3 +165,20 @@ class ShardedWeights(Held):
     def _release_all(self) -> None:
         for unit in self._units:
             unit.release()
+
+
+class _Hook:
+    """A hook of the engine's on its own model: copies of the model, such as moving averages, go without."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*arguments: Any) -> None:
+    return None
