@@ -155,7 +155,9 @@ def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
         # Stage 3's own linear adds the bias in place to the product that selective checkpointing keeps.
         zero["memory_efficient_linear"] = False
     precisions = [name for name in ("bf16", "fp16") if name in config]
-    details = {name: {**_section(config, name), **_section(script, name), "enabled": True} for name in precisions}
+    details: dict[str, Any] = {
+        name: {**_section(config, name), **_section(script, name), "enabled": True} for name in precisions
+    }
     own = {key: value for key, value in script.items() if key not in _PLANNED}
     return {**config, **own, **details, "zero_optimization": zero, "gradient_clipping": parts.gradient_clipping}
 
