@@ -34,7 +34,7 @@ class ZeroBuckets:
 
 def zero_buckets(stage: int, *, parameters: int, hidden_size: int) -> ZeroBuckets:
     """The sizes used for a model of `parameters` elements and width `hidden_size` at ZeRO `stage` 0 to 3."""
-    whole = min(_DEEPSPEED_BUCKET, parameters)
+    whole = min(_DEEPSPEED_BUCKET, parameters + parameters % 2)  # DeepSpeed asserts that stages 1 and 2 have even ones
     if stage < 3:
         return ZeroBuckets(reduce=whole, allgather=whole)
     square = hidden_size * hidden_size
