@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -26,7 +26,7 @@ from planner.request import Request, WorkOptions, make_request
 from planner.resolve_cluster import probed_cluster
 from planner.search import recommend
 from strategies.agree import on_rank_zero
-from strategies.config import ScriptConfig
+from strategies.config import limits
 from strategies.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 from strategies.live_trace import traced
@@ -34,12 +34,6 @@ from strategies.machine_rates import machine_rates
 from strategies.planning import Wishes
 from strategies.variables import STRATEGY
 
-_OPTIMIZER_NAMES: dict[type, words.Optimizer] = {
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adam: "adamw",
-    torch.optim.SGD: "sgd",
-    torch.optim.Adafactor: "adafactor",
-}
 _ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
 
 
@@ -57,7 +51,7 @@ def make_plan(model: nn.Module, wishes: Wishes, environment: Environment) -> Pla
 def _planned(model: nn.Module, wishes: Wishes, environment: Environment, measured: Sequence[RateMeasurement]) -> Plan:
     strategy = _wished_strategy(wishes, environment)
     request = _request(model, wishes, environment, strategy)
-    request = replace(request, micro_batch=_micro_batch(wishes.config, environment))
+    request = replace(request, micro_batch=limits.micro_batch(wishes.config, environment.world_size))
     if (strategy or wishes.backend) and not any(True for _ in shapes(request)):
         word, value = ("strategy", strategy) if strategy else ("backend", wishes.backend)
         reason = (strategy and inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
@@ -96,13 +90,14 @@ def _request(model: nn.Module, wishes: Wishes, environment: Environment, strateg
         seq_len=_sequence_length(wishes.training_data, is_custom=facts.kind == "custom"),
         global_batch=wishes.config.global_batch_size(environment.world_size),
         precision=wishes.config.precision,
-        optimizer=_optimizer_name(wishes.optimizer),
+        optimizer=limits.optimizer(wishes.optimizer, wishes.config.optimizer),
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
     cluster = probed_cluster(probe(), ranks=environment.world_size)
     candidates = _candidates(strategy, wishes.backend)
     request = make_request(facts, cluster, options, strategies=candidates)
-    request = replace(request, zero_backend=_zero_backend(wishes.backend))
+    zero = _zero_backend(wishes.backend)
+    request = replace(request, zero_backend=zero, **limits.offload(wishes.config.zero, strategy, zero))
     return replace(request, facts=traced(request.facts, model, wishes.training_data, request.workload.precision))
 
 
@@ -132,31 +127,6 @@ def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy
     if name is not None and name not in words.STRATEGIES:
         raise UnknownName("strategy", name, words.STRATEGIES, hint=f"choose one of {', '.join(words.STRATEGIES)}")
     return name
-
-
-def _micro_batch(config: ScriptConfig, environment: Environment) -> int | None:
-    """The micro-batch where the config decides it: by name, or through global batch and accumulation."""
-    if config.micro_batch_size is not None or config.gradient_accumulation_steps is None:
-        return config.micro_batch_size
-    if config.train_batch_size is None:
-        return None
-    ranks = config.gradient_accumulation_steps * environment.world_size
-    if config.train_batch_size % ranks:
-        raise CannotRun(
-            f"config: train_batch_size {config.train_batch_size} is not a multiple of gradient_accumulation_steps"
-            f" {config.gradient_accumulation_steps} x {environment.world_size} ranks; change one of them"
-        )
-    return config.train_batch_size // ranks
-
-
-def _optimizer_name(optimizer: object) -> words.Optimizer:
-    """The plan's name of the script's optimizer (instance or class); AdamW where it is another kind of function."""
-    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    name = _OPTIMIZER_NAMES.get(kind, "adamw")
-    defaults: Mapping[str, Any] = getattr(optimizer, "defaults", {})
-    if name == "adamw" and defaults.get("fused"):
-        return "adamw-fused"
-    return "adamw-forloop" if name == "adamw" and defaults.get("foreach") is False else name
 
 
 def _sequence_length(training_data: Any, *, is_custom: bool) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from training_bodies import Recipe
 
 from hardware_db.errors import DsplanError
@@ -20,6 +21,7 @@ from strategies.config import (
     ScriptConfig,
     TensorboardSection,
     ZeroSection,
+    limits,
     read_config,
 )
 from strategies.config.known import TOP, Known
@@ -374,3 +376,40 @@ def test_every_key_of_deepspeeds_own_models_is_known(monkeypatch: pytest.MonkeyP
         (TOP, DeepSpeedMonitorConfig),
     ]
     assert {name for known, model in pairs for name in names_of(model) - set(known.names)} - renamed == set()
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "name"),
+    [
+        ({}, None, "adamw"),
+        ({"optimizer": {"type": "Adam"}}, None, "adamw"),
+        ({"optimizer": {"type": "AdamW", "params": {"fused": True}}}, None, "adamw-fused"),
+        ({"optimizer": {"type": "AdamW", "params": {"foreach": False}}}, None, "adamw-forloop"),
+        ({"optimizer": {"type": "adamw_8bit"}}, None, "adamw-8bit"),
+        ({"optimizer": {"type": "Lion"}}, None, "lion"),
+        ({"optimizer": {"type": "Muon"}}, None, "adamw"),
+        ({"optimizer": {"type": "Lion"}}, torch.optim.SGD, "sgd"),
+    ],
+)
+def test_the_plan_counts_the_optimizer_that_the_config_names(config: Mapping[str, Any], own: object, name: str) -> None:
+    assert limits.optimizer(own, read_config(config).optimizer) == name
+
+
+def test_the_plan_offloads_what_the_config_offloads() -> None:
+    def limited(section: Mapping[str, Any], strategy: Any, backend: Any = "native") -> dict[str, Any]:
+        return limits.offload(read_config({"zero_optimization": section}).zero, strategy, backend)
+
+    on_cpu = {"device": "cpu", "ratio": 0.5}
+    assert limited({"stage": 2}, "zero2") == {"offload": None}
+    assert limited({"cpu_offload": False}, "zero2") == {"offload": "none"}
+    assert limited({"offload_optimizer": on_cpu}, "zero2") == {"offload": "optimizer", "offload_ratio": 0.5}
+    both = {"offload_optimizer": on_cpu, "offload_param": {"device": "cpu"}}
+    assert limited(both, None)["offload"] == "all"
+    with pytest.raises(
+        DsplanError, match="offloads 'all', and 'zero2' of backend 'native' can offload optimizer, nvme;"
+    ):
+        limited(both, "zero2")
+    with pytest.raises(DsplanError, match="'zero1' of backend 'deepspeed' can offload optimizer; change"):
+        limited({"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}, "zero1", "deepspeed")
+    with pytest.raises(DsplanError, match="'ddp' of backend 'torch' can offload nothing"):
+        limited({"offload_optimizer": on_cpu}, "ddp")

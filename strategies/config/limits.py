@@ -1,0 +1,83 @@
+"""What a script's config asks of the plan that is made for it: limits of the planner's search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from planner import vocabulary as words
+from planner.estimate import offloads_of
+from strategies.config.values import NamedParts, ScriptConfig, ZeroSection
+from strategies.errors import CannotRun
+from strategies.names import plain
+
+_CLASSES: dict[type, words.Optimizer] = {
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adamw",
+    torch.optim.SGD: "sgd",
+    torch.optim.Adafactor: "adafactor",
+}
+_NAMES: dict[str, words.Optimizer] = {
+    "sgd": "sgd",
+    "adafactor": "adafactor",
+    "lion": "lion",
+    "adamw8bit": "adamw-8bit",
+}
+
+
+def micro_batch(config: ScriptConfig, world_size: int) -> int | None:
+    """The micro-batch where the config decides it: by name, or through global batch and accumulation.
+
+    Raises:
+        CannotRun: the global batch cannot be split so.
+    """
+    if config.micro_batch_size is not None or config.gradient_accumulation_steps is None:
+        return config.micro_batch_size
+    if config.train_batch_size is None:
+        return None
+    parts = config.gradient_accumulation_steps * world_size
+    if config.train_batch_size % parts:
+        raise CannotRun(
+            f"config: train_batch_size {config.train_batch_size} is not a multiple of gradient_accumulation_steps"
+            f" {config.gradient_accumulation_steps} x {world_size} ranks; change one of them"
+        )
+    return config.train_batch_size // parts
+
+
+def offload(asked: ZeroSection, strategy: words.Strategy | None, zero_backend: words.Backend) -> dict[str, Any]:
+    """The offload that the config decides, as fields of Request.
+
+    Raises:
+        CannotRun: the strategy cannot offload so.
+    """
+    if asked.offload in (None, "none"):
+        return {"offload": asked.offload}
+    if strategy is not None:
+        backend = words.default_backend(strategy, zero=zero_backend)
+        possible = offloads_of(strategy, backend)
+        if asked.offload not in possible:
+            raise CannotRun(
+                f"config: zero_optimization offloads {asked.offload!r}, and {strategy!r} of backend {backend!r} can"
+                f" offload {', '.join(possible) or 'nothing'}; change offload_optimizer and offload_param, or the stage"
+            )
+    return {"offload": asked.offload, "offload_ratio": asked.offload_ratio}
+
+
+def optimizer(own: object, named: NamedParts | None) -> words.Optimizer:
+    """The plan's name of the script's optimizer (instance or class), or of the config's; AdamW, which needs most
+    memory, where the plan has no name for it.
+    """
+    if own is None and named is not None:
+        name = _NAMES.get(plain(named.name), "adamw")
+        return _way_of_adamw(named.params) if name == "adamw" else name
+    name = _CLASSES.get(own if isinstance(own, type) else type(own), "adamw")
+    return _way_of_adamw(getattr(own, "defaults", {})) if name == "adamw" else name
+
+
+def _way_of_adamw(options: Mapping[str, Any]) -> words.Optimizer:
+    """Which of torch's three ways to step AdamW its options choose."""
+    if options.get("fused"):
+        return "adamw-fused"
+    return "adamw-forloop" if options.get("foreach") is False else "adamw"
