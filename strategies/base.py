@@ -209,8 +209,8 @@ class Engine(ABC):
     def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
         """Inside, `module.parameters()` are whole on every rank, to read, to generate with, or to change.
 
-        They are in the dtype that they compute in. Every rank must enter and leave together. Changes may be lost unless
-        `keeps_changes`, which takes over rank 0's.
+        They are in the dtype that they compute in. Every rank must enter and leave together; inside, one may run the
+        model alone, but for DeepSpeed's stage 3. Changes may be lost unless `keeps_changes`, which takes over rank 0's.
         """
 
     def save_checkpoint(

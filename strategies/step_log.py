@@ -46,6 +46,7 @@ class StepLog(Observer):
         self._losses: list[torch.Tensor] = []
         self._rows: list[dict[str, Any]] = []
         self._profile: StepProfile | None = None
+        self._rate = 0.0
         if self._timers is not None:
             self._timers.starts(WHOLE)
 
@@ -59,6 +60,8 @@ class StepLog(Observer):
         self._losses.append(loss.detach())
 
     def starts(self, section: str) -> None:
+        if section == "step":
+            self._rate = self._engine.get_lr()[0]  # a scheduler changes it at the end of the step
         if self._timers is not None and self._profile is None:
             self._timers.starts(section)
 
@@ -72,7 +75,7 @@ class StepLog(Observer):
         row: dict[str, Any] = {
             "step": engine.global_steps,
             "loss": torch.stack([loss.float() for loss in self._losses]).mean() if self._losses else None,
-            "learning_rate": engine.get_lr()[0],
+            "learning_rate": self._rate,
             "loss_scale": engine.loss_scale,
             **({"gradient_norm": norm} if norm is not None else {}),
             **_memory(engine.device),

@@ -1,0 +1,181 @@
+"""What ranks do in the tests of an engine's conveniences."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import training_bodies
+from training_bodies import Recipe
+
+from strategies.engine import initialize
+
+RATE = 2e-3
+
+
+def engine_of(recipe: Recipe, config: dict[str, Any] | None = None, dataset: Any = None) -> Any:
+    """An engine over the tiny model, with a config and a dataset."""
+    torch.manual_seed(3)
+    engine, *_ = initialize(
+        model=training_bodies.TinyModel(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=RATE),
+        training_data=dataset,
+        plan=recipe.plan(),
+        config=config,
+    )
+    return engine
+
+
+def figures(recipe: Recipe) -> dict[str, Any]:
+    """The figures of an engine after two steps."""
+    engine = engine_of(recipe)
+    losses = [training_bodies.one_step(engine, step) for step in range(2)]
+    return {
+        "own": isinstance(engine.module, training_bodies.TinyModel),
+        "norm": engine.gradient_norm,
+        "skipped": engine.skipped_steps,
+        "scale": engine.loss_scale,
+        "rates": engine.get_lr(),
+        "losses": losses,
+    }
+
+
+def poisoned(recipe: Recipe) -> dict[str, Any]:
+    """A step whose loss is infinite on one rank alone, and one after it."""
+    engine = engine_of(recipe, {"fp16": {"enabled": True, "hysteresis": 1}} if recipe.precision == "fp16" else None)
+    training_bodies.one_step(engine, 0)
+    before, scale = training_bodies.whole_parameters(engine), engine.loss_scale
+    ids, targets = (
+        tensor[engine.environment.rank :: engine.environment.world_size] for tensor in training_bodies.batch_of(1)
+    )
+    loss = engine(ids, targets)
+    engine.backward(loss * (math.inf if engine.environment.rank == 0 else 1.0))
+    engine.step()
+    after = training_bodies.whole_parameters(engine)
+    found = {
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "norm": engine.gradient_norm,
+        "skipped": engine.skipped_steps,
+        "halved": engine.loss_scale / scale,
+    }
+    training_bodies.one_step(engine, 2)
+    return {**found, "later norm": engine.gradient_norm, "later skips": engine.skipped_steps}
+
+
+def accumulated_without_sync(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The weights after a step whose first micro-batches ran inside `no_sync`."""
+    engine = engine_of(recipe)
+    rank, world = engine.environment.rank, engine.environment.world_size
+    ids, targets = (tensor[rank::world].chunk(recipe.accumulation) for tensor in training_bodies.batch_of(0))
+    with engine.no_sync():
+        for part in range(recipe.accumulation - 1):
+            engine.backward(engine(ids[part], targets[part]))
+            engine.step()
+    engine.backward(engine(ids[-1], targets[-1]))
+    engine.step()
+    return training_bodies.whole_parameters(engine)
+
+
+def changed_weights(recipe: Recipe) -> dict[str, Any]:
+    """What rank 0 writes to one element of a weight, on every rank, before and after another step."""
+    engine = engine_of(recipe)
+    training_bodies.one_step(engine, 0)
+    name, batch = "blocks.1.up.weight", training_bodies.batch_of(1)
+    with engine.whole_parameters():
+        before = {key: value.detach().clone() for key, value in engine.module.named_parameters()}
+        engine.eval()
+        with torch.no_grad():
+            # One rank alone: nothing inside may wait for the others, as DeepSpeed's stage 3 does in any case.
+            if engine.is_main or engine.configuration.backend == "deepspeed":
+                engine.module(*batch)
+        engine.train()
+    with engine.whole_parameters(keeps_changes=True):
+        weight = dict(engine.module.named_parameters())[name]
+        with torch.no_grad():
+            weight[3, 5] = 0.5 + engine.environment.rank
+    with engine.whole_parameters():
+        after = {key: value.detach().clone() for key, value in engine.module.named_parameters()}
+    training_bodies.one_step(engine, 1)
+    with engine.whole_parameters():
+        later = dict(engine.module.named_parameters())[name][3, 5].item()
+    differs = {key: int((before[key] != after[key]).sum()) for key in before}
+    return {"value": after[name][3, 5].item(), "differs": differs, "later": later, "size": before[name].numel()}
+
+
+def gpt2_tokens(recipe: Recipe, inside: bool) -> tuple[float, list[list[int]]]:
+    """The evaluation loss and the tokens that a tiny GPT-2 generates after three steps of training."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(11)
+    settings = {"n_layer": 3, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 31}
+    model = GPT2LMHeadModel(
+        GPT2Config(**settings, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=30)
+    )
+    engine, *_ = initialize(
+        model=model, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), plan=recipe.plan()
+    )
+    for step in range(3):
+        ids = training_bodies.batch_of(step)[0][engine.environment.rank :: engine.environment.world_size]
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.eval()
+    prompt = training_bodies.batch_of(0)[0][:2]
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 30}
+    with torch.no_grad():
+        loss = engine(input_ids=prompt, labels=prompt).loss.item()
+        if inside:
+            with engine.whole_parameters():
+                tokens = engine.module.generate(prompt, **options)
+        else:
+            tokens = engine.module.generate(prompt, **options)
+    return loss, tokens.tolist()
+
+
+def report(recipe: Recipe) -> tuple[dict[str, int], str, int]:
+    """The live bytes of every category after three steps, the report as text, and the model's elements."""
+    engine = engine_of(recipe)
+    for step in range(3):
+        training_bodies.one_step(engine, step)
+    found = engine.memory_report()
+    elements = sum(math.prod(shape) for shape in shapes())
+    return {row.name: row.live_bytes for row in found.rows}, str(found), elements
+
+
+def shapes() -> list[torch.Size]:
+    return [parameter.shape for parameter in training_bodies.TinyModel().parameters()]
+
+
+def timeline(recipe: Recipe, folder: str) -> tuple[int, int]:
+    """Draw a step after three others; the peak it counted, and that of the report after it."""
+    engine = engine_of(recipe)
+    for step in range(3):
+        training_bodies.one_step(engine, step)
+    with engine.memory_timeline(Path(folder, f"{engine.environment.rank}.svg")):
+        training_bodies.one_step(engine, 3)
+    return engine.counted_peak_bytes, engine.memory_report().peak_bytes
+
+
+def logged(recipe: Recipe, folder: str) -> list[float]:
+    """Train six steps with every log on; the losses of this rank."""
+    config = {
+        "tensorboard": {"enabled": True, "output_path": folder, "job_name": "events"},
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "tables"},
+        "profiler": {"enabled": True, "wait": 0, "warmup": 1, "active": 1, "output_path": str(Path(folder, "traces"))},
+        "wall_clock_breakdown": True,
+        "steps_per_print": 3,
+    }
+    engine = engine_of(recipe, config)
+    losses = []
+    for step in range(6):
+        with engine.profile("preparing"):
+            ids, targets = (
+                t[engine.environment.rank :: engine.environment.world_size] for t in training_bodies.batch_of(step)
+            )
+        loss = engine(ids, targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.close()
+    return losses
