@@ -23,6 +23,7 @@ from strategies.data import ShardedLoader
 from strategies.environment import Environment, join
 from strategies.errors import CannotRun
 from strategies.monitor import RunMonitor
+from strategies.optimizer_needs import fitting
 from strategies.planning import Wishes, another_model, describe, given_plan
 from strategies.registry import find_strategy
 from strategies.variables import RUN_DIRECTORY
@@ -86,7 +87,7 @@ def initialize(
         gradient_clipping=script.gradient_clipping,
         script=script,
     )
-    engine = find_strategy(settled.configuration, environment).engine(with_named(parts))
+    engine = find_strategy(settled.configuration, environment).engine(fitting(with_named(parts)))
     engine.checkpointing = script.checkpoint
     if training_data is not None:
         engine.dataloader = ShardedLoader(training_data, settled.configuration, environment)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn, optim
 
+from planner.plan import Configuration
+from planner.vocabulary import FSDP_STRATEGIES
+from strategies.base import TrainingParts
 from strategies.errors import CannotRun
 
 _ELEMENT_BY_ELEMENT = (
@@ -26,6 +30,8 @@ _ELEMENT_BY_ELEMENT = (
 )
 """torch's optimizers that treat every element by itself, so that any part of a tensor can be stepped alone."""
 
+_REFUSES_FLAT = tuple(kind for kind in (getattr(optim, "Muon", None), optim.SparseAdam) if kind is not None)
+_ELSEWHERE = "ddp, or zero1 to zero3 with backend 'native'"
 WHOLE_TENSORS = "whole_tensors"
 """The attribute of an optimizer, or the option of one of its groups, that says whether it needs whole tensors."""
 
@@ -53,15 +59,49 @@ def takes_sparse_gradients_only(optimizer: optim.Optimizer) -> bool:
     return isinstance(optimizer, optim.SparseAdam)
 
 
-def require_steppable(optimizer: optim.Optimizer) -> None:
-    """Refuse an optimizer that computes the loss itself.
+def fitting(parts: TrainingParts) -> TrainingParts:
+    """The parts, with an optimizer that is refused as soon as it is made where the plan's strategy cannot step it.
 
     Raises:
-        CannotRun: its `step` cannot be called without a closure, and `engine.step()` has none.
+        CannotRun: it exists and cannot be stepped, or the model makes gradients that the strategy cannot reduce.
     """
+    given, configuration = parts.optimizer, parts.plan.configuration
+    _refuse_sparse_layers(parts.model, configuration)
+    if isinstance(given, optim.Optimizer):
+        _refuse(given, configuration)
+    if given is None or isinstance(given, optim.Optimizer):
+        return parts
+
+    def made(parameters: Iterable[Any]) -> optim.Optimizer:
+        optimizer = given(parameters)
+        _refuse(optimizer, configuration)
+        return optimizer
+
+    return replace(parts, optimizer=made)
+
+
+def _refuse(optimizer: optim.Optimizer, configuration: Configuration) -> None:
+    name, strategy = type(optimizer).__name__, configuration.strategy
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise CannotRun(
-            f"optimizer {type(optimizer).__name__} computes the loss again in a closure, which engine.step() has not;"
-            " use AdamW, or another optimizer whose step() takes none"
+            f"optimizer {name} computes the loss again in a closure, which engine.step() has not; use AdamW, or another"
+            " optimizer whose step() takes none"
         )
+    if strategy in FSDP_STRATEGIES and isinstance(optimizer, optim.Adafactor):
+        raise CannotRun(f"optimizer {name} cannot step the shards of strategy {strategy!r}; use {_ELSEWHERE}")
+    is_whole = isinstance(optimizer, _REFUSES_FLAT) or getattr(optimizer, WHOLE_TENSORS, False)
+    if configuration.backend == "deepspeed" and (is_whole or any(g.get(WHOLE_TENSORS) for g in optimizer.param_groups)):
+        raise CannotRun(f"optimizer {name} cannot step the flat tensors of backend 'deepspeed'; use {_ELSEWHERE}")
+
+
+def _refuse_sparse_layers(model: nn.Module, configuration: Configuration) -> None:
+    """FSDP2 and DeepSpeed's ZeRO reduce flat dense tensors."""
+    if configuration.strategy not in FSDP_STRATEGIES and configuration.backend != "deepspeed":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise CannotRun(
+                f"{name or 'the model'} makes sparse gradients, which strategy {configuration.strategy!r} of backend"
+                f" {configuration.backend!r} cannot reduce; make it with sparse=False, or use {_ELSEWHERE}"
+            )

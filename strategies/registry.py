@@ -59,12 +59,10 @@ def _refuse_what_cannot_run(configuration: Configuration) -> None:
             f"backend {configuration.backend!r} does not run strategy {configuration.strategy!r}; use"
             f" {' or '.join(map(repr, homes))}"
         )
-    if configuration.optimizer == "adafactor" and (
-        configuration.strategy in FSDP_STRATEGIES or configuration.backend == "native"
-    ):
+    if configuration.optimizer == "adafactor" and configuration.strategy in FSDP_STRATEGIES:
         raise CannotRun(
             f"optimizer 'adafactor' needs whole matrices and strategy {configuration.strategy!r} splits them; use ddp,"
-            " or optimizer 'adamw'"
+            " zero1 to zero3 with backend 'native', or optimizer 'adamw'"
         )
     possible = ("none", *offloads_of(configuration.strategy, configuration.backend))
     if configuration.offload not in possible:

@@ -15,28 +15,20 @@ import torch
 from torch import nn
 
 from strategies.base import TrainingParts
+from strategies.checkpoint.states import SCALARS
 from strategies.errors import CannotRun
-from strategies.optimizer_needs import needs_whole_tensors, require_steppable, takes_sparse_gradients_only
+from strategies.optimizer_needs import needs_whole_tensors, takes_sparse_gradients_only
 from strategies.optimizers import OPTIMIZERS
 from strategies.zero.partition import Bucket, Slot
 from strategies.zero.rows import TouchedRows
 from strategies.zero.wire import Wire
 
-SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
-"""States of torch's optimizers that are one number for the parameter, whatever its shape; a scalar's others are not."""
-
 
 def script_optimizer(parts: TrainingParts, trained: Sequence[Any]) -> torch.optim.Optimizer:
-    """The script's optimizer, or the plan's, over the whole parameters, whose shapes a script may group them by.
-
-    Raises:
-        CannotRun: it cannot be stepped without a closure.
-    """
-    given = parts.optimizer
-    make = given or OPTIMIZERS[parts.plan.configuration.optimizer]
-    optimizer = make if isinstance(make, torch.optim.Optimizer) else make(trained)
-    require_steppable(optimizer)
-    return optimizer
+    """The script's optimizer, or the plan's, over the whole parameters, whose shapes a script may group them by."""
+    if isinstance(parts.optimizer, torch.optim.Optimizer):
+        return parts.optimizer
+    return (parts.optimizer or OPTIMIZERS[parts.plan.configuration.optimizer])(trained)
 
 
 class Pieces:

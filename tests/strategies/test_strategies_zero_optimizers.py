@@ -12,6 +12,7 @@ from zero_optimizer_bodies import OPTIMIZERS, Run
 from hardware_db.spawn import RankError, RankPool
 
 STAGES = ("zero1", "zero2", "zero3")
+LEARNING = [name for name in OPTIMIZERS if name not in ("lbfgs", "sparse adam and a dense layer")]
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
@@ -20,7 +21,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - value).norm() <= tolerance * value.norm(), name
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS][:-1])
+@pytest.mark.parametrize("optimizer", LEARNING)
 @pytest.mark.parametrize("strategy", STAGES)
 def test_optimizers_learn_what_one_process_learns(strategy: str, optimizer: str, ranks: RankPool) -> None:
     run = Run(strategy=strategy, optimizer=optimizer)
@@ -56,3 +57,51 @@ def test_three_ranks_accumulate_and_clip(
 def test_a_dense_gradient_is_named_where_rows_are_stepped(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"head.weight has a dense gradient, and its optimizer steps sparse ones alone"):
         ranks.run(bodies.train, Run(optimizer="sparse adam and a dense layer"))
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3", "deepspeed"])
+def test_an_optimizer_that_computes_the_loss_itself_is_refused(
+    strategy: str, is_built: bool, request: pytest.FixtureRequest
+) -> None:
+    pool = request.getfixturevalue("deepspeed_ranks" if strategy == "deepspeed" else "ranks")
+    backend, name = ("deepspeed", "zero1") if strategy == "deepspeed" else ("native", strategy)
+    run = Run(strategy=name, backend=backend, optimizer="lbfgs", is_built=is_built)
+    assert pool.run(bodies.refusal, run)[1] == (
+        "optimizer LBFGS computes the loss again in a closure, which engine.step() has not; use AdamW, or another"
+        " optimizer whose step() takes none"
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "words"),
+    [
+        ("fsdp", "adafactor", "Adafactor cannot step the shards of strategy 'fsdp'; use ddp, or zero1 to zero3 with"),
+        ("fsdp", "sparse adam", "words makes sparse gradients, which strategy 'fsdp' of backend 'torch' cannot reduce"),
+        (
+            "zero2",
+            "sgd of few rows",
+            "strategy 'zero2' of backend 'deepspeed' cannot reduce; make it with",
+        ),
+        ("zero1", "muon", "Muon cannot step the flat tensors of backend 'deepspeed'; use ddp, or zero1 to zero3 with"),
+        ("zero1", "muon and signs", "MuonAndAdam cannot step the flat tensors"),
+    ],
+)
+def test_what_other_backends_cannot_step(
+    strategy: str, optimizer: str, words: str, request: pytest.FixtureRequest
+) -> None:
+    pool = request.getfixturevalue("deepspeed_ranks" if strategy != "fsdp" else "ranks")
+    message = pool.run(bodies.refusal, Run(strategy=strategy, backend="deepspeed", optimizer=optimizer))[0]
+    assert words in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "tolerance"),
+    [("ddp", "sparse adam", 1e-5), ("ddp", "8-bit", 1e-5), ("fsdp", "lamb", 1e-5), ("fsdp", "muon", 2**-6)],
+)
+def test_ddp_and_fsdp_step_what_they_can(strategy: str, optimizer: str, tolerance: float, ranks: RankPool) -> None:
+    """Muon works in bf16 (8 bits of mantissa), and FSDP2 adds the products of its shards in another order."""
+    run = Run(strategy=strategy, optimizer=optimizer)
+    expected = ranks.run(bodies.reference, run)[0]
+    assert_equal(ranks.run(bodies.train, run)[0], expected, tolerance)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import training_bodies
 from torch import nn, optim
 from torch.nn import functional
 from training_bodies import Recipe
 
+from hardware_db.errors import DsplanError
 from strategies.engine import initialize
 
 BATCH, WORDS = 12, 29
@@ -113,6 +115,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sparse adam": lambda p: optim.SparseAdam([one for one in p if len(one) == WORDS + 1], lr=0.05),
     "sgd of few rows": lambda p: optim.SGD(p, lr=0.05),
     "adagrad of few rows": lambda p: optim.Adagrad(p, lr=0.05),
+    "lbfgs": optim.LBFGS,
     "sparse adam and a dense layer": lambda p: optim.SparseAdam([one for one in p if one.shape[-1] == 19]),
 }
 
@@ -184,6 +187,13 @@ def engine_of(run: Run) -> Any:
     config = {"gradient_clipping": run.clipping, "zero_optimization": {"stage3_param_persistence_threshold": 30}}
     engine, *_ = initialize(model=model, optimizer=optimizer, plan=run.plan(), config=config)
     return engine
+
+
+def refusal(run: Run) -> str:
+    """What the engine says to an optimizer."""
+    with pytest.raises(DsplanError) as caught:
+        engine_of(run)
+    return str(caught.value)
 
 
 def train_steps(engine: Any, run: Run, steps: Iterable[int]) -> list[float]:
