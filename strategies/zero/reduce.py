@@ -145,11 +145,12 @@ class Reducer:
 
     def _receive(self) -> None:
         bucket, pending = self._on_the_way.popleft()
-        if self.host is not None and bucket.states_at is not Place.DEVICE:
-            self.host.keep(bucket, pending.total(bucket.dtype))
-        else:
-            total = pending.total(self._accumulate or bucket.dtype)
-            bucket.gradient = total if bucket.gradient is None else bucket.gradient.add_(total)
+        with torch.profiler.record_function("dsplan::sum"):
+            if self.host is not None and bucket.states_at is not Place.DEVICE:
+                self.host.keep(bucket, pending.total(bucket.dtype))
+            else:
+                total = pending.total(self._accumulate or bucket.dtype)
+                bucket.gradient = total if bucket.gradient is None else bucket.gradient.add_(total)
         self.when_summed(bucket)
 
     def _adopt_order(self) -> None:

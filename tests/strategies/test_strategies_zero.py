@@ -86,14 +86,19 @@ def test_no_sync_sends_nothing_and_changes_nothing(strategy: str, ranks: RankPoo
         assert_equal(weights, training_bodies.reference(recipe).parameters)
 
 
+@pytest.mark.parametrize("compression", ["none", "int8"])
 @pytest.mark.parametrize("strategy", STAGES)
-def test_gradients_are_reduced_while_backward_runs(strategy: str, ranks: RankPool) -> None:
-    events = ranks.run(zero_bodies.events_of_a_step, native(strategy))[0]
+def test_gradients_are_reduced_while_backward_runs(strategy: str, compression: str, ranks: RankPool) -> None:
+    """With a bucket for each matrix, sums are under way after the first and half of them there before the last gradient
+    of the step is made."""
+    config = {"zero_optimization": {"reduce_bucket_size": 1200}, "communication": {"compression": compression}}
+    events = ranks.run(zero_bodies.events_of_a_step, native(strategy), config)[0]
     sends = sorted(begin for name, begin, _ in events if name == "dsplan::reduce")
+    sums = sorted(end for name, _, end in events if name == "dsplan::sum")
     gradients = sorted(begin for name, begin, _ in events if "AccumulateGrad" in name)
-    assert len(sends) > 1 or strategy != "zero3"
-    if strategy == "zero3":  # the tiny model is one bucket in the other stages
-        assert sends[0] < gradients[-1], "the first bucket travels while others are still being made"
+    assert len(sends) == len(sums) >= 6
+    assert sends[0] < gradients[len(gradients) // 2], "the first bucket travels while most of the rest is being made"
+    assert sums[len(sums) // 2] < gradients[-1]
 
 
 def test_weights_are_gathered_ahead_while_forward_runs(ranks: RankPool) -> None:

@@ -169,9 +169,10 @@ def train_without_syncing(recipe: Recipe) -> tuple[int, dict[str, torch.Tensor]]
     return inside, training_bodies.whole_parameters(engine)
 
 
-def events_of_a_step(recipe: Recipe) -> list[tuple[str, float, float]]:
+def events_of_a_step(recipe: Recipe, config: dict[str, Any] | None = None) -> list[tuple[str, float, float]]:
     """Name, begin and end (microseconds) of what a step did after two others, by torch's profiler."""
-    engine = training_bodies.make_engine(recipe)
+    torch.manual_seed(3)
+    engine, *_ = initialize(model=training_bodies.TinyModel(), plan=recipe.plan(), config=config)
     for step in range(2):
         training_bodies.one_step(engine, step)
     activities = [torch.profiler.ProfilerActivity.CPU]
