@@ -7,7 +7,7 @@ ranks share the samples, so a run resumes in the middle of an epoch on any numbe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,19 +16,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from planner.plan import Configuration
 from strategies.bad_samples import BadSamples, Collate, Tolerant, collate_with
+from strategies.config import DataSection
 from strategies.environment import Environment
 from strategies.errors import CannotRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderSettings:
-    """How samples are read: `workers` processes, into pinned memory (None: where there is a GPU), in an order that
-    `seed` decides (None: rank 0's torch seed); each rank leaves out up to `bad_samples` that cannot be read."""
+    """How samples are read (`section`, of the script's config) and put together; None for `default_collate`."""
 
-    workers: int = 0
-    pin_memory: bool | None = None
-    bad_samples: int = 0
-    seed: int | None = None
+    section: DataSection = field(default_factory=DataSection)
     collate: Collate | None = None
 
 
@@ -53,27 +50,27 @@ class ShardedLoader:
         settings: LoaderSettings | None = None,
     ) -> None:
         settings = settings or LoaderSettings()
+        section = settings.section
         self.dataset = dataset
         self.epoch = 0
         self.samples = 0
-        self.seed = _shared_seed(environment) if settings.seed is None else settings.seed
+        self.seed = _shared_seed(environment) if section.seed is None else section.seed
         self._length = _length(dataset, configuration)
         self._configuration, self._environment = configuration, environment
-        self._bad = BadSamples(settings.bad_samples)
+        self._bad = BadSamples(section.bad_samples)
         self._handed_out = 0
         self._continues = True
         self._batches = _Order(configuration.micro_batch_size, environment)
-        tolerates = settings.bad_samples > 0
+        self._tolerates = tolerates = section.bad_samples > 0
         collate = settings.collate or default_collate
         self._loader: DataLoader[Any] = DataLoader(
             Tolerant(dataset, self._length) if tolerates else dataset,
             batch_sampler=self._batches,
-            num_workers=settings.workers,
-            pin_memory=environment.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
+            num_workers=section.num_workers,
+            pin_memory=environment.device.type == "cuda" if section.pin_memory is None else section.pin_memory,
             collate_fn=collate_with(collate) if tolerates else collate,
-            persistent_workers=settings.workers > 0,
+            persistent_workers=section.num_workers > 0,
         )
-        self._tolerates = tolerates
 
     @property
     def bad_samples(self) -> int:

@@ -15,11 +15,12 @@ from torch.utils.data import Dataset
 from planner import vocabulary as words
 from planner.plan import Plan
 from planner.plan_io import plan_to_dict
+from strategies.bad_samples import Collate
 from strategies.base import Engine, OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
 from strategies.by_name import with_named
 from strategies.config import read_config
 from strategies.config.refuse import refuse_deepspeed_keys
-from strategies.data import ShardedLoader
+from strategies.data import LoaderSettings, ShardedLoader
 from strategies.environment import Environment, join
 from strategies.errors import CannotRun
 from strategies.monitor import RunMonitor
@@ -40,6 +41,7 @@ def initialize(
     lr_scheduler: Scheduler | SchedulerFactory | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     *,
+    collate_fn: Collate | None = None,
     plan: Plan | str | Path | None = None,
     strategy: words.Strategy | None = None,
     backend: words.Backend | None = None,
@@ -55,6 +57,7 @@ def initialize(
         optimizer: an optimizer of the model's parameters, a function parameters -> optimizer, or None for the plan's.
         model_parameters: what a new optimizer trains (parameters or groups); None for all that require gradients.
         training_data: a dataset with a length; the dataloader returned gives this rank's micro-batches of it.
+        collate_fn: makes a micro-batch of a list of samples; torch's `default_collate` where it is None.
         lr_scheduler: a scheduler of `optimizer` or a function optimizer -> scheduler; the engine steps it.
         config: a DeepSpeed-style dictionary or JSON file. Every strategy reads `train_batch_size` (the global batch,
             the same under every plan), `train_micro_batch_size_per_gpu`, `gradient_accumulation_steps`,
@@ -90,7 +93,8 @@ def initialize(
     engine = find_strategy(settled.configuration, environment).engine(fitting(with_named(parts)))
     engine.checkpointing = script.checkpoint
     if training_data is not None:
-        engine.dataloader = ShardedLoader(training_data, settled.configuration, environment)
+        read_as = LoaderSettings(section=script.data, collate=collate_fn)
+        engine.dataloader = ShardedLoader(training_data, settled.configuration, environment, read_as)
     watch(engine, script, _report(engine, environment, is_new=is_new))
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
 

@@ -8,8 +8,8 @@ from typing import Any
 from strategies.config.known import TOP, Known
 from strategies.config.values import CommunicationSection
 
-_OURS_EVERYWHERE = ("scheduler", "tensorboard", "csv_monitor")
-"""Schedulers and metrics files are made here under every strategy, so that they are the same under each."""
+_OURS_EVERYWHERE = ("scheduler", "tensorboard", "csv_monitor", "wall_clock_breakdown", "memory_breakdown")
+"""Schedulers, metrics files and timers are made here under every strategy, so that they are the same under each."""
 
 
 def for_deepspeed(values: Mapping[str, Any], communication: CommunicationSection) -> dict[str, Any]:

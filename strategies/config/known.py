@@ -157,6 +157,7 @@ TOP = Known(
         "tensorboard": _LOG,
         "csv_monitor": _LOG,
         "checkpoint": _CHECKPOINT,
+        "dataloader": Known(own=_words("num_workers pin_memory bad_samples seed")),
         "communication": Known(own=_words("data_type compression error_feedback block_size")),
         "profiler": Known(own=_words("enabled wait warmup active output_path")),
         "pipeline": Known(

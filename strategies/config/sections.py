@@ -10,6 +10,7 @@ from strategies.config.values import (
     CheckpointSection,
     CommunicationSection,
     Compression,
+    DataSection,
     Fp16Section,
     NamedParts,
     ProfilerSection,
@@ -92,6 +93,16 @@ def profiler_section(top: Fields) -> ProfilerSection:
         warmup=own.whole("warmup", default.warmup),
         active=own.whole("active", default.active, least=1),
         output_path=own.text("output_path", default.output_path),
+    )
+
+
+def data_section(fields: Fields) -> DataSection:
+    """`dataloader`."""
+    return DataSection(
+        num_workers=fields.whole("num_workers", 0),
+        pin_memory=fields.maybe_flag("pin_memory"),
+        bad_samples=fields.whole("bad_samples", 0),
+        seed=fields.maybe_whole("seed"),
     )
 
 

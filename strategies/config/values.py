@@ -112,6 +112,17 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DataSection:
+    """How `training_data` is read: by `num_workers` processes, into pinned memory (None: where there is a GPU), in an
+    order that `seed` decides (None: torch's seed); a rank leaves out up to `bad_samples` that cannot be read."""
+
+    num_workers: int = 0
+    pin_memory: bool | None = None
+    bad_samples: int = 0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptConfig:
     """What the config says; None where it says nothing (or `auto`). `values` is what DeepSpeed gets of it."""
 
@@ -131,6 +142,7 @@ class ScriptConfig:
     csv_monitor: CsvSection = field(default_factory=CsvSection)
     profiler: ProfilerSection = field(default_factory=ProfilerSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    data: DataSection = field(default_factory=DataSection)
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     steps_per_print: int | None = None

@@ -14,6 +14,7 @@ import training_bodies
 from torch.utils.data import Dataset
 from training_bodies import Recipe
 
+from strategies.config import DataSection
 from strategies.data import LoaderSettings, ShardedLoader
 from strategies.environment import Environment
 from strategies.errors import CannotRun
@@ -50,7 +51,9 @@ def global_batches(samples: int, world: int, accumulation: int, epochs: int = 1)
         environment = Environment(
             rank=rank, local_rank=rank, world_size=world, local_world_size=world, device=torch.device("cpu")
         )
-        loader = ShardedLoader(Numbers(samples), configuration, environment, LoaderSettings(seed=7))
+        loader = ShardedLoader(
+            Numbers(samples), configuration, environment, LoaderSettings(section=DataSection(seed=7))
+        )
         batches = [batch for _ in range(epochs) for batch in handed_out(loader)]
         assert len(batches) == epochs * len(loader)
         per_rank.append([list(chain(*batches[i : i + accumulation])) for i in range(0, len(batches), accumulation)])
@@ -91,7 +94,7 @@ def loader_of(world: int, rank: int, *, samples: int = 61, accumulation: int = 1
         rank=rank, local_rank=rank, world_size=world, local_world_size=world, device=torch.device("cpu")
     )
     dataset = how.pop("dataset", None) or Numbers(samples)
-    return ShardedLoader(dataset, configuration, environment, LoaderSettings(**{"seed": 7, **how}))
+    return ShardedLoader(dataset, configuration, environment, LoaderSettings(section=DataSection(**{"seed": 7, **how})))
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 1), (3, 1)), ((3, 2), (1, 1)), ((1, 3), (4, 1)), ((4, 1), (2, 3))])
@@ -102,7 +105,7 @@ def test_a_resumed_run_sees_the_rest_of_the_epoch(before: tuple[int, int], after
     seen: list[int] = []
     states = []
     for rank in range(world):
-        loader = loader_of(world, rank, accumulation=accumulation, workers=1 if rank == 0 and stop == 1 else 0)
+        loader = loader_of(world, rank, accumulation=accumulation, num_workers=1 if rank == 0 and stop == 1 else 0)
         seen += chain(*handed_out(loader, most=stop * accumulation))
         states.append(loader.state_dict())
     assert all(state == states[0] == json.loads(json.dumps(state)) for state in states), "the same on every rank"
@@ -119,7 +122,7 @@ def test_a_resumed_run_sees_the_rest_of_the_epoch(before: tuple[int, int], after
 
 
 def test_what_workers_read_ahead_is_not_trained_on() -> None:
-    loader = loader_of(1, 0, workers=2)
+    loader = loader_of(1, 0, num_workers=2)
     batches = iter(loader)
     first = next(batches).tolist()
     loader.trained()
@@ -163,7 +166,7 @@ class Damaged(Numbers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_cannot_be_read_are_replaced_by_the_next(workers: int) -> None:
     sound = handed_out(loader_of(1, 0))
-    loader = loader_of(1, 0, dataset=Damaged(61), bad_samples=3, workers=workers)
+    loader = loader_of(1, 0, dataset=Damaged(61), bad_samples=3, num_workers=workers)
     with pytest.warns(UserWarning, match="is left out"):
         damaged = handed_out(loader)
     replaced = {4: 6, 5: 6, 60: 0}
@@ -187,8 +190,9 @@ def test_a_bad_sample_is_the_datasets_own_error_where_none_is_allowed() -> None:
 
 def test_the_engine_moves_the_place_in_the_data() -> None:
     samples = [tuple(tensor[row] for tensor in training_bodies.batch_of(0)) for row in range(12)] * 3
-    engine = engine_bodies.engine_of(Recipe(accumulation=3), dataset=samples)
-    assert engine.dataloader is not None
+    config = {"dataloader": {"num_workers": 1, "pin_memory": False, "bad_samples": 2, "seed": 41}}
+    engine = engine_bodies.engine_of(Recipe(accumulation=3), config, dataset=samples)
+    assert engine.dataloader.state_dict() == {"epoch": 0, "samples": 0, "seed": 41, "length": 36}
     for place, (ids, targets) in enumerate(engine.dataloader, start=1):
         engine.backward(engine(ids, targets))
         engine.step()
