@@ -14,10 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from strategies.optimizer_needs import undivided
 from strategies.zero.nvme import Disk
 from strategies.zero.offload import fused_on_host
 from strategies.zero.optimizer import Pieces
 from strategies.zero.partition import Bucket, Place
+
+_RUNS = 16
+"""In this many parts gradients are widened: each costs a call of the optimizer, and what a rank holds of them twice is
+a sixteenth, or one bucket."""
 
 
 class Renewing(Protocol):
@@ -51,11 +56,28 @@ class Stepper:
     def _groups(self) -> Iterator[Sequence[Bucket]]:
         """The device's buckets first, since it steps them while the host goes on with its own."""
         at = {place: [bucket for bucket in self._pieces.buckets if bucket.states_at is place] for place in Place}
-        if at[Place.DEVICE]:
-            yield at[Place.DEVICE]
+        yield from self._runs(at[Place.DEVICE])
         yield from ([bucket] for bucket in at[Place.HOST])
         if self._disk is not None:
             yield from ([bucket] for bucket in self._disk.visited(at[Place.DISK], self._pieces, self._optimizer))
+
+    def _runs(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
+        """All of the device's buckets at once, but one run of them after the other where their gradients must take the
+        masters' wider dtype first: a rank has room for few of them in that.
+
+        Optimizers of whole tensors may look at all of them together, and keep them together.
+        """
+        widens = any(one.gradient is not None and one.gradient.dtype != one.master.dtype for one in buckets)
+        if not widens or next(undivided(self._optimizer), None) is not None:
+            yield from [buckets] if buckets else []
+            return
+        limit, run = sum(bucket.master.numel() for bucket in buckets) / _RUNS, list[Bucket]()
+        for bucket in buckets:
+            if run and sum(one.master.numel() for one in [*run, bucket]) > limit:
+                yield run
+                run = []
+            run.append(bucket)
+        yield run
 
     def _advance(self, group: Sequence[Bucket], used: set[nn.Parameter], factor: float) -> None:
         is_away = group[0].states_at is not Place.DEVICE
