@@ -93,7 +93,7 @@ def _request(model: nn.Module, wishes: Wishes, environment: Environment, strateg
         optimizer=limits.optimizer(wishes.optimizer, wishes.config.optimizer),
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
-    cluster = probed_cluster(probe(), ranks=environment.world_size)
+    cluster = limits.with_disk(probed_cluster(probe(), ranks=environment.world_size), wishes.config.zero)
     candidates = _candidates(strategy, wishes.backend)
     request = make_request(facts, cluster, options, strategies=candidates)
     zero = _zero_backend(wishes.backend)

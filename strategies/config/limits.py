@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from planner import vocabulary as words
+from planner.cluster import Cluster
 from planner.estimate import offloads_of
 from strategies.config.values import NamedParts, ScriptConfig, ZeroSection
 from strategies.errors import CannotRun
@@ -63,6 +67,24 @@ def offload(asked: ZeroSection, strategy: words.Strategy | None, zero_backend: w
                 f" offload {', '.join(possible) or 'nothing'}; change offload_optimizer and offload_param, or the stage"
             )
     return {"offload": asked.offload, "offload_ratio": asked.offload_ratio}
+
+
+def with_disk(cluster: Cluster, asked: ZeroSection) -> Cluster:
+    """The cluster with the free space where the config puts NVMe files, which a probe does not look for.
+
+    Raises:
+        CannotRun: the path is on no disk.
+    """
+    if asked.offload != "nvme" or asked.nvme_path is None or cluster.nvme_bytes_per_node:
+        return cluster
+    folder = Path(asked.nvme_path).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent  # the offload makes what is missing
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as problem:
+        raise CannotRun(f"config: nvme_path {asked.nvme_path} cannot be used ({problem.strerror})") from None
+    return replace(cluster, nvme_bytes_per_node=free)
 
 
 def optimizer(own: object, named: NamedParts | None) -> words.Optimizer:
