@@ -77,6 +77,18 @@ def named_latest(directory: Path) -> Path | None:
     return next(iter(published(directory)), None)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, and wait until the disk has it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace a small file at once.
 
@@ -84,10 +96,7 @@ def replace_text(path: Path, text: str) -> None:
         OSError: it cannot be written; the old one is as it was.
     """
     new = path.with_name(f".{path.name}.tmp")
-    with open(new, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(new, text)
     os.replace(new, path)
     _sync(path.parent)
 

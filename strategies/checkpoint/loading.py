@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from strategies.agree import everywhere, on_rank_zero
 from strategies.checkpoint import checksums, folder, rng
 from strategies.checkpoint.content import Content, read_content, read_index
-from strategies.checkpoint.parts import LoadPlanner
+from strategies.checkpoint.parts import ALL, LoadPlanner
 from strategies.checkpoint.restore import Restore
 from strategies.checkpoint.states import MODEL, OPTIMIZER, States
 from strategies.checkpoint.storage import Index, Reader, carried_out
@@ -38,7 +38,7 @@ def load(directory: Path, states: States, environment: Environment) -> tuple[Pat
     restore = Restore(path, content, states)
     values = everywhere(lambda: restore.room(saved))
     values |= rng.room(environment.rank, saved)
-    carried_out(path, lambda: read_tensors(values, storage_reader=reader, planner=LoadPlanner()))
+    carried_out(path, lambda: read_tensors({ALL: values}, storage_reader=reader, planner=LoadPlanner()))
     restore.finish(values)
     rng.restore(values, environment.rank)
     return path, content

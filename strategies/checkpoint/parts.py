@@ -14,8 +14,17 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+ALL = "all"
+"""The one key at the top of what torch is handed: it logs and wraps every key there, 0.4 ms each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,10 +98,15 @@ class PartOfTensor:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes whole tensors, DTensors and parts of tensors from one flat dictionary."""
+    """Writes whole tensors, DTensors and parts of tensors from the flat dictionary under `ALL`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict[ALL], storage_meta, is_coordinator)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         part = _part_at(self.state_dict, index)
@@ -100,7 +114,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads whole tensors, DTensors and parts of tensors into one flat dictionary; the rest of a checkpoint stays."""
+    """Reads whole tensors, DTensors and parts of tensors into the flat dictionary under `ALL`, and nothing else."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -109,7 +123,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         # Not torch's: on the way it drops values of kinds that it does not know.
-        self.original_state_dict = self.state_dict = state_dict
+        self.original_state_dict = self.state_dict = state_dict[ALL]
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

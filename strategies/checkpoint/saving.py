@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as plan_tensors
 
 from strategies.agree import everywhere, on_rank_zero
 from strategies.checkpoint import content, folder
-from strategies.checkpoint.parts import SavePlanner
+from strategies.checkpoint.parts import ALL, SavePlanner
 from strategies.checkpoint.safefile import FileSum
 from strategies.checkpoint.storage import RankFile, Writer, carried_out
 from strategies.checkpoint.writing import Target, Write, Writing, unwritable
@@ -106,13 +106,13 @@ class Saver:
     def _planned(self, target: Target, tensors: dict[str, Any], options: SaveOptions) -> Write:
         """Which bytes this rank writes; in the background, from a copy of them."""
         writer = Writer(self._environment.rank)
-        carried_out(target.path, lambda: plan_tensors(tensors, storage_writer=writer, planner=SavePlanner()))
+        carried_out(target.path, lambda: plan_tensors({ALL: tensors}, storage_writer=writer, planner=SavePlanner()))
         file, index = writer.file, json.dumps(writer.index)
         copied = self._copy(file) if options.asynchronous else None
 
         def write(temporary: Path) -> Mapping[str, FileSum]:
             if self._environment.is_main:
-                folder.replace_text(temporary / content.TENSORS, index)
+                folder.write_text(temporary / content.TENSORS, index)
             return {file.name: file.write_to(temporary, copied)}
 
         return write
@@ -147,7 +147,7 @@ def _custom(function: Callable[[Path], object]) -> Write:
 
 def _with_text(write: Write, text: str) -> Write:
     def both(temporary: Path) -> Mapping[str, FileSum]:
-        folder.replace_text(temporary / folder.STATE, text)
+        folder.write_text(temporary / folder.STATE, text)
         return write(temporary)
 
     return both

@@ -7,6 +7,7 @@ writing goes on while the ranks train, whatever the main threads send to each ot
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -98,7 +99,10 @@ class Writing:
 
     def _write_part(self) -> None:
         sums = self._write(self.target.temporary)
-        folder.replace_text(self._note(self._environment.rank), json.dumps({n: asdict(s) for n, s in sums.items()}))
+        note = self._note(self._environment.rank)
+        unseen = note.with_suffix(".tmp")
+        unseen.write_text(json.dumps({name: asdict(one) for name, one in sums.items()}))
+        os.replace(unseen, note)
 
     def _all_parts_are_there(self) -> bool:
         """Wait for every rank's note; False where the checkpoint is given up meanwhile."""
@@ -127,7 +131,7 @@ class Writing:
             name = path.relative_to(temporary).as_posix()
             if path.is_file() and name not in sums:
                 sums[name] = sum_of(path)
-        folder.replace_text(temporary / checksums.FILE, checksums.text_of(sums))
+        folder.write_text(temporary / checksums.FILE, checksums.text_of(sums))
         folder.publish(self.target.directory, self.target.name, self.target.keep_last)
 
     def _note(self, rank: int) -> Path:
