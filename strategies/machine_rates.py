@@ -29,7 +29,8 @@ def machine_rates(fingerprint: Fingerprint, device: torch.device) -> _Rates:
     stored, missing = on_rank_zero(lambda: _read(fingerprint, wanted))
     if not missing:
         return stored
-    measured = tuple(as_measurement(rate, fingerprint, "run") for rate in quick_rates(missing, device))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the script's numbers stay as they were
+        measured = tuple(as_measurement(rate, fingerprint, "run") for rate in quick_rates(missing, device))
     return on_rank_zero(lambda: _store(measured, stored))
 
 
