@@ -54,14 +54,14 @@ def initialize(
 
     Args:
         model: on any device, whole and with the weights to start from; rank 0's weights count.
-        optimizer: an optimizer of the model's parameters, a function parameters -> optimizer, or None for the plan's.
+        optimizer: an optimizer of the model's parameters, a function parameters -> optimizer, or None for the config's
+            or the plan's.
         model_parameters: what a new optimizer trains (parameters or groups); None for all that require gradients.
         training_data: a dataset with a length; the dataloader returned gives this rank's micro-batches of it.
         collate_fn: makes a micro-batch of a list of samples; torch's `default_collate` where it is None.
         lr_scheduler: a scheduler of `optimizer` or a function optimizer -> scheduler; the engine steps it.
-        config: a DeepSpeed-style dictionary or JSON file. Every strategy reads `train_batch_size` (the global batch,
-            the same under every plan), `train_micro_batch_size_per_gpu`, `gradient_accumulation_steps`,
-            `gradient_clipping`, `bf16`, `fp16` and `zero_optimization.stage`; ZeRO hands all of it to DeepSpeed.
+        config: a dictionary or JSON file with DeepSpeed's keys, which every strategy understands; docs/config.md lists
+            them. What it names, `optimizer=` and `lr_scheduler=` come before.
 
     Raises:
         DsplanError: what was asked for cannot be planned or run here; one line with the remedy.

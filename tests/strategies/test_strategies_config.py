@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,8 @@ from strategies.config import (
 )
 from strategies.config.known import TOP, Known
 from strategies.config.refuse import refuse_deepspeed_keys
+from strategies.names import DEEPSPEEDS_OWN, OPTIMIZERS, SCHEDULERS, plain
+from strategies.registered import OF_OPTIMIZERS, OF_SCHEDULERS
 
 FULL = {
     "train_batch_size": 32,
@@ -413,3 +417,34 @@ def test_the_plan_offloads_what_the_config_offloads() -> None:
         limited({"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}, "zero1", "deepspeed")
     with pytest.raises(DsplanError, match="'ddp' of backend 'torch' can offload nothing"):
         limited({"offload_optimizer": on_cpu}, "ddp")
+
+
+PAGE = (Path(__file__).parents[2] / "docs/config.md").read_text(encoding="utf-8")
+
+
+def keys_read(known: Known) -> set[str]:
+    """The keys that every engine reads, in a section and those below it."""
+    below = [keys_read(section) for section in known.sections.values()]
+    return set(known.read | known.own).union(*below)
+
+
+def test_the_page_names_every_key_and_class() -> None:
+    words = set(re.findall(r"[\w]+", PAGE))
+    assert keys_read(TOP) - words == set()
+    built_in = {plain(word) for word in words}
+    assert {*OPTIMIZERS, *SCHEDULERS, *map(plain, DEEPSPEEDS_OWN)} - built_in == set()
+
+
+def test_the_examples_of_the_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0])
+    read = read_config(config)
+    assert (read.precision, read.zero.offload_ratio, read.communication.compression) == ("bf16", 0.5, "int8")
+    assert read.scheduler is not None
+    monkeypatch.setenv("DSPLAN_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(OF_OPTIMIZERS, "_own", {})
+    monkeypatch.setattr(OF_SCHEDULERS, "_own", {})
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0], names)
+    assert type(names["optimizer"]).__name__ == "Signs"
+    assert names["scheduler"].step_size == 10
