@@ -4,7 +4,8 @@ A dispatch mode sees every operation. A storage that an operation returns is ali
 reference to it dies. A storage that was never seen before was alive all along if the first operation on it writes into
 it (optimizer states, DDP's buckets, which live in C++ and are found when gradients are copied into them); if it is read
 first, some code outside the mode has just made it (the flat inputs of collectives), or it is a weight, which is read
-long before the peak. Scratch memory inside a kernel is not seen. Sizes are rounded up to 512 bytes as CUDA's allocator
+long before the peak. Scratch memory inside a kernel is not seen, and memory that torch did not allocate (a file that is
+mapped, whose pages the kernel takes back) does not count. Sizes are rounded up to 512 bytes as CUDA's allocator
 does, so that figures compare.
 """
 
@@ -58,7 +59,7 @@ class StorageTracker:
     def _observe(self, tensor: torch.Tensor, *, was_alive: bool) -> None:
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
-            if self._fake or storage.device.type != "meta":
+            if self._fake or (storage.device.type != "meta" and storage.resizable()):
                 new = weakref.ref(storage) not in self._sizes
                 # What existed at every moment so far was alive at the peak so far as well.
                 self._measure(storage, raises_past_peak=new and was_alive)

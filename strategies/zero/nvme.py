@@ -52,7 +52,7 @@ class Disk:
             if place < len(shelves):
                 while len(leaving) > leave:
                     leaving.popleft().result()
-                coming.append(self._reader.submit(shelves[place].read))
+                coming.append(self._reader.submit(shelves[place].read, shelves[place].room()))
 
         try:
             for place, bucket in enumerate(buckets):

@@ -143,20 +143,23 @@ class Shelf:
         return region.of(region.extent.mapped)
 
     def view(self, key: Hashable, memory: torch.Tensor) -> torch.Tensor:
-        """A tensor as `memory`, which `read` gave, has it."""
+        """A tensor as `memory`, which was read, has it."""
         region = self._regions[key]
         return region.of(memory[region.extent.begin :])
 
-    def read(self) -> torch.Tensor:
-        """All bytes of the shelf in fresh memory."""
-        memory = torch.empty(self._bytes, dtype=torch.uint8)
+    def room(self) -> torch.Tensor:
+        """Memory for all bytes of the shelf."""
+        return torch.empty(self._bytes, dtype=torch.uint8)
+
+    def read(self, memory: torch.Tensor) -> torch.Tensor:
+        """Fill `memory`, which `room` gave, from the file."""
         with torch.profiler.record_function("dsplan::read_states"):
             for extent in self._extents:
                 self._file.read(extent.start, memory[extent.begin : extent.begin + extent.mapped.numel()])
         return memory
 
     def write(self, memory: torch.Tensor) -> None:
-        """Put `memory`, which `read` gave, back into the file; what was added since is there already."""
+        """Put `memory`, which was read, back into the file; what was added since is there already."""
         with torch.profiler.record_function("dsplan::write_states"):
             for extent in self._extents:
                 if extent.begin < memory.numel():
