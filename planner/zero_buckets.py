@@ -13,6 +13,9 @@ _DEEPSPEED_BUCKET = 500_000_000
 _DEEPSPEED_LIVE = 1_000_000_000
 NATIVE_BUCKET = 16 * 2**20
 NATIVE_CPU_BUCKET = 2**20
+NATIVE_STEP_RUNS = 16
+"""In this many parts our own ZeRO gives gradients the masters' wider dtype: each costs a call of the optimizer, and a
+rank holds a sixteenth of them twice, or one bucket."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

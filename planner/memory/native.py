@@ -6,7 +6,7 @@ Source: `strategies/zero/reduce.py`, `units.py` and `wire.py`; bucket sizes come
   fills. Between ranks on CPUs every owner receives the others' runs of what is on the way; NCCL makes the sum alone.
 * Stage 1 keeps whole gradients from the first micro-batch to the last, stages 2 and 3 this rank's part.
 * Stage 3 has the root's weights whole from the start of forward to the end of backward, and those of two blocks.
-* The step turns gradients into the masters' dtype bucket by bucket and applies them tensor by tensor.
+* The step turns gradients into the masters' dtype a sixteenth at a time and applies them tensor by tensor.
 * Where states are offloaded, a gradient has left a GPU soon after it was summed, and the step runs on the host.
 """
 
@@ -21,7 +21,7 @@ from planner.memory.native_offload import shares_of, weights_are_whole, window_b
 from planner.memory.optimizer_step import tensor_step_temporaries
 from planner.memory.recipe import Recipe
 from planner.memory.units import shards_of, units_of
-from planner.zero_buckets import native_buckets
+from planner.zero_buckets import NATIVE_STEP_RUNS, native_buckets
 
 _ON_THE_WAY = 2
 _GOING_DOWN = 4
@@ -70,7 +70,9 @@ class NativeHolding:
         moments = [Ledger()]
         if shares.here > 0:
             share = shares.here / shares.local
-            moments.append(Ledger(gradients=width * shares.here, temporaries=temporaries * share))
+            widened = width * max(shares.here / NATIVE_STEP_RUNS, min(self._bucket / self._ranks, shares.here))
+            gradients = self._recipe.gradient * shares.here + (widened if width != self._recipe.gradient else 0.0)
+            moments.append(Ledger(gradients=gradients, temporaries=temporaries * share))
         if shares.away and self._staying == 1.0:
             fused = self._job.configuration.optimizer in _FUSED_ON_HOST
             gradients = self._recipe.gradient * sum(shares.away)

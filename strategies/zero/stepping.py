@@ -14,15 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from planner.zero_buckets import NATIVE_STEP_RUNS
 from strategies.optimizer_needs import undivided
 from strategies.zero.nvme import Disk
 from strategies.zero.offload import fused_on_host
 from strategies.zero.optimizer import Pieces
 from strategies.zero.partition import Bucket, Place
-
-_RUNS = 16
-"""In this many parts gradients are widened: each costs a call of the optimizer, and what a rank holds of them twice is
-a sixteenth, or one bucket."""
 
 
 class Renewing(Protocol):
@@ -71,7 +68,7 @@ class Stepper:
         if not widens or next(undivided(self._optimizer), None) is not None:
             yield from [buckets] if buckets else []
             return
-        limit, run = sum(bucket.master.numel() for bucket in buckets) / _RUNS, list[Bucket]()
+        limit, run = sum(bucket.master.numel() for bucket in buckets) / NATIVE_STEP_RUNS, list[Bucket]()
         for bucket in buckets:
             if run and sum(one.master.numel() for one in [*run, bucket]) > limit:
                 yield run
