@@ -130,7 +130,8 @@ class ZeroEngine(Engine):
         self._pieces = Pieces(held.trained, home.wire, optimizer)
         self._stepper = Stepper(optimizer, self._pieces, held, home.offload.disk)
         if home.offload.copies is not None:
-            self._reducer.host = HostGradients(home.offload.copies, settings.accumulate)
+            rounds = self.device.type == "cuda"
+            self._reducer.host = HostGradients(home.offload.copies, settings, rounds=rounds)
         self.lr_scheduler = scheduler_of(parts, self.optimizer)
         each = strategy.reduces_each_micro_batch and self.configuration.sync_each_micro_batch
         self._reduces_each = each

@@ -16,7 +16,7 @@ import torch
 from strategies.zero.copies import Copies, copies_of
 from strategies.zero.nvme import Disk
 from strategies.zero.partition import Bucket, Place
-from strategies.zero.settings import OffloadSettings
+from strategies.zero.settings import OffloadSettings, ZeroSettings
 from strategies.zero.wire import Arrival
 
 _UNDER_WAY = 4
@@ -102,12 +102,18 @@ class Share:
 class HostGradients:
     """Sums of gradients that go to host memory as they come, and add up there.
 
-    `accumulate` is the dtype in which they add up, None for that in which they come.
+    They add up in the settings' `accumulate`, None for the dtype in which they come. `rounds`: the sums have been
+    rounded to what they travel in, as NCCL does it, so that there is no more of them to bring down.
     """
 
-    def __init__(self, copies: Copies, accumulate: torch.dtype | None) -> None:
-        self._copies, self._accumulate = copies, accumulate
+    def __init__(self, copies: Copies, settings: ZeroSettings, *, rounds: bool) -> None:
+        self._copies, self._accumulate = copies, settings.accumulate
+        self._travels, self._rounds = settings.travel.dtype, rounds and settings.travel.codec is None
         self._coming: deque[tuple[Bucket, torch.Tensor, Arrival]] = deque()
+
+    def dtype_of(self, bucket: Bucket) -> torch.dtype:
+        """The dtype in which a bucket's sums come."""
+        return (self._travels if self._rounds else self._accumulate) or bucket.dtype
 
     def keep(self, bucket: Bucket, total: torch.Tensor) -> None:
         """Begin to copy a sum down; it joins the earlier ones of its bucket when it is there."""

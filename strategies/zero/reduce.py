@@ -147,7 +147,7 @@ class Reducer:
         bucket, pending = self._on_the_way.popleft()
         with torch.profiler.record_function("dsplan::sum"):
             if self.host is not None and bucket.states_at is not Place.DEVICE:
-                self.host.keep(bucket, pending.total(bucket.dtype))
+                self.host.keep(bucket, pending.total(self.host.dtype_of(bucket)))
             else:
                 total = pending.total(self._accumulate or bucket.dtype)
                 bucket.gradient = total if bucket.gradient is None else bucket.gradient.add_(total)
