@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -176,6 +177,7 @@ class Engine(ABC):
         """Let the observers finish their files; leaving Python does it too."""
         for observer in self.observers:
             observer.close()
+        atexit.unregister(self.close)
 
     @property
     @abstractmethod

@@ -14,6 +14,7 @@ from planner.models.storage_tracker import plain_parts
 from planner.plan import MemoryEstimate
 from strategies.observer import Observer
 from strategies.reachable import reachable_tensors
+from strategies.zero.swap_file import on_disk
 
 if TYPE_CHECKING:
     from strategies.base import Engine
@@ -37,8 +38,9 @@ class MemoryReport:
     """The memory of one rank at one moment; printed, it is a table.
 
     `rows` are categories of tensors on the device, which add up to `live_bytes`; `offloaded_bytes` are states in host
-    memory instead. `peak_bytes` is the largest the live bytes have been, None where nothing counted them (on a CPU only
-    `Engine.memory_timeline` does); `reserved_bytes` the allocator's reservation, None on a CPU.
+    memory instead, and what is on disk counts nowhere. `peak_bytes` is the largest the live bytes have been, None where
+    nothing counted them (on a CPU only `Engine.memory_timeline` does); `reserved_bytes` the allocator's reservation,
+    None on a CPU.
     """
 
     rank: int
@@ -110,7 +112,7 @@ def _bytes(tensors: Iterable[torch.Tensor], seen: set[int], device: torch.device
     for tensor in tensors:
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
-            if storage.device.type == "meta" or storage._cdata in seen:
+            if storage.device.type == "meta" or storage._cdata in seen or on_disk(part):
                 continue
             seen.add(storage._cdata)
             if storage.device.type == device.type:

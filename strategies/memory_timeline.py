@@ -24,6 +24,7 @@ from strategies.memory_report import STATES
 from strategies.observer import Observer
 from strategies.reachable import reachable_tensors
 from strategies.timeline_svg import LAYERS, Mark, Sample, Timeline, draw
+from strategies.zero.swap_file import on_disk
 
 if TYPE_CHECKING:
     from strategies.base import Engine
@@ -57,7 +58,7 @@ class TimelineTracker(StorageTracker):
         return Mark(seconds=time.perf_counter() - self._began, name=section)
 
     def _observe(self, tensor: torch.Tensor, *, was_alive: bool) -> None:
-        if all(part.device.type == self._device.type for part in plain_parts(tensor)):
+        if all(part.device.type == self._device.type and not on_disk(part) for part in plain_parts(tensor)):
             super()._observe(tensor, was_alive=was_alive)
 
     def _measure(self, storage: torch.UntypedStorage, *, raises_past_peak: bool = False) -> None:

@@ -26,8 +26,9 @@ def watch(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -> N
         BackendMissing: TensorBoard is not installed.
     """
     rank, every = engine.environment.rank, script.steps_per_print or EVERY
+    before = list(engine.observers)
     writers = _writers(engine, script, monitor)
-    if writers or script.wall_clock_breakdown:
+    if writers:
         times = script.wall_clock_breakdown or script.tensorboard.enabled or script.csv_monitor.enabled
         engine.observers.append(StepLog(engine, writers, every=every, times=times))
     if script.memory_breakdown:
@@ -36,7 +37,7 @@ def watch(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -> N
         engine.observers.append(Traces(script.profiler, engine.device, rank))
     if saves := saves_of_config(engine):
         engine.observers.append(saves)
-    if engine.observers:
+    if engine.observers != before:
         atexit.register(engine.close)
 
 

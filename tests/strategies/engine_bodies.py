@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,8 @@ def gpt2_tokens(recipe: Recipe, inside: bool) -> tuple[float, list[list[int]]]:
 
 def report(recipe: Recipe) -> tuple[dict[str, int], str, int]:
     """The live bytes of every category after three steps, the report as text, and the model's elements."""
-    engine = engine_of(recipe)
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": tempfile.gettempdir()}}
+    engine = engine_of(recipe, {"zero_optimization": zero} if recipe.offload == "nvme" else None)
     for step in range(3):
         training_bodies.one_step(engine, step)
     found = engine.memory_report()

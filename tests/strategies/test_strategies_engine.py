@@ -109,6 +109,12 @@ def test_the_memory_report_tells_states_apart(strategy: str, pool_of: PoolOf) ->
         assert "predicted" in text.splitlines()[0]
 
 
+def test_what_is_on_disk_is_in_no_ones_memory(ranks: RankPool) -> None:
+    for found, _, elements in ranks.run(engine_bodies.report, recipe_of("native zero2", offload="nvme")):
+        assert found["masters and optimizer states"] < 0.05 * 8 * elements / 2
+        assert found["weights and buffers"] == pytest.approx(4 * elements, rel=0.01)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "native zero2"])
 def test_a_timeline_shows_the_peak_of_a_step(strategy: str, pool_of: PoolOf, tmp_path: Path) -> None:
     (peak, reported), _ = pool_of(strategy).run(engine_bodies.timeline, recipe_of(strategy), str(tmp_path))

@@ -138,5 +138,5 @@ def test_a_missing_tensorboard_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         raise ImportError(name)
 
     monkeypatch.setattr("strategies.log_writers.import_module", missing)
-    with pytest.raises(BackendMissing, match="pip install tensorboard"):
+    with pytest.raises(BackendMissing, match=r"pip install dsplan\[tensorboard\]"):
         TensorboardWriter(tmp_path)
