@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import product
 
 from planner import vocabulary as words
-from planner.estimate import offloads_of
+from planner.estimate import compresses, offloads_of
 from planner.plan import Configuration
 from planner.request import Request
 
@@ -65,6 +65,9 @@ def shapes(request: Request) -> Iterator[Shape]:
     for strategy in words.STRATEGIES:
         if inapplicable(request, strategy):
             continue
+        backend = words.default_backend(strategy, zero=request.zero_backend)
+        if not compresses(strategy, backend, request.gradient_compression):
+            continue
         for tp, pp in _model_parallel_degrees(request, strategy):
             yield from _with_memory_savers(request, strategy, tp, pp)
 
@@ -79,7 +82,7 @@ def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp:
             continue
         syncs = (True, False) if strategy in words.FSDP_STRATEGIES and tp * pp == 1 else (True,)
         ratios = _ratios(request, backend, offload)
-        for checkpointing, sync, ratio in product(words.CHECKPOINTINGS, syncs, ratios):
+        for checkpointing, sync, ratio in product(request.checkpointings or words.CHECKPOINTINGS, syncs, ratios):
             yield Shape(
                 strategy=strategy,
                 dp_replicate=replicate,
@@ -164,6 +167,8 @@ def configuration_of(request: Request, shape: Shape, micro_batch: int) -> Config
         activation_checkpointing=shape.checkpointing,
         offload=shape.offload,
         offload_ratio=shape.offload_ratio,
+        gradient_compression=request.gradient_compression,
+        activations_on_host=request.activations_on_host and shape.checkpointing != "none",
         sync_each_micro_batch=shape.sync_each_micro_batch,
     )
 

@@ -117,6 +117,8 @@ def impossible(request: Request, configuration: Configuration) -> str:
         return (
             f"--offload-ratio {configuration.offload_ratio:g} is for --backend native with an --offload; leave it out"
         )
+    if not compresses(strategy, configuration.backend, configuration.gradient_compression):
+        return "--gradient-compression int8 is for ddp, and zero1-3 with --backend native; use bf16, which all can"
     if (configuration.backend == "torch") == (strategy in words.ZERO_STAGES):
         return f"backend {configuration.backend} does not run {strategy}; use {words.default_backend(strategy)}"
     if strategy in words.FSDP_STRATEGIES and configuration.optimizer == "adafactor":
@@ -137,6 +139,11 @@ def _indivisible(request: Request, configuration: Configuration) -> str:
     if configuration.pp > layers:
         return f"--pp {configuration.pp} is more than the {layers} blocks of {request.facts.name}"
     return ""
+
+
+def compresses(strategy: str, backend: str, compression: words.Compression) -> bool:
+    """Whether a strategy can send its gradients so: 16 bits are a dtype for every one, 8 bits our own exchange."""
+    return compression != "int8" or strategy in ("single", "ddp") or backend == "native"
 
 
 def offloads_of(strategy: str, backend: str) -> tuple[words.Offload, ...]:

@@ -25,6 +25,8 @@ class ExactOptions:
     checkpointing: words.Checkpointing = "none"
     offload: words.Offload = "none"
     offload_ratio: float = 1.0
+    gradient_compression: words.Compression = "none"
+    activations_on_host: bool = False
     tp: int = 1
     pp: int = 1
 
@@ -60,6 +62,8 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
         activation_checkpointing=options.checkpointing,
         offload=options.offload,
         offload_ratio=options.offload_ratio,
+        gradient_compression=options.gradient_compression,
+        activations_on_host=options.activations_on_host,
     )
     # A default that the configuration overrides was not taken for granted after all.
     defaults = tuple(text for text in request.defaults if options.global_batch or "--global-batch" not in text)

@@ -18,7 +18,8 @@ class Configuration:
 
     `sync_each_micro_batch` says that FSDP reduces gradients in every micro-batch, so that none are kept whole; False is
     what `no_sync` (and HF Trainer) does: one reduction per step, at 4 bytes per parameter and rank more.
-    `offload_ratio` is the share of what `offload` names that leaves the device.
+    `offload_ratio` is the share of what `offload` names that leaves the device. `gradient_compression` is how gradients
+    travel between ranks; `activations_on_host` keeps in host memory what checkpointing starts again from.
 
     Raises:
         ContradictoryRequest: a word is unknown, or micro-batch x accumulation x data-parallel ranks is not the global
@@ -42,6 +43,8 @@ class Configuration:
     offload: words.Offload = "none"
     offload_ratio: float = 1.0
     sync_each_micro_batch: bool = True
+    gradient_compression: words.Compression = "none"
+    activations_on_host: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in _WORDS.items():
@@ -53,6 +56,10 @@ class Configuration:
                 raise ContradictoryRequest(f"{name} is {value!r}; it must be a whole number of at least 1")
         if not 0 < self.offload_ratio <= 1:
             raise ContradictoryRequest(f"offload_ratio is {self.offload_ratio!r}; it must be above 0 and at most 1")
+        if self.activations_on_host and self.activation_checkpointing == "none":
+            raise ContradictoryRequest(
+                "activations on the host are those that checkpointing keeps; choose full or selective"
+            )
         product = self.micro_batch_size * self.gradient_accumulation_steps * self.dims.data_parallel
         if product != self.global_batch_size:
             raise ContradictoryRequest(
@@ -85,6 +92,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "attention": words.ATTENTIONS,
     "activation_checkpointing": words.CHECKPOINTINGS,
     "offload": words.OFFLOADS,
+    "gradient_compression": words.COMPRESSIONS,
 }
 _COUNTS = (
     *("dp_replicate", "dp_shard", "tp", "pp"),

@@ -47,7 +47,9 @@ class Request:
     `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None;
     so does `micro_batch`, for scripts that cut their batches themselves. `simplest_first` lets a simpler plan go before
     one that cannot be told to be faster. `experience` is what was measured before. `zero_backend` runs ZeRO stages.
-    `offload` and `offload_ratio` are what a script or a person decided; None leaves them to the search.
+    `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
+    from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
+    latter where it checkpoints.
     """
 
     facts: ModelFacts
@@ -66,6 +68,9 @@ class Request:
     zero_backend: words.Backend = "deepspeed"
     offload: words.Offload | None = None
     offload_ratio: float | None = None
+    checkpointings: tuple[words.Checkpointing, ...] | None = None
+    gradient_compression: words.Compression = "none"
+    activations_on_host: bool = False
 
     @property
     def usd_per_gpu_hour(self) -> float | None:

@@ -118,6 +118,10 @@ class ConfigurationFlags:
     offload_ratio: Annotated[
         float, typer.Option(callback=_share, metavar="R", help="Share of it that leaves the device, with native ZeRO.")
     ] = 1.0
+    gradient_compression: Annotated[words.Compression, typer.Option(help="What gradients are between ranks.")] = "none"
+    activations_on_host: Annotated[
+        bool, typer.Option("--activations-on-host", help="Keep in host memory what checkpointing keeps.")
+    ] = False
     tp: Annotated[int, _count(MOST_GPUS, "Tensor-parallel degree.")] = 1
     pp: Annotated[int, _count(MOST_GPUS, "Pipeline-parallel degree.")] = 1
 

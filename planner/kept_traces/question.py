@@ -11,9 +11,10 @@ from planner.kept_traces.reading import Sizes, sizes_of
 from planner.kept_traces.source import ModelSource
 
 # They follow from the rest, or are the sizes themselves, or say no more than whether gradients wait (see below); what
-# offloads is not traced.
+# offloads or travels is not traced.
 _LEFT_OUT = frozenset(
     {"micro_batch_size", "global_batch_size", "sequence_length", "gradient_accumulation_steps", "offload_ratio"}
+    | {"gradient_compression"}
 )
 
 
@@ -29,6 +30,8 @@ class Question:
 def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Question:
     """What a job asks of the tracer. Of a device only the compute capability counts, which decides the kernels."""
     configuration = {name: value for name, value in asdict(job.configuration).items() if name not in _LEFT_OUT}
+    if not job.configuration.activations_on_host:
+        del configuration["activations_on_host"]  # traces that are older than it
     asked: dict[str, object] = {
         "model": source.identity,
         "configuration": configuration,

@@ -11,6 +11,7 @@ from hardware_db.units import MIB
 from planner.job import Job
 from planner.memory.load import MADE_BYTES
 from planner.memory.native_offload import native_host_buffers
+from planner.memory.parked_inputs import parked_inputs
 from planner.memory.recipe import Recipe, recipe_of
 from planner.memory.saving import saving_of
 from planner.memory.states import States
@@ -31,7 +32,8 @@ def host_bytes(job: Job, states: States, device_used: float) -> float:
     recipe = recipe_of(job.configuration)
     saving = saving_of(job, recipe, states)
     collected = saving.host_of_rank_0 + (ranks - 1) * saving.host_of_others
-    return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe)) + collected
+    parked = sum(count * pinned(size) for count, size in parked_inputs(job, recipe))
+    return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe) + parked) + collected
 
 
 def host_load_bytes(job: Job) -> float:

@@ -76,11 +76,14 @@ class _Step:
         self._table = job.facts.vocab_size * width / configuration.tp
         self._gradient_width = recipe.gather  # of a gradient that autograd has just made
 
+        # What waits in host memory is on no device; a CPU's is both.
+        self._parks = configuration.activations_on_host and not job.cluster.device.is_cpu
         keeps_all = self._checkpointing == "none"
         self._each = [self._kept(block) for block in figures.blocks]
         self._once = [block.once if keeps_all else block.handed for block in figures.blocks]
         stacks = zip(self._once, self._counts, self._each, strict=True)
-        kept = (plus(once, times(count, each)) for once, count, each in stacks)
+        last = (block.boundary if self._parks else NOTHING for block in figures.blocks)
+        kept = (plus(once, times(count, each), end) for (once, count, each), end in zip(stacks, last, strict=True))
         self._earlier = list(accumulate(kept, plus, initial=figures.before.activations))
         casts = (count * block.cast for count, block in zip(self._counts, figures.blocks, strict=True))
         self._earlier_casts = list(accumulate(casts, initial=figures.before.cast))
@@ -91,12 +94,15 @@ class _Step:
     def _kept(self, block: BlockFigures) -> Amount:
         if self._checkpointing == "none":
             return block.kept
-        return plus(block.boundary, block.products) if self._checkpointing == "selective" else block.boundary
+        boundary = NOTHING if self._parks else block.boundary
+        return plus(boundary, block.products) if self._checkpointing == "selective" else boundary
 
     def _before(self, place: int, done: int) -> Amount:
         """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one with what the
         first of them hands to the others, which is there while any of them is at work."""
-        return plus(self._earlier[place], self._once[place], times(done, self._each[place]))
+        before = plus(self._earlier[place], self._once[place], times(done, self._each[place]))
+        # The input of the block at work is on the device, and that of the one that backward comes to next.
+        return plus(before, times(min(done, 2), self._figures.blocks[place].boundary)) if self._parks else before
 
     def _all_kept(self) -> Amount:
         return self._earlier[-1]

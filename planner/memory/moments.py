@@ -70,7 +70,8 @@ def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     steps = min(chosen.gradient_accumulation_steps, 3 if whole else 2)
     degrees = (chosen.dp_replicate, chosen.dp_shard, chosen.tp, chosen.pp)
     engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch)
-    key = (*engine, chosen.offload, chosen.offload_ratio, degrees, steps, chosen.optimizer)
+    saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression)
+    key = (*engine, *saving, degrees, steps, chosen.optimizer)
     found = _CACHE.get(alike := _Alike(job, recipe, (*key, *_activations_key(job, recipe))))
     if found is None:
         found = _CACHE[alike] = _worked_out(job, recipe, states)
@@ -97,7 +98,7 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
     chosen = job.configuration
     return (
         (recipe.compute, recipe.residual, recipe.autocast, recipe.gather),
-        (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing),
+        (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing, chosen.activations_on_host),
         (chosen.tp, chosen.pp, chosen.strategy in ("single", "ddp")),
     )
 

@@ -7,6 +7,8 @@ Source: `strategies/zero/reduce.py`, `units.py` and `wire.py`; bucket sizes come
 * Stage 1 keeps whole gradients from the first micro-batch to the last, stages 2 and 3 this rank's part.
 * Stage 3 has the root's weights whole from the start of forward to the end of backward, and those of two blocks.
 * The step turns gradients into the masters' dtype a sixteenth at a time and applies them tensor by tensor.
+* In 8 bits the buckets on the way are this rank's run in fp32 and what goes to and comes from the others; every rank
+  remembers the rounding of what it sent.
 * Where states are offloaded, a gradient has left a GPU soon after it was summed, and the step runs on the host.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.compression import ERROR_BYTES, INT8_BYTES
 from planner.job import Job
 from planner.memory.instants import Instant
 from planner.memory.ledger import Ledger
@@ -26,6 +29,8 @@ from planner.zero_buckets import NATIVE_STEP_RUNS, native_buckets
 _ON_THE_WAY = 2
 _GOING_DOWN = 4
 """Buckets whose sums may be on their way to the host at once (`strategies/zero/offload.py`)."""
+_WIDE = 4
+"""Bytes of a gradient while it is made into 8 bits and added up."""
 _FUSED_ON_HOST = ("adamw", "adamw-fused", "sgd")
 """Optimizers that step in place on the host, where torch's fused kernels are chosen."""
 
@@ -41,6 +46,10 @@ class NativeHolding:
         self._ranks, self._whole = configuration.dp_shard, units.elements
         self._bucket = max(buckets.reduce, units.largest)
         self._received = 1 / self._ranks if not on_cpu else 1 - 1 / self._ranks
+        self._in_8_bits = configuration.gradient_compression == "int8" and self._ranks > 1
+        others = 1 - 1 / self._ranks
+        self._errors = ERROR_BYTES * others * self._whole if self._in_8_bits else 0.0
+        self._exchanged = 2 * INT8_BYTES * others
         self._several = configuration.gradient_accumulation_steps > 1
         once = configuration.zero_stage == 1 or not configuration.sync_each_micro_batch
         self._keeps_whole = self._several and once
@@ -54,13 +63,23 @@ class NativeHolding:
     def at(self, instant: Instant) -> Ledger:
         """Gradients on their way and summed ones, and gathered weights, at an instant."""
         made = instant.done_gradients + instant.unit_gradients
-        moving = min(instant.unit_gradients, (_ON_THE_WAY + 1) * self._bucket)
-        received = self._received * min(instant.unit_gradients, _ON_THE_WAY * self._bucket) if self._ranks > 1 else 0.0
         going = min(self._going, self._recipe.gather * made / self._ranks)
-        return Ledger(
-            gradients=self._recipe.gather * moving + going + self._waiting(made),
-            buffers=self._gathered + self._recipe.gather * received,
-        )
+        kept = Ledger(gradients=going + self._waiting(made), buffers=self._gathered + self._errors)
+        return kept + self._moving(instant.unit_gradients)
+
+    def _moving(self, made: float) -> Ledger:
+        """Buckets that fill, and that are on their way."""
+        width, on_the_way = self._recipe.gather, min(made, _ON_THE_WAY * self._bucket)
+        filling = min(made, (_ON_THE_WAY + 1) * self._bucket) - on_the_way
+        if self._in_8_bits:
+            own = _WIDE / self._ranks
+            return Ledger(
+                gradients=width * filling + own * on_the_way,
+                buffers=self._exchanged * on_the_way,
+                temporaries=2 * own * min(made, self._bucket),
+            )
+        received = self._received * on_the_way if self._ranks > 1 else 0.0
+        return Ledger(gradients=width * (filling + on_the_way), buffers=width * received)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
         """The step, with gradients in the masters' dtype; on the host it takes memory of the device's where that is a
@@ -80,7 +99,7 @@ class NativeHolding:
             states = window_bytes(self._job, self._recipe)
             made = widened + (0.0 if fused else temporaries)
             moments.append(Ledger(gradients=gradients, buffers=states, temporaries=made))
-        return [("step", ledger) for ledger in moments]
+        return [("step", ledger + Ledger(buffers=self._errors)) for ledger in moments]
 
     def _waiting(self, made: float) -> float:
         """Bytes of gradients that wait for the step."""

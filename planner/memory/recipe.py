@@ -7,10 +7,10 @@ in every dtype: bf16 for `bf16-pure`, fp32 for the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.plan import Configuration
-from planner.vocabulary import ZERO_STAGES
+from planner.vocabulary import FSDP_STRATEGIES, ZERO_STAGES
 
 # Bytes of optimizer state per parameter when states are fp32. bitsandbytes keeps two 8-bit moments plus one fp32 scale
 # per block of 256 values for each; adafactor's factored moments are counted from the matrices instead (see states.py).
@@ -50,6 +50,12 @@ def recipe_of(configuration: Configuration) -> Recipe:
     """The recipe that a backend follows for a precision (DESIGN, "What a precision means")."""
     if configuration.backend == "native":
         return _native_recipe(configuration)
+    recipe = _recipe(configuration)
+    narrow = configuration.gradient_compression in ("fp16", "bf16") and configuration.strategy in FSDP_STRATEGIES
+    return replace(recipe, reduce=2) if narrow else recipe
+
+
+def _recipe(configuration: Configuration) -> Recipe:
     state = STATE_BYTES[configuration.optimizer]
     is_zero = configuration.strategy in ZERO_STAGES
     precision = configuration.precision

@@ -6,6 +6,7 @@ buckets of 1 MiB, then 25 MiB, that hold a copy of every gradient, made once and
 
 from __future__ import annotations
 
+from planner.compression import ERROR_BYTES
 from planner.job import Job
 from planner.memory.instants import Instant
 from planner.memory.ledger import Ledger
@@ -23,7 +24,12 @@ class ReplicaHolding:
         self._width, self._largest = recipe.gradient, units.largest
         self._adds = job.configuration.gradient_accumulation_steps > 1
         self._all = units.bytes(recipe.gradient)
-        self.buckets = _buckets(recipe.gradient * units.elements) if job.configuration.strategy == "ddp" else 0.0
+        self.buckets = 0.0
+        if job.configuration.strategy == "ddp":
+            self.buckets = _buckets(recipe.gradient * units.elements)
+            if job.configuration.gradient_compression == "int8":
+                # What the sums and the means leave out: of the others' runs, and of this rank's.
+                self.buckets += ERROR_BYTES * units.elements
 
     def at(self, instant: Instant) -> Ledger:
         """A micro-batch after the first adds to gradients that are all there, tensor by tensor."""

@@ -56,7 +56,7 @@ class Walk:
         """Backward of one micro-batch, as far as this code reduces beside it."""
         return self.stage.backward if self.code.hides_reductions else 0.0
 
-    def collective(self, name: Collective, elements: float, width: int, members: Group) -> float:
+    def collective(self, name: Collective, elements: float, width: float, members: Group) -> float:
         return collective_seconds(self.job.cluster, name, elements * width, members)
 
     def gathered(self, elements: float) -> float:
@@ -64,7 +64,7 @@ class Walk:
 
     def reduced(self, elements: float) -> float:
         """Gradients reduce-scattered among shards, then all-reduced among replicas."""
-        width, where = self.where.reduce_bytes, self.where
+        width, where = self.where.wire_bytes, self.where
         scattered = self.collective("reduce_scatter", elements, width, where.shard_group)
         return scattered + self.collective("all_reduce", elements / where.shards, width, where.replica_group)
 
@@ -97,8 +97,8 @@ def _replicated(walk: Walk) -> Communication:
     last = max(min(DDP_BUCKET_BYTES / where.reduce_bytes, where.parameters), where.embedding)
     early = where.parameters - last
     buckets = max(1, math.ceil(early * where.reduce_bytes / DDP_BUCKET_BYTES))
-    tail = walk.collective("all_reduce", last, where.reduce_bytes, where.replica_group)
-    total = tail + buckets * walk.collective("all_reduce", early / buckets, where.reduce_bytes, where.replica_group)
+    tail = walk.collective("all_reduce", last, where.wire_bytes, where.replica_group)
+    total = tail + buckets * walk.collective("all_reduce", early / buckets, where.wire_bytes, where.replica_group)
     return Communication(total=total, exposed=exposed_seconds(walk.behind_reductions, total, tail, walk.slowdown))
 
 
@@ -123,8 +123,8 @@ def _zero_reduction(walk: Walk, elements: float) -> float:
     where = walk.where
     if not walk.code.reduces_whole:
         return walk.reduced(elements)
-    shared = walk.collective("all_reduce", elements, where.reduce_bytes, where.shard_group)
-    return shared + walk.collective("all_reduce", elements / where.shards, where.reduce_bytes, where.replica_group)
+    shared = walk.collective("all_reduce", elements, where.wire_bytes, where.shard_group)
+    return shared + walk.collective("all_reduce", elements / where.shards, where.wire_bytes, where.replica_group)
 
 
 def _updated_parameters(walk: Walk) -> float:

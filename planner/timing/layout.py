@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from planner.compression import wire_bytes
 from planner.job import Job
 from planner.plan import Configuration
 from planner.timing.communication import Group, group
@@ -19,7 +20,7 @@ class Layout:
 
     `layers` blocks of `block` parameters in `products` modules, and `root` parameters outside blocks, `embedding` of
     them last in the backward; all divided by tp. Widths are bytes per
-    parameter of what is gathered, of what is reduced, and of a stored gradient.
+    parameter of what is gathered, of what is reduced, of that between ranks, and of a stored gradient.
     """
 
     layers: int
@@ -33,6 +34,7 @@ class Layout:
     replica_group: Group
     gather_bytes: int
     reduce_bytes: int
+    wire_bytes: float
     gradient_bytes: int
 
     @property
@@ -89,5 +91,6 @@ def layout(job: Job) -> Layout:
         replica_group=group(job.cluster, replicas, tp * shards),
         gather_bytes=gather_bytes,
         reduce_bytes=reduce_bytes,
+        wire_bytes=wire_bytes(configuration.gradient_compression, reduce_bytes),
         gradient_bytes=gradient_bytes,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hardware_db.device import Device
 from hardware_db.units import GB
 from planner.cluster import Cluster
 from planner.job import Job
+from planner.memory.parked_inputs import parked_inputs
+from planner.memory.recipe import recipe_of
 from planner.timing.efficiency import DeviceRates
 from planner.timing.layout import Layout
 from planner.timing.overlap import SERIAL_SLOWDOWN, SLOWDOWN, exposed_seconds
@@ -83,9 +85,26 @@ def offload_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) ->
     States on disk are read, stepped and written in turn (DeepSpeed's `pipeline_read` and `pipeline_write` are off
     unless asked for); the ranks of a node share its disk.
     """
+    hideout, parked = _parked_cost(job, hideout, rates)
+    if job.configuration.offload == "none":
+        return OffloadCost(transfers=parked)
+    cost = _state_cost(job, where, hideout, rates)
+    return replace(cost, transfers=cost.transfers + parked)
+
+
+def _parked_cost(job: Job, hideout: float, rates: DeviceRates) -> tuple[float, float]:
+    """Checkpointed inputs on their way to the host and back in every micro-batch: the compute that is left to hide
+    other copies, and seconds that stay visible."""
+    size = sum(count * each for count, each in parked_inputs(job, recipe_of(job.configuration)))
+    both = sum(link_seconds(job.cluster, size, to_host=away) for away in (True, False))
+    seconds = job.configuration.gradient_accumulation_steps * both
+    slowdown = SERIAL_SLOWDOWN if rates.serial else SLOWDOWN
+    return max(0.0, hideout - seconds), exposed_seconds(hideout, seconds, slowdown=slowdown)
+
+
+def _state_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) -> OffloadCost:
+    """States, gradients and weights that offload moves."""
     configuration, cluster = job.configuration, job.cluster
-    if configuration.offload == "none":
-        return OffloadCost()
     if configuration.backend == "native":
         return _native_cost(job, where, hideout, rates)
     steps = configuration.gradient_accumulation_steps

@@ -126,7 +126,11 @@ class _Run:
         self._module, self._blocks = fake_copy(subject.module, subject.blocks, mode, dtype)
         self._phases: dict[str, Mapping[Category, int]] = {}
         self._in_forward = False
-        checkpoint_activations(self._module, self._configuration.activation_checkpointing)
+        checkpoint_activations(
+            self._module,
+            self._configuration.activation_checkpointing,
+            on_host=self._configuration.activations_on_host and not self._on_cpu,
+        )
         if mesh is not None:
             shard(self._module, self._blocks, mesh, self._configuration)
         for block in self._blocks:  # after FSDP2's own hook, which frees the block's gathered weights
