@@ -124,7 +124,8 @@ def _torchrun(variables: Variables) -> ProcessVariables:
         rank=rank,
         world_size=world_size,
         local_rank=number("LOCAL_RANK", rank),
-        local_world_size=number("LOCAL_WORLD_SIZE", world_size),
+        # DeepSpeed's launcher, whose other variables are torchrun's, calls it LOCAL_SIZE.
+        local_world_size=number("LOCAL_WORLD_SIZE", number("LOCAL_SIZE", world_size)),
     )
     return _meeting(place, number)
 

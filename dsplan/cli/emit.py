@@ -13,7 +13,12 @@ from dsplan.cli.flags import JsonFlag
 def emit(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `dsplan recommend --out` wrote.")],
     format: Annotated[
-        str, typer.Option(metavar="NAME", help="deepspeed, accelerate, huggingface or torchrun.", show_default=False)
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="deepspeed, accelerate, huggingface, torchrun, slurm, mpi or kubernetes.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the files there; by default the first one is printed.")
@@ -23,7 +28,7 @@ def emit(
     ] = "/local_nvme",
     json: JsonFlag = False,
 ) -> None:
-    """Write a plan as the config of DeepSpeed, accelerate, HF Trainer or torchrun."""
+    """Write a plan as the config or launch script of another tool."""
     from dsplan.render.show import show_json
     from planner.emit import EmitOptions, script_duties
     from planner.emit import emit as emit_plan

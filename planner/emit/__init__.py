@@ -18,6 +18,9 @@ FORMATS: dict[str, str] = {
     "accelerate": "planner.emit.accelerate:emit",
     "huggingface": "planner.emit.huggingface:emit",
     "torchrun": "planner.emit.torchrun:emit",
+    "slurm": "planner.emit.slurm:emit",
+    "mpi": "planner.emit.mpi:emit",
+    "kubernetes": "planner.emit.kubernetes:emit",
 }
 
 _Emitter = Callable[[Plan, EmitOptions], dict[str, str]]

@@ -25,11 +25,18 @@ class EmitOptions:
 
 
 DEFAULTS = EmitOptions()
+# As the vendors' device plugins for Kubernetes call them.
+_RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}
 
 
 def on_cpu(plan: Plan, options: EmitOptions) -> bool:
     """Whether the config is for CPU ranks."""
     return plan.cluster.get("vendor") == "cpu" if options.cpu is None else options.cpu
+
+
+def device_resource(plan: Plan, options: EmitOptions) -> str:
+    """The name that Kubernetes has for the plan's GPUs; empty for CPU ranks and for what no cluster schedules."""
+    return "" if on_cpu(plan, options) else _RESOURCES.get(str(plan.cluster.get("vendor", "nvidia")), "")
 
 
 def model_number(plan: Plan, key: str) -> int:

@@ -19,6 +19,7 @@ from planner.emit.common import (
     refuse,
     require_data_parallel_only,
 )
+from planner.emit.deepspeed_launch import launch_script
 from planner.plan import Plan
 from planner.zero_buckets import zero_buckets
 
@@ -27,12 +28,12 @@ _FORM = "a DeepSpeed config"
 
 
 def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
-    """`deepspeed.json` as text.
+    """`deepspeed.json`, and `deepspeed.sh` for DeepSpeed's launcher.
 
     Raises:
-        ContradictoryRequest: DeepSpeed has no form of this plan.
+        ContradictoryRequest: DeepSpeed has no form of this plan, or its ranks do not fill whole nodes.
     """
-    return {CONFIG_NAME: as_json(deepspeed_config(plan, options))}
+    return {CONFIG_NAME: as_json(deepspeed_config(plan, options)), **launch_script(plan)}
 
 
 def as_json(config: Mapping[str, object]) -> str:

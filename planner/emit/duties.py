@@ -7,6 +7,7 @@ from planner.emit.common import EmitOptions, is_zero, on_cpu
 from planner.plan import Plan
 
 _ATTENTION = {"flash": "flash_attention_2", "eager": "eager", "sdpa": "sdpa"}
+_LAUNCH_SCRIPTS = ("torchrun", "slurm", "mpi", "kubernetes")
 _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW",
     "adamw-fused": "torch.optim.AdamW(fused=True)",
@@ -28,6 +29,7 @@ def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, .
         *_optimizer(plan, format, options),
         *_reduction(plan, format),
         *_synchronisation(plan, format),
+        *_ranks(format),
     )
 
 
@@ -47,7 +49,7 @@ def _degrees(plan: Plan, format: str) -> tuple[str, ...]:
 
 
 def _batch(plan: Plan, format: str) -> tuple[str, ...]:
-    if format not in ("accelerate", "torchrun"):
+    if format not in ("accelerate", *_LAUNCH_SCRIPTS):
         return ()
     configuration = plan.configuration
     return (
@@ -100,6 +102,12 @@ def _synchronisation(plan: Plan, format: str) -> tuple[str, ...]:
         return ()
     steps = configuration.gradient_accumulation_steps
     return (f"gives Accelerator a GradientAccumulationPlugin(num_steps={steps}, sync_each_batch=True)",)
+
+
+def _ranks(format: str) -> tuple[str, ...]:
+    if format != "mpi":
+        return ()
+    return ("calls dsplan.initialize, or reads its rank from Open MPI's variables itself",)
 
 
 def _is_fsdp(plan: Plan) -> bool:

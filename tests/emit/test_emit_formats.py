@@ -14,19 +14,19 @@ from planner.plan import Plan
 
 
 def test_formats_are_these() -> None:
-    assert list(FORMATS) == ["deepspeed", "accelerate", "huggingface", "torchrun"]
+    assert list(FORMATS) == ["deepspeed", "accelerate", "huggingface", "torchrun", "slurm", "mpi", "kubernetes"]
     for target in FORMATS.values():
         module, _, function = target.partition(":")
         assert callable(getattr(import_module(module), function))
 
 
-@pytest.mark.parametrize("name", ["slurm", "kubernetes", "deepsped"])
+@pytest.mark.parametrize("name", ["slrum", "", "deepsped"])
 def test_an_unknown_format_names_those_that_exist(name: str) -> None:
     with pytest.raises(UnknownName) as caught:
         emit(make_plan(), name)
     message = str(caught.value)
     assert "\n" not in message
-    assert message.endswith("choose one of deepspeed, accelerate, huggingface, torchrun")
+    assert message.endswith("choose one of deepspeed, accelerate, huggingface, torchrun, slurm, mpi, kubernetes")
 
 
 @pytest.mark.parametrize("case", CANARIES)

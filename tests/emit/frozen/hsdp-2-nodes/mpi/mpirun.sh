@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# hsdp on 16 ranks: bash mpirun.sh train.py ARGUMENTS
+# The plan holds for a script that
+#  - takes 2 samples per rank and step, accumulated 4 times (global batch 128)
+#  - loads the model with dtype=torch.float32, attn_implementation='sdpa'
+#  - uses torch.optim.AdamW
+#  - calls dsplan.initialize, or reads its rank from Open MPI's variables itself
+set -euo pipefail
+
+# Run this on one node. HOSTFILE names all of them (a line per node: `name slots=RANKS`), MASTER_ADDR is the first.
+: "${HOSTFILE:?set HOSTFILE to a file with a line per node}"
+: "${MASTER_ADDR:?set MASTER_ADDR to the address of the first node of HOSTFILE}"
+export MASTER_ADDR
+
+exec mpirun -np 16 --map-by ppr:8:node --bind-to none --hostfile "$HOSTFILE" -x MASTER_ADDR python -u "$@"

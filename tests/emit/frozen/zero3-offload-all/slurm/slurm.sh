@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# zero3 on 8 ranks: sbatch slurm.sh train.py ARGUMENTS
+#SBATCH --job-name=dsplan
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --output=slurm-%j.out
+# The plan holds for a script that
+#  - takes 2 samples per rank and step, accumulated 4 times (global batch 64)
+#  - loads the model with dtype=torch.bfloat16, attn_implementation='sdpa'
+#  - calls model.gradient_checkpointing_enable()
+#  - uses torch.optim.AdamW
+set -euo pipefail
+
+exec srun --kill-on-bad-exit=1 --cpu-bind=none torchrun --standalone --nnodes=1 --nproc-per-node=8 "$@"
