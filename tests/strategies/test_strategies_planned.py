@@ -5,17 +5,15 @@ The machine's rates are stored beforehand, so that no test waits for them to be 
 
 from __future__ import annotations
 
-import runpy
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, cast
 
 import pytest
 import torch
 import training_bodies
+from example_bodies import losses_of, run_example
 from torch import nn
 from training_bodies import Recipe, TinyModel
 
@@ -25,7 +23,6 @@ from planner.plan_io import plan_from_dict
 from strategies.engine import initialize
 from strategies.metrics import read_metrics
 
-EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "train_gpt.py"
 STRATEGIES = ("ddp", "fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3")
 PoolOf = Callable[[str], RankPool]
 
@@ -109,22 +106,6 @@ def test_wishes_that_cannot_be_planned(arguments: dict[str, Any], words: str) ->
     assert "\n" not in str(caught.value)
 
 
-def run_example(environment: dict[str, str], arguments: list[str]) -> None:
-    """The example script on a rank, unchanged, as torchrun would run it."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        patch.setattr(sys, "argv", [str(EXAMPLE), *arguments])
-        patch.syspath_prepend(str(EXAMPLE.parent))
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-
-
-def losses_of(directory: Path) -> list[float]:
-    """The loss of every step over the global batch: the mean of both ranks' means."""
-    losses = [[row["loss"] for row in rows if row["event"] == "step"] for rows in read_metrics(directory, 2)]
-    return [fmean(pair) for pair in zip(*losses, strict=True)]
-
-
 ARGUMENTS = ["--steps", "4", "--layers", "2", "--hidden", "64", "--heads", "4", "--sequence-length", "32"]
 
 
@@ -139,7 +120,7 @@ def test_the_example_has_the_same_losses_under_every_strategy(
     strategy: str, pool_of: PoolOf, tmp_path: Path, example_losses: dict[str, list[float]]
 ) -> None:
     environment = {"DSPLAN_STRATEGY": strategy, "DSPLAN_RUN_DIR": str(tmp_path), "DSPLAN_HOME": str(tmp_path)}
-    pool_of(strategy).run(run_example, environment, ARGUMENTS)
+    pool_of(strategy).run(run_example, "train_gpt", environment, ARGUMENTS)
     plan = read_metrics(tmp_path, 1)[0][0]
     assert plan.pop("event") == "plan"
     assert plan_from_dict(plan).configuration.strategy == strategy
