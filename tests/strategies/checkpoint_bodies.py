@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import training_bodies
+from safetensors.torch import load_file
 from training_bodies import Recipe
 
 from strategies.checkpoint import storage
+from strategies.checkpoint.safefile import DTYPES
 from strategies.errors import DsplanError
 
 
@@ -55,3 +58,46 @@ def full_disk_on_rank_1(recipe: Recipe, directory: str, asynchronous: bool) -> t
     torch.distributed.barrier()
     after = engine.save_checkpoint(directory)
     return said, latest, os.path.basename(after)
+
+
+def save_after(recipe: Recipe, directory: str, steps: int) -> list[float]:
+    """Train, save, and the losses of the next two steps."""
+    engine = training_bodies.make_engine(recipe)
+    for step in range(steps):
+        training_bodies.one_step(engine, step)
+    engine.save_checkpoint(directory, client_state={"at": steps})
+    return [training_bodies.one_step(engine, step) for step in range(steps, steps + 2)]
+
+
+def resume_each(recipe: Recipe, directories: list[str], steps: int) -> list[list[float]]:
+    """For each checkpoint, the losses of two steps trained from it; all in one engine."""
+    engine = training_bodies.make_engine(recipe)
+    found = []
+    for directory in directories:
+        path, state = engine.load_checkpoint(directory)
+        assert path is not None
+        assert state == {"at": steps}
+        assert engine.global_steps == steps
+        found.append([training_bodies.one_step(engine, step) for step in range(steps, steps + 2)])
+    return found
+
+
+def pass_on(recipe: Recipe, source: str, goal: str) -> None:
+    """Load one checkpoint and save another, with nothing between."""
+    engine = training_bodies.make_engine(recipe)
+    engine.load_checkpoint(source)
+    engine.save_checkpoint(goal)
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the latest checkpoint but random states, whole, put together by hand."""
+    folder = directory / (directory / "latest").read_text().strip()
+    found = {}
+    for name, one in json.loads((folder / "tensors.json").read_text()).items():
+        if not name.startswith("rng/"):
+            whole = torch.empty(one["shape"], dtype=DTYPES[one["dtype"]])
+            for box in one["boxes"]:
+                place = tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))
+                whole[place] = load_file(folder / box["file"])[box["key"]]
+            found[name] = whole
+    return found

@@ -180,24 +180,6 @@ def test_a_second_gradient_in_one_backward_pass_is_named(ranks: RankPool) -> Non
         ranks.run(zero_bodies.two_gradients, native("zero2"))
 
 
-@pytest.mark.parametrize("saver", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
-def test_checkpoints_go_from_every_strategy_to_every_other(
-    saver: str, ranks: RankPool, three_ranks: RankPool, tmp_path: Path
-) -> None:
-    """Losses go on as if nothing had happened, on two, three and one rank."""
-
-    def recipe(strategy: str, world_size: int) -> Recipe:
-        return Recipe(strategy=strategy, backend="native" if strategy in STAGES else "", world_size=world_size)
-
-    steps = 3
-    expected = ranks.run(zero_bodies.save_after, recipe(saver, 2), str(tmp_path), steps)[0]
-    for strategy in ("ddp", "fsdp", *STAGES):
-        for pool in (ranks, three_ranks):
-            found = pool.run(zero_bodies.resume_from, recipe(strategy, pool.world_size), str(tmp_path), steps)[0]
-            assert found == pytest.approx(expected, rel=1e-5), (strategy, pool.world_size)
-    assert zero_bodies.resume_from(Recipe(), str(tmp_path), steps) == pytest.approx(expected, rel=1e-5)
-
-
 def test_a_16_bit_checkpoint_holds_the_masters(ranks: RankPool, tmp_path: Path) -> None:
     bf16 = native("zero3", precision="bf16")
     expected = ranks.run(zero_bodies.save_after, bf16, str(tmp_path), 3)[0]
