@@ -25,16 +25,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import psutil
 from memory_grid import Case
 from memory_rows import question
 from zero_rows import ENGINES, LENGTH, SIZES, Engine, Row, Setting, write
 
 from hardware_db.run_rows import SHIPPED
 from hardware_db.spawn import RankPool
+from hardware_db.units import GIB
 from planner.estimate import estimate
 from planner.plan_io import plan_to_dict
 from strategies.measure_times import TimedStep, mean_over_ranks
 from strategies.measured_run import Subject, measure_subject, time_subject
+
+_ENOUGH_BYTES = 10 * GIB
+"""Of free memory, for the largest setting."""
 
 
 def main() -> None:
@@ -84,12 +89,16 @@ class Pools:
     def run(self, backend: str, function: Any, *arguments: Any) -> list[Any]:
         return self._pools[backend == "deepspeed"].run(function, *arguments)
 
+    def renew(self) -> None:
+        """End the ranks with what they hold of earlier runs; the next run starts others."""
+        for pool in self._pools.values():
+            pool.close()
+
     def __enter__(self) -> Pools:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for pool in self._pools.values():
-            pool.close()
+        self.renew()
 
 
 def subject_of(setting: Setting, strategy: str, backend: str) -> Subject:
@@ -128,6 +137,8 @@ def _times(
             for engine in engines if turn % 2 == 0 else reversed(engines):
                 ranks = pools.run(engine[1], time_subject, subject_of(setting, *engine), arguments.steps, threads)
                 timed.setdefault((setting, engine), []).extend(mean_over_ranks(ranks))
+            if psutil.virtual_memory().available < _ENOUGH_BYTES:
+                pools.renew()
             longest[setting] = max(longest.get(setting, 0.0), time.perf_counter() - began)
             yield [_timed_row(setting, engine, turn + 1, timed[setting, engine]) for engine in engines]
 
@@ -157,6 +168,7 @@ def _bytes(
     for setting in settings:
         for strategy, backend in engines:
             ranks = pools.run(backend, measure_subject, subject_of(setting, strategy, backend))
+            pools.renew()
             busiest = max(ranks, key=lambda rank: rank.peak_bytes)
             yield [
                 Row(
