@@ -47,11 +47,12 @@ def needs_whole_tensors(optimizer: optim.Optimizer, group: Mapping[str, Any]) ->
     return type(optimizer) not in _ELEMENT_BY_ELEMENT if said is None else bool(said)
 
 
-def undivided(optimizer: optim.Optimizer) -> Iterator[nn.Parameter]:
-    """The parameters that an optimizer must step whole."""
-    for group in optimizer.param_groups:
-        if needs_whole_tensors(optimizer, group):
-            yield from group["params"]
+def undivided(optimizer: optim.Optimizer, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """Those of `parameters` that an optimizer must step whole, now or when it is given them."""
+    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in parameters:
+        if needs_whole_tensors(optimizer, group_of.get(parameter, {})):
+            yield parameter
 
 
 def takes_sparse_gradients_only(optimizer: optim.Optimizer) -> bool:

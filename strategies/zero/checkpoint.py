@@ -6,17 +6,15 @@ Masters lose nothing to 16 bits, and strategies that keep fp32 weights go on fro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from strategies.checkpoint.parts import PartOfTensor
 from strategies.checkpoint.states import Place, States
+from strategies.zero.held import Held
 from strategies.zero.optimizer import Pieces
-
-if TYPE_CHECKING:
-    from strategies.zero.engine import Held
 
 
 class ZeroStates(States):

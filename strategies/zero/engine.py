@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,13 +21,15 @@ from strategies.optimizers import trainable_parameters
 from strategies.torch_engine import scheduler_of, tensors_in
 from strategies.zero.checkpoint import ZeroStates
 from strategies.zero.compress import wires
+from strategies.zero.held import Held
+from strategies.zero.latecomers import Latecomers
 from strategies.zero.offload import HostGradients, offload_of
 from strategies.zero.optimizer import Pieces, script_optimizer
-from strategies.zero.partition import Bucket, Ranks, owners_of
+from strategies.zero.partition import Ranks, owners_of
 from strategies.zero.reduce import Reducer
 from strategies.zero.settings import read_settings
 from strategies.zero.stepping import Stepper
-from strategies.zero.weights import Home, Publisher, take_over
+from strategies.zero.weights import Home
 from strategies.zero.wire import wire_for
 
 
@@ -49,57 +51,13 @@ class ZeroStrategy(Strategy):
             wire=wire_for(ranks, environment.device),
             settings=settings,
             offload=offload_of(settings.offload, environment.device),
-            owners=owners_of(undivided(optimizer), ranks.world_size),
+            owners=owners_of(undivided(optimizer, model.parameters()), ranks.world_size),
         )
         return ZeroEngine(strategy=self, parts=parts, home=home, held=self.hold(model, home), optimizer=optimizer)
 
     @abstractmethod
     def hold(self, model: nn.Module, home: Home) -> Held:
         """Place the model's weights in buckets on the device."""
-
-
-class Held:
-    """A model's buckets as a stage holds them: here, all weights whole on every rank.
-
-    `trained` are the buckets whose parameters require gradients, `fixed` others that are sharded as well.
-    """
-
-    def __init__(self, trained: Sequence[Bucket], home: Home, fixed: Sequence[Bucket] = ()) -> None:
-        self.trained, self.fixed, self.home = tuple(trained), tuple(fixed), home
-        self.weights = Publisher(home, self.kept_whole())
-
-    def kept_whole(self) -> Sequence[Bucket]:
-        """The trained buckets whose weights are whole on every rank between steps."""
-        return self.trained
-
-    def follow(self, reducer: Reducer) -> None:
-        """Called once: the stage may listen to when gradients are made."""
-
-    def backward(self) -> AbstractContextManager[object]:
-        """What surrounds a backward pass."""
-        return nullcontext()
-
-    def renew(self, bucket: Bucket) -> None:
-        """The optimizer has changed a bucket's master: begin to bring its weights up to date on every rank."""
-        self.weights.renew(bucket)
-
-    def renewed(self) -> None:
-        """It has changed all of them: wait for the weights."""
-        self.weights.finish()
-
-    def updated(self) -> None:
-        """The masters have changed: bring all weights up to date on every rank."""
-        for bucket in self.trained:
-            self.renew(bucket)
-        self.renewed()
-
-    @contextmanager
-    def whole(self, *, keeps_changes: bool) -> Iterator[None]:
-        """All weights whole inside; `keeps_changes` takes over what rank 0 wrote to them."""
-        yield
-        if keeps_changes:
-            for bucket in self.trained:
-                take_over(bucket, bucket.whole, self.home.wire)
 
 
 class ZeroEngine(Engine):
@@ -128,6 +86,7 @@ class ZeroEngine(Engine):
         held.follow(self._reducer)
         self.optimizer = optimizer
         self._pieces = Pieces(held.trained, home.wire, optimizer)
+        self._latecomers = Latecomers(self.module, held, self._pieces, self._reducer)
         self._stepper = Stepper(optimizer, self._pieces, held, home.offload.disk)
         if home.offload.copies is not None:
             rounds = self.device.type == "cuda"
@@ -188,6 +147,7 @@ class ZeroEngine(Engine):
 
     def _backward(self, loss: torch.Tensor) -> None:
         acts = self.is_gradient_accumulation_boundary()
+        self._latecomers.welcome()
         # Divided here once, gradients are means over ranks and micro-batches when they have been added up.
         parts = self.configuration.gradient_accumulation_steps * self._home.wire.ranks.world_size
         self._reducer.begin(reduces=acts or (self._reduces_each and self._may_reduce))
@@ -200,6 +160,7 @@ class ZeroEngine(Engine):
         self._micro_steps += 1
         if not acts:
             return
+        self._latecomers.welcome()
         self._reducer.settle()
         square, used = self._pieces.agree(self._reducer.used, self.device)
         if math.isfinite(square):

@@ -8,7 +8,7 @@ stepped elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,20 +35,33 @@ class Pieces:
     """Every parameter's piece on this rank: a leaf tensor that shares the master weights' memory, maybe empty."""
 
     def __init__(self, buckets: Iterable[Bucket], wire: Wire, optimizer: torch.optim.Optimizer) -> None:
-        self.buckets = tuple(buckets)
-        self._wire = wire
+        self.buckets: tuple[Bucket, ...] = ()
         self.of: dict[nn.Parameter, torch.Tensor] = {}
+        self.optimizer = optimizer
+        self._wire = wire
         self._elsewhere: set[nn.Parameter] = set()
-        for bucket, slot in self.slots():
-            self.of[slot.parameter] = _piece(bucket, slot)
-            if not bucket.is_divided and not bucket.owns(slot):
-                self._elsewhere.add(slot.parameter)
-        self._exchange(optimizer)
-        sparse = takes_sparse_gradients_only(optimizer)
-        stepped = {piece for group in optimizer.param_groups for piece in group["params"]}
-        self._rows = TouchedRows(
-            (slot.name, slot.parameter) for _, slot in self.slots() if sparse and self.of[slot.parameter] in stepped
-        )
+        self._rows = TouchedRows()
+        self._exchanged = 0
+        self.add(buckets)
+
+    def add(self, buckets: Iterable[Bucket]) -> None:
+        """More buckets, and what the optimizer holds of them or of earlier ones by now.
+
+        Raises:
+            CannotRun: it holds a parameter that is not the model's, or one that it must step whole and cannot.
+        """
+        for bucket in buckets:
+            self.buckets = (*self.buckets, bucket)
+            for slot in bucket.slots:
+                self.of[slot.parameter] = _piece(bucket, slot)
+                if not bucket.is_divided and not bucket.owns(slot):
+                    self._elsewhere.add(slot.parameter)
+        self._exchange(self.optimizer)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the optimizer has been given parameters since."""
+        return self._exchanged != sum(len(group["params"]) for group in self.optimizer.param_groups)
 
     def steps(self, parameter: nn.Parameter) -> bool:
         """Whether this rank steps a piece of a parameter, maybe an empty one, and has its states."""
@@ -106,35 +119,39 @@ class Pieces:
         return ((bucket, slot) for bucket in self.buckets for slot in bucket.slots)
 
     def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put pieces into an optimizer of whole parameters; of its states the part that belongs to the piece.
-
-        Raises:
-            CannotRun: it holds a parameter that is not the model's, or one that it must step whole and cannot.
-        """
+        """Put pieces into an optimizer of whole parameters; of its states the part that belongs to the piece."""
         places = {slot.parameter: (bucket, slot) for bucket, slot in self.slots()}
+        known, self._exchanged = set(self.of.values()), 0
         for group in optimizer.param_groups:
-            needs_whole = needs_whole_tensors(optimizer, group)
             for index, parameter in enumerate(group["params"]):
-                if parameter not in places:
-                    if parameter.requires_grad:
-                        raise CannotRun(
-                            "the optimizer holds a parameter that is not the model's; build it from this model"
-                        )
-                    continue  # frozen: the optimizer passes over it
-                bucket, slot = places[parameter]
-                if needs_whole and bucket.is_divided:
-                    raise CannotRun(
-                        f"optimizer {type(optimizer).__name__} must step {slot.name} whole and ZeRO divided it; have"
-                        " it in the optimizer when initialize is called"
-                    )
-                piece = self.of[parameter]
-                states = optimizer.state.pop(parameter, {})
-                if states and self.steps(parameter):
-                    optimizer.state[piece] = {
-                        name: value if name in SCALARS else _cut(value, slot, bucket.own_start(slot), piece)
-                        for name, value in states.items()
-                    }
-                group["params"][index] = piece
+                self._exchanged += 1
+                if parameter in places:
+                    bucket, slot = places[parameter]
+                    _require_divisible(optimizer, group, bucket, slot)
+                    group["params"][index] = self._moved(bucket, slot)
+                elif parameter.requires_grad and parameter not in known:  # what is frozen it passes over
+                    raise CannotRun("the optimizer holds a parameter that is not the model's; build it from this model")
+
+    def _moved(self, bucket: Bucket, slot: Slot) -> torch.Tensor:
+        """The piece of a parameter that the optimizer steps from now on, with its part of the states."""
+        piece = self.of[slot.parameter]
+        states = self.optimizer.state.pop(slot.parameter, {})
+        if states and self.steps(slot.parameter):
+            self.optimizer.state[piece] = {
+                name: value if name in SCALARS else _cut(value, slot, bucket.own_start(slot), piece)
+                for name, value in states.items()
+            }
+        if takes_sparse_gradients_only(self.optimizer) and slot.parameter.requires_grad:
+            self._rows.follow(slot.name, slot.parameter)
+        return piece
+
+
+def _require_divisible(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], bucket: Bucket, slot: Slot) -> None:
+    if bucket.is_divided and needs_whole_tensors(optimizer, group):
+        raise CannotRun(
+            f"optimizer {type(optimizer).__name__} must step {slot.name} whole and ZeRO divided it; have it in the"
+            " optimizer when initialize is called"
+        )
 
 
 def _piece(bucket: Bucket, slot: Slot) -> torch.Tensor:

@@ -42,8 +42,9 @@ class Reducer:
         accumulate: torch.dtype | None,
         reduce: torch.dtype | None,
     ) -> None:
-        self._fills = [_Fill(bucket, wire_of(), reduce or bucket.dtype) for bucket in reversed(list(buckets))]
-        self._accumulate = accumulate
+        self._fills: list[_Fill] = []
+        self._wire_of, self._accumulate, self._reduce = wire_of, accumulate, reduce
+        self._hooked: set[nn.Parameter] = set()
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
         self._on_the_way: deque[tuple[Bucket, Sum]] = deque()
         self._next = 0
@@ -55,10 +56,23 @@ class Reducer:
         self.when_made: Listener = lambda bucket: None
         self.when_summed: Listener = lambda bucket: None
         self.host: HostGradients | None = None
+        self.take(buckets)
+
+    def take(self, buckets: Iterable[Bucket]) -> None:
+        """Sum the gradients of these buckets too, and of what requires gradients by now in all others."""
+        made = [_Fill(bucket, self._wire_of(), self._reduce or bucket.dtype) for bucket in buckets]
+        self._fills += reversed(made)
+        self._order_is_known = False
         for fill in self._fills:
             for slot in fill.bucket.slots:
-                hooked: Any = slot.parameter  # the method has no annotations
-                hooked.register_post_accumulate_grad_hook(partial(self._arrived, fill, slot))
+                if slot.parameter.requires_grad and slot.parameter not in self._hooked:
+                    self._hooked.add(slot.parameter)
+                    hooked: Any = slot.parameter  # the method has no annotations
+                    hooked.register_post_accumulate_grad_hook(partial(self._arrived, fill, slot))
+
+    def sums(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's gradients are summed."""
+        return parameter in self._hooked
 
     def begin(self, *, reduces: bool) -> None:
         """Before a backward pass: whether its gradients are summed over ranks or wait for a later one."""

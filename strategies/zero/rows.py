@@ -7,7 +7,6 @@ sum and mask each rank makes the sparse gradient of its own piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -20,11 +19,13 @@ from strategies.zero.wire import Wire
 class TouchedRows:
     """The rows of some parameters that have had a gradient since the last `clear`."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self) -> None:
         self._masks: dict[nn.Parameter, torch.Tensor] = {}
-        for name, parameter in named:
-            self._masks[parameter] = torch.zeros(len(parameter), dtype=torch.int32, device=parameter.device)
-            parameter.register_hook(partial(self._note, name, self._masks[parameter]))  # type: ignore[no-untyped-call]
+
+    def follow(self, name: str, parameter: nn.Parameter) -> None:
+        """Note the rows of a parameter from now on."""
+        self._masks[parameter] = torch.zeros(len(parameter), dtype=torch.int32, device=parameter.device)
+        parameter.register_hook(partial(self._note, name, self._masks[parameter]))  # type: ignore[no-untyped-call]
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._masks

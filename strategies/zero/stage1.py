@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from strategies.zero.engine import Held, ZeroStrategy
-from strategies.zero.partition import Bucket, buckets_of
-from strategies.zero.weights import Home, load, settle_rest
+from strategies.zero.engine import ZeroStrategy
+from strategies.zero.held import Held, keep_whole
+from strategies.zero.weights import Home, settle_rest
 
 
 class ZeroStage1(ZeroStrategy):
@@ -20,17 +20,3 @@ class ZeroStage1(ZeroStrategy):
         buckets = keep_whole(named, home)
         settle_rest(model, {parameter for _, parameter in named}, home)
         return Held(buckets, home)
-
-
-def keep_whole(named: list[tuple[str, nn.Parameter]], home: Home) -> list[Bucket]:
-    """Buckets whose weights stay whole on every rank while their optimizer states are sharded."""
-    buckets = buckets_for(named, home)
-    for bucket in buckets:
-        load(bucket, home, trains=True, keeps=True)
-    return buckets
-
-
-def buckets_for(named: list[tuple[str, nn.Parameter]], home: Home) -> list[Bucket]:
-    """Parameters in buckets of the dtypes that they compute in."""
-    dtypes = {parameter: home.settings.weights(parameter.dtype) for _, parameter in named}
-    return buckets_of(named, home.wire.ranks, dtypes, home.settings.bucket, home.owners)

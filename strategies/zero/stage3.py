@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from strategies.zero.engine import Held, ZeroStrategy
-from strategies.zero.partition import Bucket
+from strategies.zero.engine import ZeroStrategy
+from strategies.zero.held import Held, buckets_for, keep_whole
+from strategies.zero.partition import Bucket, Named, Owners
 from strategies.zero.reduce import Reducer
-from strategies.zero.stage1 import buckets_for, keep_whole
 from strategies.zero.stage2 import ZeroStage2
 from strategies.zero.units import Members, Unit, members_of
-from strategies.zero.weights import Home, load, settle_rest, take_over
+from strategies.zero.weights import Home, awaken, load, settle_rest, take_over
 
 
 class ZeroStage3(ZeroStrategy):
@@ -68,7 +68,7 @@ class ShardedWeights(Held):
         fixed = [bucket for unit in units for bucket in unit.buckets if bucket not in unit.trained]
         self._kept, self._units = kept, units
         super().__init__([*kept, *trained], home, fixed)
-        self._unit_of = {bucket: unit for unit in units for bucket in unit.trained}
+        self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._unmade: dict[Unit, int] = {}
         self._in_backward = False
         self._order: tuple[Unit, ...] = ()  # of the last forward pass, which the next one is expected to follow
@@ -76,6 +76,18 @@ class ShardedWeights(Held):
         for unit in units:
             unit.module.register_forward_pre_hook(_Hook(partial(self._before_forward, unit)), prepend=True)
             unit.module.register_forward_hook(_Hook(partial(self._after_forward, unit)), always_call=True)
+
+    def admit(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
+        """Frozen parameters are sharded already: their bucket is trained from now on, with all that lies in it."""
+        bucket_of = {slot.parameter: bucket for bucket in self.fixed for slot in bucket.slots}
+        woken = tuple(dict.fromkeys(bucket_of[p] for _, p in named if p in bucket_of))
+        for bucket in woken:
+            awaken(bucket, self.home)
+            self._unit_of[bucket].train(bucket)
+        self.fixed = tuple(bucket for bucket in self.fixed if bucket not in woken)
+        self.trained = (*self.trained, *woken)
+        known = {slot.parameter for bucket in self.trained for slot in bucket.slots}
+        return *woken, *self._keep([(name, p) for name, p in named if p not in known], owners)
 
     def follow(self, reducer: Reducer) -> None:
         reducer.when_made = self._gradients_made

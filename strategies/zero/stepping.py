@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from planner.zero_buckets import NATIVE_STEP_RUNS
-from strategies.optimizer_needs import undivided
 from strategies.zero.nvme import Disk
 from strategies.zero.offload import fused_on_host
 from strategies.zero.optimizer import Pieces
@@ -65,7 +64,7 @@ class Stepper:
         Optimizers of whole tensors may look at all of them together, and keep them together.
         """
         widens = any(one.gradient is not None and one.gradient.dtype != one.master.dtype for one in buckets)
-        if not widens or next(undivided(self._optimizer), None) is not None:
+        if not widens or not all(bucket.is_divided for bucket in buckets):
             yield from [buckets] if buckets else []
             return
         limit, run = sum(bucket.master.numel() for bucket in buckets) / NATIVE_STEP_RUNS, list[Bucket]()

@@ -53,6 +53,11 @@ class Unit:
         for bucket in self.buckets:
             _empty(bucket)
 
+    def train(self, bucket: Bucket) -> None:
+        """A bucket that was fixed is trained from now on."""
+        self.trained = (*self.trained, bucket)
+        self.has_fixed = len(self.trained) < len(self.buckets)
+
     def begin_gather(self) -> None:
         """Ask for the weights; nothing where they are there or under way."""
         if self.state is not State.SHARDED:

@@ -45,10 +45,20 @@ def load(bucket: Bucket, home: Home, *, trains: bool, keeps: bool) -> None:
     if not trains:
         home.offload.fix(bucket)
         return
+    _add_master(bucket, home, original[run], keeps=keeps)
+
+
+def awaken(bucket: Bucket, home: Home) -> None:
+    """Let an optimizer change sharded weights that were fixed; what 16 bits left out of them is lost."""
+    bucket.trains = True
+    _add_master(bucket, home, bucket.part, keeps=False)
+
+
+def _add_master(bucket: Bucket, home: Home, original: torch.Tensor, *, keeps: bool) -> None:
     bucket.states_at, bucket.master = home.offload.chosen(bucket), bucket.part
     wide = home.settings.master
-    if wide is not None and dtype in (torch.float16, torch.bfloat16):
-        bucket.master = original[run].to(wide, copy=True)
+    if wide is not None and bucket.dtype in (torch.float16, torch.bfloat16):
+        bucket.master = original.to(wide, copy=True)
     if bucket.states_at is not Place.DEVICE:
         home.offload.move(bucket, keeps=keeps)
     elif not keeps:
@@ -100,9 +110,13 @@ class Publisher:
     """
 
     def __init__(self, home: Home, everywhere: Iterable[Bucket]) -> None:
-        self._home, self._everywhere = home, frozenset(everywhere)
+        self._home, self._everywhere = home, set(everywhere)
         self._coming: deque[tuple[Bucket, Arrival]] = deque()
         self._sent: list[Arrival] = []
+
+    def also(self, buckets: Iterable[Bucket]) -> None:
+        """More of `everywhere`."""
+        self._everywhere.update(buckets)
 
     def renew(self, bucket: Bucket) -> None:
         """The master of a bucket has changed."""

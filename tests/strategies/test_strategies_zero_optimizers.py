@@ -105,3 +105,14 @@ def test_ddp_and_fsdp_step_what_they_can(strategy: str, optimizer: str, toleranc
     run = Run(strategy=strategy, optimizer=optimizer)
     expected = ranks.run(bodies.reference, run)[0]
     assert_equal(ranks.run(bodies.train, run)[0], expected, tolerance)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("how", ["held", "added"])
+@pytest.mark.parametrize("strategy", STAGES)
+def test_parameters_join_late(strategy: str, how: str, optimizer: str, ranks: RankPool) -> None:
+    """Unfrozen after `initialize`, and given to the optimizer before it or by `add_param_group`."""
+    run = Run(strategy=strategy, optimizer=optimizer, accumulation=2)
+    expected = ranks.run(bodies.reference_late, run, how)[0]
+    for found in ranks.run(bodies.train_late, run, how):
+        assert_equal(found, expected)

@@ -189,6 +189,52 @@ def engine_of(run: Run) -> Any:
     return engine
 
 
+def _unfreeze(model: Words, optimizer: optim.Optimizer, how: str) -> None:
+    """In the third step: a block and a vector that were frozen; in the optimizer they are already, or come now."""
+    late = [*model.blocks[1].parameters(), model.scale, model.head.bias]
+    for parameter in late:
+        parameter.requires_grad_(True)
+    if how == "added":
+        optimizer.add_param_group({"params": late, "lr": 0.02})
+
+
+def _late(run: Run, how: str) -> tuple[Words, optim.Optimizer]:
+    """A model with frozen parts and its optimizer; the head's bias requires gradients from the start."""
+    torch.manual_seed(11)
+    model = run.model
+    model.blocks[1].requires_grad_(False)
+    late = {*model.blocks[1].parameters(), model.scale, model.head.bias}
+    first = [p for p in model.parameters() if how != "added" or p not in late]
+    kind = optim.Adafactor if run.optimizer == "adafactor" else optim.AdamW
+    return model, kind(first, lr=0.01)
+
+
+def train_late(run: Run, how: str) -> dict[str, torch.Tensor]:
+    """Every parameter after training in which some join late."""
+    model, optimizer = _late(run, how)
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 30}}
+    engine, *_ = initialize(model=model, optimizer=optimizer, plan=run.plan(), config=config)
+    train_steps(engine, run, range(2))
+    _unfreeze(model, engine.optimizer, how)
+    train_steps(engine, run, range(2, 5))
+    stepped = sum(len(group["params"]) for group in engine.optimizer.param_groups)
+    assert run.optimizer == "adafactor" or len(engine.optimizer.state) == stepped
+    return training_bodies.whole_parameters(engine)
+
+
+def reference_late(run: Run, how: str) -> dict[str, torch.Tensor]:
+    """The same in one process."""
+    model, optimizer = _late(run, how)
+    for step in range(5):
+        if step == 2:
+            _unfreeze(model, optimizer, how)
+        for part in batch_of(step).chunk(run.world_size * run.accumulation):
+            (model(part) / run.world_size / run.accumulation).backward()
+        optimizer.step()
+        model.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
 def refusal(run: Run) -> str:
     """What the engine says to an optimizer."""
     with pytest.raises(DsplanError) as caught:
