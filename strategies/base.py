@@ -192,7 +192,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def skipped_steps(self) -> int:
-        """Steps of this process that were not taken, because gradients were not finite."""
+        """Steps that were not taken because gradients were not finite, over all runs that this one resumed."""
 
     @property
     @abstractmethod

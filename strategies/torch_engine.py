@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from strategies.activations import apply_plan
 from strategies.base import Engine, Scheduler, Strategy, TrainingParts
 from strategies.checkpoint.states import WholeStates
-from strategies.gradients import scale_gradients, total_norm
+from strategies.gradients import scale_gradients, total_norm, wide_sums
 from strategies.loss_scale import LossScale, scale_settings
 from strategies.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.precision import cast_model
@@ -88,6 +88,7 @@ class TorchEngine(Engine):
         self.lr_scheduler = scheduler_of(parts, optimizer)
         self.gradient_clipping = parts.gradient_clipping
         self._scale = LossScale(scale_settings(parts.script.fp16) if self.configuration.precision == "fp16" else None)
+        self._wide_sums = wide_sums(parts.script.accumulate_dtype, self.module.parameters())
         self._micro_steps = 0
         self._global_steps = 0
 
@@ -136,7 +137,12 @@ class TorchEngine(Engine):
 
     def _backward(self, loss: torch.Tensor) -> None:
         mean = loss / self.configuration.gradient_accumulation_steps
+        acts = self.is_gradient_accumulation_boundary()
+        if self._wide_sums is not None and acts:
+            self._wide_sums.give_back()
         torch.autograd.backward(mean if self._scale.value == 1 else mean * self._scale.value)
+        if self._wide_sums is not None and not acts:
+            self._wide_sums.set_aside(self.module.parameters())
 
     def _step(self) -> None:
         acts = self.is_gradient_accumulation_boundary()

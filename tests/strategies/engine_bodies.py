@@ -79,6 +79,34 @@ def accumulated_without_sync(recipe: Recipe) -> dict[str, torch.Tensor]:
     return training_bodies.whole_parameters(engine)
 
 
+class Product(torch.nn.Module):
+    """A parameter whose gradient is the input, [8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def summed_gradient(recipe: Recipe, dtype: str) -> float:
+    """How far a step of SGD moves a bf16 weight whose gradient is 1 in one micro-batch and 1/512 in each other one."""
+    micro_batches = recipe.accumulation
+    engine, *_ = initialize(
+        model=Product(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        plan=recipe.plan(),
+        config={"data_types": {"grad_accum_dtype": dtype}},
+    )
+    for micro_batch in range(micro_batches):
+        size = micro_batches * (1.0 if micro_batch == 0 else 1 / 512)
+        engine.backward(engine(torch.full((8,), size, dtype=torch.bfloat16)))
+        engine.step()
+    with engine.whole_parameters():
+        return 1.0 - engine.module.weight[0].item()
+
+
 def changed_weights(recipe: Recipe) -> dict[str, Any]:
     """What rank 0 writes to one element of a weight, on every rank, before and after another step."""
     engine = engine_of(recipe)

@@ -15,6 +15,7 @@ from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
 from hardware_db.units import format_bytes
+from strategies.errors import CannotRun
 
 DEEPSPEED = ("zero1", "zero2", "zero3")
 NATIVE = ("native zero1", "native zero2", "native zero3")
@@ -70,6 +71,21 @@ def test_micro_batches_without_sync_add_up_to_the_same_step(strategy: str, pool_
     for found in pool_of(strategy).run(engine_bodies.accumulated_without_sync, recipe):
         for name, expected in reference.items():
             torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_narrow_gradients_may_be_added_up_in_fp32(strategy: str, pool_of: PoolOf) -> None:
+    """In bf16, 1 + 1/512 is 1: what 63 micro-batches add is lost one by one, and kept where it is added up wide."""
+    recipe = recipe_of(strategy, precision="bf16-pure", accumulation=64, global_batch=128)
+    assert pool_of(strategy).run(engine_bodies.summed_gradient, recipe, "bf16") == [1.0, 1.0]
+    assert pool_of(strategy).run(engine_bodies.summed_gradient, recipe, "fp32") == pytest.approx(
+        [1 + 63 / 512] * 2, abs=2**-8
+    )
+
+
+def test_a_narrower_sum_than_the_gradients_is_refused() -> None:
+    with pytest.raises(CannotRun, match="grad_accum_dtype is 'bf16' and the gradients of this strategy are float32"):
+        engine_bodies.engine_of(Recipe(), {"data_types": {"grad_accum_dtype": "bf16"}})
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
