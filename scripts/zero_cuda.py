@@ -40,7 +40,8 @@ from strategies.measured_run import Subject, build_model, time_subject
 from strategies.standard_text import text_batches
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {**FULL, **MODELS}
-RUNS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+Run = tuple[str, str, Mapping[str, Any]]
+RUNS: tuple[Run, ...] = (
     ("single", "torch", {}),
     ("masters", "torch", {}),
     ("zero1", "native", {}),
@@ -99,7 +100,7 @@ def main() -> None:
     deadline = time.monotonic() + 60 * arguments.minutes
     device = probe().gpus[0].name if arguments.device == "cuda" else "cpu"
     chosen = [run for run in RUNS if not arguments.only or run[1] in arguments.only or run[0] in arguments.only]
-    runs = [_turns(strategy, backend, how, arguments) for strategy, backend, how in chosen]
+    runs = [turns_of(run, device, arguments) for run in chosen]
     longest = 0.0
     with _pool(arguments.device) as ours, _pool(arguments.device) as theirs:
         for run in runs * arguments.turns:
@@ -132,17 +133,19 @@ def _pool(device: str) -> RankPool:
     return RankPool(1, timeout_seconds=300.0, variables=variables)
 
 
-def _turns(strategy: str, backend: str, how: Mapping[str, Any], arguments: argparse.Namespace) -> Turns:
+def turns_of(run: Run, device: str, size: argparse.Namespace) -> Turns:
+    """A run before its first turn; `size` has the model, the micro-batch and the length."""
+    strategy, backend, how = run
     case = Case(
-        model=arguments.model,
-        config=CONFIGS[arguments.model],
+        model=size.model,
+        config=CONFIGS[size.model],
         strategy="single" if backend == "torch" else strategy,  # type: ignore[arg-type]
-        micro_batch=arguments.micro_batch,
-        length=arguments.length,
+        micro_batch=size.micro_batch,
+        length=size.length,
         precision="bf16",
         optimizer="adamw-fused",
     )
-    request, configuration = question(case, probe().gpus[0].name if arguments.device == "cuda" else "cpu")
+    request, configuration = question(case, device)
     plan = estimate(request, replace(configuration, backend=backend, **how))  # type: ignore[arg-type]
     subject = Subject(config=case.model_config, task="causal-lm", plan=plan_to_dict(plan))
     return Turns(strategy=strategy, backend=backend, how=how, subject=subject)
