@@ -31,8 +31,8 @@ _GOING_DOWN = 4
 """Buckets whose sums may be on their way to the host at once (`strategies/zero/offload.py`)."""
 _WIDE = 4
 """Bytes of a gradient while it is made into 8 bits and added up."""
-_FUSED_ON_HOST = ("adamw", "adamw-fused", "sgd")
-"""Optimizers that step in place on the host, where torch's fused kernels are chosen."""
+_FUSED_ON_HOST = ("adamw", "adamw-fused")
+"""Optimizers that torch's fused kernels step on the host, in place."""
 
 
 class NativeHolding:

@@ -86,24 +86,23 @@ class ThreadCopies(Copies):
         return torch.empty(elements, dtype=dtype)
 
     def down(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
-        return _Copied(self._down.submit(_copy, DOWN, source, target))
+        return _Copied(self._down.submit(self._copy, DOWN, source, target))
 
     def up(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
-        return _Copied(self._up.submit(_copy, UP, source, target))
+        return _Copied(self._up.submit(self._copy, UP, source, target))
 
     @contextmanager
     def aside(self) -> Iterator[Arrival]:
         yield _There()
 
+    def _copy(self, label: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        with torch.profiler.record_function(label):
+            target.copy_(source)
+
 
 def copies_of(device: torch.device, *, pins: bool) -> Copies:
     """The copies that suit a device."""
     return StreamCopies(device, pins=pins) if device.type == "cuda" else ThreadCopies()
-
-
-def _copy(label: str, source: torch.Tensor, target: torch.Tensor) -> None:
-    with torch.profiler.record_function(label):
-        target.copy_(source)
 
 
 class _OnHost:

@@ -143,7 +143,8 @@ def fused_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     On a host the fused kernel reads each state once where the loop over tensors, torch's choice there, reads them a
     dozen times.
     """
-    is_known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    # Not SGD: its kernel (torch 2.13) refuses parameters some of which have momentum and some not yet.
+    is_known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
     open_ones = [group for group in optimizer.param_groups if is_known and not any(map(group.get, _DECIDED))]
     open_ones = [group for group in open_ones if group["fused"] is None and group["foreach"] is None]
     for group in open_ones:
