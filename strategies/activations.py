@@ -52,7 +52,9 @@ def apply_plan(parts: TrainingParts) -> None:
         CannotRun: the script has, and the plan asks for more.
         DsplanError: the model has no blocks to checkpoint.
     """
-    kind, on_host = parts.plan.configuration.activation_checkpointing, parts.script.activations.cpu_checkpointing
+    configuration = parts.plan.configuration
+    kind = configuration.activation_checkpointing
+    on_host = configuration.activations_on_host or parts.script.activations.cpu_checkpointing
     if not checkpointing.recomputed_modules(parts.model):
         checkpointing.checkpoint_activations(parts.model, kind, on_host=on_host)
     elif kind != "none":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from planner.estimate import compresses
 from strategies.base import TrainingParts
 from strategies.errors import CannotRun
 from strategies.zero.codec import Codec
@@ -32,25 +33,23 @@ def gradient_travel(parts: TrainingParts) -> GradientTravel:
         CannotRun: the strategy cannot, or two keys say different things.
     """
     section, configuration = parts.script.communication, parts.plan.configuration
-    if section.compression == "int8":
-        if configuration.backend == "deepspeed" or configuration.strategy not in ("single", "ddp", *_NATIVE):
+    compression = configuration.gradient_compression if section.compression == "none" else section.compression
+    if compression == "int8":
+        if not compresses(configuration.strategy, configuration.backend, compression):
             raise CannotRun(
                 f"config: communication.compression 'int8' does not run under strategy {configuration.strategy!r}"
                 f" ({configuration.backend}); use 'bf16' there, or ddp, or zero1, zero2 or zero3 with backend 'native'"
             )
         codec = Codec(block=section.block_size, error_feedback=section.error_feedback)
         return GradientTravel(dtype=_dtype(section.data_type), codec=codec)
-    if section.compression == "none":
+    if compression == "none":
         return GradientTravel(dtype=_dtype(section.data_type))
-    if section.data_type not in (None, section.compression):
+    if section.data_type not in (None, compression):
         raise CannotRun(
-            f"config: communication.compression {section.compression!r} and communication_data_type"
+            f"config: communication.compression {compression!r} and communication_data_type"
             f" {section.data_type!r} differ; leave one out"
         )
-    return GradientTravel(dtype=_dtype(section.compression))
-
-
-_NATIVE = ("zero1", "zero2", "zero3")
+    return GradientTravel(dtype=_dtype(compression))
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

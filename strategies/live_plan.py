@@ -98,6 +98,7 @@ def _request(model: nn.Module, wishes: Wishes, environment: Environment, strateg
     request = make_request(facts, cluster, options, strategies=candidates)
     zero = _zero_backend(wishes.backend)
     request = replace(request, zero_backend=zero, **limits.offload(wishes.config.zero, strategy, zero))
+    request = replace(request, **limits.travel(wishes.config), **limits.activations(wishes.config, model))
     return replace(request, facts=traced(request.facts, model, wishes.training_data, request.workload.precision))
 
 

@@ -39,7 +39,8 @@ def given_plan(wishes: Wishes, environment: Environment) -> Plan | None:
 
     Raises:
         BrokenFile: the file is not a plan.
-        CannotRun: the plan is for another number of ranks or another global batch than the script's.
+        CannotRun: the plan is for another number of ranks, another global batch or another policy of checkpointing
+            than the script's.
     """
     source = os.environ.get(PLAN_FILE) or wishes.plan
     if source is None:
@@ -57,6 +58,12 @@ def given_plan(wishes: Wishes, environment: Environment) -> Plan | None:
         raise CannotRun(
             f"{where} has global batch {configuration.global_batch_size} and the script's config asks for {asked};"
             f" plan again with --global-batch {asked} or change train_batch_size"
+        )
+    policy = wishes.config.activations.asked
+    if policy not in (None, configuration.activation_checkpointing):
+        raise CannotRun(
+            f"{where} has activation checkpointing {configuration.activation_checkpointing!r} and the script's config"
+            f" asks for {policy!r}; leave activation_checkpointing out of the config or plan again"
         )
     return plan
 
@@ -78,7 +85,12 @@ def describe(plan: Plan) -> str:
     ranks = chosen.dims.data_parallel
     extras = "".join(
         f", {label} {value}"
-        for label, value in (("checkpointing", chosen.activation_checkpointing), ("offload", chosen.offload))
+        for label, value in (
+            ("checkpointing", chosen.activation_checkpointing),
+            ("offload", chosen.offload),
+            ("gradients in", chosen.gradient_compression),
+            ("activations on", "host" if chosen.activations_on_host else "none"),
+        )
         if value != "none"
     )
     return (

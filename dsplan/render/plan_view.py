@@ -57,7 +57,10 @@ def describe(configuration: Configuration) -> str:
     words = [f"{configuration.strategy} ({configuration.backend})", dims_text(configuration), batch]
     words += [f"sequence {configuration.sequence_length}", configuration.precision, configuration.optimizer]
     words += [configuration.attention, f"checkpointing {configuration.activation_checkpointing}"]
-    return ", ".join([*words, f"offload {offload_text(configuration)}"])
+    words += [f"offload {offload_text(configuration)}"]
+    words += ["activations on the host"] if configuration.activations_on_host else []
+    compression = configuration.gradient_compression
+    return ", ".join([*words, *([f"gradients in {compression}"] if compression != "none" else [])])
 
 
 def offload_text(configuration: Configuration) -> str:

@@ -57,6 +57,7 @@ def deepspeed_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, o
         "zero_optimization": _zero_optimization(plan, options),
         **_optimizer(plan, options),
         **_activation_checkpointing(plan),
+        **_communication(plan),
         "wall_clock_breakdown": False,
     }
 
@@ -189,6 +190,11 @@ def _adam_implementation(plan: Plan, options: EmitOptions) -> dict[str, object]:
     return {"torch_adam": True, **variants.get(configuration.optimizer, {})}
 
 
+def _communication(plan: Plan) -> dict[str, object]:
+    compression = plan.configuration.gradient_compression
+    return {"communication_data_type": compression} if compression in ("fp16", "bf16") else {}
+
+
 def _activation_checkpointing(plan: Plan) -> dict[str, object]:
     """Settings of `deepspeed.checkpointing`; the model's own checkpointing is switched on in the model, not here."""
     if plan.configuration.activation_checkpointing == "none":
@@ -196,7 +202,7 @@ def _activation_checkpointing(plan: Plan) -> dict[str, object]:
     return {
         "activation_checkpointing": {
             "partition_activations": False,
-            "cpu_checkpointing": False,
+            "cpu_checkpointing": plan.configuration.activations_on_host,
             "contiguous_memory_optimization": False,
             "synchronize_checkpoint_boundary": False,
         }

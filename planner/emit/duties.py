@@ -26,6 +26,8 @@ def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, .
         *_batch(plan, format),
         _loading(plan),
         *_checkpointing(plan, format),
+        *_parking(plan),
+        *_travel(plan, format),
         *_optimizer(plan, format, options),
         *_reduction(plan, format),
         *_synchronisation(plan, format),
@@ -76,6 +78,22 @@ def _checkpointing(plan: Plan, format: str) -> tuple[str, ...]:
     if level == "selective":
         return ("recomputes all but matrix products and attention; whole blocks would take less memory and more time",)
     return ("calls model.gradient_checkpointing_enable()",)
+
+
+def _parking(plan: Plan) -> tuple[str, ...]:
+    """`gradient_checkpointing_enable` has no such option."""
+    if not plan.configuration.activations_on_host:
+        return ()
+    return ("keeps the inputs of checkpointed blocks in host memory, as dsplan.initialize does",)
+
+
+def _travel(plan: Plan, format: str) -> tuple[str, ...]:
+    compression = plan.configuration.gradient_compression
+    if compression == "none" or (format == "deepspeed" and compression != "int8"):
+        return ()
+    if compression == "int8":
+        return ("sends gradients in 8 bits, as dsplan.initialize does and no other engine",)
+    return (f"reduces gradients in {compression}",)
 
 
 def _optimizer(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from planner import vocabulary as words
 from planner.cluster import Cluster
 from planner.estimate import offloads_of
+from planner.trace.checkpointing import recomputed_modules
 from strategies.config.values import NamedParts, ScriptConfig, ZeroSection
 from strategies.errors import CannotRun
 from strategies.names import plain
@@ -85,6 +87,33 @@ def with_disk(cluster: Cluster, asked: ZeroSection) -> Cluster:
     except OSError as problem:
         raise CannotRun(f"config: nvme_path {asked.nvme_path} cannot be used ({problem.strerror})") from None
     return replace(cluster, nvme_bytes_per_node=free)
+
+
+def travel(config: ScriptConfig) -> dict[str, Any]:
+    """How gradients travel, as a field of Request."""
+    return {"gradient_compression": config.communication.compression}
+
+
+def activations(config: ScriptConfig, model: nn.Module) -> dict[str, Any]:
+    """What may be checkpointed and where it is kept, as fields of Request.
+
+    Raises:
+        CannotRun: the script has chosen modules itself and the config chooses a policy, or there is nothing to keep.
+    """
+    asked, policy = config.activations, config.activations.asked
+    if recomputed_modules(model):
+        if policy not in (None, "none"):
+            raise CannotRun(
+                f"config: activation_checkpointing asks for {policy!r} and the script chose modules itself by"
+                " checkpoint_activations; leave out one of them"
+            )
+        return {"checkpointings": ("none",)}
+    if asked.cpu_checkpointing and policy == "none":
+        raise CannotRun(
+            "config: activation_checkpointing.cpu_checkpointing moves what a policy keeps, and the policy is 'none';"
+            " choose 'full' or 'selective'"
+        )
+    return {"checkpointings": None if policy is None else (policy,), "activations_on_host": asked.cpu_checkpointing}
 
 
 def optimizer(own: object, named: NamedParts | None) -> words.Optimizer:

@@ -70,6 +70,11 @@ class ActivationSection:
     policy: Checkpointing | None = None
     cpu_checkpointing: bool = False
 
+    @property
+    def asked(self) -> Checkpointing | None:
+        """The policy that is asked for. What moves to the host are checkpoints: who says only that, has some."""
+        return "full" if self.cpu_checkpointing and self.policy is None else self.policy
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogSection:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import activation_bodies
 import pytest
+import torch
 import training_bodies
 from activation_bodies import Choice
 from torch import nn
@@ -13,10 +15,12 @@ from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
 from planner.errors import DsplanError
+from planner.trace import parked
 from planner.trace.checkpointing import recomputed_modules
 from strategies.activations import apply_plan, checkpoint_activations
 from strategies.base import TrainingParts
-from strategies.config import read_config
+from strategies.config import limits, read_config
+from strategies.engine import initialize
 from strategies.errors import CannotRun
 
 SPREAD = ("ddp", "fsdp", "zero1", "zero2", "zero3", "native zero1", "native zero2", "native zero3")
@@ -72,6 +76,55 @@ def test_the_script_and_the_plan_cannot_both_choose() -> None:
     apply_plan(parts_of(model, "none"))
     with pytest.raises(CannotRun, match="the plan has activation checkpointing 'full' and the script chose modules"):
         apply_plan(parts_of(model, "full"))
+
+
+def limited(config: dict[str, object], *, chosen: bool = False) -> dict[str, object]:
+    model = training_bodies.TinyModel()
+    if chosen:
+        checkpoint_activations(model, lambda module: isinstance(module, nn.Linear))
+    return limits.activations(read_config({"activation_checkpointing": config}), model)
+
+
+def test_the_config_limits_the_search() -> None:
+    assert limited({}) == {"checkpointings": None, "activations_on_host": False}
+    assert limited({"policy": "selective"}) == {"checkpointings": ("selective",), "activations_on_host": False}
+    assert limited({"cpu_checkpointing": True}) == {"checkpointings": ("full",), "activations_on_host": True}
+    assert limited({}, chosen=True) == {"checkpointings": ("none",)}
+    with pytest.raises(CannotRun, match="asks for 'full' and the script chose modules itself"):
+        limited({"policy": "full"}, chosen=True)
+    with pytest.raises(CannotRun, match="moves what a policy keeps, and the policy is 'none'"):
+        limited({"policy": "none", "cpu_checkpointing": True})
+
+
+def test_a_plan_of_another_policy_than_the_config_is_refused() -> None:
+    with pytest.raises(CannotRun, match=r"the plan has activation checkpointing 'full' and .* asks for 'selective'"):
+        initialize(
+            model=training_bodies.TinyModel(),
+            plan=Recipe(checkpointing="full").plan(),
+            config={"activation_checkpointing": {"policy": "selective"}},
+        )
+
+
+@pytest.mark.parametrize("on_host", ["plan", "config"])
+def test_checkpoints_of_the_plans_policy_move_to_the_host(on_host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms: list[int] = []
+    make = parked.host_room
+
+    def host_room(tensor: torch.Tensor) -> torch.Tensor:
+        rooms.append(tensor.nbytes)
+        return make(tensor)
+
+    monkeypatch.setattr(parked, "host_room", host_room)
+    plan = Recipe(checkpointing="full").plan()
+    if on_host == "plan":
+        plan = replace(plan, configuration=replace(plan.configuration, activations_on_host=True))
+    engine, *_ = initialize(
+        model=training_bodies.TinyModel(),
+        plan=plan,
+        config={"activation_checkpointing": {"policy": "full", "cpu_checkpointing": on_host == "config"}},
+    )
+    training_bodies.one_step(engine, 0)
+    assert rooms == [4 * training_bodies.GLOBAL_BATCH * training_bodies.LENGTH * training_bodies.WIDTH] * 3
 
 
 def test_only_the_outermost_of_chosen_modules_recompute() -> None:
