@@ -21,7 +21,8 @@ from strategies.compression import gradient_travel
 from strategies.deepspeed_states import DeepSpeedStates, scale_of, take_scale
 from strategies.deepspeed_weights import state_tensors, whole
 from strategies.environment import ensure_group
-from strategies.errors import BackendMissing
+from strategies.errors import BackendMissing, CannotRun
+from strategies.names import plain
 from strategies.optimizers import OPTIMIZERS, trainable_parameters
 from strategies.zero_init import partition_model
 
@@ -62,7 +63,10 @@ class DeepSpeedZero(Strategy):
         """
         if parts.optimizer is not None:
             return parts.optimizer
-        if "optimizer" in parts.script.values or (self.configuration.offload != "none" and "optimizer" in config):
+        if parts.script.optimizer is not None:
+            _require_known(parts.script.optimizer.name)
+            return None
+        if self.configuration.offload != "none" and "optimizer" in config:
             return None
         return OPTIMIZERS[self.configuration.optimizer](trainable_parameters(parts.model, parts.model_parameters))
 
@@ -167,6 +171,19 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
+def _require_known(optimizer: str) -> None:
+    """Stop at an optimizer that this version of DeepSpeed has lost, or has not got yet.
+
+    Raises:
+        CannotRun: naming it.
+    """
+    known: list[str] = import_module("deepspeed.runtime.config").DEEPSPEED_OPTIMIZERS
+    if plain(optimizer) not in known:
+        raise CannotRun(
+            f"config: this DeepSpeed has no optimizer {optimizer}; use AdamW, or one of its own: {', '.join(known)}"
+        )
+
+
 def _library(device: torch.device, strategy: str) -> Any:
     if device.type == "cpu":
         # DeepSpeed looks for an accelerator when it is imported; without one it must be told.
@@ -174,7 +191,7 @@ def _library(device: torch.device, strategy: str) -> Any:
     try:
         library = import_module("deepspeed")
     except ImportError as problem:
-        remedy = "pip install dsplan[deepspeed], or use the same sharding without it: strategy 'fsdp'"
+        remedy = "pip install dsplan[deepspeed], or use backend 'native', which shards the same without it"
         raise BackendMissing(f"strategy {strategy!r} needs DeepSpeed ({problem}); {remedy}") from None
     # DeepSpeed calls collectives by names that newer torch deprecates; a script's author can do nothing about it.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)

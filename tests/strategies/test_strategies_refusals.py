@@ -129,7 +129,7 @@ def test_zero_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     message = refusal(initialize, TinyModel(), plan=Recipe(strategy="zero2").plan())
     assert "pip install dsplan[deepspeed]" in message
-    assert "'fsdp'" in message
+    assert "backend 'native'" in message
 
 
 def test_optimizers_that_no_library_here_has(monkeypatch: pytest.MonkeyPatch) -> None:
