@@ -53,12 +53,12 @@ def publish(directory: Path, name: str, keep_last: int | None) -> None:
     _sync(temporary(directory, name))
     os.rename(temporary(directory, name), directory / name)
     replace_text(directory / LATEST, name + "\n")
-    step = _order(directory / name)[0]
     older = [path for path in published(directory) if path.name != name]
-    unwanted = [] if keep_last is None else older[max(0, keep_last - 1) :]
-    for path in older:
-        if path in unwanted or _order(path)[0] == step:
-            _remove(path)
+    replaced = [path for path in older if _order(path)[0] == _order(directory / name)[0]]
+    others = [path for path in older if path not in replaced]
+    unwanted = [] if keep_last is None else others[max(0, keep_last - 1) :]
+    for path in (*replaced, *unwanted):
+        _remove(path)
 
 
 def published(directory: Path) -> list[Path]:

@@ -63,7 +63,7 @@ class Restore:
 
     def _state_room(self, place: Place, key: str, name: str, saved: TensorStorageMetadata) -> dict[str, Any]:
         dtype = saved.properties.dtype
-        if place.is_number(key, saved.size):
+        if self._is_number(place, key, saved.size):
             return {name: torch.empty((), dtype=dtype)}
         if saved.size == place.shape:
             return {name: place.saved(self._states.room_for(place, key, dtype))}
@@ -72,11 +72,14 @@ class Restore:
             raise self._broken(problem, "resume on one rank, or under ddp")
         return {name: torch.empty(saved.size, dtype=dtype, device=place.tensor.device)}
 
+    def _is_number(self, place: Place, key: str, shape: torch.Size) -> bool:
+        return place.is_number(key, shape) or key in self._numbers
+
     def _formed(self, place: Place, key: str, value: Any, old: Any) -> Any:
         """A state as this optimizer keeps it: numbers as it does, tensors where its implementation wants them."""
         if isinstance(value, PartOfTensor):
             return value.run
-        if not isinstance(value, torch.Tensor) or not place.is_number(key, value.shape):
+        if not isinstance(value, torch.Tensor) or not self._is_number(place, key, value.shape):
             return value
         if isinstance(old, torch.Tensor):
             return value.to(old)

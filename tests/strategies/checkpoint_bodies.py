@@ -101,3 +101,88 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
                 whole[place] = load_file(folder / box["file"])[box["key"]]
             found[name] = whole
     return found
+
+
+def random_numbers_after_saving(recipe: Recipe, directory: str) -> list[float]:
+    """Numbers that this rank draws next, of states that differ between ranks."""
+    engine = training_bodies.make_engine(recipe)
+    torch.manual_seed(100 + engine.environment.rank)
+    engine.save_checkpoint(directory)
+    return torch.rand(3).tolist()
+
+
+def random_numbers_after_loading(recipe: Recipe, directory: str) -> list[float]:
+    engine = training_bodies.make_engine(recipe)
+    torch.manual_seed(7)
+    engine.load_checkpoint(directory)
+    return torch.rand(3).tolist()
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    """Sixty samples, each its own number."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+def _with_data(recipe: Recipe) -> Any:
+    torch.manual_seed(1)
+    engine, *_ = training_bodies.initialize(model=torch.nn.Linear(1, 1), plan=recipe.plan(), training_data=Numbers())
+    return engine
+
+
+def _two_steps(engine: Any) -> list[list[float]]:
+    found = []
+    for place, batch in enumerate(engine.dataloader):
+        found.append(batch.flatten().tolist())
+        engine.backward(engine(batch).mean())
+        engine.step()
+        if place == 1:
+            break
+    return found
+
+
+def batches_after_saving(recipe: Recipe, directory: str) -> list[list[float]]:
+    """This rank's samples of the third and fourth step."""
+    engine = _with_data(recipe)
+    batches = iter(engine.dataloader)
+    found = []
+    for step in range(4):
+        batch = next(batches)
+        if step >= 2:
+            found.append(batch.flatten().tolist())
+        engine.backward(engine(batch).mean())
+        engine.step()
+        if step == 1:
+            engine.save_checkpoint(directory)
+    return found
+
+
+def batches_after_loading(recipe: Recipe, directory: str) -> list[list[float]]:
+    engine = _with_data(recipe)
+    engine.load_checkpoint(directory)
+    return _two_steps(engine)
+
+
+def export_gpt2(recipe: Recipe, directory: str) -> dict[str, torch.Tensor]:
+    """Export a small GPT-2 three ways; its weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import dsplan
+
+    torch.manual_seed(2)
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=1))
+    engine, *_ = training_bodies.initialize(model=model, plan=recipe.plan())
+    top = Path(directory)
+    engine.export(top / "whole")
+    engine.export(top / "sharded", dtype="bf16", max_shard_bytes=4000)
+    engine.save_checkpoint(top / "checkpoints")
+    if engine.is_main:
+        dsplan.export_checkpoint(top / "checkpoints", top / "from a checkpoint", dtype="bf16")
+    torch.distributed.barrier()
+    with engine.whole_parameters():
+        return {name: value.detach().clone() for name, value in model.named_parameters()}
