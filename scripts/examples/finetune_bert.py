@@ -1,7 +1,7 @@
 """BERT learns which package of Python's standard library a passage is from; the same script under every strategy.
 
     dsplan run scripts/examples/finetune_bert.py                        # from random weights
-    dsplan run scripts/examples/finetune_bert.py --start bert           # from what pretrain_bert.py exported
+    dsplan run scripts/examples/finetune_bert.py --pretrained bert      # from what pretrain_bert.py exported
     dsplan run --strategy zero2 scripts/examples/finetune_bert.py --backend native
 
 The loss is the same under DDP, FSDP2 and every ZeRO stage. At the end it is tested on passages that it has not
@@ -41,7 +41,7 @@ def accuracy(engine: Any, passages: Passages) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--start", help="a folder that from_pretrained reads; default: random weights")
+    parser.add_argument("--pretrained", help="a folder that from_pretrained reads; default: random weights")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--global-batch", type=int, default=32, help="passages per optimizer step, over all ranks")
     parser.add_argument("--sequence-length", type=int, default=128)
@@ -50,8 +50,8 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    if options.start:
-        model = BertForSequenceClassification.from_pretrained(options.start, num_labels=len(PACKAGES))
+    if options.pretrained:
+        model = BertForSequenceClassification.from_pretrained(options.pretrained, num_labels=len(PACKAGES))
     else:
         config = bert_config(options.sequence_length)
         config.num_labels = len(PACKAGES)

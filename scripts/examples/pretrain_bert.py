@@ -1,7 +1,7 @@
 """BERT learns to fill in hidden bytes of Python's standard library; `finetune_bert.py` goes on from what it exports.
 
 dsplan run scripts/examples/pretrain_bert.py --out bert
-dsplan run scripts/examples/finetune_bert.py --start bert
+dsplan run scripts/examples/finetune_bert.py --pretrained bert
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ def test_bert_is_fine_tuned_from_what_pretraining_exported(ranks: RankPool, tmp_
     assert losses[-1] < losses[0] - 0.1
     assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json"}
     fresh = train(ranks, "finetune_bert", "ddp", tmp_path / "fresh")
-    tuned = train(ranks, "finetune_bert", "ddp", tmp_path / "tuned", "--start", str(out))
+    tuned = train(ranks, "finetune_bert", "ddp", tmp_path / "tuned", "--pretrained", str(out))
     assert tuned[0] != pytest.approx(fresh[0], rel=1e-4), "it does not begin with random weights"
-    assert train(ranks, "finetune_bert", "native zero2", tmp_path / "zero2", "--start", str(out)) == pytest.approx(
+    assert train(ranks, "finetune_bert", "native zero2", tmp_path / "zero2", "--pretrained", str(out)) == pytest.approx(
         tuned, rel=1e-5
     )
 
