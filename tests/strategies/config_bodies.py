@@ -87,3 +87,12 @@ def plain_by_config(recipe: Recipe, config: Mapping[str, Any]) -> ByConfig:
         losses.append(loss.item())
     parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return ByConfig(trained=Trained(losses=losses, parameters=parameters), rates=rates, start=start)
+
+
+def refusal_of(recipe: Recipe, config: Mapping[str, Any]) -> str:
+    """What `initialize` says of a config that it refuses; empty where it does not."""
+    try:
+        initialize(model=TinyModel(), plan=recipe.plan(), config=config)
+    except dsplan.DsplanError as problem:
+        return str(problem)
+    return ""

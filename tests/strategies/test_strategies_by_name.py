@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import config_bodies
@@ -40,7 +42,10 @@ def recipe_of(strategy: str) -> Recipe:
             for strategy in ("ddp", "fsdp", "zero2", "native zero1", "native zero2", "native zero3")
         ),
         *((strategy, of("Lion", lr=1e-3, weight_decay=0.1)) for strategy in ("fsdp", "zero1", "native zero3")),
-        *((strategy, of("Muon", lr=1e-2, adam_lr=1e-3)) for strategy in ("ddp", "native zero1", "native zero3")),
+        *(
+            (strategy, of("Muon", lr=1e-2, adam_lr=1e-3))
+            for strategy in ("ddp", "fsdp", "native zero1", "native zero3")
+        ),
         (
             "native zero2",
             {
@@ -62,10 +67,15 @@ def test_a_config_trains_as_plain_torch_does(pool_of: PoolOf, strategy: str, con
     expected = config_bodies.plain_by_config(recipe, config)
     for ran in pool_of(strategy).run(config_bodies.train_by_config, recipe, config):
         assert ran.rates == pytest.approx(expected.rates, rel=1e-12)
-        assert ran.trained.losses == pytest.approx(expected.trained.losses, rel=1e-5)
+        assert ran.trained.losses == pytest.approx(expected.trained.losses, rel=loss_tolerance(config))
         for name, parameter in expected.trained.parameters.items():
             off = (ran.trained.parameters[name] - parameter).norm()
             assert off <= tolerance(config) * (parameter - expected.start[name]).norm(), name
+
+
+def loss_tolerance(config: Mapping[str, Any]) -> float:
+    """Relative, of losses: sums round by 2^-24 each; torch's Muon makes steps in bf16, which rounds by 2^-9."""
+    return 2**-10 if config["optimizer"]["type"] == "Muon" else 1e-5
 
 
 def tolerance(config: Mapping[str, Any]) -> float:
@@ -148,7 +158,7 @@ def test_muon_steps_matrices_and_adamw_the_rest() -> None:
 def test_optimizers_that_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch, name: str, params: Mapping[str, Any], words: str
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr("strategies.registered.OF_OPTIMIZERS._own", {"wrongkind": lambda parameters: 3})
     with pytest.raises(DsplanError) as caught:
         optimizer_by_name(NamedParts(name=name, params=params))([nn.Parameter(torch.zeros(2))])
@@ -185,3 +195,15 @@ def test_what_the_script_brings_comes_before_what_the_config_names() -> None:
     )
     assert isinstance(optimizer, Lion)
     assert isinstance(scheduler, torch.optim.lr_scheduler.ConstantLR)
+
+
+def test_an_optimizer_that_deepspeed_has_not_got_is_named(deepspeed_ranks: RankPool) -> None:
+    message = deepspeed_ranks.run(config_bodies.refusal_of, recipe_of("zero1"), of("ZeroOneAdam"))[0]
+    assert message.startswith("config: this DeepSpeed has no optimizer ZeroOneAdam; use AdamW, or one of its own: ")
+
+
+def test_8_bit_optimizers_are_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", SimpleNamespace(AdamW8bit=torch.optim.RAdam))
+    made = optimizer_by_name(NamedParts(name="adamw_8bit", params={"lr": 0.5}))([nn.Parameter(torch.zeros(2))])
+    assert isinstance(made, torch.optim.RAdam)
+    assert made.defaults["lr"] == 0.5
