@@ -29,32 +29,49 @@ from strategies.zero.swap_file import on_disk
 if TYPE_CHECKING:
     from strategies.base import Engine
 
+_OTHER = LAYERS.index("other tensors")
+
 
 class TimelineTracker(StorageTracker):
     """A storage tracker that notes every change of the live bytes of a device, by layer."""
 
     def __init__(self, engine: Engine) -> None:
         self._device = engine.device
-        self._layer = "other tensors"
-        self._layer_of: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._layer = LAYERS[_OTHER]
+        self._held: dict[weakref.ref[torch.UntypedStorage], tuple[int, int]] = {}  # layer and bytes
         self._live = [0] * len(LAYERS)
+        self._has_begun = False
         self._began = time.perf_counter()
-        self.samples: list[Sample] = []
+        self._samples: list[Sample] = []
+        self._met_late: list[tuple[int, int]] = []  # at which sample, and bytes
         super().__init__()
         states = engine.state_tensors()
         for layer, name in zip(LAYERS, STATES, strict=False):
             self._layer = layer
             for tensor in states[name]:
                 self._observe(tensor, was_alive=True)
-        self._layer = "other tensors"
+        self._layer = LAYERS[_OTHER]
         for tensor in reachable_tensors():
             self._observe(tensor, was_alive=True)
-        self.samples.clear()
+        self._samples.clear()
+        self._has_begun, self._began = True, time.perf_counter()
         self._note()
+
+    def samples(self) -> tuple[Sample, ...]:
+        """The live bytes at every moment at which they changed."""
+        late = list(self._met_late)
+        raised: list[Sample] = []
+        added = 0
+        for place, sample in reversed(list(enumerate(self._samples))):
+            while late and late[-1][0] > place:
+                added += late.pop()[1]
+            layers = (*sample.layers[:_OTHER], sample.layers[_OTHER] + added, *sample.layers[_OTHER + 1 :])
+            raised.append(Sample(seconds=sample.seconds, layers=layers))
+        return tuple(reversed(raised))
 
     def enter(self, section: str) -> Mark:
         """From now on what is made belongs to a section."""
-        self._layer = section if section in LAYERS else "other tensors"
+        self._layer = section if section in LAYERS else LAYERS[_OTHER]
         return Mark(seconds=time.perf_counter() - self._began, name=section)
 
     def _observe(self, tensor: torch.Tensor, *, was_alive: bool) -> None:
@@ -64,24 +81,30 @@ class TimelineTracker(StorageTracker):
     def _measure(self, storage: torch.UntypedStorage, *, raises_past_peak: bool = False) -> None:
         if storage.device.type != self._device.type:
             return
-        before = self.live_bytes
         super()._measure(storage, raises_past_peak=raises_past_peak)
-        reference = weakref.ref(storage)
-        layer = self._layer_of.setdefault(reference, LAYERS.index(self._layer))
-        if self.live_bytes != before:
-            self._live[layer] += self.live_bytes - before
-            self._note()
+        reference = weakref.ref(storage, self._forget)
+        # What was there all along and is met only now belongs to every moment so far.
+        is_late = raises_past_peak and self._has_begun
+        present = _OTHER if is_late else LAYERS.index(self._layer)
+        layer, before = self._held.get(reference, (present, 0))
+        size = self._sizes[reference]
+        if is_late:
+            self._met_late.append((len(self._samples), size))
+        # Writing to a key that is there keeps the reference that was made first, which is the one that is called back.
+        self._held[reference] = (layer, size)
+        self._change(layer, size - before)
 
-    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        before = self.live_bytes
-        super()._died(reference)
-        layer = self._layer_of.pop(reference, None)
-        if layer is not None and self.live_bytes != before:
-            self._live[layer] += self.live_bytes - before
+    def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        layer, size = self._held.pop(reference, (0, 0))
+        self._change(layer, -size)
+
+    def _change(self, layer: int, added: int) -> None:
+        if added:
+            self._live[layer] += added
             self._note()
 
     def _note(self) -> None:
-        self.samples.append(Sample(seconds=time.perf_counter() - self._began, layers=tuple(self._live)))
+        self._samples.append(Sample(seconds=time.perf_counter() - self._began, layers=tuple(self._live)))
 
 
 class _Sections(Observer):
@@ -95,7 +118,7 @@ class _Sections(Observer):
         self.marks.append(self._tracker.enter(section))
 
     def ends(self, section: str) -> None:
-        self._tracker.enter("other tensors")
+        self._tracker.enter(LAYERS[_OTHER])
 
 
 @contextmanager
@@ -114,13 +137,14 @@ def memory_timeline(engine: Engine, path: str | Path) -> Iterator[None]:
             yield
     finally:
         engine.observers.remove(sections)
-    engine.counted_peak_bytes = max(tracker.peak_bytes, engine.counted_peak_bytes or 0)
     chosen = engine.configuration
+    samples = tracker.samples()
+    engine.counted_peak_bytes = max(sum(sample.layers) for sample in samples)
     place = f"rank {engine.environment.rank} of {engine.environment.world_size}"
     picture = draw(
         Timeline(
             title=f"{engine.plan.model.get('name')}, {chosen.strategy} ({chosen.backend}), {place}",
-            samples=tuple(tracker.samples),
+            samples=samples,
             marks=tuple(sections.marks),
             predicted_peak_bytes=engine.plan.memory.peak_allocated_bytes,
         )

@@ -13,6 +13,7 @@ LAYERS = ("weights and buffers", "gradients", "optimizer states", "other tensors
 _COLOURS = ("#3b6ea5", "#c9703a", "#6a9a5b", "#b8b8b8", "#e3b23c", "#b5524f", "#8a6bb0")
 _WIDTH, _HEIGHT = 960, 480
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90, 20, 50, 90
+_LABEL = 60
 _COLUMNS = 600
 """A column of the picture shows the largest of its moments."""
 
@@ -124,13 +125,17 @@ def _axes(scale: _Scale) -> list[str]:
 
 def _sections(marks: Sequence[Mark], scale: _Scale) -> list[str]:
     parts = []
+    rows = {name: row for row, name in enumerate(dict.fromkeys(mark.name for mark in marks))}
+    free_from = dict.fromkeys(rows, 0.0)
     for mark in marks:
         x = scale.x(mark.seconds)
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" stroke="#555555"'
             f' stroke-dasharray="2 4"/>'
         )
-        parts.append(_text(x + 3, _TOP + 12, mark.name))
+        if x >= free_from[mark.name]:  # of many micro-batches not every one can be named
+            parts.append(_text(x + 3, _TOP + 12 + 14 * rows[mark.name], mark.name))
+            free_from[mark.name] = x + _LABEL
     return parts
 
 

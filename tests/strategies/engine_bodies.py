@@ -6,12 +6,14 @@ import math
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import training_bodies
 from training_bodies import Recipe
 
 from strategies.engine import initialize
+from strategies.timeline_svg import Timeline, draw
 
 RATE = 2e-3
 
@@ -177,14 +179,23 @@ def shapes() -> list[torch.Size]:
     return [parameter.shape for parameter in training_bodies.TinyModel().parameters()]
 
 
-def timeline(recipe: Recipe, folder: str) -> tuple[int, int]:
-    """Draw a step after three others; the peak it counted, and that of the report after it."""
+def timeline(recipe: Recipe, folder: str) -> tuple[int, int, list[tuple[int, ...]]]:
+    """Draw a step after three others; the peak it counted, that of the report after it, and the layers over time."""
     engine = engine_of(recipe)
     for step in range(3):
         training_bodies.one_step(engine, step)
-    with engine.memory_timeline(Path(folder, f"{engine.environment.rank}.svg")):
+    drawn: list[Timeline] = []
+
+    def noting(timeline: Timeline) -> str:
+        drawn.append(timeline)
+        return draw(timeline)
+
+    with (
+        mock.patch("strategies.memory_timeline.draw", noting),
+        engine.memory_timeline(Path(folder, f"{engine.environment.rank}.svg")),
+    ):
         training_bodies.one_step(engine, 3)
-    return engine.counted_peak_bytes, engine.memory_report().peak_bytes
+    return engine.counted_peak_bytes, engine.memory_report().peak_bytes, [sample.layers for sample in drawn[0].samples]
 
 
 def logged(recipe: Recipe, folder: str) -> list[float]:
