@@ -186,3 +186,22 @@ def export_gpt2(recipe: Recipe, directory: str) -> dict[str, torch.Tensor]:
     torch.distributed.barrier()
     with engine.whole_parameters():
         return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def relayed(recipe: Recipe, source: str, goal: str) -> tuple[list[float], float, int, list[float]]:
+    """Rates, loss scale and steps that were loaded (else: after two steps), and the losses of two steps; saves `goal`."""
+    section = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 20}}
+    torch.manual_seed(3)
+    engine, *_ = training_bodies.initialize(
+        model=training_bodies.TinyModel(),
+        plan=recipe.plan(),
+        config={"scheduler": section, "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}},
+    )
+    if source:
+        engine.load_checkpoint(source)
+    rates, scale, steps = engine.get_lr(), engine.loss_scale, engine.global_steps
+    losses = [training_bodies.one_step(engine, step) for step in range(steps, steps + 2)]
+    engine.save_checkpoint(goal)
+    return (
+        (rates, scale, steps, losses) if source else (engine.get_lr(), engine.loss_scale, engine.global_steps, losses)
+    )

@@ -118,6 +118,30 @@ def test_masters_and_states_stay_the_same_bits_from_hand_to_hand(on: Ranks, tmp_
             assert torch.equal(now[name], value), (who, name)
 
 
+def test_schedules_and_loss_scales_go_from_hand_to_hand(on: Ranks, tmp_path: Path) -> None:
+    relay: list[Who] = [
+        ("zero2", "native", 2),
+        ("zero1", "deepspeed", 2),
+        ("ddp", "torch", 3),
+        ("zero3", "deepspeed", 3),
+        ("zero3", "native", 2),
+    ]
+    relay = [who for who in relay if who[1] != "deepspeed" or find_spec("deepspeed") is not None]
+    rates, scales = [], []
+    for place, who in enumerate(relay):
+        source = str(tmp_path / str(place - 1)) if place else ""
+        found = on.run(who, checkpoint_bodies.relayed, recipe_of(who, "fp16"), source, str(tmp_path / str(place)))
+        rate, scale, steps, losses = found  # type: ignore[misc]
+        assert steps == max(2, 2 * place)
+        assert all(loss < 30 for loss in losses), who
+        rates.append(rate[0])
+        scales.append(scale)
+    assert rates[0] == rates[1], "as it was saved"
+    assert rates[1:] == sorted(set(rates)), "the warmup goes on"
+    assert scales[:2] == [256.0, 256.0]
+    assert scales[-1] > 256.0, "it grows after three steps without an overflow, whoever took them"
+
+
 @pytest.mark.slow
 def test_the_whole_matrix(tmp_path: Path) -> None:
     """Nine ways of training on one to four ranks, each from the checkpoints of all: 1,296 pairs."""
