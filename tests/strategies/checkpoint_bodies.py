@@ -189,7 +189,7 @@ def export_gpt2(recipe: Recipe, directory: str) -> dict[str, torch.Tensor]:
 
 
 def relayed(recipe: Recipe, source: str, goal: str) -> tuple[list[float], float, int, list[float]]:
-    """Rates, loss scale and steps that were loaded (else: after two steps), and the losses of two steps; saves `goal`."""
+    """What was loaded (else: what is after two steps) of rates, scale and steps, and two losses; saves `goal`."""
     section = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 20}}
     torch.manual_seed(3)
     engine, *_ = training_bodies.initialize(
