@@ -12,6 +12,7 @@ from planner.memory.parked_inputs import parked_inputs
 from planner.memory.recipe import recipe_of
 from planner.timing.efficiency import DeviceRates
 from planner.timing.layout import Layout
+from planner.timing.optimizer import STEP_BYTES
 from planner.timing.overlap import SERIAL_SLOWDOWN, SLOWDOWN, exposed_seconds
 
 PCIE_X16_BYTES_PER_S = {3: 12 * GB, 4: 24 * GB, 5: 55.4 * GB, 6: 55.4 * GB}
@@ -63,16 +64,23 @@ def cpu_optimizer_seconds(job: Job, parameters: float) -> float:
     """AdamW over one rank's parameters on its share of the node's cores.
 
     torch's measured rate stands for DeepSpeed's kernel times the quotient of the two published ones. Our own ZeRO steps
-    with torch's fused kernel, whose rate counts where it was measured.
+    with torch's fused kernel, whose rate counts where it was measured; elsewhere it is that of torch's loop over
+    tensors, by the bytes that each of them moves.
     """
-    cluster, backend = job.cluster, job.configuration.backend
-    compiled, factor = backend == "deepspeed", cluster.factors.cpu_optimizer
-    curve = (cluster.rates.cpu_optimizer_fused if backend == "native" else None) or cluster.rates.cpu_optimizer
+    cluster, configuration = job.cluster, job.configuration
+    factor, fused = cluster.factors.cpu_optimizer, cluster.rates.cpu_optimizer_fused
+    steps_fused = configuration.backend == "native" and configuration.optimizer in ("adamw", "adamw-fused")
+    if steps_fused and fused is not None:
+        return fused.seconds(parameters) / factor
+    faster = STEP_BYTES["adamw"] / STEP_BYTES["adamw-fused"] if steps_fused else 1.0
+    compiled = configuration.backend == "deepspeed"
+    curve = cluster.rates.cpu_optimizer
     if curve is not None:
-        faster = CPU_ADAM_PARAMETERS_PER_S / TORCH_CPU_ADAM_PARAMETERS_PER_S
-        return curve.seconds(parameters) / factor / (faster if compiled and not cluster.device.is_cpu else 1)
+        if compiled and not cluster.device.is_cpu:
+            faster = CPU_ADAM_PARAMETERS_PER_S / TORCH_CPU_ADAM_PARAMETERS_PER_S
+        return curve.seconds(parameters) / factor / faster
     cores = cluster.host_cores_per_node or CPU_ADAM_CORES
-    whole = CPU_ADAM_PARAMETERS_PER_S if compiled else TORCH_CPU_ADAM_PARAMETERS_PER_S
+    whole = CPU_ADAM_PARAMETERS_PER_S if compiled else faster * TORCH_CPU_ADAM_PARAMETERS_PER_S
     return parameters / (factor * whole * min(1.0, cores / CPU_ADAM_CORES) / cluster.gpus_per_node)
 
 

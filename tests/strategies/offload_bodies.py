@@ -6,6 +6,7 @@ threads.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ import zero_bodies
 from torch import nn
 from training_bodies import Recipe
 
+from planner.models.storage_tracker import StorageTracker
 from strategies.engine import initialize
+from strategies.reachable import reachable_tensors
 from strategies.zero.copies import DOWN, UP, ThreadCopies
 from strategies.zero.offload import Offload
 from strategies.zero.settings import OffloadSettings
@@ -264,6 +267,20 @@ def evaluated_and_changed(how: How) -> tuple[float, float, list[float]]:
     engine.optimizer.param_groups[0].update(lr=0.0)
     training_bodies.one_step(engine, 1)
     return evaluated, inside, training_bodies.whole_parameters(engine)["blocks.1.up.weight"].unique().tolist()
+
+
+def live_between_steps(how: How) -> tuple[int, int]:
+    """Live bytes after two steps, and the model's elements."""
+    engine = how.engine(zero_bodies.WideModel(), lambda parameters: torch.optim.AdamW(parameters, lr=2e-3))
+    x = torch.ones(1, 8)
+    gc.collect()
+    held = [tensor for tensor in reachable_tensors() if zero_bodies._belongs_to(tensor, engine)]
+    with StorageTracker(held) as tracker:
+        for _ in range(2):
+            engine.backward(engine(x))
+            engine.step()
+        live = tracker.live_bytes
+    return live, sum(parameter.numel() for parameter in engine.module.parameters())
 
 
 def on_disk(how: How) -> tuple[list[str], int, int, bool]:
