@@ -136,7 +136,7 @@ def test_checkpoints_go_on_with_and_without_offload(ranks: RankPool, tmp_path: P
 @pytest.mark.parametrize(("strategy", "precision"), [*product(("zero2", "zero3"), ("fp32", "bf16"))])
 def test_live_bytes_fall_by_masters_and_moments(strategy: str, precision: str, ranks: RankPool, tmp_path: Path) -> None:
     """Weights alone stay in memory: all of them in stage 2, half of them on each of two ranks in stage 3. States too
-    small for a place in the file, and the steps' counts, take 64 KiB, where masters and moments would be 8 to 25 MB."""
+    small for a place in the file, and the steps' counts, take 64 KiB, where masters and moments would be 8 to 13 MB."""
     asked = how(strategy, "nvme", tmp_path, apart=False, precision=precision)
     width = 2 if precision == "bf16" else 4
     for live, elements in ranks.run(offload_bodies.live_between_steps, asked):
