@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -256,3 +257,44 @@ CASES = {
         call=lambda model, x, step: functional.softplus(model(functional.layer_norm(x, (WIDTH,)))),
     ),
 }
+
+
+def _hugging_face(kind: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """A tiny transformers model with its head for text, without dropout."""
+
+    def build() -> nn.Module:
+        import transformers
+
+        config = transformers.AutoConfig.for_model(kind, vocab_size=50, **sizes)
+        auto = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
+        model: nn.Module = auto.from_config(config)
+        return model
+
+    return build
+
+
+def _text(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+    ids = (x * 10).long() % 50
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+_LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+TRANSFORMERS = {
+    "gpt2, tied ends": _hugging_face(
+        "gpt2", n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    ),
+    "t5, encoder and decoder": _hugging_face(
+        "t5", d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+    ),
+    "mixtral, experts": _hugging_face("mixtral", **_LLAMA, num_local_experts=4, num_experts_per_tok=2),
+    "llama, rotary buffers": _hugging_face("llama", **_LLAMA),
+}
+if find_spec("transformers") is not None:
+    CASES.update({name: Case(build=build, call=_text) for name, build in TRANSFORMERS.items()})
