@@ -70,7 +70,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--accumulations", nargs="*", type=int, default=[1, 4])
     parser.add_argument("--only", nargs="*", metavar="STRATEGY-BACKEND", help="these engines alone")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each turn")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each turn; half of several micro-batches")
     parser.add_argument("--turns", type=int, default=100, help="turns of each setting at most")
     parser.add_argument("--minutes", type=float, default=18.0, help="no turn begins that would not end by then")
     parser.add_argument("--bytes", action="store_true", help="measure live bytes, not seconds")
@@ -134,8 +134,9 @@ def _times(
             began = time.perf_counter()
             if turn and began + longest[setting] > ends:
                 continue
+            steps = arguments.steps if setting.accumulation == 1 else max(2, arguments.steps // 2)
             for engine in engines if turn % 2 == 0 else reversed(engines):
-                ranks = pools.run(engine[1], time_subject, subject_of(setting, *engine), arguments.steps, threads)
+                ranks = pools.run(engine[1], time_subject, subject_of(setting, *engine), steps, threads)
                 timed.setdefault((setting, engine), []).extend(mean_over_ranks(ranks))
             if psutil.virtual_memory().available < _ENOUGH_BYTES:
                 pools.renew()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,8 +36,8 @@ torch runs it on a CPU; micro-batch 1 of 128 words (14 M) or 64 (101 M).
 
 {seconds}
 
-Medians over {steps} timed steps of each engine in each setting, in {turns} turns; nothing else ran on the machine. The
-file has the fastest and the slowest step of each engine, and what forward, backward and optimizer took.
+Medians over {steps} timed steps of each engine in each setting, in {turns} turns. The file has the fastest and the
+slowest step of each engine, and what forward, backward and optimizer took.
 
 ## Live bytes of a rank, gpt2-101m, one micro-batch per step
 
@@ -85,7 +86,8 @@ def _range(numbers: list[int]) -> str:
 
 
 def _settings(rows: list[Row]) -> list[Setting]:
-    return list(dict.fromkeys(row.setting for row in rows))
+    """From the smallest to the largest."""
+    return sorted({row.setting for row in rows}, key=lambda one: (PARAMETERS[one.model], *astuple(one)[1:]))
 
 
 def _seconds(row: Row) -> tuple[float, str]:
@@ -112,7 +114,7 @@ def _against(rows: Rows, settings: list[Setting], value: Callable[[Row], tuple[f
             cells.append(f"{our_text} / {their_text} = {ours / theirs:.2f}")
         names = (setting.model, setting.precision, str(setting.accumulation), str(setting.ranks))
         yield "| " + " | ".join([*names, *cells]) + " |"
-    for name, choose in (("median", statistics.median), ("largest", max)):
+    for name, choose in (("median", statistics.median), ("largest", max)) if len(settings) > 1 else ():
         yield f"| **{name}** | | | | " + " | ".join(f"**{choose(found):.2f}**" for found in ratios.values()) + " |"
 
 
@@ -124,7 +126,7 @@ def _peak_ratios(rows: Rows, ours: list[Row], title: str) -> list[float]:
 def _states(rows: list[Row]) -> Iterator[str]:
     yield "| stage | precision | ranks | between steps | measured | | with gradients | measured | |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row.ranks, row.precision, row.strategy)):
         between, full = arithmetic(row.strategy, row.precision, row.ranks, PARAMETERS[row.model])
         cells = [row.strategy, row.precision, str(row.ranks)]
         for said, found in ((between, row.resident_bytes), (full, row.states_bytes)):

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
-@pytest.mark.parametrize("script", ["build_cli_reference", "build_recommendation_table", "build_accuracy_report"])
+@pytest.mark.parametrize(
+    "script", ["build_cli_reference", "build_recommendation_table", "build_accuracy_report", "build_zero_report"]
+)
 def test_generated_pages_are_fresh(script: str) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / f"{script}.py", "--check"], capture_output=True, text=True, check=False
