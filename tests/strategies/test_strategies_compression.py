@@ -5,10 +5,12 @@ from __future__ import annotations
 import compression_bodies
 import pytest
 import torch
+import zero_bodies
 from compression_bodies import TextRun
 from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
+from planner.compression import ERROR_BYTES
 from strategies.base import TrainingParts
 from strategies.compression import gradient_travel
 from strategies.config import read_config
@@ -128,6 +130,21 @@ def test_bytes_on_the_wire_fall_as_the_arithmetic_says(strategy: str, compressio
         assert sent == ways * width * elements / 2
 
 
+@pytest.mark.parametrize("strategy", STAGES)
+def test_errors_take_two_bytes_of_what_the_others_own(strategy: str, ranks: RankPool) -> None:
+    """Between steps, as `planner/compression.py` counts them."""
+
+    def between(compression: str) -> dict[str, int]:
+        config = {"communication": compression_bodies.SETTINGS[compression]}
+        live: dict[str, int] = ranks.run(zero_bodies.live_states, recipe_of(strategy), config)[0]
+        return live
+
+    plain, compressed = between("none"), between("int8")
+    forgetful = between("int8 without feedback")
+    assert compressed["between"] - plain["between"] == pytest.approx(ERROR_BYTES * plain["all"] / 2, rel=0.01)
+    assert forgetful["between"] == plain["between"]
+
+
 @pytest.fixture(scope="module")
 def uncompressed(ranks: RankPool) -> list[float]:
     losses: list[float] = ranks.run(
@@ -147,12 +164,12 @@ def uncompressed(ranks: RankPool) -> list[float]:
 def test_real_text_is_learned_as_without_compression(
     strategy: str, compression: str, uncompressed: list[float], ranks: RankPool
 ) -> None:
-    """Forty steps over Python's standard library take the loss from 4.6 to 3.7; the largest difference that any of
-    these ways made to one of its steps was 0.0005."""
+    """Forty steps over Python's standard library take the loss from 4.85 to 3.69; the largest difference that any of
+    these ways made to one of its steps was 0.0016. A thousandth of the loss is allowed."""
     run = TextRun(recipe=recipe_of(strategy), compression=compression)
     losses = ranks.run(compression_bodies.learn_text, run)[0]
     assert uncompressed[-1] < uncompressed[0] - 0.7
-    assert losses == pytest.approx(uncompressed, abs=0.002)
+    assert losses == pytest.approx(uncompressed, rel=0.001)
     assert losses != uncompressed, "nothing was rounded"
 
 
