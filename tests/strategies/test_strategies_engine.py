@@ -140,8 +140,9 @@ def test_a_timeline_shows_the_peak_of_a_step(strategy: str, pool_of: PoolOf, tmp
         before, after = layers[0], layers[-1]
         assert after[:3] == before[:3], "states are there before and after"
         assert min(before[0], before[2]) > 0
-        assert sum(after) < 0.7 * peak, "what forward and backward made is gone"
-        assert max(sample[4] for sample in layers) > 0.2 * peak, "activations"
+        rise = peak - sum(before)  # engines of other tests may be alive in these processes
+        assert sum(after) - sum(before) < 0.2 * rise, "what forward and backward made is gone"
+        assert max(sample[4] for sample in layers) > 0.3 * rise, "activations"
         picture = ElementTree.parse(tmp_path / f"{rank}.svg").getroot()
         texts = [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}text")]
         assert f"rank {rank} of 2" in texts[0]
