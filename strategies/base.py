@@ -234,7 +234,7 @@ class Engine(ABC):
             asynchronous: return when all is copied to host memory and write meanwhile; None: what the config says.
                 The next call waits for it, and raises what went wrong with it.
             keep_last: how many of the newest checkpoints stay; None: what the config says, else all.
-            save: called on every rank with the engine and a folder, writes the tensors its own way instead.
+            save: called on every rank with the engine and a folder, writes the tensors its own way instead, at once.
 
         Raises:
             BrokenFile: it cannot be written; the checkpoints that are there are as they were.

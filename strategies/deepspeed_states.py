@@ -41,8 +41,6 @@ class DeepSpeedStates(States):
         super().__init__(module, zero.optimizer)
         self._zero = zero
         self._is_stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
-        if self._is_stage_3:
-            zero.checkpoint_event_prologue()
         self._runs: dict[torch.Tensor, Run] = dict(_split_runs(zero) if self._is_stage_3 else _cut_runs(zero))
         names = self.names.of_parameters()
         self._by_name = {names[parameter]: run for parameter, run in self._runs.items()}
@@ -107,6 +105,7 @@ class DeepSpeedStates(States):
         if not self._is_stage_3:
             zero.update_lp_params()
             return
+        zero.checkpoint_event_prologue()
         for index in range(len(zero.fp32_partitioned_groups_flat)):
             zero._reassign_or_swap_out_partitioned_parameters(index)
         if zero.persistent_parameters:

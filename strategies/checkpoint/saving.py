@@ -61,12 +61,12 @@ class Saver:
         target = self._target(directory, what.step, options.keep_last)
         try:
             text = everywhere(what.state)
-            write = (
-                _custom(options.custom) if options.custom else self._planned(target, everywhere(what.tensors), options)
-            )
+            if options.custom is None:
+                write = self._planned(target, everywhere(what.tensors), options)
+            else:
+                write = _written_by(options.custom, target)
         except BaseException:
-            if self._environment.is_main:
-                folder.discard(directory, target.name)
+            self._discard(target)
             raise
         if self._environment.is_main:
             write = _with_text(write, text)
@@ -92,7 +92,15 @@ class Saver:
         except BaseException:
             writing.cancel()
             raise
-        on_rank_zero(writing.require_published)
+        try:
+            on_rank_zero(writing.require_published)
+        except BaseException:
+            self._discard(writing.target)
+            raise
+
+    def _discard(self, target: Target) -> None:
+        if self._environment.is_main:
+            folder.discard(target.directory, target.name)
 
     def _target(self, directory: Path, step: int, keep_last: int | None) -> Target:
         def make_room() -> str:
@@ -137,12 +145,17 @@ class Saver:
                 print(problem, file=sys.stderr)
 
 
-def _custom(function: Callable[[Path], object]) -> Write:
-    def write(temporary: Path) -> Mapping[str, FileSum]:
-        function(temporary)
-        return {}
+def _written_by(function: Callable[[Path], object], target: Target) -> Write:
+    """Let a script's function write, now and on this thread: it reads the weights as they are, and may communicate."""
 
-    return write
+    def attempt() -> None:
+        try:
+            function(target.temporary)
+        except OSError as problem:
+            raise unwritable(target.path, problem) from None
+
+    everywhere(attempt)
+    return lambda temporary: {}
 
 
 def _with_text(write: Write, text: str) -> Write:
