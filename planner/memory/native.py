@@ -23,6 +23,7 @@ from planner.memory.ledger import Ledger
 from planner.memory.native_offload import shares_of, weights_are_whole, window_bytes
 from planner.memory.optimizer_step import tensor_step_temporaries
 from planner.memory.recipe import Recipe
+from planner.memory.undivided import steps_whole_tensors
 from planner.memory.units import shards_of, units_of
 from planner.zero_buckets import NATIVE_STEP_RUNS, native_buckets
 
@@ -85,11 +86,15 @@ class NativeHolding:
         """The step, with gradients in the masters' dtype; on the host it takes memory of the device's where that is a
         CPU."""
         shares, width = self._shares, self._recipe.master or self._recipe.weight
-        temporaries = tensor_step_temporaries(self._job, shards_of(self._job), width)
+        is_whole = steps_whole_tensors(self._job.configuration)
+        stepped = units_of(self._job) if is_whole else shards_of(self._job)
+        temporaries = tensor_step_temporaries(self._job, stepped, width)
         moments = [Ledger()]
         if shares.here > 0:
             share = shares.here / shares.local
-            widened = width * max(shares.here / NATIVE_STEP_RUNS, min(self._bucket / self._ranks, shares.here))
+            run = max(shares.here / NATIVE_STEP_RUNS, min(self._bucket / self._ranks, shares.here))
+            # Whole tensors are stepped at once, when each has let go of its narrow gradient.
+            widened = (width - self._recipe.gradient) * shares.here if is_whole else width * run
             gradients = self._recipe.gradient * shares.here + (widened if width != self._recipe.gradient else 0.0)
             moments.append(Ledger(gradients=gradients, temporaries=temporaries * share))
         if shares.away and self._staying == 1.0:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from planner.job import Job
 from planner.memory.recipe import Recipe
+from planner.memory.undivided import largest_share
 from planner.memory.zero_offload import HostBuffers
 from planner.memory.zero_partition import tensors_of
 from planner.zero_buckets import native_buckets
@@ -68,8 +69,9 @@ def shares_of(job: Job) -> NativeShares:
     is_cpu, hidden = job.cluster.device.is_cpu, job.facts.hidden_size
     limit = native_buckets(configuration.zero_stage, hidden_size=hidden, on_cpu=is_cpu).reduce
     sizes = _buckets(tensors_of(job), limit)
-    away = tuple(size / configuration.dp_shard for size in _taken(sizes, ratio))
-    return NativeShares(here=sum(sizes) / configuration.dp_shard - sum(away), away=away)
+    share = largest_share(job)
+    away = tuple(size * share for size in _taken(sizes, ratio))
+    return NativeShares(here=sum(sizes) * share - sum(away), away=away)
 
 
 def native_states(job: Job, recipe: Recipe, states: States) -> States:

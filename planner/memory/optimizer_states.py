@@ -24,9 +24,9 @@ def optimizer_state_bytes(job: Job, recipe: Recipe, shards: Units) -> float:
     unless the kernel is fused."""
     optimizer = job.configuration.optimizer
     on_device = optimizer == "adamw-fused" or (job.cluster.device.is_cpu and optimizer in _COUNTS_STEPS)
-    counter = ALLOCATION_BYTES if on_device else 0
+    counter, width = ALLOCATION_BYTES if on_device else 0, recipe.master or recipe.weight
     return sum(
-        unit.repeats * sum(moment_bytes(optimizer, shape, recipe.weight) + counter for shape in unit.shapes)
+        unit.repeats * sum(moment_bytes(optimizer, shape, width) + counter for shape in unit.shapes)
         for unit in shards.every
     )
 

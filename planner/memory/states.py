@@ -13,6 +13,7 @@ from planner.job import Job
 from planner.memory.native_offload import native_states
 from planner.memory.optimizer_states import optimizer_state_bytes
 from planner.memory.recipe import Recipe
+from planner.memory.undivided import largest_share
 from planner.memory.units import shards_of, units_of
 from planner.memory.zero_offload import swapping_buffers, zero_host_buffers
 from planner.vocabulary import FSDP_STRATEGIES
@@ -63,7 +64,7 @@ def _by_arithmetic(job: Job, recipe: Recipe) -> States:
     """What is sharded is one flat partition, as DeepSpeed makes it; nothing is offloaded."""
     configuration = job.configuration
     elements = elements_on_stage(job)
-    local = elements / configuration.dp_shard
+    local = elements * largest_share(job)
     shards_weights = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
     shards_gradients = shards_weights or configuration.zero_stage == 2
     return States(
@@ -78,11 +79,11 @@ def _by_arithmetic(job: Job, recipe: Recipe) -> States:
 
 
 def _moments_per_parameter(job: Job, recipe: Recipe) -> float:
-    """Bytes. Adafactor's are sums over the rows and columns of matrices; a flat partition has none, so that it keeps a
-    whole fp32 moment there."""
+    """Bytes. Adafactor's are sums over the rows and columns of matrices; DeepSpeed's flat partition has none, so that
+    it keeps a whole fp32 moment there."""
     if job.configuration.optimizer != "adafactor":
         return recipe.state
-    if job.configuration.zero_stage:
+    if job.configuration.backend == "deepspeed":
         return 4.0
     units = units_of(job)
     return optimizer_state_bytes(job, recipe, units) / units.elements

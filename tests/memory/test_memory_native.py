@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from planner.estimate import estimate
+from planner.plan_io import plan_from_dict
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 MEASURED: Mapping[tuple[str, str], tuple[int, int]] = {
@@ -18,6 +22,13 @@ MEASURED: Mapping[tuple[str, str], tuple[int, int]] = {
     ("zero3", "bf16"): (84_100_000, 133_964_800),
 }
 """Bytes of gpt2-14m on 2 ranks between steps and at the peak, by `scripts/bench_zero.py --bytes --models gpt2-14m`."""
+
+WHOLE_TENSORS: Mapping[tuple[str, str], tuple[int, int]] = {
+    ("zero1", "fp32"): (56_210_944, 127_333_888),
+    ("zero1", "bf16"): (56_195_072, 97_683_968),
+    ("zero3", "bf16"): (28_286_464, 78_199_296),
+}
+"""The same with Adafactor, which steps every tensor whole on the rank that owns it: the busier rank."""
 
 
 @pytest.fixture
@@ -36,6 +47,19 @@ def test_the_peak_is_as_measured(strategy: str, precision: str, bench: ModuleTyp
     assert memory["peak_allocated_bytes"] == pytest.approx(peak, rel=0.06)
     states = memory["states"]
     assert states["parameters_bytes"] + states["optimizer_bytes"] == pytest.approx(resident, rel=0.02)
+
+
+@pytest.mark.parametrize(("strategy", "precision"), WHOLE_TENSORS)
+def test_whole_tensors_are_shared_out_as_measured(strategy: str, precision: str, bench: ModuleType) -> None:
+    setting = bench.Setting(model="gpt2-14m", precision=precision, accumulation=1)
+    configuration = plan_from_dict(bench.subject_of(setting, strategy, "native").plan).configuration
+    length = configuration.sequence_length
+    case = bench.Case(model="gpt2-14m", config=bench.SIZES["gpt2-14m"], strategy=strategy, world_size=2, length=length)
+    request, _ = bench.question(case, "cpu")
+    memory = estimate(request, replace(configuration, optimizer="adafactor")).memory
+    resident, peak = WHOLE_TENSORS[strategy, precision]
+    assert memory.states["parameters_bytes"] + memory.states["optimizer_bytes"] == pytest.approx(resident, rel=0.02)
+    assert memory.peak_allocated_bytes == pytest.approx(peak, rel=0.06)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
