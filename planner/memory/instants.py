@@ -82,8 +82,7 @@ class _Step:
         self._each = [self._kept(block) for block in figures.blocks]
         self._once = [block.once if keeps_all else block.handed for block in figures.blocks]
         stacks = zip(self._once, self._counts, self._each, strict=True)
-        last = (block.boundary if self._parks else NOTHING for block in figures.blocks)
-        kept = (plus(once, times(count, each), end) for (once, count, each), end in zip(stacks, last, strict=True))
+        kept = (plus(once, times(count, each)) for once, count, each in stacks)
         self._earlier = list(accumulate(kept, plus, initial=figures.before.activations))
         casts = (count * block.cast for count, block in zip(self._counts, figures.blocks, strict=True))
         self._earlier_casts = list(accumulate(casts, initial=figures.before.cast))
@@ -101,8 +100,12 @@ class _Step:
         """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one with what the
         first of them hands to the others, which is there while any of them is at work."""
         before = plus(self._earlier[place], self._once[place], times(done, self._each[place]))
-        # The input of the block at work is on the device, and that of the one that backward comes to next.
-        return plus(before, times(min(done, 2), self._figures.blocks[place].boundary)) if self._parks else before
+        # The input of the block at work is on the device.
+        return plus(before, times(min(done, 1), self._figures.blocks[place].boundary)) if self._parks else before
+
+    def _fetched(self, place: int, done: int) -> Amount:
+        """The parked input of the block that backward comes to next, which is on its way already."""
+        return self._figures.blocks[place].boundary if self._parks and done > 1 else NOTHING
 
     def _all_kept(self) -> Amount:
         return self._earlier[-1]
@@ -170,7 +173,7 @@ class _Step:
         """A block with `done` others before it in its stack, `behind` after it; beside what forward kept, the gradient
         of its output when it begins, of its input when it ends."""
         block, recomputes = self._figures.blocks[place], self._checkpointing != "none"
-        before = plus(others, self._before(place, done))
+        before = plus(others, self._before(place, done), self._fetched(place, done))
         gradients = plus(block.boundary, block.waiting, (self._waiting, 0.0))
         casts = 0.0 if recomputes else self._casts(place, done)
         instant = partial(
