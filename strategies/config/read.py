@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,14 +72,23 @@ def read_json(path: Path) -> dict[str, Any]:
         BrokenFile: the file cannot be read or is not JSON with an object at the top.
     """
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(), object_pairs_hook=_once)
     except OSError as problem:
         raise BrokenFile(path, f"cannot be read ({problem.strerror})", "give a JSON file or a dictionary") from None
     except ValueError as problem:
-        raise BrokenFile(path, f"is not JSON ({problem})", "correct it at that place") from None
+        raise BrokenFile(path, f"is not JSON ({problem})", "correct it there") from None
     if not isinstance(values, dict):
         raise BrokenFile(path, "does not hold a JSON object", 'write it as {"train_batch_size": ...}')
     return values
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are there once; of two, JSON would take the last without a word."""
+    counts = Counter(key for key, _ in pairs)
+    twice = [key for key, count in counts.items() if count > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is there twice")
+    return dict(pairs)
 
 
 def _precision(top: Fields) -> Precision | None:
