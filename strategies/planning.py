@@ -87,7 +87,7 @@ def describe(plan: Plan) -> str:
         f", {label} {value}"
         for label, value in (
             ("checkpointing", chosen.activation_checkpointing),
-            ("offload", chosen.offload),
+            ("offload", chosen.offload + ("" if chosen.offload_ratio == 1 else f" {chosen.offload_ratio:.0%}")),
             ("gradients in", chosen.gradient_compression),
             ("activations on", "host" if chosen.activations_on_host else "none"),
         )

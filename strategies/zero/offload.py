@@ -64,8 +64,10 @@ class Offload:
         if bucket not in self._coming_back or self.copies is None:
             bucket.part.copy_(bucket.master)
             return None
-        narrow = self.copies.room(bucket.part.numel(), bucket.part.dtype)
-        return self.copies.up(narrow.copy_(bucket.master), bucket.part)
+        ready = bucket.master
+        if self.disk is not None or ready.dtype != bucket.part.dtype:
+            ready = self.copies.room(bucket.part.numel(), bucket.part.dtype).copy_(bucket.master)
+        return self.copies.up(ready, bucket.part)
 
     @contextmanager
     def beside(self) -> Iterator[Sequence[Arrival]]:
