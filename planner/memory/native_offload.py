@@ -96,12 +96,14 @@ def native_states(job: Job, recipe: Recipe, states: States) -> States:
 
 def native_host_buffers(job: Job, recipe: Recipe) -> HostBuffers:
     """What a GPU's rank has in host memory; gradients, and weights on their way up, are page-locked by bucket."""
-    shares, width = shares_of(job), recipe.gather
+    shares, width, swaps = shares_of(job), recipe.gather, job.configuration.offload == "nvme"
     pinned = [recipe.gradient * size for size in shares.away] + [width * shares.largest]
-    if _weights_are_on_host(job):
+    # A master in the dtype of its weights is what they are copied from.
+    is_source = not _master(job) and not swaps
+    if _weights_are_on_host(job) or is_source:
         pinned += [width * size for size in shares.away]
-    states = _stepped(job, recipe) + recipe.state
-    in_memory = shares.window if job.configuration.offload == "nvme" else sum(shares.away)
+    states = recipe.state + (0 if is_source else _stepped(job, recipe))
+    in_memory = shares.window if swaps else sum(shares.away)
     widened = (_master(job) or width) * shares.largest
     return HostBuffers(pinned=tuple(pinned), other=states * in_memory + widened)
 
