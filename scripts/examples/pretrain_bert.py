@@ -1,4 +1,4 @@
-"""BERT learns to fill in hidden bytes of Python's standard library; `finetune_bert.py` goes on from what it exports.
+"""BERT learns to fill in hidden words of Python's standard library; `finetune_bert.py` goes on from what it exports.
 
 dsplan run scripts/examples/pretrain_bert.py --out bert
 dsplan run scripts/examples/finetune_bert.py --pretrained bert
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--out", default="bert", help="where the model goes, as from_pretrained reads it")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--global-batch", type=int, default=32, help="passages per optimizer step, over all ranks")
-    parser.add_argument("--sequence-length", type=int, default=128)
+    parser.add_argument("--sequence-length", type=int, default=64, help="words per passage")
     parser.add_argument("--backend", choices=["torch", "deepspeed", "native"], help="what runs the plan; default: any")
     options = parser.parse_args()
 
