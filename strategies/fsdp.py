@@ -107,7 +107,7 @@ class HybridShard(FullShard):
 
 def _take_over(shard: DTensor, whole: torch.Tensor, before: torch.Tensor) -> None:
     """Write rank 0's changes of a whole parameter into its shards, which may be of a wider dtype."""
-    here = shard.detach().to_local()  # in host memory where the plan offloads
+    here = shard.to_local().detach()  # in host memory where the plan offloads
     new, old = (
         distribute_tensor(tensor, shard.device_mesh, shard.placements).to_local().to(here.device)
         for tensor in (whole, before)

@@ -28,7 +28,8 @@ class TensorboardWriter:
             kind: Any = import_module("torch.utils.tensorboard").SummaryWriter
         except ImportError:
             raise BackendMissing(
-                "config: tensorboard.enabled needs the package tensorboard; pip install dsplan[tensorboard], or use csv_monitor"
+                "config: tensorboard.enabled needs the package tensorboard; pip install dsplan[tensorboard], or use"
+                " csv_monitor"
             ) from None
         self._events: Any = kind(log_dir=str(directory))
 
