@@ -236,9 +236,9 @@ def reference_late(run: Run, how: str) -> dict[str, torch.Tensor]:
 
 
 def refusal(run: Run) -> str:
-    """What the engine says to an optimizer."""
+    """What the engine says to an optimizer, when it is made or in its first step."""
     with pytest.raises(DsplanError) as caught:
-        engine_of(run)
+        train_steps(engine_of(run), run, range(1))
     return str(caught.value)
 
 
