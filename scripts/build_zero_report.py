@@ -36,8 +36,8 @@ torch runs it on a CPU; micro-batch 1 of 128 words (14 M) or 64 (101 M).
 
 {seconds}
 
-Medians over {steps} timed steps of each engine in each setting, in {turns} turns. The file has the fastest and the
-slowest step of each engine, and what forward, backward and optimizer took.
+Medians over {steps} timed steps of each engine in each setting, in {turns} turns; nothing else ran on the machine. The
+file has the fastest and the slowest step of each engine, and what forward, backward and optimizer took.
 
 ## Live bytes of a rank, gpt2-101m, one micro-batch per step
 
