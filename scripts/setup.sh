@@ -35,3 +35,5 @@ if [ "$(cat .venv/stamp 2>/dev/null)" != "$stamp" ]; then
     echo "$stamp" > .venv/stamp
 fi
 export PATH="$PWD/.venv/bin:$PATH"
+# A run that was killed while torch compiled an extension leaves a lock behind, for which all later runs wait.
+find "${TORCH_EXTENSIONS_DIR:-${HOME:-/}/.cache/torch_extensions}" -name lock -mmin +10 -delete 2>/dev/null || true
