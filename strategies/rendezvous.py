@@ -137,8 +137,10 @@ def _await_host(own: Presence, at: Address, patience: Patience) -> None:
     """
     while True:
         try:
-            socket.create_connection((at.host, at.port), timeout=_TRY_SECONDS).close()
-            return
+            with socket.create_connection((at.host, at.port), timeout=_TRY_SECONDS) as answered:
+                # Linux connects a socket to itself where it happens to take the port that it calls.
+                if answered.getsockname() != answered.getpeername():
+                    return
         except socket.gaierror as problem:
             raise CannotRun(
                 f"rank {own.rank} on {own.host} finds no host {at.host!r} ({problem.strerror}); set MASTER_ADDR to a"

@@ -15,11 +15,16 @@ from strategies.bench.plan import BenchPlan
 from strategies.bench.plan_file import save_bench_plan
 
 ROOT = Path(__file__).resolve().parents[2]
+# A process that a shell started in the background ignores SIGINT, and so would all that it starts, these tests too.
+_WITH_CTRL_C = (
+    "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    " runpy.run_module('dsplan', run_name='__main__')"
+)
 
 
 def start_bench(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
     """`dsplan bench ...`, running."""
-    command = [sys.executable, "-m", "dsplan", "bench", *map(str, arguments)]
+    command = [sys.executable, "-c", _WITH_CTRL_C, "bench", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

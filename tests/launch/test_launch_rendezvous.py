@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,9 +24,13 @@ def pool() -> Iterator[RankPool]:
 
 
 def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
+    """A port that no connection takes by itself: below the range for outgoing ones."""
+    for _ in range(100):
+        with socket.socket() as opened, contextlib.suppress(OSError):
+            port = random.randrange(20000, 32000)
+            opened.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port between 20000 and 32000")
 
 
 def outcomes(pool: RankPool, *roles: Role | None, seconds: float = 20.0) -> list[str]:
