@@ -47,7 +47,7 @@ def play(roles: Sequence[Role | None], port: int, seconds: float) -> tuple[str, 
         for rank in range(role.world_size):
             assert store.get(f"shared-{rank}") == b"here"
         store.add("read", 1)
-        while store.add("read", 0) < role.world_size and role.rank == 0:
+        while role.rank == 0 and store.add("read", 0) < role.world_size:  # its store ends with it
             time.sleep(0.01)
     except DsplanError as refusal:
         return str(refusal), time.monotonic() - begun
