@@ -206,7 +206,7 @@ def _call_roll(roll: Store, own: Presence, patience: Patience) -> str:
             time.sleep(_LOOK_SECONDS)
     roll.set("verdict", verdict)
     if verdict != _AGREED:
-        _let_read(roll, others=len(present) - 1)
+        _let_read(roll, others=own.world_size - 1)
     return verdict
 
 
@@ -259,7 +259,7 @@ def _await_verdict(roll: Store, own: Presence, patience: Patience) -> str:
 
 
 def _let_read(roll: Store, *, others: int) -> None:
-    """The store ends with this process: give the other ranks a moment to read why."""
+    """The store ends with this process: give the other ranks, and those that are just coming, a moment to read why."""
     until = time.monotonic() + _READ_SECONDS
     while time.monotonic() < until and roll.add("read", 0) < others:
         time.sleep(_LOOK_SECONDS)
