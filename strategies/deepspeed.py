@@ -46,6 +46,8 @@ class DeepSpeedZero(Strategy):
         if optimizer is not None:
             config.pop("optimizer", None)
             config["zero_allow_untested_optimizer"] = True
+            # With offload it would insist on an optimizer of its own; the script's steps the same states.
+            config.setdefault("zero_force_ds_cpu_optimizer", False)
         engine, wrapped, _, scheduler = library.initialize(
             model=parts.model,
             optimizer=optimizer,

@@ -198,11 +198,14 @@ def test_fsdp_offloads_to_the_host(ranks: RankPool) -> None:
     assert_same(ranks.run(training_bodies.train, recipe)[0], training_bodies.reference(recipe), FP32)
 
 
-@pytest.mark.parametrize(("strategy", "offload"), [*product(NATIVE, ["optimizer"]), ("native zero3", "all")])
-def test_our_zero_offloads_to_the_host(strategy: str, offload: str, ranks: RankPool) -> None:
-    """On CPU ranks the states are on the host anyway."""
-    recipe = replace(recipe_of(strategy), offload=offload, clipping=0.5)
-    assert_same(ranks.run(training_bodies.train, recipe)[0], training_bodies.reference(recipe), FP32)
+@pytest.mark.parametrize(
+    ("strategy", "offload"),
+    [*product((*NATIVE, *ZERO_STAGES), ["optimizer"]), ("native zero3", "all"), ("zero3", "all")],
+)
+def test_zero_offloads_to_the_host(strategy: str, offload: str, pool_of: PoolOf) -> None:
+    """On CPU ranks the states are on the host anyway; test_strategies_offload.py keeps ours apart."""
+    recipe = replace(recipe_of(strategy), offload=offload, clipping=0.5, accumulation=3)
+    assert_same(pool_of(strategy).run(training_bodies.train, recipe)[0], training_bodies.reference(recipe), FP32)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3", *NATIVE])
