@@ -24,6 +24,7 @@ from strategies.environment import ensure_group
 from strategies.errors import BackendMissing, CannotRun
 from strategies.names import plain
 from strategies.optimizers import OPTIMIZERS, trainable_parameters
+from strategies.precision import WEIGHT_DTYPE, narrowed
 from strategies.zero_init import partition_model
 
 # Sections a plan decides; whatever else a script's config says is DeepSpeed's to read.
@@ -137,6 +138,8 @@ class DeepSpeedEngine(Engine):
         return self.wrapped
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        # DeepSpeed casts inputs of its own accord in fp16 alone.
+        args, kwargs = narrowed((args, kwargs), WEIGHT_DTYPE.get(self.configuration.precision))
         return self.wrapped(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:

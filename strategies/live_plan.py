@@ -19,6 +19,7 @@ from planner import vocabulary as words
 from planner.calibration.recall import recalled
 from planner.candidates import inapplicable, shapes
 from planner.errors import NothingFits
+from planner.estimate import compresses
 from planner.machine_rates import rates_from_measurements
 from planner.models.live import facts_from_module
 from planner.plan import Plan
@@ -54,9 +55,19 @@ def _planned(model: nn.Module, wishes: Wishes, environment: Environment, measure
     request = replace(request, micro_batch=limits.micro_batch(wishes.config, environment.world_size))
     if (strategy or wishes.backend) and not any(True for _ in shapes(request)):
         word, value = ("strategy", strategy) if strategy else ("backend", wishes.backend)
+        if strategy and _refuses_compression(request, strategy):
+            raise CannotRun(
+                f"config: strategy {strategy!r} cannot compress gradients to {request.gradient_compression} as it runs"
+                " here; drop communication.compression, or choose ddp, or ZeRO with backend 'native'"
+            )
         reason = (strategy and inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
         raise CannotRun(f"{word} {value!r} {reason}; start more ranks with `dsplan run`, or leave {word}= out")
     return best_plan(with_measured_rates(request, measured))
+
+
+def _refuses_compression(request: Request, strategy: words.Strategy) -> bool:
+    backend = words.default_backend(strategy, zero=request.zero_backend)
+    return not inapplicable(request, strategy) and not compresses(strategy, backend, request.gradient_compression)
 
 
 def best_plan(request: Request) -> Plan:

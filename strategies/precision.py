@@ -7,12 +7,16 @@ shards, computes in 16 bits and reduces gradients in fp32. `bf16-pure` keeps eve
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map
 
 _COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHT_DTYPE = {**_COMPUTE_DTYPE, "bf16-pure": torch.bfloat16}
+"""What ZeRO's weights compute in; fp32 is not in it."""
 
 
 def cast_model(model: nn.Module, precision: str) -> nn.Module:
@@ -32,3 +36,13 @@ def sharding_policy(precision: str, reduce: torch.dtype | None = None) -> MixedP
     if dtype is None:
         return MixedPrecisionPolicy(reduce_dtype=reduce)
     return MixedPrecisionPolicy(dtype, reduce or torch.float32)
+
+
+def narrowed(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """Inputs of a forward pass with their fp32 tensors in the dtype that weights compute in; as they are for None."""
+
+    def narrow(value: Any) -> Any:
+        is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(dtype) if is_wide else value
+
+    return inputs if dtype is None else tree_map(narrow, inputs)

@@ -36,6 +36,8 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
         BrokenFile: the file is not JSON with an object at the top.
         CannotRun: a key is not known, or a value is not of its kind.
     """
+    if not (config is None or isinstance(config, (Mapping, str, Path))):
+        raise CannotRun(f"config is {config!r}; it must be a dictionary or the path of a JSON file")
     given = {} if config is None else dict(config) if isinstance(config, Mapping) else read_json(Path(config))
     top = Fields(in_deepspeeds_words(given))
     refuse_unknown(top)

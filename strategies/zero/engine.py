@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from strategies.activations import apply_plan
 from strategies.base import Engine, Strategy, TrainingParts
@@ -18,6 +17,7 @@ from strategies.environment import ensure_group
 from strategies.loss_scale import LossScale
 from strategies.optimizer_needs import undivided
 from strategies.optimizers import trainable_parameters
+from strategies.precision import narrowed
 from strategies.torch_engine import scheduler_of, tensors_in
 from strategies.zero.checkpoint import ZeroStates
 from strategies.zero.compress import wires
@@ -139,11 +139,8 @@ class ZeroEngine(Engine):
         self._scale.load_state_dict(progress["scaler"])
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        compute = self._home.settings.compute
-        if compute is None:
-            return self.module(*args, **kwargs)
-        narrow = _casting(compute)
-        return self.module(*tree_map(narrow, args), **tree_map(narrow, kwargs))
+        args, kwargs = narrowed((args, kwargs), self._home.settings.compute)
+        return self.module(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
         acts = self.is_gradient_accumulation_boundary()
@@ -187,13 +184,3 @@ class ZeroEngine(Engine):
         """Parameters that no optimizer trains may have gradients too."""
         for parameter in self.module.parameters():
             parameter.grad = None
-
-
-def _casting(dtype: torch.dtype) -> Any:
-    """Turns fp32 inputs into the dtype that weights compute in."""
-
-    def narrow(value: Any) -> Any:
-        is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        return value.to(dtype) if is_wide else value
-
-    return narrow

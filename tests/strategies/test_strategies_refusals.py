@@ -172,3 +172,7 @@ def test_client_state_must_be_json(tmp_path: Path) -> None:
 def test_environment_variables_that_are_not_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "first")
     assert "LOCAL_RANK is 'first'" in refusal(initialize, TinyModel(), plan=Recipe().plan())
+
+
+def test_a_config_that_is_neither_a_dictionary_nor_a_path() -> None:
+    assert "config is 5; it must be a dictionary or the path of a JSON file" in refusal(read_config, 5)
