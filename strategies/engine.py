@@ -120,6 +120,7 @@ def _report(engine: Engine, environment: Environment, *, is_new: bool) -> RunMon
             rank=environment.rank,
             device=environment.device,
             sequence_length=engine.configuration.sequence_length,
+            global_steps=lambda: engine.global_steps,
         )
         engine.observers.append(monitor)
         if is_new and environment.is_main:

@@ -1,26 +1,32 @@
 """The metrics of a run: the file each rank writes, its reader, and the figures that follow. No torch.
 
-`metrics-rank{N}.jsonl` in the run directory holds one JSON object per line, in this order,
+`metrics-rank{N}.jsonl` in the run directory holds one JSON object per line. Every attempt of the run appends to it, in
+this order,
 
+    {"event": "attempt", "attempt": k}             under `dsplan run`, where an attempt of the rank begins
     {"event": "plan", ...}                         rank 0 only, when the engine made the plan itself
-    {"event": "step", "step": i, "loss": mean over this rank's micro-batches, "seconds": since the last step ended,
-     "samples": ..., "tokens": ... of this rank, "allocated_bytes": ..., "reserved_bytes": ..., "peak_bytes": ...,
-     "rss_bytes": ..., "measured_by": "cuda" | "storage-tracker"}
+    {"event": "step", "step": i, "global_step": n, "loss": mean over this rank's micro-batches,
+     "seconds": since the last step ended, "samples": ..., "tokens": ... of this rank, "allocated_bytes": ...,
+     "reserved_bytes": ..., "peak_bytes": ..., "rss_bytes": ..., "measured_by": "cuda" | "storage-tracker"}
     {"event": "figures", "step": ..., "forward_seconds": ..., "communication_seconds": ..., ...}
                                                    now and then, where the config asks for `wall_clock_breakdown`
-    {"event": "end", ...MeasuredRun of this rank alone}
+    {"event": "end", ...MeasuredRun of this rank in this attempt alone}
 
-Memory figures are null where a step did not measure them.
+`step` counts from 0 in the process that wrote it, `global_step` from 1 over all attempts: an attempt that resumes from
+an earlier step writes the steps after it again, and those before it took their place are no part of the run's
+lineage. Memory figures are null where a step did not measure them.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+Row = Mapping[str, Any]
 
 # Steps 0 and 1 pay for lazy states, bucket rebuilding, kernel selection and allocator growth.
 WARM_UP_STEPS = 2
@@ -34,6 +40,8 @@ STORAGE_TRACKER = "storage-tracker"
 class MeasuredRun:
     """What the `ranks` of a run measured.
 
+    `steps` and losses are those of the final lineage, each step once, however often it was run. The other figures are
+    those of the last attempt that has steps after warm-up, because attempts may follow different plans:
     `step_seconds` is the median of the first rank's steps after warm-up that no memory tracker slowed down, nine of ten
     of which lie between `step_seconds_low` and `step_seconds_high`;
     `peak_allocated_bytes` the largest over the ranks; `tokens_per_second` counts the tokens of all of them. None where
@@ -78,17 +86,45 @@ def read_metrics(directory: Path, ranks: int) -> list[list[dict[str, Any]]]:
     return rows
 
 
-def summarise(metrics: Sequence[Sequence[Mapping[str, Any]]]) -> MeasuredRun:
+def of_attempt(metrics: Sequence[Sequence[Row]], attempt: int) -> list[list[Row]]:
+    """The rows of one attempt, of the ranks that took part in it."""
+    found = [[row for index, row in _with_attempts(rows) if index == attempt] for rows in metrics]
+    return [rows for rows in found if rows]
+
+
+def last_attempt(metrics: Sequence[Sequence[Row]]) -> int:
+    """The last attempt that wrote anything; 0 where none did."""
+    return max((index for rows in metrics for index, _ in _with_attempts(rows)), default=0)
+
+
+def lineage(rows: Sequence[Row]) -> list[Row]:
+    """A rank's step rows in the order of training, each step as it was run last.
+
+    A row whose `global_step` was reached before begins a new course from there: what came after that step has no part
+    in the weights at the end.
+    """
+    course: list[Row] = []
+    for row in rows:
+        if row.get("event") != "step":
+            continue
+        while course and _global_step(course[-1]) >= _global_step(row):
+            course.pop()
+        course.append(row)
+    return course
+
+
+def summarise(metrics: Sequence[Sequence[Row]]) -> MeasuredRun:
     """The figures of a run from the rows of every rank."""
-    steps = [[row for row in rows if row.get("event") == "step"] for rows in metrics]
-    first = steps[0] if steps else []
-    settled = sorted(row["seconds"] for row in first[WARM_UP_STEPS:] if row.get("measured_by") != STORAGE_TRACKER)
+    course = lineage(next((rows for rows in metrics if rows), ()))
+    steps = _last_settled(metrics)
+    first = next((rows for rows in steps if rows), [])
+    settled = sorted(row["seconds"] for row in _after_warm_up(first) if row.get("measured_by") != STORAGE_TRACKER)
     seconds = statistics.median(settled) if settled else None
     tail = round(len(settled) * _TAIL)
-    settled_ranks = [rows[WARM_UP_STEPS:] for rows in steps]
-    losses = [row["loss"] for row in first if row.get("loss") is not None]
+    settled_ranks = [_after_warm_up(rows) for rows in steps]
+    losses = [row["loss"] for row in course if row.get("loss") is not None]
     return MeasuredRun(
-        steps=len(first),
+        steps=len(course),
         ranks=len(metrics),
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
@@ -103,7 +139,39 @@ def summarise(metrics: Sequence[Sequence[Mapping[str, Any]]]) -> MeasuredRun:
     )
 
 
-def _rate(ranks: Sequence[Sequence[Mapping[str, Any]]], key: str, seconds: float | None) -> float | None:
+def _with_attempts(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
+    """Every row with the attempt that wrote it."""
+    attempt = 0
+    for row in rows:
+        if row.get("event") == "attempt":
+            attempt = int(row["attempt"])
+        yield attempt, row
+
+
+def _global_step(row: Row) -> int:
+    """A step's place in the lineage; a row without `global_step` counts in its own process alone."""
+    return int(row["global_step"]) if "global_step" in row else int(row["step"]) + 1
+
+
+def _after_warm_up(steps: Sequence[Row]) -> list[Row]:
+    return [row for row in steps if row["step"] >= WARM_UP_STEPS]
+
+
+def _last_settled(metrics: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """Every rank's step rows of the last attempt with steps after warm-up; of the last with steps where none has."""
+    attempts: dict[int, list[list[Row]]] = {}
+    for rows in metrics:
+        by_attempt: dict[int, list[Row]] = {}
+        for attempt, row in _with_attempts(rows):
+            if row.get("event") == "step":
+                by_attempt.setdefault(attempt, []).append(row)
+        for attempt, steps in by_attempt.items():
+            attempts.setdefault(attempt, []).append(steps)
+    settled = [attempt for attempt, ranks in attempts.items() if any(map(_after_warm_up, ranks))]
+    return attempts[max(settled or attempts)] if attempts else []
+
+
+def _rate(ranks: Sequence[Sequence[Row]], key: str, seconds: float | None) -> float | None:
     """Units of `key` per second: the mean of each rank's steps, summed over ranks, over the step time."""
     if not seconds:
         return None
@@ -111,6 +179,6 @@ def _rate(ranks: Sequence[Sequence[Mapping[str, Any]]], key: str, seconds: float
     return per_step / seconds if per_step else None
 
 
-def _largest(steps: Sequence[Sequence[Mapping[str, Any]]], key: str) -> int | None:
+def _largest(steps: Sequence[Sequence[Row]], key: str) -> int | None:
     values = [row[key] for rows in steps for row in rows if row.get(key)]
     return max(values) if values else None

@@ -10,7 +10,7 @@ import atexit
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +20,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from planner.models.storage_tracker import StorageTracker
-from strategies.metrics import STORAGE_TRACKER, WARM_UP_STEPS, metrics_path, summarise
+from strategies.launch.orders import Orders
+from strategies.metrics import STORAGE_TRACKER, WARM_UP_STEPS, metrics_path, parse_row, summarise
 from strategies.observer import Observer
 
 # Memory is in its steady state once the steps of the warm-up are over.
@@ -28,18 +29,43 @@ TRACKED_STEP = WARM_UP_STEPS
 
 
 class RunMonitor(Observer):
-    """Writes one rank's metrics while the engine trains. `close` writes the summary; leaving Python does it too."""
+    """Writes one rank's metrics while the engine trains. `close` writes the summary; leaving Python does it too.
 
-    def __init__(self, directory: Path, *, rank: int, device: torch.device, sequence_length: int) -> None:
+    Where `dsplan run` gave orders, the rows follow those of earlier attempts; elsewhere the file is new. `global_steps`
+    tells the steps over all attempts once a step is over, unless `step_ended` is told; else they are counted here.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        rank: int,
+        device: torch.device,
+        sequence_length: int,
+        global_steps: Callable[[], int] | None = None,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = open(metrics_path(directory, rank), "w")  # noqa: SIM115 - closed by close()
+        self._path = metrics_path(directory, rank)
+        self._begin(Orders.load(directory))
         self._memory = CudaMemory(device) if device.type == "cuda" else TrackedMemory()
         self._sequence_length = sequence_length
-        self._steps: list[dict[str, Any]] = []
+        self._global_steps = global_steps
+        self._steps = 0
         self._losses: list[torch.Tensor] = []
         self._samples = self._tokens = 0
         self._step_started = time.perf_counter()
         atexit.register(self.close)
+
+    def _begin(self, orders: Orders | None) -> None:
+        """Open the file; what a killed attempt left of a line gets an end."""
+        is_cut = orders is not None and _is_cut(self._path)
+        self._file: IO[str] = open(self._path, "w" if orders is None else "a")  # noqa: SIM115 - closed by close()
+        if is_cut:
+            self._file.write("\n")
+            self._file.flush()
+        self._began = self._path.stat().st_size
+        if orders is not None:
+            self._write({"event": "attempt", "attempt": orders.attempt})
 
     def plan_made(self, plan: Mapping[str, Any]) -> None:
         """Write the plan that the engine made; before any step."""
@@ -48,7 +74,7 @@ class RunMonitor(Observer):
     def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
         """Count the micro-batch and, at the start of a step, begin to measure its memory."""
         if not self._losses:
-            self._memory.step_starts(len(self._steps), module)
+            self._memory.step_starts(self._steps, module)
         samples, tokens = _count(inputs, self._sequence_length)
         self._samples += samples
         self._tokens += tokens
@@ -57,14 +83,15 @@ class RunMonitor(Observer):
         """Note a micro-batch's loss; it stays on the device until the step ends."""
         self._losses.append(loss.detach())
 
-    def step_ended(self) -> None:
-        """Write the row of an optimizer step."""
+    def step_ended(self, global_step: int | None = None) -> None:
+        """Write the row of an optimizer step, the `global_step`th over all attempts."""
         # Reading the loss waits for the device, which makes the clock below tell the truth.
         loss = torch.stack([loss.float() for loss in self._losses]).mean().item() if self._losses else None
         now = time.perf_counter()
         row = {
             "event": "step",
-            "step": len(self._steps),
+            "step": self._steps,
+            "global_step": self._global_step() if global_step is None else global_step,
             "loss": loss,
             "seconds": now - self._step_started,
             "samples": self._samples,
@@ -72,7 +99,7 @@ class RunMonitor(Observer):
             **self._memory.step_ended(),
             "rss_bytes": psutil.Process(os.getpid()).memory_info().rss,
         }
-        self._steps.append(row)
+        self._steps += 1
         self._write(row)
         self._losses = []
         self._samples = self._tokens = 0
@@ -86,13 +113,31 @@ class RunMonitor(Observer):
         """Write the summary and close the file; later calls do nothing."""
         if not self._file.closed:
             self._memory.step_ended()
-            self._write({"event": "end", **asdict(summarise([self._steps]))})
+            self._write({"event": "end", **asdict(summarise([self._own_rows()]))})
             self._file.close()
         atexit.unregister(self.close)
+
+    def _global_step(self) -> int:
+        return self._steps + 1 if self._global_steps is None else self._global_steps()
+
+    def _own_rows(self) -> list[dict[str, Any]]:
+        """What this attempt wrote, read back: a long run keeps no rows in memory."""
+        with self._path.open("rb") as file:
+            file.seek(self._began)
+            return [row for line in file if (row := parse_row(line.decode(errors="replace"))) is not None]
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether a file ends in the middle of a line."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 class CudaMemory:

@@ -10,12 +10,14 @@ import training_bodies
 from training_bodies import Recipe
 
 from planner.plan_io import save_plan
-from strategies.metrics import read_metrics
+from strategies.launch.orders import Orders
+from strategies.metrics import lineage, metrics_path, read_metrics, summarise
 from strategies.monitor import RunMonitor
 
 STEP_KEYS = {
     "event",
     "step",
+    "global_step",
     "loss",
     "seconds",
     "samples",
@@ -60,3 +62,45 @@ def test_evaluation_is_not_a_step(tmp_path: Path) -> None:
     training_bodies.one_step(engine, 1)
     monitor.close()
     assert [line.get("samples") for line in read_metrics(tmp_path, 1)[0]] == [12, 12, None]
+
+
+def test_an_attempt_goes_on_in_the_file_and_counts_steps_over_all_of_them(tmp_path: Path) -> None:
+    Orders(checkpoint_directory="checkpoints").save(tmp_path)
+    _monitored(tmp_path, steps=4)
+    # Killed in the middle of a line, and before any later attempt wrote its summary.
+    path = metrics_path(tmp_path, 0)
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + '\n{"event": "st')
+    Orders(attempt=1, resumes=True, checkpoint_directory="checkpoints").save(tmp_path)
+    _monitored(tmp_path, steps=3, after=2)
+    (rows,) = read_metrics(tmp_path, 1)
+    steps = [row for row in rows if row["event"] == "step"]
+    assert [row["attempt"] for row in rows if row["event"] == "attempt"] == [0, 1]
+    assert [(row["step"], row["global_step"]) for row in steps] == [
+        *((step, step + 1) for step in range(4)),
+        *((step, step + 3) for step in range(3)),
+    ]
+    assert [row["global_step"] for row in lineage(rows)] == [1, 2, 3, 4, 5]
+    assert rows[-1]["event"] == "end"
+    assert (rows[-1]["steps"], summarise([rows]).steps) == (3, 5)
+
+
+def test_without_orders_a_run_begins_its_file_anew(tmp_path: Path) -> None:
+    _monitored(tmp_path, steps=2)
+    _monitored(tmp_path, steps=1)
+    assert [row["event"] for row in read_metrics(tmp_path, 1)[0]] == ["step", "end"]
+
+
+def _monitored(directory: Path, *, steps: int, after: int = 0) -> None:
+    """A process that trains `steps` steps of a run that had `after` of them when it resumed."""
+    engine = training_bodies.make_engine(Recipe())
+    monitor = RunMonitor(
+        directory,
+        rank=0,
+        device=torch.device("cpu"),
+        sequence_length=6,
+        global_steps=lambda: after + engine.global_steps,
+    )
+    engine.observers.append(monitor)
+    for step in range(steps):
+        training_bodies.one_step(engine, step)
+    engine.close()

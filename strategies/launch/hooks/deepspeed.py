@@ -134,7 +134,7 @@ def _watch_engine(engine: Any, monitor: RunMonitor) -> None:
         acts = engine.is_gradient_accumulation_boundary()
         result = step(*rest, **named)
         if acts:
-            monitor.step_ended()
+            monitor.step_ended(engine.global_steps)
         return result
 
     def noted_forward(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:

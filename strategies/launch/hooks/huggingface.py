@@ -133,7 +133,7 @@ class _StepEnd(TrainerCallback):  # type: ignore[misc]
         self._monitor = monitor
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._monitor.step_ended()
+        self._monitor.step_ended(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._monitor.close()
