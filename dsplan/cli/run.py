@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsplan.cli.flags import JsonFlag
+from dsplan.cli.flags import JsonFlag, with_flags
+from dsplan.cli.run_flags import PlacementFlags, PlanningFlags, SupervisionFlags
+
+if TYPE_CHECKING:
+    from strategies.launch.prepare import RunRequest
 
 run = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 # Options behind the script belong to the script.
 @run.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@with_flags
 def run_script(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python file that trains your model.")],
+    planning: PlanningFlags,
+    placement: PlacementFlags,
+    supervision: SupervisionFlags,
+    script: Annotated[
+        Path | None, typer.Argument(metavar="SCRIPT", help="The Python file that trains your model.")
+    ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Everything after the script is the script's own.")
-    ] = None,
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Run this plan instead of making one.")] = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes; by default one per GPU, two without a GPU.")
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Plan within this strategy only, such as fsdp or zero2.")
-    ] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where logs and metrics go; by default a new one per run.")
     ] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -36,20 +36,11 @@ def run_script(
     from dsplan.render.run_json import report_to_dict
     from dsplan.render.run_view import RunView, report_blocks
     from dsplan.render.show import show, show_json
-    from strategies.launch.prepare import RunRequest, prepare
+    from strategies.launch.prepare import prepare
     from strategies.launch.record import record_run
     from strategies.launch.session import RunSession
 
-    launch = prepare(
-        RunRequest(
-            script=script,
-            arguments=tuple(arguments or ()),
-            plan_file=plan,
-            processes=nproc,
-            strategy=strategy,
-            run_directory=run_dir,
-        )
-    )
+    launch = prepare(_request(script, arguments, planning, placement, supervision))
     if launch.notice:
         print(f"dsplan: {launch.notice}", file=sys.stderr)
     session = RunSession(launch.spec, launch.plan)
@@ -67,3 +58,40 @@ def run_script(
         where = f"rank {report.outcome.rank}: " if report.outcome.rank is not None else ""
         print(f"dsplan: {where}{report.outcome.reason}; log: {report.outcome.log}", file=sys.stderr)
     raise typer.Exit(report.outcome.exit_code)
+
+
+def _request(
+    script: Path | None,
+    arguments: list[str] | None,
+    planning: PlanningFlags,
+    placement: PlacementFlags,
+    supervision: SupervisionFlags,
+) -> RunRequest:
+    """What was asked for, as a value."""
+    from strategies.launch.asked import asked_placement, asked_supervision
+    from strategies.launch.prepare import RunRequest
+
+    return RunRequest(
+        script=script,
+        arguments=tuple(arguments or ()),
+        plan_file=planning.plan,
+        processes=planning.nproc,
+        strategy=planning.strategy,
+        run_directory=planning.run_dir,
+        resume=supervision.resume,
+        placement=asked_placement(
+            launcher=placement.launcher,
+            nodes=placement.nodes,
+            rendezvous=placement.rendezvous,
+            hostfile=placement.hostfile,
+            node_rank=placement.node_rank,
+            options=placement.launcher_option,
+        ),
+        supervision=asked_supervision(
+            retries=supervision.retries,
+            checkpoints=(supervision.checkpoint_dir, supervision.checkpoint_steps, supervision.checkpoint_minutes),
+            hang_minutes=supervision.hang_minutes,
+            grace_seconds=supervision.grace_seconds,
+            tunes=supervision.tune,
+        ),
+    )

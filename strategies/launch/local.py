@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from strategies.launch.spec import LaunchSpec
@@ -24,8 +25,7 @@ class LocalLauncher:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalLauncher:
-        spec_path = self._spec.save()
-        command = [sys.executable, "-m", "strategies.launch.agent", str(spec_path), str(os.getpid())]
+        command = [sys.executable, "-m", "strategies.launch.agent", str(self._spec.path), str(os.getpid())]
         with (self._spec.directory / AGENT_LOG).open("wb") as log:
             # A session of its own: Ctrl-C reaches only this process, which then stops the ranks in order.
             self._process = subprocess.Popen(
@@ -44,6 +44,12 @@ class LocalLauncher:
     def poll(self) -> int | None:
         """The agent's exit status, None while it runs."""
         return None if self._process is None else self._process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every rank that wrote its process id, which it does when it is ready for signals."""
+        for path in self._spec.directory.glob("rank*.pid"):
+            with suppress(OSError, ValueError):
+                os.kill(int(path.read_text()), number)
 
     def stop(self) -> None:
         """End agent and ranks: SIGTERM, which the agent hands on, then SIGKILL for what is left."""

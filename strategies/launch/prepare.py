@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hardware_db.errors import DsplanError
@@ -13,10 +13,13 @@ from planner import vocabulary as words
 from planner.errors import ContradictoryRequest, UnknownName
 from planner.plan import Plan
 from planner.plan_io import load_plan
+from strategies.launch.asked import Asked
 from strategies.launch.hooks.accepts import check_strategy
 from strategies.launch.recognise import Script, recognise
+from strategies.launch.resuming import resumed
 from strategies.launch.session import run_directory
-from strategies.launch.spec import LaunchSpec
+from strategies.launch.settings import Placement, Supervision
+from strategies.launch.spec import SPEC_FILE, LaunchSpec
 from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
 
 # Two processes on a machine without GPUs: the smallest number that shows what a strategy does.
@@ -26,14 +29,22 @@ _MOST_PROCESSES = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """What `dsplan run` was asked: the script with its arguments, and a plan, a number of processes or a strategy."""
+    """What `dsplan run` was asked: the script with its arguments, and a plan, a number of processes or a strategy.
 
-    script: Path
+    `resume` is the directory of a run to go on with, which fills in what is left open; `earlier_processes` is what it
+    ran with. `placement` and `supervision` hold the fields of those values that were asked for.
+    """
+
+    script: Path | None = None
     arguments: tuple[str, ...] = ()
     plan_file: Path | None = None
     processes: int | None = None
     strategy: str | None = None
     run_directory: Path | None = None
+    resume: Path | None = None
+    earlier_processes: int | None = None
+    placement: Asked = field(default_factory=dict)
+    supervision: Asked = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +72,10 @@ def prepare(request: RunRequest) -> Launch:
     Raises:
         DsplanError: the script, the plan, or this machine does not allow the run; one line says which and what to do.
     """
+    if request.resume is not None:
+        request = resumed(request, request.resume)
+    if request.script is None:
+        raise DsplanError("SCRIPT is missing; name the Python file that trains your model, or --resume a run")
     script = recognise(request.script)
     if request.plan_file is not None and request.strategy is not None:
         raise ContradictoryRequest("--plan and --strategy cannot both decide; leave one out")
@@ -73,22 +88,33 @@ def prepare(request: RunRequest) -> Launch:
     strategy = plan.configuration.strategy if plan else request.strategy
     if strategy is not None:
         check_strategy(script.kind, strategy, gpus=gpus > 0)
-    processes = _processes(request, plan, gpus)
-    return Launch(spec=_spec(request, script, processes, gpus), script=script, plan=plan)
+    placement = Placement(**request.placement)
+    processes = _processes(request, plan, placement, gpus)
+    spec = _spec(request, script, processes, gpus)
+    return Launch(spec=replace(spec, placement=placement), script=script, plan=plan)
 
 
-def _processes(request: RunRequest, plan: Plan | None, gpus: int) -> int:
-    """Processes to start: the plan's world size, what was asked, one per GPU, or two on a machine without GPUs."""
+def _processes(request: RunRequest, plan: Plan | None, placement: Placement, gpus: int) -> int:
+    """Processes to start on a node: the plan's, what was asked, one per GPU, or two on a machine without GPUs.
+
+    A run that goes on takes as many as before where there are GPUs for them, whatever its plan says: plans are made
+    anew for other ranks.
+    """
     if request.processes is not None and not 1 <= request.processes <= _MOST_PROCESSES:
         raise DsplanError(f"--nproc {request.processes} is not a number of processes; use 1 to {_MOST_PROCESSES}")
-    processes = _plan_processes(request, plan) if plan else request.processes or gpus or _CPU_PROCESSES
-    if gpus and processes > gpus:
+    if request.resume is not None:
+        earlier = request.earlier_processes or _CPU_PROCESSES
+        processes = request.processes or (min(earlier, gpus) if gpus else earlier)
+    else:
+        of_plan = _plan_processes(request, plan, placement) if plan else None
+        processes = of_plan or request.processes or gpus or _CPU_PROCESSES
+    if gpus and processes > gpus and placement.launcher != "slurm":
         remedy = f"make a plan with --gpus {gpus}" if plan else f"use --nproc {gpus} or fewer"
         raise DsplanError(f"{processes} processes need {processes} GPUs and this machine has {gpus}; {remedy}")
     return processes
 
 
-def _plan_processes(request: RunRequest, plan: Plan) -> int:
+def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> int:
     configuration = plan.configuration
     if configuration.tp > 1 or configuration.pp > 1:
         raise DsplanError(
@@ -96,17 +122,18 @@ def _plan_processes(request: RunRequest, plan: Plan) -> int:
             " dsplan run cannot do yet; use a plan with tp 1 and pp 1, or `dsplan emit` it for another trainer"
         )
     nodes = int(str(plan.cluster.get("nodes") or 1))
-    if nodes > 1:
+    if nodes > 1 and not placement.least_nodes <= nodes <= placement.most_nodes:
         raise DsplanError(
-            f"{request.plan_file}: the plan spans {nodes} nodes and dsplan run starts one; launch it with the command"
-            " of `dsplan emit --format torchrun`"
+            f"{request.plan_file}: the plan spans {nodes} nodes and this run has {placement.most_nodes}; add --nodes"
+            f" {nodes} and run the command on every node, or use --launcher"
         )
-    if request.processes not in (None, configuration.world_size):
+    processes = configuration.world_size // (placement.most_nodes if nodes == 1 else nodes)
+    if request.processes not in (None, processes):
         raise ContradictoryRequest(
-            f"--nproc {request.processes} contradicts {request.plan_file}, which is for {configuration.world_size}"
+            f"--nproc {request.processes} contradicts {request.plan_file}, which is for {processes}"
             " processes; leave --nproc out"
         )
-    return configuration.world_size
+    return max(1, processes)
 
 
 def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> LaunchSpec:
@@ -116,8 +143,8 @@ def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> Lau
     except OSError as error:
         why = error.strerror or "cannot be made"
         raise DsplanError(f"{directory}: {why}; name a directory that can be written with --run-dir") from error
-    if (directory / "launch.json").exists():
-        raise DsplanError(f"{directory}: holds an earlier run; name another --run-dir")
+    if request.resume is None and (directory / SPEC_FILE).exists():
+        raise DsplanError(f"{directory}: holds an earlier run; name another --run-dir, or go on with --resume")
     directory = directory.resolve()
     environment = {RUN_DIRECTORY: str(directory)}
     if not gpus:
@@ -135,4 +162,10 @@ def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> Lau
         processes=processes,
         run_directory=str(directory),
         environment=environment,
+        supervision=_supervision(request.supervision, script),
     )
+
+
+def _supervision(asked: Asked, script: Script) -> Supervision:
+    """A plain script has nothing to resume from, so it is not begun again unless that was asked for."""
+    return Supervision(**({"retries": 0} | asked if script.kind == "plain" else asked))

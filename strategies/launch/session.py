@@ -14,7 +14,7 @@ from typing import Any
 from planner.plan import Plan
 from planner.plan_io import plan_from_dict, save_plan
 from strategies.launch.events import Event, OutputLine, PlanMade, StepDone
-from strategies.launch.local import LocalLauncher
+from strategies.launch.launcher import make_launcher
 from strategies.launch.outcome import Outcome, judge
 from strategies.launch.spec import LaunchSpec, log_path
 from strategies.launch.tail import LineFollower
@@ -81,8 +81,9 @@ class RunSession:
     def events(self) -> Iterator[Event]:
         """Start the ranks and give their lines, plan and steps until they ended. Ctrl-C ends them all."""
         status = None
+        self._spec.save()
         with _InterruptNoted() as interrupt:
-            with LocalLauncher(self._spec) as launcher:
+            with make_launcher(self._spec) as launcher:
                 while not interrupt.came and (status := launcher.poll()) is None:
                     yield from self._new_events(final=False)
                     time.sleep(_POLL_SECONDS)

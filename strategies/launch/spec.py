@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from strategies.launch.recognise import ScriptKind
+from strategies.launch.settings import Placement, Supervision
 
 SPEC_FILE = "launch.json"
 RESULT_FILE = "result.json"
@@ -17,8 +18,8 @@ RESULT_FILE = "result.json"
 class LaunchSpec:
     """One launch on this node: the script with its arguments, its processes, and where they write.
 
-    `accumulates` says whether an accelerate script honours gradient accumulation; `environment` is added to the
-    processes' own.
+    `accumulates` says whether an accelerate script honours gradient accumulation; `processes` counts the ranks of one
+    node; `environment` is added to the processes' own.
     """
 
     script: str
@@ -28,22 +29,29 @@ class LaunchSpec:
     processes: int
     run_directory: str
     environment: dict[str, str] = field(default_factory=dict)
+    placement: Placement = field(default_factory=Placement)
+    supervision: Supervision = field(default_factory=Supervision)
 
     @property
     def directory(self) -> Path:
         return Path(self.run_directory)
 
-    def save(self) -> Path:
+    @property
+    def path(self) -> Path:
+        """Where `save` writes: what every rank gets as its argument."""
+        return self.directory / SPEC_FILE
+
+    def save(self) -> None:
         """Write the spec into its run directory."""
-        path = self.directory / SPEC_FILE
-        write_json(path, asdict(self))
-        return path
+        write_json(self.path, asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> LaunchSpec:
         """The spec that `save` wrote."""
         raw = json.loads(path.read_text())
-        return cls(**{**raw, "arguments": tuple(raw["arguments"])})
+        placement = {**raw["placement"], "options": tuple(raw["placement"]["options"])}
+        parts = {"placement": Placement(**placement), "supervision": Supervision(**raw["supervision"])}
+        return cls(**{**raw, "arguments": tuple(raw["arguments"]), **parts})
 
 
 def log_path(directory: Path, rank: int, stream: str) -> Path:

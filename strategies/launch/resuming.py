@@ -1,0 +1,49 @@
+"""`dsplan run --resume DIR`: what was asked for then, with what is asked for now. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hardware_db.errors import DsplanError
+from planner.errors import ContradictoryRequest
+from strategies.launch.spec import SPEC_FILE, LaunchSpec
+from strategies.variables import PLAN_FILE, STRATEGY
+
+if TYPE_CHECKING:
+    from strategies.launch.prepare import RunRequest
+
+
+def resumed(request: RunRequest, directory: Path) -> RunRequest:
+    """The request with everything it leaves open taken from the run in `directory`.
+
+    Raises:
+        DsplanError: there is no run to go on with, or the request names another directory too.
+    """
+    if request.run_directory is not None:
+        raise ContradictoryRequest("--resume goes on in its own directory; leave --run-dir out")
+    path = directory / SPEC_FILE
+    if not path.exists():
+        raise DsplanError(f"{directory}: holds no run to go on with; name the run directory that dsplan run printed")
+    earlier = LaunchSpec.load(path)
+    plan, strategy = earlier.environment.get(PLAN_FILE), earlier.environment.get(STRATEGY)
+    if request.plan_file is not None or request.strategy is not None:
+        plan = strategy = None
+    return replace(
+        request,
+        script=request.script or Path(earlier.script),
+        arguments=request.arguments if request.script else earlier.arguments,
+        plan_file=Path(plan) if plan else request.plan_file,
+        strategy=strategy or request.strategy,
+        run_directory=directory,
+        resume=directory,
+        earlier_processes=earlier.processes,
+        placement=_fields(earlier.placement) | request.placement,
+        supervision=_fields(earlier.supervision) | request.supervision,
+    )
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    found = asdict(value)
+    return {name: tuple(item) if isinstance(item, list) else item for name, item in found.items()}
