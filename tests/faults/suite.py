@@ -1,0 +1,207 @@
+"""A run with several faults of one kind, and what is asked of it afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import moments
+import pytest
+from faulty_run import FaultyRun
+from ledger import Start, Step, lineage, misused_samples, worst_difference
+from moments import Inflict, Moment
+
+Reference = Callable[[Mapping[str, Any]], list[Step]]
+"""The steps of a run with some settings to which nothing happens."""
+FIGURES = "FAULT_FIGURES"
+"""Names a file to which every run's figures are appended, as a line of JSON."""
+OPTIONS = ("--checkpoint-steps", "3", "--retries", "5", "--hang-minutes", "0.15")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """A kind of fault: `inflict` does it from outside, `inside` names what the script does to itself.
+
+    `ending` is the journal's word for how an attempt that met it ended; None where the attempt goes on.
+    """
+
+    name: str
+    ending: str | None
+    inflict: Inflict | None = None
+    inside: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    small_disk: bool = False
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault(name="kill -9 of a rank", ending="killed", inflict=moments.kill_a_rank),
+        Fault(
+            name="kill -9 of a rank that saves",
+            ending="killed",
+            inflict=moments.kill_a_rank_that_saves,
+            settings={"width": 512},
+        ),
+        Fault(name="kill -9 of the agent", ending="killed", inflict=moments.kill_the_agent),
+        Fault(name="kill -9 of dsplan run", ending=None, inflict=moments.kill_the_command),
+        Fault(name="SIGTERM", ending="preempted", inflict=moments.preempt),
+        Fault(name="SIGSTOP of a rank", ending="hung", inflict=moments.stop_a_rank),
+        Fault(name="a rank sleeps", ending="hung", inside="sleep"),
+        Fault(name="a rank holds the lock", ending="hung", inside="hold"),
+        Fault(name="a rank raises", ending="failed", inside="raise"),
+        Fault(name="out of memory", ending="out_of_memory", inside="out_of_memory", settings={"dropout": 0}),
+        Fault(name="out of host memory", ending="out_of_memory", inside="host_memory", settings={"dropout": 0}),
+        Fault(name="full disk", ending=None, inflict=moments.fill_the_disk, small_disk=True),
+    )
+}
+
+
+DEFAULTS = {"steps": 40, "samples": 80, "batch": 8, "width": 128, "dropout": 0.1, "pause": 0.05}
+PLANS = (
+    {"strategy": "ddp", "backend": "torch"},
+    {"strategy": "zero2", "backend": "native"},
+    {"strategy": "fsdp", "backend": "torch"},
+    {"strategy": "zero3", "backend": "native"},
+)
+"""Runs take these in turn."""
+
+
+def settings_of(fault: Fault, number: int) -> dict[str, Any]:
+    """What the script of a run is told, where the fault can happen on this machine."""
+    if fault.small_disk and os.geteuid() != 0:
+        pytest.skip("only root may mount a small disk")
+    plan = {} if fault.ending == "out_of_memory" else PLANS[number % len(PLANS)]
+    return {**DEFAULTS, **plan, **fault.settings}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What a run came to. `worst_difference` is that of a step's loss from the uninterrupted run's; `seconds_lost` per
+    fault from the fault to the first step beyond what had been begun; `steps_repeated` per attempt that went on."""
+
+    fault: str
+    seed: int
+    strategy: str
+    moments: int
+    hits: int
+    finished: bool
+    plans: int
+    worst_difference: float
+    misused_samples: int
+    endings: list[str]
+    seconds_lost: list[float]
+    steps_repeated: list[int]
+    left_running: list[str]
+    wall_seconds: float
+
+    def keep(self) -> None:
+        """Append to the file that `FAULT_FIGURES` names."""
+        if path := os.environ.get(FIGURES):
+            with Path(path).open("a") as file:
+                file.write(json.dumps(asdict(self)) + "\n")
+
+
+def uninterrupted(directory: Path, settings: Mapping[str, Any]) -> list[Step]:
+    """The steps of a run to which nothing happens."""
+    with FaultyRun(directory, settings, options=OPTIONS) as run:
+        run.start()
+        assert run.wait() == 0, run.out
+        (start,) = run.starts()
+        return lineage([start])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """`count` faults of one kind at moments that `seed` decides, in a run of the script with `settings`, whose steps
+    without a fault are `reference`."""
+
+    fault: Fault
+    count: int
+    seed: int
+    settings: Mapping[str, Any]
+    reference: list[Step]
+
+
+def play(case: Case, directory: Path) -> tuple[Figures, str]:
+    """Let the faults happen, and look at what became of the run. Also what the command printed."""
+    chance, began = random.Random(case.seed), time.monotonic()
+    with FaultyRun(directory, case.settings, faults=_inside(case, chance), options=OPTIONS) as run:
+        with moments.small_disk(run.checkpoints) if case.fault.small_disk else nullcontext():
+            run.start()
+            happened = _inflict(case, run, chance)
+            finished = run.wait() == 0
+        left = run.left_running()
+        happened += [Moment(time=float(path.read_text()), step=0) for path in sorted(run.ledger.glob("fault*"))]
+        figures = _figures(case, run, happened, finished, left, time.monotonic() - began)
+    figures.keep()
+    return figures, run.out
+
+
+def check(case: Case, figures: Figures, out: str) -> None:
+    """What every run has to come to."""
+    assert figures.finished, out
+    assert figures.worst_difference <= (0 if figures.plans == 1 else 1e-6)
+    assert figures.misused_samples == 0
+    assert figures.left_running == []
+    expected = case.fault.ending
+    if expected is None:
+        assert figures.endings == [], out
+    else:
+        assert figures.hits <= figures.endings.count(expected) == len(figures.endings) <= figures.moments, out
+
+
+def _inside(case: Case, chance: random.Random) -> list[dict[str, Any]]:
+    """What the script does to itself, and where: any step but for the last, so that it shows."""
+    if case.fault.inside is None:
+        return []
+    steps = sorted(chance.sample(range(2, int(case.settings["steps"])), case.count))
+    return [{"kind": case.fault.inside, "rank": chance.randrange(2), "step": step} for step in steps]
+
+
+def _inflict(case: Case, run: FaultyRun, chance: random.Random) -> list[Moment]:
+    if case.fault.inflict is None:
+        return []
+    happened = [case.fault.inflict(run, chance) for _ in range(case.count)]
+    return [moment for moment in happened if moment is not None]
+
+
+def _figures(
+    case: Case, run: FaultyRun, happened: list[Moment], finished: bool, left: list[str], seconds: float
+) -> Figures:
+    starts = run.starts()
+    steps = lineage(starts)
+    complete = finished and len(steps) == len(case.reference)
+    wrong = misused_samples(steps, int(case.settings["samples"]))
+    return Figures(
+        fault=case.fault.name,
+        seed=case.seed,
+        strategy=str(case.settings.get("strategy")),
+        moments=len(happened),
+        hits=sum(moment.hit for moment in happened),
+        finished=complete,
+        plans=len({start.plan for start in starts}),
+        worst_difference=worst_difference(steps, case.reference) if complete else float("nan"),
+        misused_samples=sum(map(len, wrong.values())),
+        endings=[row["kind"] for row in run.events("ending")],
+        seconds_lost=[lost for moment in happened if (lost := _seconds_lost(moment, starts)) is not None],
+        steps_repeated=[max(0, before.last_step - after.resumed_at) for before, after in itertools.pairwise(starts)],
+        left_running=left,
+        wall_seconds=seconds,
+    )
+
+
+def _seconds_lost(moment: Moment, starts: list[Start]) -> float | None:
+    """From a moment to the first step beyond those that had been begun by then; None where it was the last."""
+    rows = [(step, row["time"]) for start in starts for rows in start.rows.values() for step, row in rows.items()]
+    reached = max((step for step, when in rows if when <= moment.time), default=0)
+    beyond = [when for step, when in rows if step > reached]
+    return min(beyond) - moment.time if beyond else None
