@@ -22,6 +22,5 @@ RUNS = int(os.environ.get("FAULT_RUNS", "7"))
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_survives(name: str, seed: int, tmp_path: Path, reference: Reference) -> None:
     settings = settings_of(FAULTS[name], seed)
-    case = Case(fault=FAULTS[name], count=PER_RUN, seed=seed, settings=settings, reference=reference(settings))
-    figures, out = play(case, tmp_path)
-    check(case, figures, out)
+    case = Case(faults=(FAULTS[name],) * PER_RUN, seed=seed, settings=settings, reference=reference(settings))
+    check(*play(case, tmp_path))

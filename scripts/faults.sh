@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# The fault suite in full: every kind of fault at 21 random moments, on real processes; then a table of what became of
+# the runs. About half an hour on two cores. Arguments go to pytest: scripts/faults.sh -k "SIGTERM or agent"
+# FAULT_RUNS (7 by default) is the number of runs per kind, each with three faults. FAULT_FIGURES names the file that
+# keeps the figures of every run; a new one by default. Full disks need root.
+source "$(dirname "$0")/setup.sh"
+FAULT_FIGURES=${FAULT_FIGURES:-$(mktemp)}
+export FAULT_FIGURES
+python -m pytest -m slow tests/faults "$@" < /dev/null && passed=0 || passed=$?
+python scripts/fault_figures.py "$FAULT_FIGURES"
+exit "$passed"
