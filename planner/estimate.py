@@ -50,7 +50,8 @@ def price(request: Request, configuration: Configuration) -> Priced:
     """Memory and verdict of a configuration; time is left to `plan_of`, since most candidates never need it."""
     job = job_of(request, configuration)
     memory = memory_estimate(job)
-    return Priced(job=job, memory=memory, judgement=judged(job, memory), experience=request.experience)
+    experience = request.experience
+    return Priced(job=job, memory=memory, judgement=judged(job, memory, experience), experience=experience)
 
 
 def timed(priced: Priced) -> StepTime:
@@ -65,9 +66,11 @@ def resident_bytes(job: Job) -> float:
     return states.parameters + states.gradients + states.optimizer
 
 
-def judged(job: Job, memory: MemoryEstimate) -> Judgement:
-    """Whether a job with this memory fits."""
-    return judge(job, memory, _nvme_bytes(job))
+def judged(job: Job, memory: MemoryEstimate, experience: Experience) -> Judgement:
+    """Whether a job with this memory fits: by what there is, and by what ran out of memory before."""
+    judgement = judge(job, memory, _nvme_bytes(job))
+    shortage = None if judgement.verdict == "does_not_fit" else experience.shortage(job, memory)
+    return judgement if shortage is None else shortage.judgement(memory)
 
 
 def _nvme_bytes(job: Job) -> float:

@@ -161,6 +161,15 @@ def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
     return tuple(rejected)
 
 
+def ran_out(request: Request) -> tuple[Rejection, ...]:
+    """The plans that ran out of memory and so are not proposed."""
+    return tuple(
+        Rejection(strategy=group_name(one.configuration), reason=one.sentence())
+        for one in request.experience.shortages
+        if one.counts_on(request.cluster)
+    )
+
+
 def compared(request: Request, item: Timed, first: Timed) -> str:
     """How a plan that fits compares with the first one, in what the objective counts."""
     blocked = unrunnable(item.configuration)

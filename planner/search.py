@@ -24,6 +24,7 @@ from planner.ranking import (
     Timed,
     compared,
     group_name,
+    ran_out,
     rank,
     rejections,
     strategy_name,
@@ -71,7 +72,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
             late.append(too_slow)
     ranked, late = rank(request, found), rank(request, late)
     missing = _misses(groups.values(), [*ranked, *late])
-    rejected = (*rejections(request, ranked, missing), *too_late(request, late))
+    rejected = (*rejections(request, ranked, missing), *too_late(request, late), *ran_out(request))
     if not ranked:
         return _late(request, late, rejected) if late else _nothing(request, missing, rejected)
     return Recommendation(

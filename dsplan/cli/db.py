@@ -11,7 +11,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="List, show, export and import measured runs, and learn from them.",
+    help="List, show, forget, export and import measured runs, and learn from them.",
 )
 
 _HOW_TO_FILL = "`dsplan run train.py` stores every run, `dsplan db import FILE` adds those of others."
@@ -71,6 +71,19 @@ def show_measurement(
         show_json(to_document(measurement))
     else:
         show(measurement_blocks(measurement))
+
+
+@app.command("forget")
+def forget_measurement(
+    id: Annotated[str, typer.Argument(help="The id of a run, or enough of its first digits.")],
+) -> None:
+    """Remove one run, so that nothing is learnt from it and a plan that ran out of memory may be proposed again."""
+    from hardware_db.store import open_store
+
+    with open_store() as store:
+        forgotten = store.forget(id)
+    made = forgotten.created_at[:10]
+    typer.echo(f"forgotten: {forgotten.id[:8]}, {forgotten.model} under {forgotten.strategy} on {made}")
 
 
 @app.command("export")

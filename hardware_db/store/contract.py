@@ -46,6 +46,14 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def forget(self, id_prefix: str) -> Measurement:
+        """Removes the measurement whose id starts so, and returns it.
+
+        Raises:
+            DsplanError: no measurement starts so, or several do.
+        """
+
+    @abstractmethod
     def list(
         self,
         *,

@@ -30,6 +30,9 @@ class MemoryStore(Store):
     def get(self, id_prefix: str) -> Measurement:
         return single_match(id_prefix, tuple(one for one in self.list() if one.id.startswith(id_prefix)))
 
+    def forget(self, id_prefix: str) -> Measurement:
+        return self._measurements.pop(self.get(id_prefix).id)
+
     def list(
         self,
         *,

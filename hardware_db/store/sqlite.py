@@ -55,6 +55,16 @@ class SqliteStore(Store):
         condition = "WHERE id >= :prefix AND id < :prefix || 'g'"
         return single_match(id_prefix, self._measurements(condition, {"prefix": id_prefix, "limit": 2}))
 
+    def forget(self, id_prefix: str) -> Measurement:
+        found = self.get(id_prefix)
+
+        def work(connection: sqlite3.Connection) -> None:
+            with transaction(connection):
+                connection.execute("DELETE FROM measurements WHERE id = ?", (found.id,))
+
+        self._run(work)
+        return found
+
     def list(
         self,
         *,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from planner.calibration.calibration import Calibration
 from planner.calibration.spread import interval
 from planner.job import Job
-from planner.plan import Configuration, StepTime
+from planner.plan import Configuration, MemoryEstimate, StepTime
+from planner.shortage import Shortage
 from planner.timing import step_time
 
 if TYPE_CHECKING:
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experience:
-    """The calibration of hardware like this, whose factors the cluster has already, and the runs that this machine has
-    made of the same work."""
+    """The calibration of hardware like this, whose factors the cluster has already, the runs that this machine has
+    made of the same work, and those that ran out of memory."""
 
     calibration: Calibration | None = None
     known: Mapping[Configuration, KnownRun] = field(default_factory=dict)
+    shortages: tuple[Shortage, ...] = ()
     _ratios: dict[tuple[object, ...], float] = field(default_factory=dict, compare=False, repr=False)
 
     def expected(self, job: Job) -> StepTime:
@@ -52,6 +54,10 @@ class Experience:
             ratio = math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
             self._ratios[place] = ratio if near else max(1.0, ratio)
         return self._ratios[place]
+
+    def shortage(self, job: Job, memory: MemoryEstimate) -> Shortage | None:
+        """What rules a job with this memory out, because it ran out of memory; None where nothing does."""
+        return next((one for one in self.shortages if one.rules_out(job, memory)), None)
 
     def time_of(self, job: Job, predicted: StepTime) -> StepTime:
         """What the job takes: as measured where it ran before, else as predicted, with the interval either has."""

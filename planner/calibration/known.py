@@ -62,7 +62,7 @@ def known_runs(
     found: dict[Configuration, list[Measurement]] = {}
     for one in measurements:
         plan = one.plan
-        if one.outcome != "completed" or not one.measured.step_seconds or not _same(plan, inputs):
+        if one.outcome != "completed" or not one.measured.step_seconds or not is_same_work(plan, inputs):
             continue
         try:
             configuration = configuration_from_dict(plan["plan"])
@@ -74,7 +74,8 @@ def known_runs(
     return {configuration: _known(group) for configuration, group in found.items()}
 
 
-def _same(plan: Mapping[str, object], inputs: Mapping[str, Mapping[str, object]]) -> bool:
+def is_same_work(plan: Mapping[str, object], inputs: Mapping[str, Mapping[str, object]]) -> bool:
+    """Whether a stored plan is of the model, the devices and the work that a request's sections describe."""
     for name, wanted in inputs.items():
         section = plan.get(name)
         if not isinstance(section, Mapping):

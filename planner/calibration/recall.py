@@ -16,8 +16,10 @@ from planner.request import Request
 if TYPE_CHECKING:
     # Imported where they are used: most questions are asked where there is no database, and start faster without.
     from hardware_db.calibration_record import HardwareKind
+    from hardware_db.measurement import Measurement, Outcome
     from hardware_db.store.contract import Store
     from planner.calibration.known import KnownRun
+    from planner.shortage import Shortage
 
 _NEWEST = 200
 """Runs of one size of model that are looked through: reading them takes 20 ms."""
@@ -46,7 +48,11 @@ def recalled_from(store: Store, request: Request) -> Request:
     calibration = calibration_of(store, request.cluster)
     if calibration is not None:
         request = replace(request, cluster=replace(request.cluster, factors=calibration.factors))
-    return replace(request, experience=Experience(calibration=calibration, known=_known(store, request)))
+    made = _made(store, request, "completed")
+    experience = Experience(
+        calibration=calibration, known=_known(made, request), shortages=_shortages(store, request, made)
+    )
+    return replace(request, experience=experience)
 
 
 def with_rates(store: Store, request: Request) -> Cluster:
@@ -82,16 +88,31 @@ def calibration_of(store: Store, cluster: Cluster) -> Calibration | None:
     return None if record is None else Calibration.from_document(record.document, record.created_at)
 
 
-def _known(store: Store, request: Request) -> dict[Configuration, KnownRun]:
+def _made(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement, ...]:
+    """The newest runs of a model of this size on this machine."""
     cluster = request.cluster
     if cluster.machine is None:
+        return ()
+    return store.list(
+        fingerprint=_machine_key(cluster), outcome=outcome, parameters=request.counts.total, limit=_NEWEST
+    )
+
+
+def _known(made: tuple[Measurement, ...], request: Request) -> dict[Configuration, KnownRun]:
+    if not made:
         return {}
     from planner.calibration.known import known_runs
 
-    made = store.list(
-        fingerprint=_machine_key(cluster), outcome="completed", parameters=request.counts.total, limit=_NEWEST
-    )
-    return known_runs(made, described(request)) if made else {}
+    return known_runs(made, described(request))
+
+
+def _shortages(store: Store, request: Request, completed: tuple[Measurement, ...]) -> tuple[Shortage, ...]:
+    failed = _made(store, request, "out_of_memory")
+    if not failed:
+        return ()
+    from planner.calibration.failures import shortages
+
+    return shortages(failed, completed, request)
 
 
 def _machine_key(cluster: Cluster) -> str:

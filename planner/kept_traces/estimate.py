@@ -68,7 +68,7 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
     return replace(
         priced,
         memory=memory,
-        judgement=judged(job, memory),
+        judgement=judged(job, memory, priced.experience),
         memory_source="traced",
         notes=tuple(note for note in notes if note),
     )
@@ -91,7 +91,7 @@ def _unproven(priced: Priced, note: str) -> Priced:
     phases = phases_of(priced.job)
     margin = closed_form_margin(priced.job, max(phases.values(), key=lambda ledger: ledger.total))
     memory = composed(priced.job, phases, margin + UNPROVEN)
-    return replace(priced, memory=memory, judgement=judged(priced.job, memory), notes=(note,))
+    return replace(priced, memory=memory, judgement=judged(priced.job, memory, priced.experience), notes=(note,))
 
 
 def _what_was_traced(job: Job, reading: Reading, *, partly: bool) -> str:

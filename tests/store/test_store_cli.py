@@ -158,3 +158,16 @@ def test_the_command_neither_imports_torch_nor_rich_in_a_pipe(home: Path) -> Non
     loaded = {name.partition(".")[0] for name in ran.stdout.splitlines()[-1].split()}
     assert "sqlite3" in loaded
     assert not loaded & {"torch", "numpy", "transformers", "rich"}
+
+
+@pytest.mark.usefixtures("filled")
+def test_forget_removes_one_run_and_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_store() as store:
+        gone, *stays = store.list()
+    made = gone.created_at[:10]
+    assert _out(capsys, "forget", gone.id) == (
+        f"forgotten: {gone.id[:8]}, {gone.model} under {gone.strategy} on {made}\n"
+    )
+    with open_store() as store:
+        assert list(store.list()) == stays
+    assert "no measurement has an id" in _error(capsys, "forget", gone.id)

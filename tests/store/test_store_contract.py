@@ -47,6 +47,20 @@ def test_a_known_id_is_skipped_and_keeps_its_first_record(store: Store) -> None:
     assert store.add(rate(1)) == 0
 
 
+def test_a_forgotten_run_is_gone_and_the_others_stay(store: Store) -> None:
+    first, second = measurement(1), measurement(2)
+    store.add(first, second, rate(1))
+    assert store.forget(first.id) == first
+    assert store.list() == (second,)
+    assert store.rates() == (rate(1),)
+    with pytest.raises(DsplanError, match="no measurement has an id that starts with"):
+        store.forget(first.id)
+    store.add(measurement(3))
+    with pytest.raises(DsplanError, match="several measurements"):
+        store.forget("0")
+    assert store.count() == 2
+
+
 def test_an_empty_store_answers(store: Store) -> None:
     assert store.list() == ()
     assert store.rates() == ()
