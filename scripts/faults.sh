@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The fault suite in full: every kind of fault at 21 random moments, on real processes; then a table of what became of
-# the runs. About half an hour on two cores. Arguments go to pytest: scripts/faults.sh -k "SIGTERM or agent"
-# FAULT_RUNS (7 by default) is the number of runs per kind, each with three faults. FAULT_FIGURES names the file that
+# The fault suite in full: every kind of fault at 24 random moments, on real processes; then a table of what became of
+# the runs. About an hour on two cores. Arguments go to pytest: scripts/faults.sh -k "SIGTERM or agent"
+# FAULT_MOMENTS says another number of moments than 24. FAULT_FIGURES names the file that
 # keeps the figures of every run; a new one by default. Full disks need root.
 source "$(dirname "$0")/setup.sh"
 FAULT_FIGURES=${FAULT_FIGURES:-$(mktemp)}

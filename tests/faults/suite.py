@@ -31,7 +31,8 @@ OPTIONS = ("--checkpoint-steps", "3", "--retries", "5", "--hang-minutes", "0.15"
 class Fault:
     """A kind of fault: `inflict` does it from outside, `inside` names what the script does to itself.
 
-    `ending` is the journal's word for how an attempt that met it ended; None where the attempt goes on.
+    `ending` is the journal's word for how an attempt that met it ended; None where the attempt goes on. `per_run` of
+    them happen to a run of the whole suite.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Fault:
     inside: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     small_disk: bool = False
+    per_run: int = 4
 
 
 FAULTS = {
@@ -59,8 +61,10 @@ FAULTS = {
         Fault(name="a rank sleeps", ending="hung", inside="sleep"),
         Fault(name="a rank holds the lock", ending="hung", inside="hold"),
         Fault(name="a rank raises", ending="failed", inside="raise"),
-        Fault(name="out of memory", ending="out_of_memory", inside="out_of_memory", settings={"dropout": 0}),
-        Fault(name="out of host memory", ending="out_of_memory", inside="host_memory", settings={"dropout": 0}),
+        Fault(name="out of memory", ending="out_of_memory", inside="out_of_memory", settings={"dropout": 0}, per_run=2),
+        Fault(
+            name="out of host memory", ending="out_of_memory", inside="host_memory", settings={"dropout": 0}, per_run=2
+        ),
         Fault(name="full disk", ending=None, inflict=moments.fill_the_disk, small_disk=True),
     )
 }

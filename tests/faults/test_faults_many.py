@@ -6,21 +6,21 @@ within 1e-6 where it changes), every sample used once per epoch, nothing left ru
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import pytest
 from suite import FAULTS, Case, Reference, check, play, settings_of
 
-PER_RUN = 3
-RUNS = int(os.environ.get("FAULT_RUNS", "7"))
-"""Per kind of fault: 7 runs with 3 moments each. More moments than that are others: the run's number is the seed."""
+MOMENTS = int(os.environ.get("FAULT_MOMENTS", "24"))
+"""Per kind of fault."""
+RUNS = [(name, seed) for name, fault in FAULTS.items() for seed in range(math.ceil(MOMENTS / fault.per_run))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(RUNS))
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(("name", "seed"), RUNS)
 def test_a_run_survives(name: str, seed: int, tmp_path: Path, reference: Reference) -> None:
-    settings = settings_of(FAULTS[name], seed)
-    case = Case(faults=(FAULTS[name],) * PER_RUN, seed=seed, settings=settings, reference=reference(settings))
-    check(*play(case, tmp_path))
+    fault, settings = FAULTS[name], settings_of(FAULTS[name], seed)
+    faults = (fault,) * fault.per_run
+    check(*play(Case(faults=faults, seed=seed, settings=settings, reference=reference(settings)), tmp_path))
