@@ -6,10 +6,15 @@ this order,
     {"event": "attempt", "attempt": k}             under `dsplan run`, where an attempt of the rank begins
     {"event": "plan", ...}                         rank 0 only, when the engine made the plan itself
     {"event": "step", "step": i, "global_step": n, "loss": mean over this rank's micro-batches,
-     "seconds": since the last step ended, "samples": ..., "tokens": ... of this rank, "allocated_bytes": ...,
-     "reserved_bytes": ..., "peak_bytes": ..., "rss_bytes": ..., "measured_by": "cuda" | "storage-tracker"}
+     "seconds": since the last step ended, "load_seconds": of them before the first forward pass,
+     "ready_seconds": of them before the first loss was there, "samples": ..., "tokens": ... of this rank,
+     "allocated_bytes": ..., "reserved_bytes": ..., "peak_bytes": ..., "rss_bytes": ..., "private_bytes": ...,
+     "measured_by": "cuda" | "storage-tracker"}
     {"event": "figures", "step": ..., "forward_seconds": ..., "communication_seconds": ..., ...}
                                                    now and then, where the config asks for `wall_clock_breakdown`
+    {"event": "machine", "time": ..., "cpu_percent": ..., "gpu_utilization_percent": ..., ...}
+                                                   every few seconds; `strategies/monitoring/machine.py` has the names
+    {"event": "alert", ...Alert}                   where one begins
     {"event": "end", ...MeasuredRun of this rank in this attempt alone}
 
 `step` counts from 0 in the process that wrote it, `global_step` from 1 over all attempts: an attempt that resumes from

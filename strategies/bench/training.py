@@ -18,7 +18,7 @@ from strategies.bench.on_rank import Trainee
 from strategies.engine import initialize
 from strategies.environment import join
 from strategies.measured_run import batch_for, build_model
-from strategies.monitor import TRACKED_STEP
+from strategies.monitoring.step_rows import TRACKED_STEP
 from strategies.variables import RUN_DIRECTORY
 
 _LEAST_STEPS = 6

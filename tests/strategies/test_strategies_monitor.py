@@ -20,12 +20,15 @@ STEP_KEYS = {
     "global_step",
     "loss",
     "seconds",
+    "load_seconds",
+    "ready_seconds",
     "samples",
     "tokens",
     "allocated_bytes",
     "reserved_bytes",
     "peak_bytes",
     "rss_bytes",
+    "private_bytes",
     "measured_by",
 }
 
@@ -47,6 +50,7 @@ def test_a_run_writes_steps_and_a_summary(tmp_path: Path, monkeypatch: pytest.Mo
     assert rows[2]["peak_bytes"] > rows[2]["allocated_bytes"] > 0
     assert rows[5]["peak_allocated_bytes"] == rows[2]["peak_bytes"]
     assert rows[5]["step_seconds"] > 0
+    assert all(0 < line["load_seconds"] < line["ready_seconds"] < line["seconds"] for line in rows[:5])
     assert all(line["rss_bytes"] > 10 * 2**20 for line in rows[:5])
 
 

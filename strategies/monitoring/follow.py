@@ -1,0 +1,68 @@
+"""AlertFollower: what the ranks of this node have to tell, read from their metrics while they train. No torch."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from strategies.launch.tail import LineFollower
+from strategies.metrics import parse_row
+from strategies.monitoring.alerts import ALERT, Alert
+from strategies.monitoring.stragglers import Stragglers
+
+_METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
+_LOOK_SECONDS = 1.0
+SAME_SECONDS = 60.0
+"""Alerts of one kind and metric within so long are one: all ranks see the same NaN."""
+
+
+class AlertFollower:
+    """Gives every alert once, from here on: what was in a run directory before is told no more."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[int, LineFollower] = {}
+        self._stragglers = Stragglers()
+        self._told: dict[tuple[str, str], float] = {}
+        self._looked = float("-inf")
+        self._find(time.monotonic())
+        for file in self._files.values():
+            file.read_lines()
+
+    def read(self) -> list[Alert]:
+        """The alerts since the last call."""
+        self._find(time.monotonic())
+        found: list[Alert] = []
+        for rank, file in self._files.items():
+            for line in file.read_lines():
+                if (row := parse_row(line)) is not None:
+                    found.extend(self._from_row(rank, row))
+        return [alert for alert in found if self._is_new(alert)]
+
+    def _find(self, now: float) -> None:
+        """Ranks of a later attempt may be more."""
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        for path in self._directory.glob("metrics-rank*.jsonl"):
+            if match := _METRICS.fullmatch(path.name):
+                self._files.setdefault(int(match[1]), LineFollower(path))
+
+    def _from_row(self, rank: int, row: Mapping[str, Any]) -> list[Alert]:
+        event = row.get("event")
+        if event == ALERT:
+            return [Alert.from_row(row)]
+        if event == "attempt":
+            self._stragglers.attempt_begins(int(row["attempt"]))
+        return self._stragglers.seen(rank, row) if event == "step" else []
+
+    def _is_new(self, alert: Alert) -> bool:
+        key = (alert.kind, alert.metric)
+        before = self._told.get(key)
+        if before is not None and alert.time - before < SAME_SECONDS:
+            return False
+        self._told[key] = alert.time
+        return True

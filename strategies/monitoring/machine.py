@@ -1,0 +1,119 @@
+"""What the machine does while a rank trains: its GPU, its processors, its network and its disks. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hardware_db.probe.cgroup import cgroup_limits
+from hardware_db.probe.nvml import driver_library_loads
+from strategies.monitoring.process_memory import ProcessMemory
+from strategies.monitoring.settings import MonitorSettings
+
+Figures = dict[str, float]
+
+
+class MachineReader:
+    """Reads figures by name; a rate is over the time since the last read, so the first read has none.
+
+    `gpu_uuid` is that of the rank's GPU, None for none. Figures of the whole node are read where `whole_node`, by one
+    rank of each. What cannot be read is left out.
+    """
+
+    def __init__(self, settings: MonitorSettings, *, gpu_uuid: str | None, directory: Path, whole_node: bool) -> None:
+        self._settings = settings
+        self._gpu = GpuReader(gpu_uuid) if settings.gpu and gpu_uuid else None
+        self._directory = directory
+        self._whole_node = whole_node
+        self._process = psutil.Process()
+        self._memory = ProcessMemory()
+        self._before: Figures = {}
+        self._read_at = time.monotonic()
+
+    def read(self) -> Figures:
+        """The figures of now."""
+        figures: Figures = {}
+        if self._gpu is not None:
+            figures |= self._gpu.read()
+        if self._settings.cpu:
+            figures |= {"cpu_percent": self._process.cpu_percent(), **self._memory.read()}
+        if self._whole_node:
+            figures |= self._node()
+        return figures
+
+    def _node(self) -> Figures:
+        figures: Figures = {"disk_free_bytes": psutil.disk_usage(str(self._directory)).free}
+        if self._settings.cpu:
+            left = cgroup_limits().memory_left_bytes
+            available = psutil.virtual_memory().available
+            figures["host_memory_available_bytes"] = available if left is None else min(available, left)
+            figures["host_cpu_percent"] = psutil.cpu_percent()
+        if self._settings.network:
+            figures |= self._rates()
+        return figures
+
+    def _rates(self) -> Figures:
+        now, totals = time.monotonic(), _totals()
+        seconds, before = now - self._read_at, self._before
+        self._read_at, self._before = now, totals
+        return {
+            f"{name}_bytes_per_second": (total - before[name]) / seconds
+            for name, total in totals.items()
+            if name in before and seconds > 0
+        }
+
+
+def _totals() -> Figures:
+    """Bytes since the machine's start."""
+    totals: Figures = {}
+    network = [counts for name, counts in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    totals["network_sent"] = sum(counts.bytes_sent for counts in network)
+    totals["network_received"] = sum(counts.bytes_recv for counts in network)
+    disk = psutil.disk_io_counters()
+    if disk is not None:
+        totals["disk_read"], totals["disk_written"] = disk.read_bytes, disk.write_bytes
+    return totals
+
+
+class GpuReader:
+    """One GPU's figures from NVML; those that its driver refuses are left out, and asked for no more."""
+
+    def __init__(self, uuid: str) -> None:
+        self._questions = dict(_gpu_questions(uuid)) if driver_library_loads() else {}
+
+    def read(self) -> Figures:
+        figures: Figures = {}
+        for name, ask in list(self._questions.items()):
+            try:
+                figures[name] = ask()
+            except Exception as problem:  # NVMLError, which is known only where pynvml is
+                if type(problem).__module__ != "pynvml":
+                    raise
+                del self._questions[name]
+        return figures
+
+
+def _gpu_questions(uuid: str) -> list[tuple[str, Callable[[], float]]]:
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return []
+    try:
+        nvml.nvmlInit()
+        handle: Any = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError:
+        return []
+    slowed = nvml.nvmlClocksThrottleReasonHwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+    slowed |= nvml.nvmlClocksThrottleReasonSwThermalSlowdown
+    return [
+        ("gpu_utilization_percent", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        ("gpu_memory_used_bytes", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+        ("gpu_temperature_celsius", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        ("gpu_power_watts", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        ("gpu_clock_mhz", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        ("gpu_throttled", lambda: bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & slowed)),
+    ]
