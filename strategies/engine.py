@@ -23,10 +23,13 @@ from strategies.config.refuse import refuse_deepspeed_keys
 from strategies.data import LoaderSettings, ShardedLoader
 from strategies.environment import Environment, join
 from strategies.errors import CannotRun
+from strategies.launch.agreed import current
 from strategies.monitor import RunMonitor
+from strategies.monitoring.settings import MonitorSettings
 from strategies.optimizer_needs import fitting
-from strategies.planning import Wishes, another_model, describe, given_plan
+from strategies.planning import Wishes, another_model, describe, settled_plan
 from strategies.registry import find_strategy
+from strategies.told_plainly import tell_plainly
 from strategies.variables import RUN_DIRECTORY
 from strategies.watching import watch
 
@@ -66,20 +69,22 @@ def initialize(
     Raises:
         DsplanError: what was asked for cannot be planned or run here; one line with the remedy.
     """
+    tell_plainly()
     script = read_config(config)
     environment = join()
     wishes = Wishes(
         plan=plan, strategy=strategy, backend=backend, config=script, optimizer=optimizer, training_data=training_data
     )
-    settled = given_plan(wishes, environment)
-    is_new = settled is None
+    settled = settled_plan(model, wishes, environment)
+    is_new = settled is None or settled is current().plan
     if settled is None:
         from strategies.live_plan import make_plan  # with the planner's search, which a given plan does not need
 
         settled = make_plan(model, wishes, environment)
     elif environment.is_main and (warning := another_model(settled, model)):
         print(warning, file=sys.stderr, flush=True)
-    _agree(settled, strategy, backend)
+    if not current().goes_on:
+        _agree(settled, strategy, backend)
     refuse_deepspeed_keys(script, settled.configuration)
     parts = TrainingParts(
         model=model,
@@ -95,7 +100,7 @@ def initialize(
     if training_data is not None:
         read_as = LoaderSettings(section=script.data, collate=collate_fn)
         engine.dataloader = ShardedLoader(training_data, settled.configuration, environment, read_as)
-    watch(engine, script, _report(engine, environment, is_new=is_new))
+    watch(engine, script, _report(engine, environment, script.monitor, is_new=is_new))
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
 
 
@@ -111,7 +116,7 @@ def _agree(plan: Plan, strategy: str | None, backend: str | None) -> None:
             raise CannotRun(f"{word}={asked!r} was asked for and the plan has {has!r}; leave {word}= out or plan again")
 
 
-def _report(engine: Engine, environment: Environment, *, is_new: bool) -> RunMonitor | None:
+def _report(engine: Engine, environment: Environment, settings: MonitorSettings, *, is_new: bool) -> RunMonitor | None:
     """Print a plan that was made now, or leave it and the metrics to `dsplan run`, which shows them itself."""
     directory = os.environ.get(RUN_DIRECTORY)
     if directory:
@@ -121,6 +126,7 @@ def _report(engine: Engine, environment: Environment, *, is_new: bool) -> RunMon
             device=environment.device,
             sequence_length=engine.configuration.sequence_length,
             global_steps=lambda: engine.global_steps,
+            settings=settings,
         )
         engine.observers.append(monitor)
         if is_new and environment.is_main:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from strategies.errors import CannotRun
-from strategies.process_variables import own_place, read_process_variables
+from strategies.process_variables import ProcessVariables, own_place, read_process_variables
 from strategies.rendezvous import meet
 
 
@@ -54,18 +54,30 @@ def join() -> Environment:
         local_rank=place.local_rank,
         world_size=place.world_size,
         local_world_size=place.local_world_size,
-        device=_device(place.local_rank),
+        device=_device(place),
     )
     if place.world_size > 1:
         ensure_group(environment)
     return environment
 
 
+def meet_before_script() -> Store | None:
+    """Have the ranks of a launched script meet before any of its code runs, and give the store they share; None for a
+    process alone. What is wrong with how they were started is told within half a minute, however long the script would
+    load its model.
+
+    Raises:
+        CannotMeet: they do not come or do not agree, or their launcher's variables do not fit together.
+    """
+    place = own_place()
+    return meet(place, *_device_name(place.local_rank)) if place.world_size > 1 else None
+
+
 def ensure_group(environment: Environment) -> None:
     """Join the default process group unless this process is in it; a lone process makes a group of its own.
 
     Raises:
-        CannotRun: the ranks do not come or do not agree.
+        CannotMeet: the ranks do not come or do not agree.
     """
     if dist.is_initialized():
         return
@@ -76,13 +88,27 @@ def ensure_group(environment: Environment) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
-def _device(local_rank: int) -> torch.device:
+def _device(place: ProcessVariables) -> torch.device:
+    """This rank's GPU, made the current one, or the CPU; a rank without a GPU tells the others before it ends."""
+    name, complaint = _device_name(place.local_rank)
+    if complaint and place.world_size > 1 and not dist.is_initialized():
+        meet(place, name, complaint)
+    if complaint:
+        raise CannotRun(complaint)
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _device_name(local_rank: int) -> tuple[str, str]:
+    """The device of a local rank, as torch writes it, and what is wrong with it."""
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return "cpu", ""
+    complaint = ""
     if local_rank >= torch.cuda.device_count():
-        raise CannotRun(
+        complaint = (
             f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()};"
             f" start at most that many ranks per node"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    return f"cuda:{local_rank}", complaint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hardware_db.errors import BrokenFile, DsplanError, UnknownName
 
-__all__ = ["BackendMissing", "BrokenFile", "CannotRun", "DsplanError", "UnknownName"]
+__all__ = ["BackendMissing", "BrokenFile", "CannotMeet", "CannotRun", "DsplanError", "UnknownName"]
 
 
 class BackendMissing(DsplanError):
@@ -13,3 +13,7 @@ class BackendMissing(DsplanError):
 
 class CannotRun(DsplanError):
     """A plan, a config or an argument that this engine cannot run; the message says which and what to do."""
+
+
+class CannotMeet(CannotRun):
+    """Ranks that do not find each other or do not fit together; the message says what to change in their start."""

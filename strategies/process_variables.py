@@ -7,13 +7,14 @@ MPI 4, srun(1) "OUTPUT ENVIRONMENT VARIABLES", and the Hydra process manager of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
-from strategies.errors import CannotRun
+from strategies.errors import CannotMeet
 
 Variables = Mapping[str, str]
 _LOCALHOST = "127.0.0.1"
@@ -34,10 +35,13 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessVariables:
-    """This process's place. `source` names who told; `meeting_point` is rank 0's address, None for a process alone.
+    """This process's place.
+
+    `source` names who told; `meeting_point` is rank 0's address, None for a process alone; `advice` is what may be
+    wrong where the ranks do not fit together.
 
     Raises:
-        CannotRun: the numbers contradict each other.
+        CannotMeet: the numbers contradict each other.
     """
 
     source: str
@@ -46,6 +50,7 @@ class ProcessVariables:
     local_rank: int = 0
     local_world_size: int = 1
     meeting_point: Address | None = None
+    advice: str = ""
 
     def __post_init__(self) -> None:
         if self.world_size == 1 and self.rank == 0:
@@ -53,14 +58,14 @@ class ProcessVariables:
         self._within("rank", self.rank, self.world_size)
         self._within("local rank", self.local_rank, self.local_world_size)
         if self.local_world_size > self.world_size:
-            raise CannotRun(
+            raise CannotMeet(
                 f"{self.source} says {self.local_world_size} ranks on this node and {self.world_size} in all; start all"
                 " ranks with one launch command"
             )
 
     def _within(self, what: str, number: int, count: int) -> None:
         if not 0 <= number < count:
-            raise CannotRun(
+            raise CannotMeet(
                 f"{self.source} says {what} {number} of {count}; {what}s count from 0, so the highest is {count - 1}"
             )
 
@@ -71,13 +76,32 @@ def read_process_variables(variables: Variables) -> ProcessVariables:
     torchrun's variables come first, because a script or a wrapper may have set them on purpose.
 
     Raises:
-        CannotRun: a variable is missing or is no number, or they contradict each other.
+        CannotMeet: a variable is missing or is no number, or they contradict each other.
     """
-    for marks, read in _LAUNCHERS:
-        if any(mark in variables for mark in marks):
-            return read(variables)
+    readers = [read for marks, read in _LAUNCHERS if any(mark in variables for mark in marks)]
+    if len(readers) > 1 and readers[0] is _torchrun and not {"RANK", "WORLD_SIZE"} <= variables.keys():
+        del readers[0]  # `export WORLD_SIZE=8` in a batch script is no rank
+    if readers:
+        place = readers[0](variables)
+        return replace(place, advice=_contradiction(place, variables, readers[1:]))
     number = _Numbers(variables, "the environment")
     return ProcessVariables(source=number.source, local_rank=number("LOCAL_RANK", 0))
+
+
+def _contradiction(place: ProcessVariables, variables: Variables, others: Sequence[Reader]) -> str:
+    """What may be wrong where variables that somebody set hide a launcher's, as `export RANK=0` in a batch script does;
+    nothing where they are torchrun's own, which may run within srun."""
+    if "TORCHELASTIC_RUN_ID" in variables:
+        return ""
+    for read in others:
+        with contextlib.suppress(CannotMeet):
+            other = read(variables)
+            if (other.rank, other.world_size) != (place.rank, place.world_size):
+                return (
+                    f"{other.source} counts one of them as rank {other.rank} of {other.world_size}, which RANK and"
+                    " WORLD_SIZE hide: unset both"
+                )
+    return ""
 
 
 def publish_process_variables(place: ProcessVariables, variables: MutableMapping[str, str]) -> None:
@@ -104,7 +128,7 @@ def tasks_on_node(counts: str, node: int) -> int:
     """Tasks on one node from SLURM's count per node: in `4(x2),3` nodes 0 and 1 have 4, node 2 has 3.
 
     Raises:
-        CannotRun: there is no such node in it.
+        CannotMeet: there is no such node in it.
     """
     for entry in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
@@ -113,7 +137,7 @@ def tasks_on_node(counts: str, node: int) -> int:
         node -= int(match[2] or 1)
         if node < 0:
             return int(match[1])
-    raise CannotRun(f"SLURM_STEP_TASKS_PER_NODE is {counts!r}, which has no count for this node; start with srun")
+    raise CannotMeet(f"SLURM_STEP_TASKS_PER_NODE is {counts!r}, which has no count for this node; start with srun")
 
 
 def _torchrun(variables: Variables) -> ProcessVariables:
@@ -167,12 +191,13 @@ def _hydra(variables: Variables) -> ProcessVariables:
     return _meeting(place, number)
 
 
-_LAUNCHERS: tuple[tuple[tuple[str, ...], Callable[[Variables], ProcessVariables]], ...] = (
+Reader = Callable[[Variables], ProcessVariables]
+_LAUNCHERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("RANK", "WORLD_SIZE"), _torchrun),
-    (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
+    (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), _open_mpi),
     # Only what srun starts is a rank; SLURM's other variables are set in the shell of a batch script too.
-    (("SLURM_STEP_NUM_TASKS",), _slurm),
-    (("PMI_RANK", "PMI_SIZE"), _hydra),
+    (("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"), _slurm),
+    (("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), _hydra),
 )
 """The variables that give a launcher away, and who reads it, in the order of precedence."""
 
@@ -188,11 +213,11 @@ class _Numbers:
         if not text and default is not None:
             return default
         if not text:
-            raise CannotRun(
+            raise CannotMeet(
                 f"{self.source} has not set {name} for this process; start all ranks with one launch command"
             )
         if not text.isdecimal():
-            raise CannotRun(f"the environment variable {name} is {text!r}; it must be a whole number")
+            raise CannotMeet(f"the environment variable {name} is {text!r}; it must be a whole number")
         return int(text)
 
 
@@ -207,13 +232,13 @@ def _meeting(place: ProcessVariables, number: _Numbers, *, job: str = "", host: 
     here = _LOCALHOST if place.local_world_size == place.world_size else ""
     address = named or host or here
     if not address:
-        raise CannotRun(
+        raise CannotMeet(
             f"{place.source} starts {place.world_size} ranks on several nodes and MASTER_ADDR is not set; set it to the"
             " host of rank 0 on every rank"
         )
     port = number("MASTER_PORT", _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS if job else _DEFAULT_PORT)
     if not 0 < port < 1 << 16:
-        raise CannotRun(f"the environment variable MASTER_PORT is {port}; ports are 1 to 65535")
+        raise CannotMeet(f"the environment variable MASTER_PORT is {port}; ports are 1 to 65535")
     return replace(place, meeting_point=Address(host=address, port=port))
 
 
@@ -221,7 +246,7 @@ def own_place() -> ProcessVariables:
     """This process's place, with torchrun's variables set to it.
 
     Raises:
-        CannotRun: as `read_process_variables`.
+        CannotMeet: as `read_process_variables`.
     """
     place = read_process_variables(os.environ)
     publish_process_variables(place, os.environ)

@@ -7,157 +7,203 @@ processes with one rank, a wrong world size, one GPU for two ranks, a rank that 
 
 from __future__ import annotations
 
-import json
-import math
+import contextlib
 import os
 import socket
-import sys
+import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from strategies.errors import CannotRun
+from strategies.errors import CannotMeet
 from strategies.process_variables import Address, ProcessVariables
+from strategies.roll_call import AGAIN_SECONDS, FIRST_SECONDS, LOOK_SECONDS, SECONDS, Patience, Presence, call_roll
 
-SECONDS = "DSPLAN_RENDEZVOUS_SECONDS"
-"""Environment variable: how long ranks wait for each other."""
-DEFAULT_SECONDS = 600.0
-_REMARK_SECONDS = 20.0
-_LOOK_SECONDS = 0.02
-_READ_SECONDS = 2.0
+__all__ = ["SECONDS", "meet"]
 _TRY_SECONDS = 3.0
-_AGREED = "agreed"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Presence:
-    """What a rank says of itself."""
+@dataclass(kw_only=True, slots=True)
+class _Met:
+    """The store of the ranks that this process has met, and how often it called the roll in it."""
 
     rank: int
-    world_size: int
-    host: str
-    process_id: int
-    local_rank: int
-    device: str
-
-    @property
-    def where(self) -> str:
-        return f"process {self.process_id} on {self.host}"
+    at: Address
+    attempt: str
+    store: Store
+    times: int = 0
 
 
-def meet(place: ProcessVariables, device: str) -> Store:
+_met: _Met | None = None
+
+
+def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
     """The store that all ranks share, once they have all come and agree on who they are.
 
-    Rank 0 calls the roll and writes its verdict for all. `device` is this rank's, as torch writes it (`cuda:0`, `cpu`).
+    Rank 0 calls the roll and writes its verdict for all. `device` is this rank's, as torch writes it (`cuda:0`, `cpu`);
+    a `complaint` about this rank's own place ends all of them. Ranks that have met before have a longer limit, since
+    each of them is known to be there.
 
     Raises:
-        CannotRun: they do not come or do not agree; on every rank that is there.
+        CannotMeet: they do not come or do not agree; on every rank that is there.
     """
-    own = Presence(
+    global _met
+    at, attempt = place.meeting_point, _attempt()
+    assert at is not None, "a process alone meets nobody"
+    own = _own_presence(place, device, complaint)
+    known, _met = _met, None
+    if known is not None and (known.rank, known.at, known.attempt) == (place.rank, at, attempt):
+        patience = Patience(AGAIN_SECONDS, least=AGAIN_SECONDS)
+    else:
+        known, patience = None, Patience(FIRST_SECONDS)  # an earlier store without a reference to it frees its port
+        store = PrefixStore(f"dsplan/{attempt}", _store(own, at, patience))
+        known = _Met(rank=own.rank, at=at, attempt=attempt, store=store)
+    known.times += 1
+    try:
+        call_roll(PrefixStore(f"roll-{known.times}", known.store), own, patience)
+    except DistError:
+        raise CannotMeet(
+            f"rank {own.rank} on {own.host} lost rank 0 at {at} while the ranks met; rank 0's own output says why"
+        ) from None
+    known.store.set_timeout(timedelta(seconds=AGAIN_SECONDS))
+    _met = known
+    return PrefixStore(f"group-{known.times}", known.store)
+
+
+def _own_presence(place: ProcessVariables, device: str, complaint: str) -> Presence:
+    host, at = socket.gethostname(), place.meeting_point
+    is_elsewhere = place.rank == 0 and at is not None and not _is_agents() and not is_own_address(at.host)
+    elsewhere = f"MASTER_ADDR {at.host} is no address of {host}, where rank 0 runs" if at and is_elsewhere else ""
+    return Presence(
         rank=place.rank,
         world_size=place.world_size,
-        host=socket.gethostname(),
+        host=host,
         process_id=os.getpid(),
         local_rank=place.local_rank,
         device=device,
+        complaint=complaint,
+        advice=place.advice or elsewhere,
+        is_elsewhere=is_elsewhere,
     )
-    assert place.meeting_point is not None, "a process alone meets nobody"
-    at, patience = place.meeting_point, Patience(_seconds())
-    store = _store(own, at, patience)
-    roll = PrefixStore("roll", store)
-    try:
-        _announce(roll, own)
-        verdict = _call_roll(roll, own, patience) if own.rank == 0 else _await_verdict(roll, own, patience)
-    except DistError:
-        raise CannotRun(
-            f"rank {own.rank} on {own.host} lost rank 0 at {at} while the ranks met; rank 0's own output says why"
-        ) from None
-    if verdict != _AGREED:
-        raise CannotRun(verdict)
-    return PrefixStore("group", store)
 
 
-class Patience:
-    """How long ranks wait for each other."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._begun = time.monotonic()
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_over_by(0.0)
-
-    def is_over_by(self, seconds: float) -> bool:
-        return self._passed >= self.seconds + seconds
-
-    @property
-    def deserves_remark(self) -> bool:
-        return self._passed >= _REMARK_SECONDS
-
-    @property
-    def _passed(self) -> float:
-        return time.monotonic() - self._begun
+def _attempt() -> str:
+    """torch elastic's agent has a store for its ranks already; every restart of them has a room of its own in it."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _is_agents() else "0"
 
 
-def _seconds() -> float:
-    text = os.environ.get(SECONDS, "")
-    try:
-        seconds = float(text or DEFAULT_SECONDS)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise CannotRun(f"the environment variable {SECONDS} is {text!r}; it must be a number of seconds above 0")
-    return seconds
+def _is_agents() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store(own: Presence, at: Address, patience: Patience) -> Store:
-    # torch elastic's agent has a store for its ranks already; every restart of them has a room of its own in it.
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
-    is_host = own.rank == 0 and not is_agents
-    if not is_host:
+    host, is_host = at.host, own.rank == 0 and not _is_agents()
+    if own.is_elsewhere:
+        # Another process may be rank 0 there. If not: rank 0 listens on every address of its host, and under a name
+        # that only others can use (a port that a container forwards) they reach it all the same.
+        with contextlib.suppress(socket.gaierror):
+            is_host = not _answers(at)
+        host = "localhost" if is_host else host
+    elif not is_host:
         _await_host(own, at, patience)
+    timeout = timedelta(seconds=patience.left)
     try:
-        timeout = timedelta(seconds=patience.seconds)
-        store = TCPStore(at.host, at.port, is_master=is_host, timeout=timeout, wait_for_workers=False)
+        # Multi-tenant: a script that meets by itself at MASTER_PORT later finds this server instead of a taken port.
+        return TCPStore(host, at.port, is_master=is_host, timeout=timeout, wait_for_workers=False, multi_tenant=is_host)
     except (RuntimeError, OSError) as problem:
-        raise CannotRun(_no_host(own, at, problem) if is_host else _unreachable(own, at, patience)) from None
-    return PrefixStore(f"dsplan/{attempt}", store)
+        raise CannotMeet(_no_host(own, at, problem) if is_host else _unreachable(own, at, patience)) from None
+
+
+def is_own_address(host: str) -> bool:
+    """Whether a name or address is one of this host's; not where nobody knows the name."""
+    try:
+        found = _addresses(host)
+    except OSError:
+        return False
+    for address in found:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as tried:
+            try:
+                tried.bind((address, 0))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def _addresses(host: str) -> list[str]:
+    """The addresses behind a name.
+
+    Raises:
+        OSError: nobody knows the name, or no name server answers, which libc alone would wait for for half a minute.
+    """
+    found: list[list[str] | OSError] = []
+
+    def ask() -> None:
+        try:
+            answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            found.append([str(answer[4][0]) for answer in answers])
+        except OSError as problem:
+            found.append(problem)
+
+    asking = threading.Thread(target=ask, name="name-lookup", daemon=True)
+    asking.start()
+    asking.join(_TRY_SECONDS)
+    if not found:
+        raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
+    if isinstance(found[0], OSError):
+        raise found[0]
+    return found[0]
+
+
+def _answers(at: Address) -> bool:
+    """Whether something listens at an address.
+
+    Raises:
+        gaierror: there is no such host.
+    """
+    for address in _addresses(at.host):
+        try:
+            with socket.create_connection((address, at.port), timeout=_TRY_SECONDS) as answered:
+                # Linux connects a socket to itself where it happens to take the port that it calls.
+                if answered.getsockname() != answered.getpeername():
+                    return True
+        except OSError:
+            continue
+    return False
 
 
 def _await_host(own: Presence, at: Address, patience: Patience) -> None:
     """Wait until something answers at rank 0's address; torch's own wait prints pages.
 
     Raises:
-        CannotRun: there is no such host, or nothing answers in time.
+        CannotMeet: there is no such host, or nothing answers in time.
     """
     while True:
+        refusal = _unreachable(own, at, patience)
         try:
-            with socket.create_connection((at.host, at.port), timeout=_TRY_SECONDS) as answered:
-                # Linux connects a socket to itself where it happens to take the port that it calls.
-                if answered.getsockname() != answered.getpeername():
-                    return
+            if _answers(at):
+                return
         except socket.gaierror as problem:
-            raise CannotRun(
+            # A name may be new: Kubernetes makes one when rank 0's pod runs.
+            refusal = (
                 f"rank {own.rank} on {own.host} finds no host {at.host!r} ({problem.strerror}); set MASTER_ADDR to a"
                 " name or address of rank 0's host that every node knows"
-            ) from None
-        except OSError:
-            if patience.is_over:
-                raise CannotRun(_unreachable(own, at, patience)) from None
-            time.sleep(_LOOK_SECONDS)
+            )
+        if patience.is_over:
+            raise CannotMeet(refusal)
+        time.sleep(LOOK_SECONDS)
 
 
 def _no_host(own: Presence, at: Address, problem: Exception) -> str:
     line = str(problem).strip().splitlines()[0]
     reason = "address already in use" if "EADDRINUSE" in line else line
+    advice = f"; {own.advice}" if own.advice else ""
     return (
         f"rank 0 on {own.host} cannot listen at {at} ({reason}); another process is rank 0 too, or another program has"
-        " the port: set MASTER_PORT to a free one on every rank"
+        f" the port: set MASTER_PORT to a free one on every rank{advice}"
     )
 
 
@@ -166,106 +212,3 @@ def _unreachable(own: Presence, at: Address, patience: Patience) -> str:
         f"rank {own.rank} on {own.host} cannot reach rank 0 at {at} within {patience.seconds:g} s; check MASTER_ADDR"
         " and MASTER_PORT, that rank 0 runs there, and that no firewall is between"
     )
-
-
-def _announce(roll: Store, own: Presence) -> None:
-    """Write this rank's line; the first of two processes with one rank keeps it.
-
-    Raises:
-        CannotRun: this process is the second.
-    """
-    text = json.dumps(asdict(own))
-    first = roll.compare_set(f"rank-{own.rank}", "", text).decode()
-    if first != text:
-        other = Presence(**json.loads(first))
-        refusal = (
-            f"{other.where} and {own.where} are both rank {own.rank} of {own.world_size}; give every process its own"
-            " RANK"
-        )
-        roll.set("refusal", refusal)  # for those who wait for the rank that this process should have been
-        raise CannotRun(refusal)
-
-
-def _call_roll(roll: Store, own: Presence, patience: Patience) -> str:
-    """Rank 0: wait for everyone, and write what came of it where everyone reads it."""
-    present: dict[int, Presence] = {}
-    remarked = False
-    verdict = ""
-    while not verdict:
-        missing = _look(roll, own.world_size, present)
-        verdict = _objection(roll, own, present) or ("" if missing else _AGREED)
-        if not verdict and patience.is_over:
-            verdict = (
-                f"{_wait_text(own, missing)} within {patience.seconds:g} s; start {own.world_size} processes, or"
-                " correct WORLD_SIZE"
-            )
-        elif not verdict and patience.deserves_remark and not remarked:
-            remarked = True
-            print(f"dsplan: {_wait_text(own, missing)}; still waiting", file=sys.stderr, flush=True)
-        if not verdict:
-            time.sleep(_LOOK_SECONDS)
-    roll.set("verdict", verdict)
-    if verdict != _AGREED:
-        _let_read(roll, others=own.world_size - 1)
-    return verdict
-
-
-def _look(roll: Store, world_size: int, present: dict[int, Presence]) -> list[int]:
-    """Read the lines that are there and not yet known; the ranks that have none."""
-    missing = []
-    for rank in range(world_size):
-        if rank in present:
-            continue
-        # `check` answers at once whether a key is there; `get` would wait for it.
-        if roll.check([f"rank-{rank}"]):
-            present[rank] = Presence(**json.loads(roll.get(f"rank-{rank}")))
-        else:
-            missing.append(rank)
-    return missing
-
-
-def _objection(roll: Store, own: Presence, present: dict[int, Presence]) -> str:
-    """What is wrong among the ranks that are there; nothing where all agree."""
-    if roll.check(["refusal"]):
-        return str(roll.get("refusal").decode())
-    seen: dict[tuple[str, str], Presence] = {}
-    for rank in sorted(present):
-        one = present[rank]
-        if one.world_size != own.world_size:
-            return (
-                f"rank {own.rank} ({own.where}) counts {own.world_size} ranks and rank {rank} ({one.where}) counts"
-                f" {one.world_size}; give all of them one WORLD_SIZE"
-            )
-        other = seen.setdefault((one.host, one.device), one)
-        if other is not one and one.device != "cpu":
-            return (
-                f"rank {other.rank} and rank {rank} both use {one.device} of {one.host}; set LOCAL_RANK to count the"
-                " ranks of each node from 0"
-            )
-    return ""
-
-
-def _await_verdict(roll: Store, own: Presence, patience: Patience) -> str:
-    """The other ranks: what rank 0 says."""
-    # Rank 0 may have begun later: its verdict, which names who is missing, is worth a moment more.
-    while not roll.check(["verdict"]):
-        if patience.is_over_by(_READ_SECONDS):
-            return f"{_wait_text(own, [0])} within {patience.seconds:g} s; start it, with the same MASTER_ADDR"
-        time.sleep(_LOOK_SECONDS)
-    verdict = str(roll.get("verdict").decode())
-    if verdict != _AGREED:
-        roll.add("read", 1)
-    return verdict
-
-
-def _let_read(roll: Store, *, others: int) -> None:
-    """The store ends with this process: give the other ranks, and those that are just coming, a moment to read why."""
-    until = time.monotonic() + _READ_SECONDS
-    while time.monotonic() < until and roll.add("read", 0) < others:
-        time.sleep(_LOOK_SECONDS)
-
-
-def _wait_text(own: Presence, missing: list[int]) -> str:
-    named = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-    ranks = f"rank {named} has" if len(missing) == 1 else f"ranks {named} have"
-    return f"rank {own.rank} of {own.world_size} on {own.host} is ready and {ranks} not come"

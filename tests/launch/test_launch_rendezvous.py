@@ -15,6 +15,7 @@ import pytest
 from meeting_bodies import Role
 
 from hardware_db.spawn import RankPool
+from strategies.rendezvous import SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +97,13 @@ def test_an_address_that_nobody_answers_is_named(pool: RankPool) -> None:
     ("variables", "complaint"),
     [
         (
-            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid"},
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid", SECONDS: "1"},
             "finds no host 'no-such-host.invalid'",
         ),
         ({"RANK": "0", "WORLD_SIZE": "2", "DSPLAN_RENDEZVOUS_SECONDS": "soon"}, "must be a number of seconds above 0"),
     ],
 )
-def test_what_a_lone_process_can_know_is_told_at_once(variables: dict[str, str], complaint: str) -> None:
+def test_what_a_lone_process_can_know_is_told(variables: dict[str, str], complaint: str) -> None:
     script = (
         "from strategies.environment import join\n"
         "from hardware_db.errors import DsplanError\n"

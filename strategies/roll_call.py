@@ -1,0 +1,208 @@
+"""The roll that rank 0 calls: every rank writes who it is into the store, and rank 0 what is wrong among them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+from torch._C._distributed_c10d import Store
+
+from strategies.errors import CannotMeet
+
+SECONDS = "DSPLAN_RENDEZVOUS_SECONDS"
+"""Environment variable: how long ranks wait for each other."""
+FIRST_SECONDS = 20.0
+"""Ranks that never met: with the seconds of importing torch, a mistake in their start ends within half a minute."""
+AGAIN_SECONDS = 600.0
+"""Ranks that have met are there; one may load a model longer than another."""
+LOOK_SECONDS = 0.02
+READ_SECONDS = 2.0
+_REMARK_SECONDS = 20.0
+_AGREED = "agreed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Presence:
+    """What a rank says of itself.
+
+    `complaint` is what it found wrong with its own place, `advice` what may be wrong with it, and `is_elsewhere` says
+    that rank 0's address is none of the host that this rank 0 runs on.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    process_id: int
+    local_rank: int
+    device: str
+    complaint: str = ""
+    advice: str = ""
+    is_elsewhere: bool = False
+
+    @property
+    def where(self) -> str:
+        return f"process {self.process_id} on {self.host}"
+
+
+class Patience:
+    """How long ranks wait for each other."""
+
+    def __init__(self, usual_seconds: float, *, least: float = 0.0) -> None:
+        """`usual_seconds` unless the environment names another limit, which counts where it is above `least`.
+
+        Raises:
+            CannotMeet: it names none that can be waited.
+        """
+        text = os.environ.get(SECONDS, "")
+        try:
+            seconds = float(text or usual_seconds)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            raise CannotMeet(f"the environment variable {SECONDS} is {text!r}; it must be a number of seconds above 0")
+        self.seconds = max(seconds, least)
+        self._begun = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_over_by(0.0)
+
+    def is_over_by(self, seconds: float) -> bool:
+        return self._passed >= self.seconds + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left; never so few that an answer that is on its way would be missed."""
+        return max(READ_SECONDS, self.seconds - self._passed)
+
+    @property
+    def deserves_remark(self) -> bool:
+        return self._passed >= _REMARK_SECONDS
+
+    @property
+    def _passed(self) -> float:
+        return time.monotonic() - self._begun
+
+
+def call_roll(roll: Store, own: Presence, patience: Patience) -> None:
+    """Come back once every rank has written its line and rank 0 found nothing wrong among them.
+
+    Raises:
+        CannotMeet: something is wrong, or a rank did not come; on every rank that is there.
+        DistError: rank 0 is gone.
+    """
+    _announce(roll, own)
+    verdict = _judge(roll, own, patience) if own.rank == 0 else _await_verdict(roll, own, patience)
+    if verdict != _AGREED:
+        raise CannotMeet(verdict)
+
+
+def _announce(roll: Store, own: Presence) -> None:
+    """Write this rank's line; the first of two processes with one rank keeps it."""
+    text = json.dumps(asdict(own))
+    first = roll.compare_set(f"rank-{own.rank}", "", text).decode()
+    if first == text:
+        return
+    other = Presence(**json.loads(first))
+    advice = next((f": {one.advice}" for one in (other, own) if one.advice), "")
+    refusal = (
+        f"{other.where} and {own.where} are both rank {own.rank} of {own.world_size}; give every process its own"
+        f" RANK{advice}"
+    )
+    roll.set("refusal", refusal)  # for those who wait for the rank that this process should have been
+    raise CannotMeet(refusal)
+
+
+def _judge(roll: Store, own: Presence, patience: Patience) -> str:
+    """Rank 0: wait for everyone, and write what came of it where everyone reads it."""
+    present: dict[int, Presence] = {}
+    remarked = False
+    verdict = ""
+    while not verdict:
+        missing = _look(roll, own.world_size, present)
+        verdict = _objection(roll, own, present) or ("" if missing else _AGREED)
+        if not verdict and patience.is_over:
+            verdict = _too_late(own, missing, patience)
+        elif not verdict and patience.deserves_remark and not remarked:
+            remarked = True
+            print(f"dsplan: {_wait_text(own, missing)}; still waiting", file=sys.stderr, flush=True)
+        if not verdict:
+            time.sleep(LOOK_SECONDS)
+    roll.set("verdict", verdict)
+    if verdict != _AGREED:
+        _let_read(roll, others=own.world_size - 1)
+    return verdict
+
+
+def _look(roll: Store, world_size: int, present: dict[int, Presence]) -> list[int]:
+    """Read the lines that are there and not yet known; the ranks that have none."""
+    missing = []
+    for rank in range(world_size):
+        if rank in present:
+            continue
+        # `check` answers at once whether a key is there; `get` would wait for it.
+        if roll.check([f"rank-{rank}"]):
+            present[rank] = Presence(**json.loads(roll.get(f"rank-{rank}")))
+        else:
+            missing.append(rank)
+    return missing
+
+
+def _objection(roll: Store, own: Presence, present: dict[int, Presence]) -> str:
+    """What is wrong among the ranks that are there; nothing where all agree."""
+    if roll.check(["refusal"]):
+        return str(roll.get("refusal").decode())
+    seen: dict[tuple[str, str], Presence] = {}
+    for rank in sorted(present):
+        one = present[rank]
+        if one.complaint:
+            return f"rank {rank} ({one.where}): {one.complaint}"
+        if one.world_size != own.world_size:
+            return (
+                f"rank {own.rank} ({own.where}) counts {own.world_size} ranks and rank {rank} ({one.where}) counts"
+                f" {one.world_size}; give all of them one WORLD_SIZE"
+            )
+        other = seen.setdefault((one.host, one.device), one)
+        if other is not one and one.device != "cpu":
+            return (
+                f"rank {other.rank} and rank {rank} both use {one.device} of {one.host}; set LOCAL_RANK to count the"
+                " ranks of each node from 0"
+            )
+    return ""
+
+
+def _await_verdict(roll: Store, own: Presence, patience: Patience) -> str:
+    """The other ranks: what rank 0 says."""
+    # Rank 0 may have begun later: its verdict, which names who is missing, is worth a moment more.
+    while not roll.check(["verdict"]):
+        if patience.is_over_by(READ_SECONDS):
+            return f"{_wait_text(own, [0])} within {patience.seconds:g} s; start it, with the same MASTER_ADDR"
+        time.sleep(LOOK_SECONDS)
+    verdict = str(roll.get("verdict").decode())
+    if verdict != _AGREED:
+        roll.add("read", 1)
+    return verdict
+
+
+def _let_read(roll: Store, *, others: int) -> None:
+    """The store ends with this process: give the other ranks, and those that are just coming, a moment to read why."""
+    until = time.monotonic() + READ_SECONDS
+    while time.monotonic() < until and roll.add("read", 0) < others:
+        time.sleep(LOOK_SECONDS)
+
+
+def _too_late(own: Presence, missing: list[int], patience: Patience) -> str:
+    remedy = f"start {own.world_size} processes, or correct WORLD_SIZE"
+    if own.advice:
+        remedy = f"{remedy}; {own.advice}"
+    return f"{_wait_text(own, missing)} within {patience.seconds:g} s; {remedy} (ranks that need longer: set {SECONDS})"
+
+
+def _wait_text(own: Presence, missing: list[int]) -> str:
+    named = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+    ranks = f"rank {named} has" if len(missing) == 1 else f"ranks {named} have"
+    return f"rank {own.rank} of {own.world_size} on {own.host} is ready and {ranks} not come"

@@ -1,0 +1,73 @@
+"""A script that ends with an expected failure says it in one line, and ranks that cannot meet say it once per node.
+
+Python would print the whole traceback of every rank, in which the line that tells what to do is the last of hundreds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import time
+from types import TracebackType
+
+from hardware_db.errors import DsplanError
+from strategies.errors import CannotMeet
+
+# Ranks of one node fail within this of each other: they read one verdict, or wait equally long.
+_TOGETHER_SECONDS = 1.0
+_JOB_VARIABLES = (
+    ("TORCHELASTIC_RUN_ID",),
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ("PMIX_NAMESPACE",),
+    ("MASTER_ADDR", "MASTER_PORT"),
+)
+
+_before = sys.excepthook
+
+
+def tell_plainly() -> None:
+    """From now on, a DsplanError that ends this process is one line on stderr, and the exit status is the error's.
+
+    Everything else keeps its traceback.
+    """
+    global _before
+    if sys.excepthook is not _tell:
+        _before, sys.excepthook = sys.excepthook, _tell
+
+
+def _tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if not isinstance(error, DsplanError):
+        _before(kind, error, traceback)
+        return
+    line = f"dsplan: {' '.join(str(error).split())}"
+    if isinstance(error, CannotMeet):
+        _tell_once(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code)
+
+
+def _tell_once(line: str) -> None:
+    """Print the line unless another process of this job told its failure on this node a moment ago.
+
+    The first binds a name that the kernel frees when it ends (Linux's abstract sockets), so nothing is left behind.
+    """
+    if not sys.platform.startswith("linux"):
+        print(line, file=sys.stderr, flush=True)
+        return
+    job = hashlib.sha256(_job().encode()).hexdigest()[:16]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound, contextlib.suppress(OSError):
+        bound.bind(f"\0dsplan-told-{os.getuid()}-{job}")
+        print(line, file=sys.stderr, flush=True)
+        time.sleep(_TOGETHER_SECONDS)
+
+
+def _job() -> str:
+    """What the ranks of one job on this node have in common and those of another have not."""
+    for names in _JOB_VARIABLES:
+        if values := [os.environ[name] for name in names if name in os.environ]:
+            return ",".join(values)
+    return str(os.getppid())
