@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 LAUNCHERS: dict[LauncherName, str] = {
     "local": "strategies.launch.local:LocalLauncher",
+    "slurm": "strategies.launch.launchers.slurm:SlurmLauncher",
+    "mpi": "strategies.launch.launchers.mpi:MpiLauncher",
+    "deepspeed": "strategies.launch.launchers.deepspeed:DeepSpeedLauncher",
+    "accelerate": "strategies.launch.launchers.accelerate:AccelerateLauncher",
 }
 """Where each launcher's class is; it is made from the LaunchSpec alone."""
 

@@ -1,0 +1,67 @@
+"""DeepSpeed's launcher: the ranks of this node, of all nodes of a host file by ssh, or of one node of it without.
+
+Source: `deepspeed --help` of DeepSpeed 0.17 to 0.19, deepspeed/launcher/runner.py and launch.py.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from hardware_db.errors import DsplanError
+from strategies.launch.launchers.process import RANK_MODULE, ProcessLauncher
+
+_HOSTS = "deepspeed.hosts"
+_HOST = re.compile(r"^\s*([^\s#]+)\s+slots=(\d+)", re.MULTILINE)
+
+
+class DeepSpeedLauncher(ProcessLauncher):
+    """The `deepspeed` command. With several nodes it needs the host file; `node_rank` says that it starts no other."""
+
+    def command(self) -> list[str]:
+        if find_spec("deepspeed") is None:
+            raise DsplanError("DeepSpeed is not installed here; pip install 'dsplan[deepspeed]', or leave out --launcher")
+        return [
+            *(sys.executable, "-m", "deepspeed.launcher.runner"),
+            *self._nodes(),
+            *self.placement.options,
+            *("--no_local_rank", "--module", RANK_MODULE, str(self.spec.path)),
+        ]
+
+    def _nodes(self) -> list[str]:
+        nodes, per_node = self.placement.most_nodes, self.spec.processes
+        counts = [f"--num_nodes={nodes}", f"--num_gpus={per_node}"]
+        if nodes == 1:
+            return [*self._here(), *counts]
+        if self.placement.hostfile is None:
+            raise DsplanError("DeepSpeed's launcher finds several nodes in a host file only; name it with --hostfile")
+        host, _, port = (self.placement.rendezvous or "").rpartition(":")
+        meeting = [f"--master_addr={host}", f"--master_port={port}"] if host else []
+        options = [f"--hostfile={self.placement.hostfile}", *counts, *meeting]
+        if self.placement.node_rank is None:
+            return options
+        return [*options, "--no_ssh", f"--node_rank={self.placement.node_rank}"]
+
+    def _here(self) -> list[str]:
+        """A host file of this node alone: without one the launcher takes no more ranks than it counts accelerators,
+        and on a machine without GPUs that is one."""
+        path = self.spec.directory / _HOSTS
+        path.write_text(f"localhost slots={self.spec.processes}\n")
+        return [f"--hostfile={path}", "--master_addr=127.0.0.1", "--no_ssh", "--node_rank=0"]
+
+
+def hosts_of(path: Path) -> dict[str, int]:
+    """The hosts of a host file (`name slots=GPUS` per line) with their slots.
+
+    Raises:
+        DsplanError: the file cannot be read, or has no such line.
+    """
+    try:
+        found = {name: int(slots) for name, slots in _HOST.findall(path.read_text())}
+    except OSError as error:
+        raise DsplanError(f"{path}: {error.strerror or 'cannot be read'}; name a host file with --hostfile") from None
+    if not found:
+        raise DsplanError(f"{path}: has no line `name slots=GPUS`; write one per node")
+    return found

@@ -1,0 +1,83 @@
+"""Open MPI's `mpirun`, and MPICH's and Intel's (Hydra): one per attempt.
+
+Sources: mpirun(1) of Open MPI 4.1 and 5.0, and `mpiexec.hydra -help` of MPICH 4.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+
+from hardware_db.errors import DsplanError
+from strategies.launch.launchers.process import ProcessLauncher, rank_command
+
+_BY_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
+_EXIT_CODE = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
+_NODE_GONE = re.compile(r"ORTE has lost communication with a remote daemon|lost connection to .*daemon", re.IGNORECASE)
+_MISSING = "mpirun is not installed here; install Open MPI (openmpi-bin), or run without --launcher"
+# Further variables that the ranks of other nodes need; Open MPI takes over only what it is told to.
+_EXPORTED = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")
+_EXPORTED_FAMILIES = ("DSPLAN_", "NCCL_", "GLOO_", "ACCELERATE_", "DS_", "HF_", "TORCH_", "CUDA_")
+
+
+class MpiLauncher(ProcessLauncher):
+    """The ranks as processes of one MPI job, which mpirun ends together when one fails."""
+
+    def command(self) -> list[str]:
+        if shutil.which("mpirun") is None:
+            raise DsplanError(_MISSING)
+        options = self._open_mpi() if is_open_mpi() else self._hydra()
+        return ["mpirun", *options, *self.placement.options, *rank_command(self.spec)]
+
+    def environment(self) -> dict[str, str]:
+        found = super().environment()
+        if os.geteuid() == 0:
+            # In containers everybody is root; Open MPI wants to be told twice that this is meant.
+            found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if self.placement.rendezvous is not None:
+            found["MASTER_ADDR"], _, found["MASTER_PORT"] = self.placement.rendezvous.rpartition(":")
+        return found
+
+    def signal(self, number: signal.Signals) -> None:
+        """mpirun hands SIGUSR1 on to every rank on every node."""
+        if self._process is not None and self._process.poll() is None:
+            os.kill(self._process.pid, number)
+
+    def result(self, status: int) -> dict[str, object]:
+        return job_result(self.said)
+
+    def _open_mpi(self) -> list[str]:
+        nodes, per_node = self.placement.most_nodes, self.spec.processes
+        # --bind-to none: Open MPI would tie each rank, and the threads it starts, to one core.
+        options = ["-np", str(nodes * per_node), "--bind-to", "none"]
+        if self.placement.hostfile is not None:
+            options += ["--hostfile", self.placement.hostfile, "--map-by", f"ppr:{per_node}:node"]
+        if nodes == 1:
+            # A slot per core is what Open MPI counts; how many ranks a node takes has been decided by its GPUs.
+            return [*options, "--oversubscribe"]
+        names = (name for name in self.environment() if name in _EXPORTED or name.startswith(_EXPORTED_FAMILIES))
+        return [*options, *(part for name in sorted(names) for part in ("-x", name))]
+
+    def _hydra(self) -> list[str]:
+        nodes, per_node = self.placement.most_nodes, self.spec.processes
+        hosts = [] if self.placement.hostfile is None else ["-f", self.placement.hostfile]
+        return ["-n", str(nodes * per_node), "-ppn", str(per_node), *hosts]
+
+
+def is_open_mpi() -> bool:
+    """Whether the `mpirun` here is Open MPI's."""
+    asked = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+    return "Open MPI" in asked.stdout + asked.stderr
+
+
+def job_result(said: str) -> dict[str, object]:
+    """How a job's ranks ended, from what Open MPI has said; it names the first that failed."""
+    failures = {int(rank): -int(number) for rank, _, number in _BY_SIGNAL.findall(said)}
+    failures |= {int(rank): int(code) for rank, code in _EXIT_CODE.findall(said)}
+    result: dict[str, object] = {"failures": failures}
+    if _NODE_GONE.search(said):
+        result |= {"kind": "lost", "reason": "mpirun has lost the connection to a node"}
+    return result

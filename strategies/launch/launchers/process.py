@@ -1,0 +1,140 @@
+"""One program that starts the ranks and ends with them: what all launchers have in common."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from strategies.launch.causes import AGENT_LOG
+from strategies.launch.run_lock import launcher_lock
+from strategies.launch.settings import Placement
+from strategies.launch.spec import RESULT_FILE, LaunchSpec, write_json
+
+RANK_MODULE = "strategies.launch.rank_main"
+# What is started gets this long to end with its ranks before it is killed; NCCL teardown takes a few seconds.
+_GRACE_SECONDS = 10.0
+
+
+class ProcessLauncher(ABC):
+    """The program that starts the ranks, as a process. Leaving the context stops whatever still runs."""
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self.spec = spec
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_begins = 0
+
+    @property
+    def placement(self) -> Placement:
+        return self.spec.placement
+
+    @property
+    def said(self) -> str:
+        """What the program itself has said in this attempt."""
+        with (self.spec.directory / AGENT_LOG).open("rb") as log:
+            log.seek(self._log_begins)
+            return log.read().decode(errors="replace")
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """The command line.
+
+        Raises:
+            DsplanError: something it needs is not there.
+        """
+
+    def environment(self) -> dict[str, str]:
+        """The program's environment: this process's, the run's variables, and dsplan importable from anywhere."""
+        return launch_environment(self.spec)
+
+    def result(self, status: int) -> dict[str, object] | None:
+        """What `result.json` says of the ranks' end; None where the program writes it by itself."""
+        return {"failures": {}}
+
+    def __enter__(self) -> ProcessLauncher:
+        command = self.command()
+        directory = self.spec.directory
+        with launcher_lock(directory) as lock, (directory / AGENT_LOG).open("ab") as log:
+            self._log_begins = log.tell()
+            # A session of its own: Ctrl-C reaches only this process, which then stops the ranks in order.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment(),
+                start_new_session=True,
+                pass_fds=(lock.fileno(),),
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def poll(self) -> int | None:
+        """The program's exit status, None while it runs."""
+        status = None if self._process is None else self._process.poll()
+        if status is not None and not (self.spec.directory / RESULT_FILE).exists():
+            result = self.result(status)
+            if result is not None:
+                write_json(self.spec.directory / RESULT_FILE, result)
+        return status
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the ranks of this host that are ready for it, which tell the others."""
+        signal_ranks(self.spec, number)
+
+    def stop(self) -> None:
+        """End the program and the ranks: SIGTERM, which it hands on, then SIGKILL for what is left."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self._process.poll() is None:
+            # Ranks asked the kernel to die with their parent (see die_with_parent), each is a group of its own.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def launch_environment(spec: LaunchSpec) -> dict[str, str]:
+    """The environment of whatever starts the ranks of `spec`, and of the ranks."""
+    root = str(Path(__file__).resolve().parents[3])
+    inherited = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.processes))),
+        "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
+        # Keeps a `planner` or `strategies` folder in the working directory from hiding dsplan's (Python 3.11 on).
+        "PYTHONSAFEPATH": "1",
+        **spec.environment,
+    }
+
+
+def rank_command(spec: LaunchSpec) -> list[str]:
+    """What every rank runs. It starts with SIGUSR1 ignored, which ends a process that has no handler for it yet.
+
+    A launcher that hands signals on does not ask whether the ranks are ready; what is ignored stays so over `exec`.
+    """
+    return ["sh", "-c", 'trap "" USR1; exec "$0" "$@"', sys.executable, "-u", "-m", RANK_MODULE, str(spec.path)]
+
+
+def signal_ranks(spec: LaunchSpec, number: signal.Signals) -> None:
+    """Send a signal to every rank of this host that wrote its process id, which it does when it is ready for it."""
+    for path in spec.directory.glob("rank*.pid"):
+        with suppress(OSError, ValueError):
+            process_id = int(path.read_text())
+            # The file may be another host's, in a directory that they share, or the number another process's by now.
+            command = Path(f"/proc/{process_id}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            if RANK_MODULE in command and str(spec.path) in command:
+                os.kill(process_id, number)
+

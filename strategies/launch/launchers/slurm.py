@@ -1,0 +1,81 @@
+"""SLURM: one `srun` per attempt, a step of the job that `dsplan run` is in, or a job of its own elsewhere.
+
+Sources: srun(1) of SLURM 22.05 for options and signals, and what slurmstepd and srun print of a step's end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+
+from hardware_db.errors import DsplanError
+from strategies.launch.launchers.process import ProcessLauncher, rank_command
+
+_ENDED = re.compile(r"srun: error: .*?: tasks? ([\d,-]+): (.+)")
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+_NODE_GONE = re.compile(r"(?i)srun: error: (Node failure on \S+|.*node.* failed?\b.*)")
+# strsignal(3), in whose words srun tells of signals.
+_SIGNALS = {(signal.strsignal(number) or "").lower(): int(number) for number in signal.valid_signals()}
+
+
+class SlurmLauncher(ProcessLauncher):
+    """The ranks as tasks of one step; SLURM ends all of them when one fails, and hands signals on to every node."""
+
+    def command(self) -> list[str]:
+        if shutil.which("srun") is None:
+            raise DsplanError("srun is not installed here; run on a node of a SLURM cluster, or without --launcher")
+        nodes, per_node = self.placement.most_nodes, self.spec.processes
+        return [
+            "srun",
+            f"--nodes={nodes}",
+            f"--ntasks={nodes * per_node}",
+            f"--ntasks-per-node={per_node}",
+            "--kill-on-bad-exit=1",
+            # SLURM would give each task, and all threads that it starts, a single core.
+            "--cpu-bind=none",
+            "--job-name=dsplan",
+            *self.placement.options,
+            *rank_command(self.spec),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        found = super().environment()
+        # What sbatch was asked for, which a step would take over: one task, for the script that `dsplan run` is in.
+        for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+            found.pop(name, None)
+        return found
+
+    def signal(self, number: signal.Signals) -> None:
+        """srun hands the signal on to every rank on every node."""
+        if self._process is not None and self._process.poll() is None:
+            os.kill(self._process.pid, number)
+
+    def result(self, status: int) -> dict[str, object]:
+        return step_result(self.said)
+
+
+def step_result(said: str) -> dict[str, object]:
+    """How a step's ranks ended, from what srun and slurmstepd have said."""
+    failures: dict[int, int] = {}
+    result: dict[str, object] = {"failures": failures}
+    for ranks, end in _ENDED.findall(said):
+        exit_code = _EXIT_CODE.search(end)
+        word = end.strip().removesuffix("(core dumped)").strip().lower()
+        code = int(exit_code[1]) if exit_code else -_SIGNALS.get(word, signal.SIGKILL)
+        failures.update((rank, code) for rank in _numbers(ranks))
+    if "oom_kill event" in said or "Out Of Memory" in said:
+        result |= {"kind": "out_of_memory", "reason": "SLURM killed a rank: the job is out of the memory it asked for"}
+    elif lost := _NODE_GONE.search(said):
+        result |= {"kind": "lost", "reason": lost[1].strip()}
+    return result
+
+
+def _numbers(text: str) -> list[int]:
+    """The ranks of a list: `0-2,5` is 0, 1, 2 and 5."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return numbers
