@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from strategies.checkpoint.export import export_checkpoint
     from strategies.checkpoint.manager import CheckpointManager
     from strategies.engine import initialize
+    from strategies.monitoring.training_monitor import TrainingMonitor
     from strategies.registered import register_optimizer, register_scheduler
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointManager",
     "DsplanError",
     "HardwareSelector",
+    "TrainingMonitor",
     "__version__",
     "checkpoint_activations",
     "estimate",
@@ -39,6 +41,7 @@ _HOMES = {
     "CheckpointManager": "strategies.checkpoint.manager",
     "DsplanError": "hardware_db.errors",
     "HardwareSelector": "planner.selector",
+    "TrainingMonitor": "strategies.monitoring.training_monitor",
     "checkpoint_activations": "strategies.activations",
     "estimate": "dsplan.api",
     "export_checkpoint": "strategies.checkpoint.export",

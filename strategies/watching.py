@@ -12,6 +12,7 @@ from strategies.config import ScriptConfig
 from strategies.log_writers import Console, CsvWriter, MetricsWriter, TensorboardWriter
 from strategies.memory_report import MemoryPrinter
 from strategies.monitor import RunMonitor
+from strategies.monitoring.training_monitor import TrainingMonitor
 from strategies.step_log import StepLog, Writer
 from strategies.traces import Traces
 
@@ -31,6 +32,10 @@ def watch(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -> N
     if writers:
         times = script.wall_clock_breakdown or script.tensorboard.enabled or script.csv_monitor.enabled
         engine.observers.append(StepLog(engine, writers, every=every, times=times))
+    if monitor is None and script.monitor.enabled:
+        TrainingMonitor(log_interval=every, log_dir=script.monitor.output_path, alerts=script.monitor).watch(
+            engine, owned=True
+        )
     if script.memory_breakdown:
         engine.observers.append(MemoryPrinter(engine, every=every))
     if script.profiler.enabled:

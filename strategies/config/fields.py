@@ -64,6 +64,15 @@ class Fields:
             self.refuse(key, "a number of at least 0" if most is None else f"a number from 0 to {most:g}")
         return float(value)
 
+    def real(self, key: str) -> float | None:
+        """A number of either sign, or None where the section does not say."""
+        value = self._value(key, None)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+            self.refuse(key, "a number")
+        return float(value)
+
     def text(self, key: str, default: str) -> str:
         """A string."""
         value = self._value(key, default)

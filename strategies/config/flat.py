@@ -28,7 +28,7 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "profiling": ("profiler",),
     "compression": ("communication",),
 }
-_SWITCHES = ("fp16", "bf16", "activation_checkpointing", "profiler", "tensorboard", "csv_monitor")
+_SWITCHES = ("fp16", "bf16", "activation_checkpointing", "profiler", "tensorboard", "csv_monitor", "monitor")
 _OLD_OFFLOAD = {
     "cpu_offload": "offload_optimizer",
     "cpu_offload_param": "offload_param",

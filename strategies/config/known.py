@@ -159,6 +159,11 @@ TOP = Known(
         "checkpoint": _CHECKPOINT,
         "dataloader": Known(own=_words("num_workers pin_memory bad_samples seed")),
         "communication": Known(own=_words("data_type compression error_feedback block_size")),
+        "monitor": Known(
+            own=_words(
+                "enabled output_path sample_seconds loss_spike slowdown memory_growth gpu cpu network thresholds"
+            )
+        ),
         "profiler": Known(own=_words("enabled wait warmup active output_path")),
         "pipeline": Known(
             hints=_words("partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned"),

@@ -12,6 +12,7 @@ from planner.vocabulary import Precision
 from strategies.config.fields import Fields
 from strategies.config.flat import in_deepspeeds_words
 from strategies.config.for_deepspeed import for_deepspeed
+from strategies.config.monitor import monitor_section
 from strategies.config.refuse import refuse_unknown
 from strategies.config.sections import (
     activation_section,
@@ -58,6 +59,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
         tensorboard=TensorboardSection(**log_settings(top.section("tensorboard"))),
         csv_monitor=CsvSection(**log_settings(top.section("csv_monitor"))),
         profiler=profiler_section(top),
+        monitor=monitor_section(top.section("monitor")),
         checkpoint=checkpoint_section(top.section("checkpoint")),
         data=data_section(top.section("dataloader")),
         wall_clock_breakdown=top.flag("wall_clock_breakdown"),

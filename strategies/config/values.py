@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from planner.vocabulary import Checkpointing, Offload, Precision
 from strategies.errors import CannotRun
+from strategies.monitoring.settings import MonitorSettings
 
 Compression = Literal["none", "fp16", "bf16", "int8"]
 WireType = Literal["fp32", "bf16", "fp16"]
@@ -146,6 +147,7 @@ class ScriptConfig:
     tensorboard: TensorboardSection = field(default_factory=TensorboardSection)
     csv_monitor: CsvSection = field(default_factory=CsvSection)
     profiler: ProfilerSection = field(default_factory=ProfilerSection)
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     data: DataSection = field(default_factory=DataSection)
     wall_clock_breakdown: bool = False

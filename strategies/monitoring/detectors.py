@@ -92,7 +92,7 @@ class Slowdown(Detector):
     evaluation and garbage do not count.
     """
 
-    STRETCH_SECONDS, RECENT, LEAST, KEPT = 5.0, 4, 6, 120
+    STRETCH_SECONDS, RECENT, LEAST, KEPT = 10.0, 6, 6, 60
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,12 @@ class AlertFollower:
     def read(self) -> list[Alert]:
         """The alerts since the last call."""
         self._find(time.monotonic())
+        lines = {rank: file.read_lines() for rank, file in self._files.items()}
         found: list[Alert] = []
-        for rank, file in self._files.items():
-            for line in file.read_lines():
-                if (row := parse_row(line)) is not None:
+        # A row of each rank in turn: a follower that comes late must see ranks side by side, too.
+        for turn in zip_longest(*lines.values()):
+            for rank, line in zip(lines, turn, strict=True):
+                if line is not None and (row := parse_row(line)) is not None:
                     found.extend(self._from_row(rank, row))
         return [alert for alert in found if self._is_new(alert)]
 

@@ -34,7 +34,7 @@ class MonitorSettings:
     enabled: bool | None = None
     output_path: str = "logs"
     sample_seconds: float = 10.0
-    loss_spike: float = 0.5
+    loss_spike: float = 0.25
     slowdown: float = 1.5
     memory_growth: float = 0.1
     gpu: bool = True

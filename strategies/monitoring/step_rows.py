@@ -114,7 +114,8 @@ class CudaReady:
     """When the step's first loss was there, by events on the GPU's stream."""
 
     def __init__(self) -> None:
-        self._began, self._loss = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event: Any = torch.cuda.Event
+        self._began, self._loss = event(enable_timing=True), event(enable_timing=True)
         self._has_loss = False
         self._began.record()
 
@@ -126,7 +127,7 @@ class CudaReady:
         """Seconds from the end of the step before to the loss; the device has been waited for."""
         if not self._has_loss or not self._loss.query():
             return None
-        return self._began.elapsed_time(self._loss) / 1000
+        return float(self._began.elapsed_time(self._loss)) / 1000
 
     def step_ended(self) -> None:
         self._has_loss = False

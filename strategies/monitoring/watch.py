@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,25 +15,25 @@ _DEVICE_LEAST_BYTES = 128 * 2**20
 
 
 class Watch:
-    """Looks at rows of a rank's steps and of its machine."""
+    """Looks at rows of a rank's steps and of its machine. `thresholds` may be changed while it does."""
 
     def __init__(self, settings: MonitorSettings, *, rank: int) -> None:
         self._rank = rank
         self._step = 0
         self._detectors = list(_detectors(settings))
         self._hot = Throttled()
-        self._thresholds = Thresholds(settings.thresholds)
+        self.thresholds = Thresholds(settings.thresholds)
 
     def step(self, row: Mapping[str, Any]) -> list[Alert]:
         """The alerts that begin with a step's row."""
         self._step = int(row.get("global_step", row["step"] + 1))
         found = [alert for detector in self._detectors if (alert := detector.seen(row)) is not None]
-        return self._named([*found, *self._thresholds.seen(row)])
+        return self._named([*found, *self.thresholds.seen(row)])
 
     def figures(self, row: Mapping[str, Any]) -> list[Alert]:
         """The alerts that begin with a row of other figures, of the machine or of the script."""
         found = [alert for alert in [self._hot.seen(row)] if alert is not None]
-        return self._named([*found, *self._thresholds.seen(row)])
+        return self._named([*found, *self.thresholds.seen(row)])
 
     def _named(self, alerts: list[Alert]) -> list[Alert]:
         return [replace(alert, rank=self._rank, step=self._step) for alert in alerts]
@@ -70,13 +70,6 @@ class Thresholds:
         side, bound = ("above", limit.above) if is_above else ("below", limit.below)
         message = f"{name} is {value:.6g}, {side} its threshold {bound:.6g}"
         return Alert(kind="threshold", metric=name, message=message, value=float(value), limit=bound)
-
-
-def tell(alerts: list[Alert], listeners: list[Callable[[Alert], object]]) -> None:
-    """Call every listener with every alert; what a listener raises is the script's own doing and ends its step."""
-    for alert in alerts:
-        for listener in listeners:
-            listener(alert)
 
 
 def _detectors(settings: MonitorSettings) -> Iterator[Detector]:

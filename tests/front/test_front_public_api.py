@@ -16,6 +16,7 @@ def test_public_names() -> None:
         "CheckpointManager",
         "DsplanError",
         "HardwareSelector",
+        "TrainingMonitor",
         "__version__",
         "checkpoint_activations",
         "estimate",
