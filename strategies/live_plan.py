@@ -18,21 +18,21 @@ from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.calibration.recall import recalled
 from planner.candidates import inapplicable, shapes
-from planner.errors import NothingFits
 from planner.estimate import compresses
 from planner.machine_rates import rates_from_measurements
 from planner.models.live import facts_from_module
 from planner.plan import Plan
 from planner.request import Request, WorkOptions, make_request
 from planner.resolve_cluster import probed_cluster
-from planner.search import recommend
 from strategies.agree import on_rank_zero
 from strategies.config import limits
 from strategies.environment import Environment
 from strategies.errors import CannotRun, UnknownName
+from strategies.launch.agreed import current
 from strategies.live_trace import traced
 from strategies.machine_rates import machine_rates
-from strategies.planning import Wishes
+from strategies.next_plan import best_plan
+from strategies.planning import Wishes, to_be_like
 from strategies.variables import STRATEGY
 
 _ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
@@ -46,14 +46,26 @@ def make_plan(model: nn.Module, wishes: Wishes, environment: Environment) -> Pla
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
     measured = machine_rates(fingerprint(probe()), environment.device)
-    return on_rank_zero(lambda: _planned(model, wishes, environment, measured))
+    return on_rank_zero(lambda: best_plan(live_request(model, wishes, environment, measured)))
 
 
-def _planned(model: nn.Module, wishes: Wishes, environment: Environment, measured: Sequence[RateMeasurement]) -> Plan:
-    strategy = _wished_strategy(wishes, environment)
+def live_request(
+    model: nn.Module, wishes: Wishes, environment: Environment, measured: Sequence[RateMeasurement]
+) -> Request:
+    """What is planned for: the live module's training on this machine, with what was measured there.
+
+    A run that goes on keeps its global batch, and what a given plan said of the work; it leaves a strategy that needs
+    more ranks than there are now.
+
+    Raises:
+        UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
+    """
+    strategy, goes_on = _wished_strategy(wishes, environment), current().goes_on
     request = _request(model, wishes, environment, strategy)
-    request = replace(request, micro_batch=limits.micro_batch(wishes.config, environment.world_size))
+    request = replace(request, micro_batch=_micro_batch(wishes, environment, request.workload.global_batch_size))
     if (strategy or wishes.backend) and not any(True for _ in shapes(request)):
+        if goes_on:
+            return with_measured_rates(replace(request, strategies=None), measured)
         word, value = ("strategy", strategy) if strategy else ("backend", wishes.backend)
         if strategy and _refuses_compression(request, strategy):
             raise CannotRun(
@@ -62,26 +74,20 @@ def _planned(model: nn.Module, wishes: Wishes, environment: Environment, measure
             )
         reason = (strategy and inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
         raise CannotRun(f"{word} {value!r} {reason}; start more ranks with `dsplan run`, or leave {word}= out")
-    return best_plan(with_measured_rates(request, measured))
+    return with_measured_rates(request, measured)
+
+
+def _micro_batch(wishes: Wishes, environment: Environment, global_batch: int) -> int | None:
+    """The micro-batch that the config decides. Where the number of ranks changed it may not divide any more."""
+    if not current().goes_on:
+        return limits.micro_batch(wishes.config, environment.world_size)
+    micro = wishes.config.micro_batch_size
+    return micro if micro is not None and global_batch % (micro * environment.world_size) == 0 else None
 
 
 def _refuses_compression(request: Request, strategy: words.Strategy) -> bool:
     backend = words.default_backend(strategy, zero=request.zero_backend)
     return not inapplicable(request, strategy) and not compresses(strategy, backend, request.gradient_compression)
-
-
-def best_plan(request: Request) -> Plan:
-    """The first plan of the search.
-
-    Raises:
-        NothingFits: there is none; the message holds the closest miss and the first remedy.
-        ContradictoryRequest: the batch cannot be split as asked.
-    """
-    found = recommend(request)
-    if not found.plans:
-        reasons = [*(found.closest.notes[:1] if found.closest else ()), *(item.change for item in found.remedies[:1])]
-        raise NothingFits(f"no plan fits this machine: {'; '.join(reasons)}")
-    return found.plans[0]
 
 
 def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -> Request:
@@ -96,12 +102,18 @@ def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -
 
 
 def _request(model: nn.Module, wishes: Wishes, environment: Environment, strategy: words.Strategy | None) -> Request:
-    facts = facts_from_module(model)
+    facts, config = facts_from_module(model), wishes.config
+    like, batch = to_be_like(wishes), current().global_batch_size
+    has_optimizer = wishes.optimizer is not None or config.optimizer is not None
     options = WorkOptions(
-        seq_len=_sequence_length(wishes.training_data, is_custom=facts.kind == "custom"),
-        global_batch=wishes.config.global_batch_size(environment.world_size),
-        precision=wishes.config.precision,
-        optimizer=limits.optimizer(wishes.optimizer, wishes.config.optimizer),
+        seq_len=like.sequence_length
+        if like
+        else _sequence_length(wishes.training_data, is_custom=facts.kind == "custom"),
+        global_batch=config.global_batch_size(environment.world_size) if batch is None else batch,
+        precision=config.precision or (like.precision if like else None),
+        optimizer=like.optimizer
+        if like and not has_optimizer
+        else limits.optimizer(wishes.optimizer, config.optimizer),
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
     cluster = limits.with_disk(probed_cluster(probe(), ranks=environment.world_size), wishes.config.zero)

@@ -11,11 +11,13 @@ from torch import nn
 
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
-from planner.plan import Plan
+from planner.plan import Configuration, Plan
 from planner.plan_io import load_plan
 from strategies.config import ScriptConfig
 from strategies.environment import Environment
 from strategies.errors import CannotRun
+from strategies.launch.agreed import current
+from strategies.launch.standing import Standing
 from strategies.variables import PLAN_FILE
 
 _SAME_MODEL = 0.05
@@ -34,19 +36,56 @@ class Wishes:
     training_data: Any = None
 
 
-def given_plan(wishes: Wishes, environment: Environment) -> Plan | None:
-    """The plan of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`); None where there is neither.
+def settled_plan(model: nn.Module, wishes: Wishes, environment: Environment) -> Plan | None:
+    """The plan that a run goes on with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`); None where
+    one has to be made.
+
+    A run that goes on leaves a given plan that failed or is for another number of ranks; rank 0 says so.
 
     Raises:
         BrokenFile: the file is not a plan.
         CannotRun: the plan is for another number of ranks, another global batch or another policy of checkpointing
             than the script's.
     """
+    standing = current()
+    # A script may train a second model, which the plan of the first says nothing of.
+    if standing.plan is not None and not standing.is_given and not another_model(standing.plan, model):
+        return standing.plan
+    found = _given(wishes)
+    if found is None:
+        return None
+    where, plan = found
+    if standing.goes_on and (why := unfit(plan, standing)):
+        if environment.is_main:
+            print(f"dsplan: {where} {why}: another plan is made", flush=True)
+        return None
+    _check(where, plan, wishes, environment)
+    return plan
+
+
+def unfit(plan: Plan, standing: Standing) -> str:
+    """Why a run cannot go on with a plan; empty where it can."""
+    ranks = plan.configuration.world_size
+    if standing.has_failed(plan):
+        return "ran out of memory, or would take as much as one that did"
+    return "" if ranks == standing.ranks else f"is for {ranks} ranks and {standing.ranks} train now"
+
+
+def to_be_like(wishes: Wishes) -> Configuration | None:
+    """The configuration whose work a new plan takes over: that of the given plan in whose place it comes."""
+    found = _given(wishes)
+    return None if found is None else found[1].configuration
+
+
+def _given(wishes: Wishes) -> tuple[str, Plan] | None:
+    """The plan of the command line or of the script, and what to call it."""
     source = os.environ.get(PLAN_FILE) or wishes.plan
     if source is None:
         return None
-    plan = source if isinstance(source, Plan) else load_plan(source)
-    where = "the plan" if isinstance(source, Plan) else str(source)
+    return ("the plan", source) if isinstance(source, Plan) else (str(source), load_plan(source))
+
+
+def _check(where: str, plan: Plan, wishes: Wishes, environment: Environment) -> None:
     configuration = plan.configuration
     if configuration.world_size != environment.world_size:
         raise CannotRun(
@@ -65,7 +104,6 @@ def given_plan(wishes: Wishes, environment: Environment) -> Plan | None:
             f"{where} has activation checkpointing {configuration.activation_checkpointing!r} and the script's config"
             f" asks for {policy!r}; leave activation_checkpointing out of the config or plan again"
         )
-    return plan
 
 
 def another_model(plan: Plan, model: nn.Module) -> str:

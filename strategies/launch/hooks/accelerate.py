@@ -25,7 +25,7 @@ from planner import vocabulary as words
 from planner.emit.accelerate import emit
 from planner.emit.common import EmitOptions
 from planner.plan import Plan
-from strategies.launch.hooks.live import LiveJob, given_plan, plan_live, sequence_length, watch
+from strategies.launch.hooks.live import LiveJob, plan_live, sequence_length, settled_plan, watch
 from strategies.launch.hooks.loader import with_batch_size
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.say import say, say_replaced
@@ -48,7 +48,7 @@ _GIVEN = "_dsplan_given"
 
 def install(spec: LaunchSpec) -> None:
     """Patch `Accelerator` of this process."""
-    plan = given_plan()
+    plan = settled_plan()
     start, prepare = Accelerator.__init__, Accelerator.prepare
 
     @functools.wraps(start)

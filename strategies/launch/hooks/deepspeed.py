@@ -18,7 +18,7 @@ from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from planner.plan import Plan
 from strategies.config import read_json
-from strategies.launch.hooks.live import LiveJob, given_plan, plan_live, sequence_length, watch
+from strategies.launch.hooks.live import LiveJob, plan_live, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.say import say_replaced
 from strategies.launch.spec import LaunchSpec
@@ -40,7 +40,7 @@ _OPTIMIZERS: Mapping[str, words.Optimizer] = {"adam": "adamw", "adamw": "adamw",
 
 def install(spec: LaunchSpec) -> None:
     """Patch `deepspeed.initialize` of this process."""
-    plan = given_plan()
+    plan = settled_plan()
     original = deepspeed.initialize
     if not torch.cuda.is_available():
         # Its shared-memory collectives serve inference alone, and would be compiled for a minute before the first step.

@@ -20,7 +20,7 @@ from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.huggingface import training_arguments
 from planner.plan import Plan
-from strategies.launch.hooks.live import LiveJob, given_plan, plan_live, sequence_length, watch
+from strategies.launch.hooks.live import LiveJob, plan_live, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.say import say_replaced
 from strategies.launch.spec import LaunchSpec
@@ -45,7 +45,7 @@ _OPTIMIZERS: Mapping[str, words.Optimizer] = {
 
 def install(spec: LaunchSpec) -> None:
     """Patch TrainingArguments and Trainer of this process."""
-    plan = given_plan()
+    plan = settled_plan()
     settle = TrainingArguments.__post_init__
     start = Trainer.__init__
 

@@ -23,11 +23,14 @@ from planner.request import WorkOptions, make_request
 from planner.resolve_cluster import probed_cluster
 from strategies.agree import on_rank_zero
 from strategies.errors import CannotRun
+from strategies.launch.agreed import current
 from strategies.launch.hooks.accepts import accepted
 from strategies.launch.recognise import ScriptKind
-from strategies.live_plan import best_plan, with_measured_rates
+from strategies.live_plan import with_measured_rates
 from strategies.machine_rates import machine_rates
 from strategies.monitor import RunMonitor
+from strategies.next_plan import best_plan
+from strategies.planning import unfit
 from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
 
 _SAMPLES_LOOKED_AT = 16
@@ -50,10 +53,20 @@ class LiveJob:
     fixed_batch: bool = False
 
 
-def given_plan() -> Plan | None:
-    """The plan of `dsplan run --plan`, None where the ranks plan themselves."""
+def settled_plan() -> Plan | None:
+    """The plan that a run goes on with, else that of `dsplan run --plan`; None where the ranks plan themselves."""
+    standing = current()
+    if standing.plan is not None:
+        return standing.plan
     path = os.environ.get(PLAN_FILE)
-    return load_plan(path) if path else None
+    if not path:
+        return None
+    plan = load_plan(path)
+    if standing.goes_on and (why := unfit(plan, standing)):
+        if os.environ["RANK"] == "0":
+            print(f"dsplan: {path} {why}: another plan is made", flush=True)
+        return None
+    return plan
 
 
 def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> int:
@@ -102,9 +115,10 @@ def plan_live(job: LiveJob) -> Plan:
 def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     ranks = int(os.environ["WORLD_SIZE"])
     cluster = probed_cluster(probe(), ranks=ranks)
+    batch = current().global_batch_size
     options = WorkOptions(
         seq_len=job.sequence_length,
-        global_batch=job.micro_batch_size * job.gradient_accumulation_steps * ranks,
+        global_batch=job.micro_batch_size * job.gradient_accumulation_steps * ranks if batch is None else batch,
         precision=job.precision,
         optimizer=job.optimizer,
     )
@@ -124,7 +138,9 @@ def watch(plan: Plan, *, planned: bool, device: torch.device) -> RunMonitor:
         device=device,
         sequence_length=plan.configuration.sequence_length,
     )
-    if planned and os.environ["RANK"] == "0":
+    standing = current()
+    is_new = planned or (plan is standing.plan and not standing.is_given)
+    if is_new and os.environ["RANK"] == "0":
         monitor.plan_made(plan_to_dict(plan))
     return monitor
 
