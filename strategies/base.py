@@ -22,10 +22,12 @@ from strategies.config import ScriptConfig
 from strategies.config.values import CheckpointSection
 from strategies.environment import Environment
 from strategies.observer import Observer
+from strategies.supervised.pulse import beat
 
 if TYPE_CHECKING:
     from strategies.data import ShardedLoader
     from strategies.memory_report import MemoryReport
+    from strategies.supervised.supervision import Supervision
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -66,7 +68,8 @@ class Engine(ABC):
 
     `step` is called after every `backward`; it changes the weights once per `gradient_accumulation_steps` calls.
     `module` is the script's own model, `wrapped` what runs it. `observers` are told what happens; without any, nothing
-    is measured. `counted_peak_bytes` is the most that `memory_timeline` has seen alive.
+    is measured. `counted_peak_bytes` is the most that `memory_timeline` has seen alive. `client_state`, JSON, is what
+    the script wants to find again after a restart: checkpoints that `dsplan run` has the engine save by itself hold it.
     """
 
     module: nn.Module
@@ -81,6 +84,8 @@ class Engine(ABC):
         self.dataloader: ShardedLoader | None = None
         self.observers: list[Observer] = []
         self.counted_peak_bytes: int | None = None
+        self.client_state: dict[str, Any] = {}
+        self.supervision: Supervision | None = None
         self._may_reduce = True
 
     @property
@@ -99,6 +104,7 @@ class Engine(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass under the plan's precision."""
         if not self.observers or not self.module.training:
+            beat()
             return self._forward(*args, **kwargs)
         for observer in self.observers:
             observer.forward_starts(self.module, (args, kwargs))
@@ -246,17 +252,23 @@ class Engine(ABC):
             asynchronous=how.asynchronous if asynchronous is None else asynchronous,
             custom=custom_of(save, self),
         )
-        return self._checkpoints.save(Path(directory), client_state or {}, options)
+        path = self._checkpoints.save(Path(directory), client_state or {}, options)
+        if self.supervision is not None:
+            self.supervision.script_saved(path)
+        return path
 
     def load_checkpoint(self, directory: str | Path) -> tuple[Path | None, dict[str, Any]]:
         """Restore the latest checkpoint below `directory`, or the one that it is; called on every rank.
 
         Any strategy reads what any other wrote, on any number of ranks. Returns its path and the `client_state` it was
-        saved with, or (None, {}) where there is no checkpoint.
+        saved with, or (None, {}) where there is no checkpoint. The first call after `dsplan run` has started the script
+        again gives the run's own newest checkpoint where that is the newer one.
 
         Raises:
             BrokenFile: a file of it is damaged or missing, or it is of another model or optimizer.
         """
+        if self.supervision is not None:
+            return self.supervision.load(Path(directory))
         return self._checkpoints.load(Path(directory))
 
     def wait_for_checkpoint(self) -> None:

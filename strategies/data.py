@@ -19,6 +19,7 @@ from strategies.bad_samples import BadSamples, Collate, Tolerant, collate_with
 from strategies.config import DataSection
 from strategies.environment import Environment
 from strategies.errors import CannotRun
+from strategies.supervised.pulse import beat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,9 @@ class ShardedLoader:
         self._configuration, self._environment = configuration, environment
         self._bad = BadSamples(section.bad_samples)
         self._handed_out = 0
+        self._passes = self._skipped_passes = 0
         self._continues = True
+        self._worker_seeds = torch.Generator()
         self._batches = _Order(configuration.micro_batch_size, environment)
         self._tolerates = tolerates = section.bad_samples > 0
         collate = settings.collate or default_collate
@@ -70,6 +73,7 @@ class ShardedLoader:
             pin_memory=environment.device.type == "cuda" if section.pin_memory is None else section.pin_memory,
             collate_fn=collate_with(collate) if tolerates else collate,
             persistent_workers=section.num_workers > 0,
+            generator=self._worker_seeds,
         )
 
     @property
@@ -83,6 +87,9 @@ class ShardedLoader:
         return self._length // configuration.global_batch_size * configuration.gradient_accumulation_steps
 
     def __iter__(self) -> Iterator[Any]:
+        self._passes += 1
+        if self._skipped_passes >= self._passes:
+            return iter(())
         if self.samples and not self._continues:
             self.epoch, self.samples = self.epoch + 1, 0
         self._continues = False
@@ -95,7 +102,13 @@ class ShardedLoader:
 
     def state_dict(self) -> dict[str, int]:
         """The place in the data, as JSON; the same on every rank and for any number of ranks."""
-        return {"epoch": self.epoch, "samples": self.samples, "seed": self.seed, "length": self._length}
+        return {
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "seed": self.seed,
+            "length": self._length,
+            "passes": self._passes,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a place that `state_dict` gave, on whatever number of ranks.
@@ -110,14 +123,31 @@ class ShardedLoader:
                 " the same dataset, or set engine.dataloader = None before load_checkpoint to begin it anew"
             )
         self.epoch, self.samples, self.seed = int(state["epoch"]), int(state["samples"]), int(state["seed"])
+        self._passes = int(state.get("passes", 0))
         self._continues = True
+
+    def skip_trained_passes(self) -> None:
+        """Begin the script's loops over the data anew, with nothing in those that are over at the place gone to.
+
+        For a script that was started again and knows nothing of it: `for epoch in range(3)` then ends where it would
+        have ended.
+        """
+        self._skipped_passes = max(0, self._passes - 1) if self.samples else self._passes
+        self._passes = 0
+
+    def skip_nothing(self) -> None:
+        """The script knows that it was started again, and counts its loops itself."""
+        self._passes, self._skipped_passes = self._passes + self._skipped_passes, 0
 
     def _rest_of_epoch(self) -> Iterator[Any]:
         configuration, epoch = self._configuration, self.epoch
         global_batches = (self._length - self.samples) // configuration.global_batch_size
         last = self.samples + global_batches * configuration.global_batch_size
+        # A seed of its own: torch would draw it from the random state that the model's dropout goes on from.
+        self._worker_seeds.manual_seed(self.seed + epoch * self._environment.world_size + self._environment.rank)
         self._batches.order = _permutation(self._length, self.seed + epoch)[self.samples : last]
         for batch in self._loader:
+            beat()
             self._handed_out += configuration.micro_batch_size * self._environment.world_size
             yield self._bad.noted(batch) if self._tolerates else batch
         if self.epoch == epoch and self.samples == last:

@@ -29,6 +29,7 @@ from strategies.monitoring.settings import MonitorSettings
 from strategies.optimizer_needs import fitting
 from strategies.planning import Wishes, another_model, describe, settled_plan
 from strategies.registry import find_strategy
+from strategies.supervised.supervision import supervise
 from strategies.told_plainly import tell_plainly
 from strategies.variables import RUN_DIRECTORY
 from strategies.watching import watch
@@ -101,6 +102,7 @@ def initialize(
         read_as = LoaderSettings(section=script.data, collate=collate_fn)
         engine.dataloader = ShardedLoader(training_data, settled.configuration, environment, read_as)
     watch(engine, script, _report(engine, environment, script.monitor, is_new=is_new))
+    supervise(engine)
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
 
 

@@ -91,6 +91,16 @@ class Checkpoints:
         self._saver.save(between, what, SaveOptions())
         return on_rank_zero(convert)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has nothing left to do for the last checkpoint; on rank 0, whether it is complete."""
+        return self._saver.is_written
+
+    @property
+    def problem(self) -> str:
+        """What this rank's part of the last checkpoint failed at, as far as it is known; empty where it did not."""
+        return self._saver.problem
+
     def wait(self) -> None:
         """Return when the checkpoint that is being written in the background is complete."""
         self._saver.wait()

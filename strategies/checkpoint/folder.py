@@ -58,7 +58,7 @@ def publish(directory: Path, name: str, keep_last: int | None) -> None:
     others = [path for path in older if path not in replaced]
     unwanted = [] if keep_last is None else others[max(0, keep_last - 1) :]
     for path in (*replaced, *unwanted):
-        _remove(path)
+        remove(path)
 
 
 def published(directory: Path) -> list[Path]:
@@ -112,8 +112,12 @@ def sweep(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove(path: Path) -> None:
-    """A folder with a checkpoint's name is complete, so it loses the name before it loses files."""
+def remove(path: Path) -> None:
+    """Remove a checkpoint. A folder with a checkpoint's name is complete, so it loses the name before it loses files.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
     hidden = path.with_name(f".{path.name}.old")
     os.rename(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from strategies.base import Engine
 from strategies.checkpoint import folder
-from strategies.errors import CannotRun
+from strategies.errors import CannotRun, DsplanError
 from strategies.observer import Observer
 
 
@@ -104,11 +104,17 @@ class CheckpointManager:
 class SavesByItself(Observer):
     """Saves as the config's `checkpoint` section says, without a call of the script's."""
 
-    def __init__(self, manager: CheckpointManager) -> None:
-        self._manager = manager
+    def __init__(self, manager: CheckpointManager, engine: Engine) -> None:
+        self._manager, self._engine = manager, engine
 
     def step_ended(self) -> None:
-        self._manager.step()
+        """Save if it is time; under `dsplan run` what cannot be written is told and does not end the training."""
+        try:
+            self._manager.step()
+        except DsplanError as problem:
+            if self._engine.supervision is None:
+                raise
+            self._engine.supervision.script_could_not_save(problem)
 
 
 def saves_of_config(engine: Engine) -> Observer | None:
@@ -122,4 +128,4 @@ def saves_of_config(engine: Engine) -> Observer | None:
         return None
     if how.directory is None:
         raise CannotRun("config: checkpoint.every_steps is set and checkpoint.directory is not; name a directory")
-    return SavesByItself(CheckpointManager(engine, how.directory, every_steps=how.every_steps))
+    return SavesByItself(CheckpointManager(engine, how.directory, every_steps=how.every_steps), engine)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from strategies.errors import CannotRun
+from strategies.supervised.pulse import beat
 
 DTYPES = {
     "F64": torch.float64,
@@ -89,6 +90,7 @@ def write(path: Path, entries: Sequence[Entry], data: Iterable[memoryview], note
         for slab in _slabs(chain((memoryview(_header(entries, notes)),), data)):
             crc = zlib.crc32(slab, crc)
             size += file.write(slab)
+            beat()
         file.flush()
         os.fsync(file.fileno())
     return FileSum(bytes=size, crc32=crc)
@@ -112,6 +114,7 @@ def sum_of(path: Path) -> FileSum:
         for slab in iter(lambda: file.read(_SLICE), b""):
             crc = zlib.crc32(slab, crc)
             size += len(slab)
+            beat()
     return FileSum(bytes=size, crc32=crc)
 
 

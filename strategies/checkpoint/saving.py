@@ -77,6 +77,16 @@ class Saver:
             self.wait()
         return target.path
 
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has nothing left to do for the last checkpoint; on rank 0, whether it is complete."""
+        return self._writing is None or self._writing.is_over
+
+    @property
+    def problem(self) -> str:
+        """What this rank's part of the last checkpoint failed at, as far as it is known; empty where it did not."""
+        return "" if self._writing is None else self._writing.problem
+
     def wait(self) -> None:
         """Return when the checkpoint that is being written is complete.
 

@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from strategies.checkpoint.safefile import DTYPES, Entry, FileSum, bytes_of, lay_out, write
 from strategies.errors import BrokenFile, DsplanError
+from strategies.supervised.pulse import beat
 
 Index = dict[str, Any]
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
@@ -214,6 +215,7 @@ def _read(file: Any, key: str, item: ReadItem, planner: LoadPlanner) -> None:
         found = file.get_tensor(key)
     target.copy_(found)
     planner.commit_tensor(item, target)
+    beat()
 
 
 def carried_out(path: Path, move: Callable[[], object]) -> None:

@@ -57,6 +57,16 @@ class Writing:
         self._thread = Thread(target=self._run, name=f"save {target.name}", daemon=False)
         self._thread.start()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has nothing left to do."""
+        return not self._thread.is_alive()
+
+    @property
+    def problem(self) -> str:
+        """What went wrong on this rank so far."""
+        return "" if self._problem is None else str(self._problem) or type(self._problem).__name__
+
     def require_part(self) -> None:
         """Wait until this rank's part is on disk.
 

@@ -64,6 +64,21 @@ def failure_path(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.failure.json"
 
 
+def pid_path(directory: Path, rank: int) -> Path:
+    """Where rank `rank` leaves its process id, once it takes signals."""
+    return directory / f"rank{rank}.pid"
+
+
+def heartbeat_path(directory: Path, rank: int) -> Path:
+    """Where rank `rank` says about once a second how far it is."""
+    return directory / f"rank{rank}.heartbeat"
+
+
+def stacks_path(directory: Path, rank: int) -> Path:
+    """Where rank `rank` writes the stacks of its threads when it hangs."""
+    return directory / f"rank{rank}.stacks.txt"
+
+
 def write_json(path: Path, value: object) -> None:
     """Replace `path` by `value` as JSON, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -192,7 +192,7 @@ def test_the_engine_moves_the_place_in_the_data() -> None:
     samples = [tuple(tensor[row] for tensor in training_bodies.batch_of(0)) for row in range(12)] * 3
     config = {"dataloader": {"num_workers": 1, "pin_memory": False, "bad_samples": 2, "seed": 41}}
     engine = engine_bodies.engine_of(Recipe(accumulation=3), config, dataset=samples)
-    assert engine.dataloader.state_dict() == {"epoch": 0, "samples": 0, "seed": 41, "length": 36}
+    assert engine.dataloader.state_dict() == {"epoch": 0, "samples": 0, "seed": 41, "length": 36, "passes": 0}
     for place, (ids, targets) in enumerate(engine.dataloader, start=1):
         engine.backward(engine(ids, targets))
         engine.step()

@@ -1,0 +1,196 @@
+"""Checkpoints that the ranks save by themselves, as the orders say; the last two of a run stay."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch.distributed as dist
+
+from hardware_db.errors import DsplanError
+from strategies.checkpoint import folder
+from strategies.checkpoint.saving import SaveOptions
+from strategies.supervised import lineage
+from strategies.supervised.save_clock import Interval, SaveClock
+
+if TYPE_CHECKING:
+    from strategies.base import Engine
+
+KEPT = 2
+_SPARE = 2.0
+"""Host memory that must be free for a copy of what a node's ranks save, in sizes of that copy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Look:
+    """What a rank says at a look: its clock, whether it is worth saving, how its last save went."""
+
+    now: float
+    is_clean: bool
+    may_save: bool
+    has_room: bool
+    is_written: bool
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavePlace:
+    """Where to save and how often, and the attempt that saves."""
+
+    directory: Path
+    interval: Interval
+    attempt: int = 0
+
+
+class AutomaticSaves:
+    """Saves one engine's checkpoints when it is time. Every rank has one and calls its methods together.
+
+    `complete` is the last checkpoint of the run that is known to be complete, and `seconds` what saving it took, until
+    it was seen to be complete; None before the first.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        place: SavePlace,
+        *,
+        run_directory: Path,
+        is_clean: Callable[[], bool],
+        may_save: Callable[[], bool],
+    ) -> None:
+        self._engine, self._place, self._run_directory = engine, place, run_directory
+        self._is_clean, self._may_save = is_clean, may_save
+        self._clock = SaveClock(place.interval, step=engine.global_steps)
+        self._told = False
+        self._has_room: bool | None = None
+        self._begun: lineage.Made | None = None
+        self.complete: lineage.Made | None = None
+        self.seconds: float | None = None
+
+    def resumed(self, made: lineage.Made) -> None:
+        """Training goes on from a checkpoint of the run."""
+        self.complete = made
+        self._clock = SaveClock(self._place.interval, step=made.step)
+
+    def step_ended(self, step: int) -> None:
+        """Look at the clock where it is time to look, and save where it is time to save."""
+        if step < self._clock.next_look or not self._place.interval.is_set:
+            return
+        looks = self._look()
+        if self._begun is not None and (looks[0].is_written or any(look.problem for look in looks)):
+            self.finish()
+        is_due = self._clock.is_due(step, looks[0].now) and looks[0].may_save
+        if is_due and all(look.is_clean for look in looks) and self._begun is None:
+            self.save(step, asynchronous=all(look.has_room for look in looks))
+
+    def save(self, step: int, *, asynchronous: bool) -> Path | None:
+        """Save now; None where that was not possible, which is told and does not end the training."""
+        options = SaveOptions(asynchronous=asynchronous)
+        made = lineage.Made(path="", step=step, attempt=self._place.attempt)
+        try:
+            path = self._engine._checkpoints.save(self._place.directory, self._engine.client_state, options)
+        except DsplanError as problem:
+            self.failed(problem)
+            return None
+        self._begun = self.note(path, "dsplan", since=made.time)
+        self._clock.saved()
+        if not asynchronous:
+            self._written()
+        return path
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is on its way, if there is one."""
+        if self._begun is None:
+            return
+        try:
+            self._engine.wait_for_checkpoint()
+        except DsplanError as problem:
+            self.failed(problem)
+        else:
+            self._written()
+
+    def script_saved(self, path: Path) -> None:
+        """The script has begun a checkpoint by itself: time counts from there, and the last of ours is complete."""
+        if self._begun is not None:
+            self._written()
+        self.complete = self.note(path, "script")
+        self._clock.saved()
+
+    def failed(self, problem: DsplanError) -> None:
+        """A checkpoint could not be written. Told once until one can."""
+        self._begun = None
+        self._clock.failed()
+        if not self._told and self._engine.is_main:
+            _say(f"{problem}; training goes on, the checkpoint before stays, and saving is tried again")
+        self._told = True
+
+    def note(self, path: Path, by: lineage.Author, since: float | None = None) -> lineage.Made:
+        """Remember a checkpoint that was begun; a full disk makes a later resume begin earlier and ends nothing."""
+        made = lineage.Made(
+            path=str(path.absolute()),
+            step=self._engine.global_steps,
+            attempt=self._place.attempt,
+            by=by,
+            time=since or time.time(),
+        )
+        if self._engine.environment.local_rank == 0:
+            try:
+                lineage.note(self._run_directory, made)
+            except OSError as problem:
+                _say(f"{self._run_directory}: the checkpoint of step {made.step} is not listed ({problem.strerror})")
+        return made
+
+    def _written(self) -> None:
+        assert self._begun is not None
+        self.complete, self._begun = self._begun, None
+        self.seconds = time.time() - self.complete.time
+        if self._engine.is_main:
+            if self._told:
+                _say("checkpoints can be written again")
+            self._clear_away()
+        self._told = False
+
+    def _clear_away(self) -> None:
+        """Of this run's own automatic checkpoints the newest stay; what others have put there is not touched."""
+        ours = [one for one in lineage.read(self._run_directory) if one.by == "dsplan"]
+        for one in lineage.newest_first(ours)[KEPT:]:
+            with suppress(OSError):
+                folder.remove(Path(one.path))
+
+    def _look(self) -> list[_Look]:
+        checkpoints = self._engine._checkpoints
+        own = _Look(
+            now=time.monotonic(),
+            is_clean=self._is_clean(),
+            may_save=self._may_save(),
+            has_room=self._room(),
+            is_written=checkpoints.is_written,
+            problem=checkpoints.problem,
+        )
+        world_size = self._engine.environment.world_size
+        if world_size == 1:
+            return [own]
+        looks: list[Any] = [None] * world_size
+        dist.all_gather_object(looks, own)
+        return looks
+
+    def _room(self) -> bool:
+        """Whether host memory takes a copy of this node's part of the training state."""
+        if self._has_room is None:
+            if not self._engine.optimizer.state:
+                return True  # states are made in the first step; ask again
+            tensors = self._engine.state_tensors()
+            needed = sum(one.nbytes for kind in ("parameters", "optimizer") for one in tensors[kind])
+            on_node = needed * self._engine.environment.local_world_size
+            self._has_room = psutil.virtual_memory().available > _SPARE * on_node
+        return self._has_room
+
+
+def _say(text: str) -> None:
+    print(f"dsplan: {text}", file=sys.stderr, flush=True)

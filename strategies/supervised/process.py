@@ -1,0 +1,42 @@
+"""The start of a rank's process, before its script: signals, stacks on demand, and the thread that watches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+
+from strategies.launch.spec import LaunchSpec, failure_path, pid_path
+from strategies.supervised.failures import described, write_failure
+from strategies.supervised.signals import STOP_SIGNAL
+from strategies.supervised.stopping import Stopped
+from strategies.supervised.watchdog import begin_watching
+
+_USABLE = 0.8
+"""Share of the grace that a rank may use; ending takes the rest."""
+
+
+def begin(spec: LaunchSpec, rank: int) -> None:
+    """Take signals, watch for hangs, and say under which process id this rank is to be found.
+
+    Scripts in which nothing of dsplan sees the end of a step cannot save when they are asked to: these end at once.
+    """
+    directory = spec.directory
+    failure_path(directory, rank).unlink(missing_ok=True)
+    if spec.kind in ("dsplan", "huggingface"):
+        STOP_SIGNAL.listen(grace_seconds=_USABLE * spec.supervision.grace_seconds)
+    elif threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, lambda number, frame: _leave_unsaved(spec, rank))
+    begin_watching(directory, rank, spec.supervision.hang_seconds)
+    with suppress(OSError):
+        path = pid_path(directory, rank)
+        new = path.with_suffix(".pid.new")
+        new.write_text(str(os.getpid()))
+        os.replace(new, path)
+
+
+def _leave_unsaved(spec: LaunchSpec, rank: int) -> None:
+    failure = described("preempted", Stopped(), spec.directory)
+    write_failure(spec.directory, rank, failure)
+    raise Stopped

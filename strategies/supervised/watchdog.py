@@ -1,0 +1,196 @@
+"""The thread that watches a rank from inside: it spreads wishes to stop, tells how far the rank is, and ends a hang.
+
+Two lines of defence. The thread itself sees a main thread that waits for ever; for one that never lets go of the
+interpreter's lock, which stops this thread too, there is faulthandler's timer, which needs no lock and is set again at
+every look. Other ranks of the same machine are asked for their stacks by SIGUSR2, which faulthandler answers without
+the lock as well.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from strategies.launch.spec import heartbeat_path, stacks_path
+from strategies.supervised.activity import Activity
+from strategies.supervised.failures import described, write_failure
+from strategies.supervised.pulse import PULSE
+from strategies.supervised.verdict import Heartbeat, Verdict, judge, read_heartbeat, read_verdict, slowest
+
+if TYPE_CHECKING:
+    from strategies.supervised.board import Board
+    from strategies.supervised.stopping import Stopping
+
+_POLL_SECONDS = 0.25
+_BEAT_SECONDS = 1.0
+_LOCK_SECONDS = 30.0
+"""How much later than the thread faulthandler's timer ends a rank, so that other ranks can name it before."""
+_PATIENT = 3.0
+"""Where one rank works, those that wait for it wait this many times as long before it counts as a hang."""
+_ASIDE_SECONDS = 3.0
+"""What the other ranks get to write their stacks, before this one's end makes the launcher end them."""
+_ALONE_SECONDS = 120.0
+_LOOKS_BETWEEN = 3
+_LEAVE_SECONDS = 15.0
+_HUNG = "hung"
+
+
+class Hung(RuntimeError):
+    """No progress for too long."""
+
+
+class Watchdog(threading.Thread):
+    """Watches one rank; `hang_seconds` 0: never calls anything a hang."""
+
+    def __init__(self, directory: Path, rank: int, hang_seconds: float) -> None:
+        super().__init__(name="dsplan watchdog", daemon=True)
+        self._directory, self._rank, self._hang_seconds = directory, rank, hang_seconds
+        self._stacks: IO[str] = open(stacks_path(directory, rank), "a")  # noqa: SIM115 - open until the process ends
+        self._activity = Activity(PULSE)
+        self._active_at = self._beat_at = time.monotonic()
+        self._number, self._world_size = 0, 1
+        self._board: Board | None = None
+        self._stopping: Stopping | None = None
+        self._must_end: tuple[float, int] | None = None
+        self._ended = threading.Event()
+        self._beat_seconds = min(_BEAT_SECONDS, hang_seconds / 8) if hang_seconds else _BEAT_SECONDS
+        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
+
+    def attach(self, board: Board, stopping: Stopping, world_size: int) -> None:
+        """The ranks have met: from here on they are watched together."""
+        self._board, self._stopping, self._world_size = board, stopping, world_size
+
+    def expect_end(self, status: int) -> None:
+        """The rank is about to leave; end it where that takes long, as in code that runs at the end."""
+        self._must_end = (time.monotonic() + _LEAVE_SECONDS, status)
+
+    def end(self) -> None:
+        """Stop watching: what Python does at its end may take its time."""
+        self._ended.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def run(self) -> None:
+        """Look every quarter of a second until the process ends."""
+        while not self._ended.wait(min(_POLL_SECONDS, self._beat_seconds)):
+            now = time.monotonic()
+            if self._must_end is not None and now > self._must_end[0]:
+                os._exit(self._must_end[1])
+            if self._stopping is not None:
+                self._stopping.poll()
+            if now - self._beat_at >= self._beat_seconds:
+                self._look(now)
+
+    def _look(self, now: float) -> None:
+        was_stopped = now - self._beat_at > max(5.0, 4 * self._beat_seconds)
+        self._beat_at = now
+        quiet = now - self._active_at
+        looks_further = 0 < self._hang_seconds < 4 * quiet
+        if self._activity.is_there(with_children=looks_further) or was_stopped:
+            self._active_at, quiet = now, 0.0
+        self._publish(quiet)
+        if not self._hang_seconds:
+            return
+        faulthandler.dump_traceback_later(self._hang_seconds + _LOCK_SECONDS, file=self._stacks, exit=True)
+        told = None if self._board is None else read_verdict(self._board.get(_HUNG))
+        if told is not None:
+            self._give_up(told)
+        elif quiet >= self._limit and (verdict := self._verdict(quiet)) is not None:
+            self._give_up(verdict)
+
+    @property
+    def _limit(self) -> float:
+        """Until the ranks have met they wait for each other with limits of their own."""
+        return self._hang_seconds if self._board is not None else max(self._hang_seconds, _ALONE_SECONDS)
+
+    def _publish(self, quiet: float) -> None:
+        self._number += 1
+        beat = Heartbeat(
+            rank=self._rank,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            number=self._number,
+            step=PULSE.step,
+            calls=PULSE.calls,
+            section=PULSE.section,
+            quiet_seconds=quiet,
+            time=time.time(),
+        )
+        text = beat.text()
+        with suppress(OSError):
+            heartbeat_path(self._directory, self._rank).write_text(text)
+        if self._board is not None:
+            self._board.put(_beat(self._rank), text)
+
+    def _verdict(self, quiet: float) -> Verdict | None:
+        """Whom the ranks wait for, after a second look at them; None where this rank has moved meanwhile."""
+        if self._board is None:
+            sentence = f"no progress for {quiet:.0f} s, before the ranks met"
+            return Verdict(behind=(self._rank,), sentence=sentence)
+        before = self._heartbeats(self._board)
+        time.sleep(_LOOKS_BETWEEN * self._beat_seconds)
+        self._beat_at = time.monotonic()
+        if self._activity.is_there(with_children=True):
+            self._active_at = self._beat_at
+            return None
+        self._publish(self._beat_at - self._active_at)
+        now = self._heartbeats(self._board)
+        verdict = judge(before, now, quiet_seconds=self._hang_seconds)
+        if verdict is None and quiet >= _PATIENT * self._hang_seconds:
+            return slowest(now, quiet)
+        return verdict
+
+    def _heartbeats(self, board: Board) -> dict[int, Heartbeat | None]:
+        return {rank: read_heartbeat(board.get(_beat(rank))) for rank in range(self._world_size)}
+
+    def _give_up(self, verdict: Verdict) -> None:
+        """Write the stacks of all ranks that can still be asked, say why, and end."""
+        if self._board is not None and self._board.get(_HUNG) is None:
+            self._board.put(_HUNG, verdict.text())
+        self._write_stacks(verdict.sentence)
+        self._ask_for_stacks(verdict)
+        failure = described("hung", Hung(verdict.sentence), self._directory)
+        write_failure(self._directory, self._rank, replace(failure, expected=True, behind=verdict.behind))
+        print(f"dsplan: rank {self._rank}: {verdict.sentence}", file=sys.stderr, flush=True)
+        time.sleep(_ASIDE_SECONDS)
+        os._exit(1)
+
+    def _write_stacks(self, why: str) -> None:
+        with suppress(OSError):
+            self._stacks.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self._rank}: {why}\n")
+            self._stacks.flush()
+            faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+
+    def _ask_for_stacks(self, verdict: Verdict) -> None:
+        """Of ranks on this machine whose watchdogs do not answer; others write theirs when they read the verdict."""
+        if self._board is None:
+            return
+        for rank in verdict.behind:
+            beat = read_heartbeat(self._board.get(_beat(rank)))
+            if rank != self._rank and beat is not None and beat.host == socket.gethostname():
+                with suppress(OSError):
+                    os.kill(beat.pid, signal.SIGUSR2)
+
+
+def begin_watching(directory: Path, rank: int, hang_seconds: float) -> Watchdog:
+    """This process's watchdog, started at the first call."""
+    global _watchdog
+    if _watchdog is None:
+        _watchdog = Watchdog(directory, rank, hang_seconds)
+        _watchdog.start()
+    return _watchdog
+
+
+_watchdog: Watchdog | None = None
+
+
+def _beat(rank: int) -> str:
+    return f"beat-{rank}"
