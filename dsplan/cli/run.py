@@ -34,21 +34,23 @@ def run_script(
 ) -> None:
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
     from dsplan.render.run_json import report_to_dict
-    from dsplan.render.run_view import RunView, report_blocks
+    from dsplan.render.run_report import report_blocks, write_report
+    from dsplan.render.run_view import RunView
     from dsplan.render.show import show, show_json
     from strategies.launch.prepare import prepare
     from strategies.launch.record import record_run
-    from strategies.launch.session import RunSession
+    from strategies.launch.supervisor import Supervisor
 
     launch = prepare(_request(script, arguments, planning, placement, supervision))
     if launch.notice:
         print(f"dsplan: {launch.notice}", file=sys.stderr)
-    session = RunSession(launch.spec, launch.plan)
-    with RunView(ranks=launch.spec.processes, out=sys.stderr if json else sys.stdout) as view:
+    session = Supervisor(launch.spec, launch.plan, resumes=launch.resumes)
+    with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:
         for event in session.events():
             view.show(event)
     report = session.report()
     stored = record_run(report)
+    write_report(report, stored.sentence)
     if json:
         show_json(report_to_dict(report, stored))
     else:

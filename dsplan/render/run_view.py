@@ -1,4 +1,4 @@
-"""A run while it goes, and side by side with its plan when it is over."""
+"""A run while it goes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from dsplan.render.blocks import Block, Column, Table, Text
 from hardware_db.units import format_bytes, format_count, format_seconds
-from strategies.launch.events import Event, OutputLine, PlanMade, StepDone
+from strategies.launch.events import AttemptEnded, Event, OutputLine, PlanMade, RunIsBack, StepDone
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from strategies.launch.outcome import Outcome
-    from strategies.launch.session import RunReport
+    from strategies.launch.causes import Ending
 
 # A pipe gets a line for the first step and then at most one in this many seconds.
 _LINE_SECONDS = 5.0
-_MISSING = "-"
 
 
 class RunView:
@@ -54,10 +51,18 @@ class RunView:
         """Draw one event."""
         if isinstance(event, OutputLine):
             self._show_output(event)
-        elif isinstance(event, PlanMade):
-            self._line(f"plan: {plan_line(event)}")
-        else:
+        elif isinstance(event, StepDone):
             self._show_step(event)
+        elif isinstance(event, PlanMade):
+            self._ranks = int(event.plan["plan"].get("world_size") or self._ranks)
+            self._line(f"plan: {plan_line(event)}")
+        elif isinstance(event, AttemptEnded):
+            self._line(ending_line(event), stderr=True)
+        elif isinstance(event, RunIsBack):
+            lost = "" if event.seconds_lost is None else f"; {format_seconds(event.seconds_lost)} lost"
+            self._line(f"dsplan: back at step {event.step}{lost}", stderr=True)
+        else:
+            self._line(f"dsplan: {event.line()}", stderr=True)
 
     def _show_output(self, line: OutputLine) -> None:
         text = line.text if line.rank == 0 else f"[rank {line.rank}] {line.text}"
@@ -107,43 +112,20 @@ def plan_line(made: PlanMade) -> str:
     )
 
 
-def report_blocks(report: RunReport) -> list[Block]:
-    """The end of a run: how it ended, predicted beside measured, the loss, and where everything lies."""
-    measured = report.measured
-    blocks: list[Block] = [_outcome_text(report.outcome, measured.steps)]
-    if measured.steps:
-        columns = (Column("per step"), Column("predicted", True), Column("measured", True), Column("ratio", True))
-        blocks.append(Table(columns=columns, rows=_comparison(report), title="predicted and measured"))
-    if measured.first_loss is not None and measured.last_loss is not None:
-        blocks.append(Text(text=f"loss {measured.first_loss:.4f} -> {measured.last_loss:.4f}"))
-    blocks.append(Text(text=f"run directory {report.spec.directory}"))
-    return blocks
+def ending_line(ended: AttemptEnded) -> str:
+    """The end of an attempt in one line: where, at which step, why, and what follows."""
+    ending, decision = ended.ending, ended.decision
+    place = ending_place(ending)
+    where = f" on {place}" if place else ""
+    step = "" if ending.step is None else f" at step {ending.step}"
+    pause = f" in {format_seconds(decision.delay_seconds)}" if decision.delay_seconds else ""
+    what = ending.kind.replace("_", " ")
+    reason = f": {ending.reason}" if ending.reason and ending.reason != what else ""
+    return f"dsplan: {what}{where}{step}{reason}; {decision.why}{pause}"
 
 
-def _outcome_text(outcome: Outcome, steps: int) -> Text:
-    if outcome.name == "completed":
-        return Text(text=f"completed: {steps} steps" if steps else "completed", style="good")
-    if outcome.name == "interrupted":
-        return Text(text=f"interrupted after {steps} steps; every rank was stopped", style="warning")
-    return Text(text=f"{outcome.name.replace('_', ' ')} after {steps} steps", style="bad")
-
-
-def _comparison(report: RunReport) -> list[list[str]]:
-    measured, plan = report.measured, report.plan
-    world = report.spec.processes
-    predicted_tokens = plan.throughput.tokens_per_second_per_gpu * world if plan else None
-    rows = (
-        ("peak memory of a rank", plan.memory.peak_allocated_bytes if plan else None, measured.peak_allocated_bytes),
-        ("step time", plan.time.step_seconds if plan else None, measured.step_seconds),
-        ("tokens/s, all ranks", predicted_tokens, measured.tokens_per_second),
-    )
-    formats = (format_bytes, format_seconds, format_count)
-    return [
-        [
-            name,
-            _MISSING if predicted is None else spell(predicted),
-            _MISSING if found is None else spell(found),
-            f"{found / predicted:.2f}" if found and predicted else _MISSING,
-        ]
-        for (name, predicted, found), spell in zip(rows, formats, strict=True)
-    ]
+def ending_place(ending: Ending) -> str:
+    """The rank and its host; empty where no rank was at fault."""
+    if ending.rank is None:
+        return ending.host
+    return f"rank {ending.rank}" + (f" ({ending.host})" if ending.host else "")

@@ -15,8 +15,11 @@ EndingKind = Literal[
     "lost",  # the node or the connection to it is gone
     "preempted",  # SIGTERM or SIGUSR1: saved, and stopped on purpose
     "switch",  # saved, and stopped on purpose to go on under a better plan
+    "regrouped",  # nodes came or went: saved, and all start again together
 ]
 ENDING_KINDS: tuple[EndingKind, ...] = get_args(EndingKind)
+STOPS: tuple[EndingKind, ...] = ("preempted", "switch", "regrouped")
+"""Endings on purpose: the ranks saved before them."""
 
 STOPPED = 75
 """Exit status of a rank that saved and stopped on purpose, and of `dsplan run` when it was preempted: EX_TEMPFAIL of

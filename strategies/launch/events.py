@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from strategies.monitoring.alerts import Alert
+
+if TYPE_CHECKING:
+    from strategies.launch.causes import Ending
+    from strategies.launch.policy import Decision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +31,8 @@ class PlanMade:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """One optimizer step on rank 0. `samples` and `tokens` are those of rank 0's own batches in this step."""
+    """One optimizer step on the first rank here, counted from 1 over the whole run. `samples` and `tokens` are those of
+    that rank's own batches in this step."""
 
     step: int
     loss: float | None
@@ -36,4 +43,21 @@ class StepDone:
     rss_bytes: int
 
 
-Event = OutputLine | PlanMade | StepDone
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnded:
+    """An attempt did not complete: why, and what follows."""
+
+    attempt: int
+    ending: Ending
+    decision: Decision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunIsBack:
+    """The first step after a restart is done; `seconds_lost` is None where it cannot be known."""
+
+    step: int
+    seconds_lost: float | None
+
+
+Event = OutputLine | PlanMade | StepDone | Alert | AttemptEnded | RunIsBack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from strategies.launch.asked import Asked
 from strategies.launch.hooks.accepts import check_strategy
 from strategies.launch.recognise import Script, recognise
 from strategies.launch.resuming import resumed
-from strategies.launch.session import run_directory
 from strategies.launch.settings import Placement, Supervision
 from strategies.launch.spec import SPEC_FILE, LaunchSpec
 from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
@@ -54,6 +54,12 @@ class Launch:
     spec: LaunchSpec
     script: Script
     plan: Plan | None
+    resumes: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole run, at the most."""
+        return self.spec.processes * self.spec.placement.most_nodes
 
     @property
     def notice(self) -> str:
@@ -91,7 +97,7 @@ def prepare(request: RunRequest) -> Launch:
     placement = Placement(**request.placement)
     processes = _processes(request, plan, placement, gpus)
     spec = _spec(request, script, processes, gpus)
-    return Launch(spec=replace(spec, placement=placement), script=script, plan=plan)
+    return Launch(spec=replace(spec, placement=placement), script=script, plan=plan, resumes=request.resume is not None)
 
 
 def _processes(request: RunRequest, plan: Plan | None, placement: Placement, gpus: int) -> int:
@@ -169,3 +175,16 @@ def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> Lau
 def _supervision(asked: Asked, script: Script) -> Supervision:
     """A plain script has nothing to resume from, so it is not begun again unless that was asked for."""
     return Supervision(**({"retries": 0} | asked if script.kind == "plain" else asked))
+
+
+def run_directory(parent: Path, script: Path) -> Path:
+    """A new directory for one run under `parent`, named after the time and the script."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        path = parent / (f"{stamp}-{script.stem}" + (f"-{attempt}" if attempt else ""))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(path)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from hardware_db.errors import DsplanError
 from hardware_db.fingerprint import fingerprint
-from hardware_db.measurement import Measured, measure_run
+from hardware_db.measurement import Measured, Measurement, measure_run
+from hardware_db.measurement import Outcome as StoredOutcome
 from hardware_db.paths import database_path
 from hardware_db.probe import Machine, probe
 from hardware_db.store import open_store
 from planner.calibration.refresh import refresh
+from planner.plan import Plan
 from planner.plan_io import plan_to_dict
-from strategies.launch.session import RunReport
+from strategies.launch.causes import Ending
+from strategies.launch.outcome import OutcomeName
+from strategies.launch.report import RunReport, measured_attempt
 from strategies.metrics import MeasuredRun
+
+_STORED_AS: Mapping[OutcomeName, StoredOutcome] = {
+    "completed": "completed",
+    "failed": "failed",
+    "out_of_memory": "out_of_memory",
+    "interrupted": "interrupted",
+    "preempted": "interrupted",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,25 +40,43 @@ class Stored:
 
 
 def record_run(report: RunReport) -> Stored:
-    """Store a run with its outcome. A database that cannot be written undoes no training: the reason is told."""
+    """Store a run's last attempt with its outcome. A database that cannot be written undoes no training: the reason is
+    told."""
     if report.plan is None:
         return Stored(measurement_id=None, sentence="not stored in the database: the run had no plan")
     machine = probe()
+    attempt = report.attempts[-1].attempt
     try:
-        measurement = measure_run(
-            plan_to_dict(report.plan),
-            fingerprint(machine),
-            outcome=report.outcome.name,
-            measured=measured_of(report.measured),
-        )
-        with open_store() as store:
-            store.add(measurement)
+        measured = measured_attempt(report.spec.directory, attempt)
+        measurement = _stored(report.plan, machine, _STORED_AS[report.outcome.name], measured)
     except DsplanError as error:
         return Stored(measurement_id=None, sentence=f"not stored in the database: {error}")
     return Stored(
         measurement_id=measurement.id,
-        sentence=f"stored as {measurement.id[:8]} ({report.outcome.name}) in {database_path()}{learnt(machine)}",
+        sentence=f"stored as {measurement.id[:8]} ({measurement.outcome}) in {database_path()}{learnt(machine)}",
     )
+
+
+def record_attempt(plan: Plan, ending: Ending, directory: Path, attempt: int) -> None:
+    """Store an attempt that others follow, so that they are planned with what it showed.
+
+    A database that cannot be written is told of when the run ends.
+    """
+    with suppress(DsplanError):
+        _stored(plan, probe(), _ended_as(ending), measured_attempt(directory, attempt))
+
+
+def _stored(plan: Plan, machine: Machine, outcome: StoredOutcome, measured: MeasuredRun) -> Measurement:
+    measurement = measure_run(plan_to_dict(plan), fingerprint(machine), outcome=outcome, measured=measured_of(measured))
+    with open_store() as store:
+        store.add(measurement)
+    return measurement
+
+
+def _ended_as(ending: Ending) -> StoredOutcome:
+    if ending.kind == "out_of_memory":
+        return "out_of_memory"
+    return "interrupted" if ending.kind in ("preempted", "switch") else "failed"
 
 
 def learnt(machine: Machine) -> str:

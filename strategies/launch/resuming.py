@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardware_db.errors import DsplanError
 from planner.errors import ContradictoryRequest
+from strategies.launch.run_state import check_unfinished
 from strategies.launch.spec import SPEC_FILE, LaunchSpec
 from strategies.variables import PLAN_FILE, STRATEGY
 
@@ -26,6 +27,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
     path = directory / SPEC_FILE
     if not path.exists():
         raise DsplanError(f"{directory}: holds no run to go on with; name the run directory that dsplan run printed")
+    check_unfinished(directory)
     earlier = LaunchSpec.load(path)
     plan, strategy = earlier.environment.get(PLAN_FILE), earlier.environment.get(STRATEGY)
     if request.plan_file is not None or request.strategy is not None:

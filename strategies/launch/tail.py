@@ -6,11 +6,12 @@ from pathlib import Path
 
 
 class LineFollower:
-    """Lines appended to a file since the last call. A line is given once it is complete; the file may not exist yet."""
+    """Lines appended to a file since the last call, the first of them behind `offset` bytes. A line is given once it is
+    complete; the file may not exist yet."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = offset
         self._partial = b""
 
     def read_lines(self, *, final: bool = False) -> list[str]:

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from strategies.launch.outcome import judge
+from strategies.launch.causes import ending_of
+from strategies.launch.outcome import Outcome, outcome_of
 from strategies.launch.spec import RESULT_FILE, failure_path, log_path, write_json
+
+
+def judge(directory: Path, status: int) -> Outcome:
+    return outcome_of(ending_of(directory, status))
 
 
 def _failed(directory: Path, codes: dict[int, int]) -> None:
@@ -21,7 +26,7 @@ def _said(directory: Path, rank: int, kind: str, message: str, *, expected: bool
 def test_the_rank_that_failed_by_itself_is_named_and_not_the_one_stopped_for_it(tmp_path: Path) -> None:
     _failed(tmp_path, {0: -15, 1: 1})
     _said(tmp_path, 1, "ValueError", "bad thing")
-    outcome = judge(tmp_path, 2, 1)
+    outcome = judge(tmp_path, 1)
     assert (outcome.name, outcome.exit_code, outcome.rank) == ("failed", 1, 1)
     assert outcome.reason == "ValueError: bad thing"
     assert outcome.log == log_path(tmp_path, 1, "stderr")
@@ -38,12 +43,12 @@ def test_the_rank_that_failed_by_itself_is_named_and_not_the_one_stopped_for_it(
 def test_out_of_memory_is_told_apart(message: str, tmp_path: Path) -> None:
     _failed(tmp_path, {0: 1})
     _said(tmp_path, 0, "RuntimeError", message)
-    assert judge(tmp_path, 1, 1).name == "out_of_memory"
+    assert judge(tmp_path, 1).name == "out_of_memory"
 
 
 def test_a_killed_rank_is_said_to_be_killed(tmp_path: Path) -> None:
     _failed(tmp_path, {1: -9})
-    outcome = judge(tmp_path, 2, 1)
+    outcome = judge(tmp_path, 1)
     assert (outcome.name, outcome.rank) == ("failed", 1)
     assert "signal 9" in outcome.reason
 
@@ -51,17 +56,17 @@ def test_a_killed_rank_is_said_to_be_killed(tmp_path: Path) -> None:
 def test_expected_failures_keep_their_exit_status_and_lose_their_type(tmp_path: Path) -> None:
     _failed(tmp_path, {0: 2})
     _said(tmp_path, 0, "UnknownName", "unknown strategy 'x'", expected=True)
-    outcome = judge(tmp_path, 1, 1)
+    outcome = judge(tmp_path, 1)
     assert (outcome.exit_code, outcome.reason) == (2, "unknown strategy 'x'")
 
 
 def test_the_last_line_of_the_log_speaks_for_a_rank_that_just_exited(tmp_path: Path) -> None:
     _failed(tmp_path, {0: 7})
     log_path(tmp_path, 0, "stderr").write_text("first\nlast words\n\n")
-    assert judge(tmp_path, 1, 1).reason == "last words"
+    assert judge(tmp_path, 1).reason == "last words"
 
 
 def test_an_agent_that_died_points_at_its_own_log(tmp_path: Path) -> None:
     (tmp_path / "agent.log").write_text("ImportError: no torch\n")
-    outcome = judge(tmp_path, 2, 1)
+    outcome = judge(tmp_path, 1)
     assert (outcome.rank, outcome.reason, outcome.log) == (None, "ImportError: no torch", tmp_path / "agent.log")

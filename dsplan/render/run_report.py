@@ -1,0 +1,138 @@
+"""The last page of a run: what ran, what happened, predicted against measured."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsplan.render.blocks import Block, Column, Table, Text, columns
+from dsplan.render.markdown import markdown
+from dsplan.render.run_view import ending_place
+from hardware_db.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+    from strategies.launch.report import AttemptReport, RunReport
+
+REPORT_FILE = "report.md"
+_MISSING = "-"
+
+
+def report_blocks(report: RunReport) -> list[Block]:
+    """The end of a run: how it ended, its attempts, predicted beside measured, the loss, and where everything lies."""
+    measured = report.measured
+    blocks: list[Block] = [_outcome_text(report)]
+    if len(report.attempts) > 1:
+        blocks.append(_what_ran(report))
+    if any(one.ending is not None for one in report.attempts):
+        blocks.append(_what_happened(report))
+    if measured.steps:
+        heading = (Column("per step"), Column("predicted", True), Column("measured", True), Column("ratio", True))
+        blocks.append(Table(columns=heading, rows=_comparison(report), title="predicted and measured"))
+    if measured.first_loss is not None and measured.last_loss is not None:
+        blocks.append(Text(text=f"loss {measured.first_loss:.4f} -> {measured.last_loss:.4f}"))
+    blocks.append(Text(text=f"run directory {report.spec.directory}"))
+    return blocks
+
+
+def write_report(report: RunReport, stored: str) -> None:
+    """Keep the page as `report.md` in the run directory; `stored` says where the database has the run."""
+    path = report.spec.directory / REPORT_FILE
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    page = markdown([*report_blocks(report), Text(text=stored)], title=f"dsplan run {Path(report.spec.script).name}")
+    temporary.write_text(page)
+    os.replace(temporary, path)
+
+
+def _outcome_text(report: RunReport) -> Text:
+    outcome, steps = report.outcome, report.measured.steps
+    attempts = f", {len(report.attempts)} attempts" if len(report.attempts) > 1 else ""
+    if outcome.name == "completed":
+        return Text(text=f"completed: {steps} steps{attempts}" if steps else f"completed{attempts}", style="good")
+    if outcome.name == "interrupted":
+        return Text(text=f"interrupted after {steps} steps{attempts}; every rank was stopped", style="warning")
+    if outcome.name == "preempted":
+        return Text(text=_stopped(report), style="warning")
+    return Text(text=f"{outcome.name.replace('_', ' ')} after {steps} steps{attempts}", style="bad")
+
+
+def _stopped(report: RunReport) -> str:
+    """How a run stopped that was asked to, and how to go on."""
+    ending = report.attempts[-1].ending
+    if ending is not None and ending.saved:
+        done = f"stopped at step {ending.step} and saved"
+    else:
+        said = f": {ending.reason}" if ending is not None and ending.reason else ""
+        done = f"stopped after {report.measured.steps} steps{said}"
+    return f"{done}; go on with dsplan run --resume {report.spec.directory}"
+
+
+def _what_ran(report: RunReport) -> Table:
+    rows = [
+        [
+            str(one.attempt),
+            _clock(one.began),
+            format_seconds(one.seconds),
+            str(one.ranks),
+            _MISSING if one.first_step is None else f"{one.first_step}-{one.last_step}",
+            _MISSING if one.plan is None else _plan(one.plan),
+        ]
+        for one in report.attempts
+    ]
+    return Table(columns=columns("attempt", "began", ">took", ">ranks", ">steps", "plan"), rows=rows, title="what ran")
+
+
+def _what_happened(report: RunReport) -> Table:
+    rows = [row for one in report.attempts if (row := _ending_row(one))]
+    heading = columns("when", ">step", "where", "what", "then", ">lost")
+    return Table(columns=heading, rows=rows, title="what happened")
+
+
+def _ending_row(one: AttemptReport) -> list[str]:
+    if one.ending is None:
+        return []
+    ending = one.ending
+    what = ending.kind.replace("_", " ")
+    return [
+        _clock(one.began + one.seconds),
+        _MISSING if ending.step is None else str(ending.step),
+        ending_place(ending) or _MISSING,
+        f"{what}: {ending.reason}" if ending.reason else what,
+        _MISSING if one.decision is None else one.decision.why,
+        _MISSING if one.seconds_lost is None else format_seconds(one.seconds_lost),
+    ]
+
+
+def _plan(plan: Plan) -> str:
+    chosen = plan.configuration
+    offload = "" if chosen.offload == "none" else f", offload {chosen.offload}"
+    return (
+        f"{chosen.strategy}, micro-batch {chosen.micro_batch_size} x {chosen.gradient_accumulation_steps},"
+        f" checkpointing {chosen.activation_checkpointing}{offload}"
+    )
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def _comparison(report: RunReport) -> list[list[str]]:
+    measured, plan = report.measured, report.plan
+    predicted_tokens = plan.throughput.tokens_per_second_per_gpu * measured.ranks if plan else None
+    rows = (
+        ("peak memory of a rank", plan.memory.peak_allocated_bytes if plan else None, measured.peak_allocated_bytes),
+        ("step time", plan.time.step_seconds if plan else None, measured.step_seconds),
+        ("tokens/s, all ranks", predicted_tokens, measured.tokens_per_second),
+    )
+    formats = (format_bytes, format_seconds, format_count)
+    return [
+        [
+            name,
+            _MISSING if predicted is None else spell(predicted),
+            _MISSING if found is None else spell(found),
+            f"{found / predicted:.2f}" if found and predicted else _MISSING,
+        ]
+        for (name, predicted, found), spell in zip(rows, formats, strict=True)
+    ]

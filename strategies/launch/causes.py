@@ -1,0 +1,175 @@
+"""Why an attempt ended, read from what its ranks and its launcher left in the run directory. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from strategies.launch.endings import ENDING_KINDS, STOPS, EndingKind
+from strategies.launch.spec import RESULT_FILE, log_path
+
+AGENT_LOG = "agent.log"
+"""What the launcher itself printed."""
+_FAILURE = re.compile(r"rank(\d+)\.failure\.json")
+_OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+# What gloo, NCCL and the store say on the ranks that are left when a peer is gone.
+_ECHO_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+    "ncclremoteerror",
+    "socket timeout",
+    "recvvalue failed",
+    "sendbytes failed",
+    "failed to recv, got 0 bytes",
+    "timed out waiting",
+    "heartbeat monitor",
+)
+FIRST: tuple[EndingKind, ...] = (
+    "regrouped",
+    "preempted",
+    "switch",
+    "out_of_memory",
+    "not_finite",
+    "disk_full",
+    "hung",
+    "failed",
+    "killed",
+    "refused",
+    "lost",
+)
+"""Which rank's word counts where several ended at once: causes before the effects they have on other ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """Why an attempt did not complete.
+
+    `rank` is the one that was first, None where the launcher itself ended; `step` the global step it was in;
+    `exit_status` its own, negative for a signal; `type` the exception's; `saved` the checkpoint of a stop on purpose.
+    """
+
+    kind: EndingKind
+    rank: int | None = None
+    host: str = ""
+    step: int | None = None
+    type: str = ""
+    reason: str = ""
+    log: Path | None = None
+    exit_status: int | None = None
+    saved: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ending as JSON has it."""
+        return {**asdict(self), "log": None if self.log is None else str(self.log)}
+
+
+def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> Ending:
+    """Why an attempt ended whose launcher ended with `status`, not 0.
+
+    `memory_killed` says that the kernel killed a process of this cgroup for want of memory meanwhile.
+    """
+    result = _read(directory / RESULT_FILE)
+    codes = {int(rank): int(code) for rank, code in result.get("failures", {}).items()}
+    found = [*_said(directory, codes), *_silent(directory, codes, memory_killed=memory_killed)]
+    found.sort(key=lambda one: (FIRST.index(one.kind), one.rank is None, one.rank or 0))
+    if result.get("kind") in ENDING_KINDS:
+        return _as_launcher_says(result, found, directory)
+    return found[0] if found else _of_launcher(directory, status, memory_killed=memory_killed)
+
+
+def forget_last_attempt(directory: Path) -> None:
+    """Remove what the last attempt left to say why it ended, before the next one begins."""
+    for pattern in ("rank*.failure.json", "rank*.pid", "rank*.heartbeat", "rank*.stacks.txt", RESULT_FILE):
+        for path in directory.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def _said(directory: Path, codes: Mapping[int, int]) -> Iterator[Ending]:
+    """The endings that ranks wrote down themselves."""
+    for path in directory.glob("rank*.failure.json"):
+        match = _FAILURE.fullmatch(path.name)
+        failure = _read(path)
+        if match is None or not failure:
+            continue
+        rank, message = int(match[1]), str(failure.get("message", ""))
+        kind = _kind(failure)
+        log = log_path(directory, rank, "stderr")
+        yield Ending(
+            kind=kind,
+            rank=rank,
+            host=str(failure.get("host") or ""),
+            step=failure.get("step"),
+            type=str(failure.get("type", "")),
+            reason=message if failure.get("expected") else f"{failure.get('type')}: {message}",
+            log=log,
+            exit_status=codes.get(rank),
+            saved=failure.get("saved"),
+        )
+
+
+def _kind(failure: Mapping[str, Any]) -> EndingKind:
+    """What a rank said it was; by its words where it named no kind, as a rank that only raised."""
+    kind, words = failure.get("kind"), str(failure.get("message", "")).lower()
+    if kind in ENDING_KINDS and kind != "failed":
+        return kind  # type: ignore[no-any-return]
+    if failure.get("expected"):
+        return "refused"
+    if any(word in words for word in _OUT_OF_MEMORY_WORDS):
+        return "out_of_memory"
+    return "lost" if any(word in words for word in _ECHO_WORDS) else "failed"
+
+
+def _silent(directory: Path, codes: Mapping[int, int], *, memory_killed: bool) -> Iterator[Ending]:
+    """The endings of ranks that said nothing; those that the launcher ended for the others' sake are no cause."""
+    said = {int(match[1]) for path in directory.glob("rank*.failure.json") if (match := _FAILURE.fullmatch(path.name))}
+    own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+    for rank, code in (own or ({} if said else codes)).items():
+        if rank in said or code == 0:
+            continue
+        log = log_path(directory, rank, "stderr")
+        kind: EndingKind = "killed" if code < 0 else "failed"
+        reason = f"killed by signal {-code}" if code < 0 else _last_line(log) or f"exit status {code}"
+        if code == -signal.SIGKILL and memory_killed:
+            kind, reason = "out_of_memory", "killed by the kernel: the host, or the job's share of it, is out of memory"
+        elif any(word in reason.lower() for word in _OUT_OF_MEMORY_WORDS):
+            kind = "out_of_memory"
+        yield Ending(kind=kind, rank=rank, reason=reason, log=log, exit_status=code)
+
+
+def _as_launcher_says(result: Mapping[str, Any], found: Sequence[Ending], directory: Path) -> Ending:
+    """The kind that the launcher names, which knows of other nodes too; the rest from a rank here that says so."""
+    kind: EndingKind = result["kind"]
+    for one in found:
+        if one.kind == kind or (one.kind in STOPS and kind in STOPS):
+            return replace(one, kind=kind)
+    reason, host = str(result.get("reason") or kind), str(result.get("node") or "")
+    return Ending(kind=kind, reason=reason, host=host, log=directory / AGENT_LOG)
+
+
+def _of_launcher(directory: Path, status: int, *, memory_killed: bool) -> Ending:
+    log = directory / AGENT_LOG
+    if status < 0:
+        kind: EndingKind = "out_of_memory" if status == -signal.SIGKILL and memory_killed else "killed"
+        return Ending(kind=kind, reason=f"the launcher was killed by signal {-status}", log=log, exit_status=status)
+    return Ending(kind="failed", reason=_last_line(log) or f"status {status}", log=log, exit_status=status)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "")

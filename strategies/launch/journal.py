@@ -1,0 +1,59 @@
+"""The journal of a run, `run.jsonl`: one JSON object per line for every attempt, ending, decision and alert. No torch.
+
+    {"event": "attempt", "attempt": k, "time": ..., "ranks": ..., "resumes": ...}
+    {"event": "ending", "attempt": k, "time": ..., "kind": a word of `endings`, "rank": ..., "host": ..., "step": ...,
+     "reason": ..., "log": ..., "exit_status": ...}           for an attempt that did not complete
+    {"event": "decision", "attempt": k, "time": ..., "action": a word of `policy`, "why": ..., "delay_seconds": ...}
+    {"event": "back", "attempt": k, "time": ..., "step": ..., "seconds_lost": ...}   the run is where it was before
+    {"event": "alert", "attempt": k, "time": ..., ...}        what a rank noticed
+    {"event": "end", "attempt": k, "time": ..., "outcome": ..., "exit_code": ...}
+
+Times are seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+JOURNAL_FILE = "run.jsonl"
+
+
+class Journal:
+    """Appends to the journal of a run directory; a line is written whole, and a full disk stops nothing."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / JOURNAL_FILE
+
+    def append(self, event: str, attempt: int, **fields: object) -> None:
+        """Write one line."""
+        row: dict[str, object] = {"event": event, "attempt": attempt, "time": round(time.time(), 3), **fields}
+        line = (json.dumps(row) + "\n").encode()
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError:
+            return
+        try:
+            os.write(descriptor, line)
+        except OSError:
+            pass  # the run matters more than its story, which the last page tells from memory too
+        finally:
+            os.close(descriptor)
+
+
+def read_journal(directory: Path) -> list[dict[str, Any]]:
+    """The complete lines of a journal; none where there is no journal."""
+    path = directory / JOURNAL_FILE
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # cut short by the end of its process
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

@@ -1,0 +1,106 @@
+"""What follows an ending: another attempt, at once or after a pause, another plan, or the end of the run. No torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from strategies.launch.causes import Ending
+
+Action = Literal["restart", "next_plan", "switch", "stop", "give_up"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
+
+_LONGEST_PAUSE_SECONDS = 60.0
+_REPEATABLE = ("killed", "lost", "hung", "disk_full")
+"""Endings that come from outside the program, so that their coming again at the same step says nothing."""
+_ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What is done after an ending, after which pause, and why, in words that follow the ending's."""
+
+    action: Action
+    why: str
+    delay_seconds: float = 0.0
+
+    @property
+    def goes_on(self) -> bool:
+        return self.action in ("restart", "next_plan", "switch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """The run when an attempt ended: the highest step it ever reached (0: none), whether the attempt got further than
+    every one before, whether a plan is known, which other plans may replace, whether this node goes on where
+    another one was stopped, and the memory of the largest device and of the host in bytes, whichever is more."""
+
+    highest_step: int = 0
+    progressed: bool = False
+    has_plan: bool = False
+    stays: bool = False
+    memory_bytes: int | None = None
+
+
+class Policy:
+    """Decides ending by ending. `retries` endings in a row without progress are followed by another attempt; the
+    pauses are 0, 1, 2, 4 ... 60 seconds."""
+
+    def __init__(self, retries: int) -> None:
+        self._retries = retries
+        self._used = 0
+        self._last: Ending | None = None
+
+    def decide(self, ending: Ending, now: Situation) -> Decision:
+        """What follows `ending`."""
+        last, self._last = self._last, ending
+        if now.progressed:
+            self._used = 0
+        if ending.kind == "regrouped" or (ending.kind == "preempted" and now.stays):
+            return Decision(action="restart", why="all nodes there are start again together")
+        if ending.kind == "preempted":
+            return Decision(action="stop", why="stopped as asked")
+        if ending.kind == "switch":
+            return Decision(action="switch", why="goes on under the plan that measured steps predict to be faster")
+        if ending.kind == "refused":
+            return Decision(action="give_up", why="no repetition mends this")
+        if ending.kind == "out_of_memory" and now.has_plan:
+            return self._without_memory(ending, now)
+        return self._hopeless(ending, last, now) or self._again()
+
+    def _without_memory(self, ending: Ending, now: Situation) -> Decision:
+        asked = _asked_bytes(ending.reason)
+        if asked is not None and now.memory_bytes is not None and asked > now.memory_bytes:
+            return Decision(action="give_up", why="one tensor is larger than all memory here, which no plan mends")
+        return Decision(action="next_plan", why="the next plan that needs less memory follows")
+
+    def _hopeless(self, ending: Ending, last: Ending | None, now: Situation) -> Decision | None:
+        """The end of the run where the program itself is at fault and would be again."""
+        if self._retries == 0 or ending.kind in _REPEATABLE:
+            return None
+        if now.highest_step == 0:
+            return Decision(action="give_up", why="it came before the first step, so it would come again")
+        if last is not None and _identity(ending) == _identity(last):
+            return Decision(action="give_up", why="the same came at the same step before, so it would come again")
+        return None
+
+    def _again(self) -> Decision:
+        self._used += 1
+        if self._used > self._retries:
+            why = f"{self._retries} restarts brought no progress" if self._retries else "nothing was to be retried"
+            return Decision(action="give_up", why=why)
+        pause = 0.0 if self._used == 1 else min(2.0 ** (self._used - 2), _LONGEST_PAUSE_SECONDS)
+        why = f"restart {self._used} of {self._retries} without progress" if self._used > 1 else "restarts"
+        return Decision(action="restart", why=why, delay_seconds=pause)
+
+
+def _identity(ending: Ending) -> tuple[object, ...]:
+    return ending.kind, ending.type, ending.reason, ending.step
+
+
+def _asked_bytes(reason: str) -> int | None:
+    """What an allocator says it was asked for, in bytes; None where it does not say."""
+    match = _ASKED.search(reason)
+    return None if match is None else int(float(match[1].rstrip(".")) * _UNITS[(match[2] or "bytes").lower()])

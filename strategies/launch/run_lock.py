@@ -1,0 +1,69 @@
+"""One `dsplan run` at a time in a run directory. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from hardware_db.errors import DsplanError
+
+LOCK_FILE = "run.lock"
+LAUNCHER_LOCK_FILE = "launcher.lock"
+# A command that was killed leaves ranks that end with its launcher: SIGTERM, 10 s, then SIGKILL (see local.py).
+_PATIENCE_SECONDS = 45.0
+
+
+class RunLock:
+    """Held while a command supervises a run; the kernel takes it from a process that ends, however it ends.
+
+    Raises:
+        DsplanError: another process holds it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOCK_FILE
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> RunLock:
+        self._file = self._path.open("ab")
+        if not _try_lock(self._file):
+            self._file.close()
+            raise DsplanError(f"{self._path.parent}: another dsplan run is at work here; wait for it or stop it first")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def launcher_lock(directory: Path) -> IO[bytes]:
+    """An open file whose lock says that a launcher's processes run; hand its descriptor on to the launcher's process,
+    then close it. Waits for those of an earlier attempt or command to be gone.
+
+    Raises:
+        DsplanError: they are still there.
+    """
+    path = directory / LAUNCHER_LOCK_FILE
+    file = path.open("ab")
+    os.set_inheritable(file.fileno(), False)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not _try_lock(file):
+        if time.monotonic() > deadline:
+            file.close()
+            raise DsplanError(f"{directory}: processes of an earlier start still run here; stop them first")
+        time.sleep(0.1)
+    return file
+
+
+def _try_lock(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

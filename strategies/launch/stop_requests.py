@@ -1,0 +1,51 @@
+"""What people and batch systems ask of a running `dsplan run` by signals. No torch."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequests:
+    """Signals are noted instead of acted on, wherever they arrive: also in the code that shows an event.
+
+    Ctrl-C sets `interrupted`, and a second one raises. SIGTERM and SIGUSR1 set `preempted_at`, the time of
+    `time.monotonic` at which the first came. Only a main thread gets signals; elsewhere nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self.preempted_at: float | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def came(self) -> bool:
+        """Whether the run is to stop."""
+        return self.interrupted or self.preempted_at is not None
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+            for number in _PREEMPTING:
+                self._previous[number] = signal.signal(number, self._preempt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:
+            signal.default_int_handler(number, frame)
+        self.interrupted = True
+
+    def _preempt(self, number: int, frame: FrameType | None) -> None:
+        if self.preempted_at is None:
+            self.preempted_at = time.monotonic()

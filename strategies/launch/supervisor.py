@@ -1,0 +1,211 @@
+"""A run from start to end: attempt after attempt, until the script is done or nothing more can be done. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from hardware_db.probe import probe
+from planner.plan import Plan
+from planner.plan_io import plan_from_dict
+from strategies.launch.attempt import Attempt
+from strategies.launch.causes import Ending
+from strategies.launch.events import AttemptEnded, Event, PlanMade, RunIsBack, StepDone
+from strategies.launch.journal import Journal
+from strategies.launch.outcome import COMPLETED, INTERRUPTED, Outcome, outcome_of
+from strategies.launch.policy import Decision, Policy, Situation
+from strategies.launch.record import record_attempt
+from strategies.launch.report import AttemptReport, RunReport, measured_run
+from strategies.launch.run_files import RunFiles
+from strategies.launch.run_lock import RunLock
+from strategies.launch.run_state import RunState
+from strategies.launch.spec import LaunchSpec
+from strategies.launch.stop_requests import StopRequests
+from strategies.monitoring.alerts import Alert
+from strategies.monitoring.follow import AlertFollower
+
+_WAIT_SECONDS = 0.1
+
+
+class Supervisor:
+    """A launched run. Iterate `events()` to its end, then ask for the `report()`.
+
+    With `resumes`, the run directory holds a run to go on with. The plan in use is kept there as `plan.yaml`, to run
+    again with `--plan`.
+    """
+
+    def __init__(self, spec: LaunchSpec, plan: Plan | None = None, *, resumes: bool = False) -> None:
+        self._spec = spec
+        self._state = RunState(spec, plan, resumes=resumes)
+        self._policy = Policy(spec.supervision.retries)
+        self._journal = Journal(spec.directory)
+        self._attempts: list[AttemptReport] = []
+        self._outcome: Outcome | None = None
+        self._number = self._state.first
+
+    def events(self) -> Iterator[Event]:
+        """Start the ranks and give their lines, plans and steps until the run is over. Ctrl-C ends it.
+
+        Raises:
+            DsplanError: another command is at work in the run directory.
+        """
+        with RunLock(self._spec.directory), StopRequests() as requests:
+            self._spec.save()
+            files, alerts = RunFiles(self._spec.directory), AlertFollower(self._spec.directory)
+            decision: Decision | None = None
+            while decision is None or decision.goes_on:
+                attempt = Attempt(self._spec, files, alerts, requests)
+                yield from self._run(attempt)
+                decision = self._conclude(attempt, requests)
+                if attempt.ending is not None and decision is not None:
+                    yield AttemptEnded(attempt=self._number, ending=attempt.ending, decision=decision)
+                if decision is None or not decision.goes_on:
+                    break
+                self._number += 1
+                if not _wait(decision.delay_seconds, requests):
+                    self._outcome = INTERRUPTED if requests.interrupted else outcome_of(Ending(kind="preempted"))
+                    break
+            self._write_end()
+
+    def report(self) -> RunReport:
+        """The finished run.
+
+        Raises:
+            RuntimeError: `events()` has not ended.
+        """
+        if self._outcome is None:
+            raise RuntimeError("the run has not ended")
+        return RunReport(
+            spec=self._spec,
+            outcome=self._outcome,
+            measured=measured_run(self._spec),
+            plan=self._state.plan,
+            attempts=tuple(self._attempts),
+        )
+
+    def _run(self, attempt: Attempt) -> Iterator[Event]:
+        """One attempt to its end, with what it writes as events."""
+        self._state.begin_attempt(self._number)
+        self._state.course.begin(time.monotonic())
+        placement = self._spec.placement
+        ranks = self._spec.processes * placement.most_nodes
+        self._journal.append("attempt", self._number, ranks=ranks, resumes=self._state.orders.resumes)
+        self._attempts.append(AttemptReport(attempt=self._number, began=time.time(), seconds=0.0, ranks=ranks))
+        for happening in attempt.happenings():
+            if isinstance(happening, dict):
+                yield from self._metric_events(happening)
+                continue
+            if isinstance(happening, Alert):
+                row = {name: value for name, value in happening.to_row().items() if name != "event"}
+                self._journal.append("alert", self._number, **row)
+            yield happening
+
+    def _metric_events(self, row: dict[str, Any]) -> Iterator[Event]:
+        if row.get("event") == "plan":
+            plan = {key: value for key, value in row.items() if key != "event"}
+            self._state.adopt(plan_from_dict(plan))
+            yield PlanMade(plan=plan)
+        elif row.get("event") == "step":
+            yield from self._step_events(row)
+
+    def _step_events(self, row: dict[str, Any]) -> Iterator[Event]:
+        # Rows of scripts that dsplan does not resume count their own steps from 0.
+        step = int(row.get("global_step") or int(row["step"]) + 1)
+        yield StepDone(
+            step=step,
+            loss=row.get("loss"),
+            seconds=float(row["seconds"]),
+            samples=int(row.get("samples") or 0),
+            tokens=int(row.get("tokens") or 0),
+            peak_bytes=int(row.get("peak_bytes") or 0),
+            rss_bytes=int(row.get("rss_bytes") or 0),
+        )
+        is_first = self._state.course.first is None
+        lost = self._state.course.reached(step, time.monotonic())
+        if is_first and len(self._attempts) > 1:
+            before = self._attempts[-2]
+            self._attempts[-2] = replace(before, seconds_lost=lost)
+            self._journal.append("back", self._number, step=step, seconds_lost=lost)
+            yield RunIsBack(step=step, seconds_lost=lost)
+
+    def _conclude(self, attempt: Attempt, requests: StopRequests) -> Decision | None:
+        """Write down how an attempt ended and decide what follows; None where nothing has to be decided."""
+        self._state.notice_saves()
+        course, ending = self._state.course, attempt.ending
+        decision = None
+        if ending is not None:
+            ending = attempt.ending = _with_step(ending, course.last)
+            self._journal.append("ending", self._number, **ending.to_dict())
+            decision = self._decide(ending, stays=self._spec.placement.is_elastic and not requests.came)
+        began = self._attempts[-1]
+        self._attempts[-1] = replace(
+            began,
+            seconds=time.time() - began.began,
+            plan=self._state.plan,
+            first_step=course.first,
+            last_step=course.last,
+            ending=ending,
+            decision=decision,
+        )
+        if ending is None:
+            self._outcome = INTERRUPTED if requests.interrupted and not attempt.completed else COMPLETED
+        elif decision is not None and not decision.goes_on:
+            self._outcome = self._outcome_after(ending)
+        return decision
+
+    def _decide(self, ending: Ending, *, stays: bool) -> Decision:
+        course = self._state.course
+        now = Situation(
+            highest_step=course.highest,
+            progressed=course.progressed,
+            has_plan=self._state.plan is not None and self._spec.kind != "plain",
+            stays=stays,
+            memory_bytes=_largest_memory() if ending.kind == "out_of_memory" else None,
+        )
+        decision = self._policy.decide(ending, now)
+        self._journal.append(
+            "decision",
+            self._number,
+            action=decision.action,
+            why=decision.why,
+            delay_seconds=decision.delay_seconds,
+        )
+        if decision.goes_on and self._state.plan is not None and (ending.kind == "out_of_memory" or course.progressed):
+            record_attempt(self._state.plan, ending, self._spec.directory, self._number)
+        if decision.action == "next_plan":
+            self._state.reject_plan()
+        return decision
+
+    def _outcome_after(self, ending: Ending) -> Outcome:
+        """A plan that ran out of memory and has no successor is why the run ended, not the planner's refusal."""
+        before = self._attempts[-2].ending if len(self._attempts) > 1 else None
+        if ending.kind == "refused" and before is not None and before.kind == "out_of_memory":
+            return replace(outcome_of(before), reason=f"{before.reason}; then {ending.reason}")
+        return outcome_of(ending)
+
+    def _write_end(self) -> None:
+        if self._outcome is not None:
+            outcome, step = self._outcome, self._state.course.highest
+            self._journal.append("end", self._number, outcome=outcome.name, exit_code=outcome.exit_code, step=step)
+
+
+def _with_step(ending: Ending, last: int | None) -> Ending:
+    """A rank that could not say where it was ended behind the last step that was seen."""
+    return ending if ending.step is not None else replace(ending, step=last)
+
+
+def _largest_memory() -> int:
+    """Bytes of the largest GPU or of the host, whichever is more."""
+    machine = probe()
+    host = machine.host.memory_limit_bytes or machine.host.memory_total_bytes or 0
+    return max([host, *(gpu.total_bytes or 0 for gpu in machine.usable_gpus)])
+
+
+def _wait(seconds: float, requests: StopRequests) -> bool:
+    """Let time pass; False where a request to stop came meanwhile."""
+    until = time.monotonic() + seconds
+    while not requests.came and time.monotonic() < until:
+        time.sleep(_WAIT_SECONDS)
+    return not requests.came
