@@ -17,7 +17,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from hardware_db.errors import DsplanError
 from strategies.launch.die_with_parent import die_with_parent
+from strategies.launch.place import AGENT_PID
 from strategies.launch.spec import RESULT_FILE, LaunchSpec, write_json
 
 
@@ -25,17 +27,32 @@ def main(spec_path: str, parent: str) -> int:
     """Run the ranks to their end; 0 when all succeeded. `result.json` gets the exit code of every failed rank."""
     die_with_parent(signal.SIGTERM, int(parent))
     spec = LaunchSpec.load(Path(spec_path))
-    os.environ["DSPLAN_AGENT_PID"] = str(os.getpid())
+    os.environ[AGENT_PID] = str(os.getpid())
     try:
-        elastic_launch(_configuration(spec), sys.executable)("-u", "-m", "strategies.launch.rank_main", spec_path)
+        return _one_node(spec) if spec.placement.rendezvous is None else _among_nodes(spec)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except DsplanError as error:
+        print(f"error: {error}", flush=True)
+        write_json(spec.directory / RESULT_FILE, {"failures": {}, "kind": "refused", "reason": str(error)})
+        return error.exit_code
+
+
+def _one_node(spec: LaunchSpec) -> int:
+    try:
+        elastic_launch(_configuration(spec), sys.executable)("-u", "-m", "strategies.launch.rank_main", str(spec.path))
     except ChildFailedError as error:
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
         write_json(spec.directory / RESULT_FILE, {"failures": failures})
         return 1
-    except SignalException as error:
-        return 128 + int(error.sigval)
     write_json(spec.directory / RESULT_FILE, {"failures": {}})
     return 0
+
+
+def _among_nodes(spec: LaunchSpec) -> int:
+    from strategies.launch.nodes import run_round
+
+    return run_round(spec)
 
 
 def _configuration(spec: LaunchSpec) -> LaunchConfig:

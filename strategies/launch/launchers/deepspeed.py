@@ -22,7 +22,9 @@ class DeepSpeedLauncher(ProcessLauncher):
 
     def command(self) -> list[str]:
         if find_spec("deepspeed") is None:
-            raise DsplanError("DeepSpeed is not installed here; pip install 'dsplan[deepspeed]', or leave out --launcher")
+            raise DsplanError(
+                "DeepSpeed is not installed here; pip install 'dsplan[deepspeed]', or leave out --launcher"
+            )
         return [
             *(sys.executable, "-m", "deepspeed.launcher.runner"),
             *self._nodes(),

@@ -137,4 +137,3 @@ def signal_ranks(spec: LaunchSpec, number: signal.Signals) -> None:
             command = Path(f"/proc/{process_id}/cmdline").read_bytes().decode(errors="replace").split("\0")
             if RANK_MODULE in command and str(spec.path) in command:
                 os.kill(process_id, number)
-

@@ -1,0 +1,172 @@
+"""One node's agent in a run of several: torch elastic's, for one round of its rendezvous.
+
+A round is an attempt of every node. It ends on all nodes when it ends on one, and for one reason, which the agents tell
+each other in the rendezvous' store: so all of their supervisors come to one decision. When a node comes that the
+run has room for, the ranks are asked to save before all start again with it.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
+
+from strategies.launch.causes import Ending, ending_of
+from strategies.launch.launchers.process import signal_ranks
+from strategies.launch.memory_kills import memory_kills
+from strategies.launch.recognise import SAVING
+from strategies.launch.round_endings import NodeEnding, RoundEndings
+from strategies.launch.spec import RESULT_FILE, LaunchSpec, write_json
+
+_SIGNAL_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
+_LEAVE_SECONDS = 5.0
+
+
+class OneRound(RendezvousHandler):
+    """A rendezvous that an agent takes part in once: who waits is the agent's to judge, and leaving closes nothing.
+
+    Elastic's own agent would end the ranks for every node that waits, and would end the rendezvous for all nodes when
+    the ranks of one fail.
+    """
+
+    def __init__(self, rendezvous: DynamicRendezvousHandler) -> None:
+        self.rendezvous = rendezvous
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def get_backend(self) -> str:
+        return self.rendezvous.get_backend()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return self.rendezvous.next_rendezvous()
+
+    def is_closed(self) -> bool:
+        return self.rendezvous.is_closed()
+
+    def set_closed(self) -> None:
+        self.rendezvous.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self.rendezvous.get_run_id()
+
+    def shutdown(self) -> bool:
+        return True
+
+    @property
+    def waiting(self) -> int:
+        """Nodes that have come since the round began, for which there is room; none where the store is gone."""
+        with suppress(RendezvousError):
+            return self.rendezvous.num_nodes_waiting()
+        return 0
+
+    @property
+    def present(self) -> int:
+        """Nodes of the round that are heard of. The handler has no public word for it."""
+        return len(self.rendezvous._state_holder.state.participants)
+
+    def leave(self) -> None:
+        """Take this node out of the round, so that the next can begin before its heartbeat is missed."""
+        self.rendezvous._stop_heartbeats()
+        with suppress(RendezvousError):
+            self.rendezvous._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE_SECONDS)
+
+
+@dataclass(slots=True)
+class _Regrouping:
+    """Nodes have come: since when the ranks are asked to save, and when they were asked last."""
+
+    since: float
+    asked: float = float("-inf")
+
+
+class NodeAgent(LocalElasticAgent):
+    """Starts this node's ranks for one round and ends them with it; `conclude` says how that was."""
+
+    def __init__(self, launch: LaunchSpec, one_round: OneRound, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._launch, self._round = launch, one_round
+        self._endings: RoundEndings | None = None
+        self._regrouping: _Regrouping | None = None
+        self._looked = float("-inf")
+        self._over: Ending | None = None  # why this agent has ended its ranks itself
+        self._memory_kills = memory_kills()
+
+    def conclude(self, result: RunResult | None) -> int:
+        """Write how the round ended for this node, once the others have said how it ended for them; 0 for success."""
+        codes = {} if result is None else {rank: one.exitcode for rank, one in result.failures.items()}
+        path = self._launch.directory / RESULT_FILE
+        write_json(path, {"failures": codes})
+        if result is not None and result.state == WorkerState.SUCCEEDED:
+            return 0
+        own = self._over or self._ending_here()
+        first = None
+        if self._endings is not None:
+            self._endings.post(own)
+            first = self._endings.first()
+        write_json(path, {"failures": codes, **_words(own, first)})
+        return 1
+
+    def _ending_here(self) -> Ending:
+        found = ending_of(self._launch.directory, 1, memory_killed=memory_kills() > self._memory_kills)
+        # Whoever was stopped on purpose has been told so by its own supervisor; here nodes come or go.
+        return Ending(kind="regrouped", reason="nodes come or go") if found.kind == "preempted" else found
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        store: Store | None = worker_group.store
+        if self._endings is None and store is not None:
+            nodes = worker_group.group_world_size or 1
+            self._endings = RoundEndings(store, worker_group.group_rank or 0, nodes)
+        now = time.monotonic()
+        due = now - self._looked >= _LOOK_SECONDS
+        if result.state == WorkerState.HEALTHY and due and self._endings is not None:
+            self._looked = now
+            self._over = self._end_from_outside(self._endings, worker_group.group_world_size or 1, now)
+            if self._over is not None:
+                return RunResult(state=WorkerState.FAILED)
+        return result
+
+    def _end_from_outside(self, endings: RoundEndings, nodes: int, now: float) -> Ending | None:
+        """Why this node's ranks have to end though nothing is wrong with them; None where they may go on."""
+        if endings.read():
+            first = endings.first()
+            return None if first is None else Ending(kind="lost", reason=f"ended with {first.host}")
+        waiting = self._round.waiting
+        gone = nodes - self._round.present
+        if gone > 0:
+            return Ending(kind="lost", reason=f"{gone} of {nodes} nodes are not heard of any more")
+        if waiting == 0 or self._launch.kind not in SAVING:
+            return None
+        return self._ask_to_save(waiting, now)
+
+    def _ask_to_save(self, waiting: int, now: float) -> Ending | None:
+        """Ask the ranks to save and stop, again and again; the end where they cannot in the time that a stop has."""
+        regrouping = self._regrouping or _Regrouping(since=now)
+        self._regrouping = regrouping
+        if now - regrouping.since > self._launch.supervision.grace_seconds:
+            return Ending(kind="regrouped", reason=f"{waiting} nodes came, and the ranks could not save in time")
+        if now - regrouping.asked >= _SIGNAL_SECONDS:
+            regrouping.asked = now
+            signal_ranks(self._launch, signal.SIGUSR1)
+        return None
+
+
+def _words(own: Ending, first: NodeEnding | None) -> dict[str, object]:
+    """The launcher's word in `result.json`: what began the end elsewhere, unless it began here."""
+    if first is not None and first.causes(own.kind):
+        return {"kind": first.kind, "reason": f"on {first.host}: {first.reason}", "node": first.host}
+    return {"kind": own.kind, "reason": own.reason}

@@ -1,0 +1,97 @@
+"""The store in which the nodes of a run meet, in a process of its own on the node whose address they were given.
+
+Run as `python -m strategies.launch.rendezvous_store PORT PARENT_PID`. It outlives the agents, which come and go with
+the attempts, and ends with the `dsplan run` that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from hardware_db.errors import DsplanError
+from strategies.launch.die_with_parent import die_with_parent
+from strategies.process_variables import Address
+
+STORE_LOG = "rendezvous.log"
+_START_SECONDS = 60.0  # importing torch takes seconds, on a loaded machine many
+_TRY_SECONDS = 3.0
+
+
+def main(port: str, parent: str) -> int:
+    """Serve the store until the parent ends."""
+    die_with_parent(signal.SIGKILL, int(parent))
+    from torch._C._distributed_c10d import TCPStore  # here, so that the command that starts this imports no torch
+
+    try:
+        store = TCPStore("localhost", int(port), is_master=True, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        print(str(error).strip().splitlines()[0], flush=True)
+        return 1
+    while store is not None:
+        signal.pause()
+    return 0
+
+
+def ensure_store(at: Address, directory: Path, environment: dict[str, str]) -> None:
+    """Start the store where `at` is an address of this machine and nothing answers there yet.
+
+    Raises:
+        DsplanError: there is no such host, or the store cannot be served at that port.
+    """
+    if not is_here(at.host) or answers(at):
+        return
+    command = [sys.executable, "-m", "strategies.launch.rendezvous_store", str(at.port), str(os.getpid())]
+    with (directory / STORE_LOG).open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+    deadline = time.monotonic() + _START_SECONDS
+    while not answers(at):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            if answers(at):  # another `dsplan run` of this machine was faster
+                return
+            reason = (directory / STORE_LOG).read_text().strip() or f"nothing within {_START_SECONDS:g} s"
+            raise DsplanError(f"the nodes cannot meet at {at}: {reason}; give --rendezvous a free port on every node")
+        time.sleep(0.05)
+
+
+def is_here(host: str) -> bool:
+    """Whether a host is this machine: one can listen at its address.
+
+    Raises:
+        DsplanError: nobody knows such a host.
+    """
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except socket.gaierror as problem:
+        raise DsplanError(
+            f"--rendezvous: there is no host {host!r} ({problem.strerror}); give a name or an address of one node that"
+            " every node knows"
+        ) from None
+    for family, kind, protocol, _, address in addresses:
+        with suppress(OSError), socket.socket(family, kind, protocol) as trying:
+            trying.bind(address)
+            return True
+    return False
+
+
+def answers(at: Address) -> bool:
+    """Whether something listens at an address."""
+    try:
+        with socket.create_connection((at.host, at.port), timeout=_TRY_SECONDS) as answered:
+            # Linux connects a socket to itself where it happens to take the port that it calls.
+            return bool(answered.getsockname() != answered.getpeername())
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
