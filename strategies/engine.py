@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from strategies.supervised.supervision import supervise
 from strategies.told_plainly import tell_plainly
 from strategies.variables import RUN_DIRECTORY
 from strategies.watching import watch
+
+if TYPE_CHECKING:
+    from strategies.tuning import Prospect
 
 QUIET = "DSPLAN_QUIET"
 
@@ -76,16 +79,7 @@ def initialize(
     wishes = Wishes(
         plan=plan, strategy=strategy, backend=backend, config=script, optimizer=optimizer, training_data=training_data
     )
-    settled = settled_plan(model, wishes, environment)
-    is_new = settled is None or settled is current().plan
-    if settled is None:
-        from strategies.live_plan import make_plan  # with the planner's search, which a given plan does not need
-
-        settled = make_plan(model, wishes, environment)
-    elif environment.is_main and (warning := another_model(settled, model)):
-        print(warning, file=sys.stderr, flush=True)
-    if not current().goes_on:
-        _agree(settled, strategy, backend)
+    settled, is_new = _settle(model, wishes, environment)
     refuse_deepspeed_keys(script, settled.configuration)
     parts = TrainingParts(
         model=model,
@@ -96,6 +90,7 @@ def initialize(
         gradient_clipping=script.gradient_clipping,
         script=script,
     )
+    tuning = _tuning(model, wishes, environment)
     engine = find_strategy(settled.configuration, environment).engine(fitting(with_named(parts)))
     engine.checkpointing = script.checkpoint
     if training_data is not None:
@@ -103,7 +98,34 @@ def initialize(
         engine.dataloader = ShardedLoader(training_data, settled.configuration, environment, read_as)
     watch(engine, script, _report(engine, environment, script.monitor, is_new=is_new))
     supervise(engine)
+    if tuning is not None:
+        tuning.watch(engine)
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _settle(model: nn.Module, wishes: Wishes, environment: Environment) -> tuple[Plan, bool]:
+    """The plan to run, and whether it is another one than was given."""
+    plan = settled_plan(model, wishes, environment)
+    is_new = plan is None or plan is current().plan
+    if plan is None:
+        from strategies.live_plan import make_plan  # with the planner's search, which a given plan does not need
+
+        plan = make_plan(model, wishes, environment)
+    elif environment.is_main and (warning := another_model(plan, model)):
+        print(warning, file=sys.stderr, flush=True)
+    if not current().goes_on:
+        _agree(plan, wishes.strategy, wishes.backend)
+    return plan, is_new
+
+
+def _tuning(model: nn.Module, wishes: Wishes, environment: Environment) -> Prospect | None:
+    """What the plan is tuned with; None where nothing is to be tuned."""
+    directory = os.environ.get(RUN_DIRECTORY)
+    if not current().tunes or directory is None:
+        return None
+    from strategies.tuning import prospect  # with the planner's search
+
+    return prospect(model, wishes, environment, Path(directory))
 
 
 def _agree(plan: Plan, strategy: str | None, backend: str | None) -> None:

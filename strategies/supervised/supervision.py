@@ -178,6 +178,11 @@ class Supervision(Observer):
         before = "" if saves.complete is None else f"; the checkpoint before is of step {saves.complete.step}"
         return None, f", not saved: {reason or 'it could not be written'}{before}"
 
+    @property
+    def unsaveable(self) -> str:
+        """Why no checkpoint can be made now from which the run could go on; empty where one can."""
+        return self._why_not(0.0)
+
     def _why_not(self, seconds_left: float) -> str:
         if seconds_left < 0:
             return "the time left is shorter than saving takes"
