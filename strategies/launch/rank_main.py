@@ -1,6 +1,6 @@
 """The first code of every rank: send output to the run directory, install the hooks of the script's kind, run it.
 
-Run as `python -m strategies.launch.rank_main SPEC` by the agent, with torch elastic's environment.
+Run as `python -m strategies.launch.rank_main SPEC` by any launcher, whose variables say which rank it is.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import os
 import runpy
-import signal
 import sys
 import threading
 import traceback
@@ -17,9 +16,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from hardware_db.errors import DsplanError
-from strategies.launch.die_with_parent import die_with_parent
+from strategies.launch.agreed import agree, let_the_waiting_go, narrow, wait_for_the_others
+from strategies.launch.place import take_place
 from strategies.launch.recognise import ScriptKind
-from strategies.launch.spec import LaunchSpec, failure_path, log_path, write_json
+from strategies.launch.spec import LaunchSpec, log_path
+from strategies.supervised.failures import described, exit_status, failure_of, write_failure
+from strategies.supervised.process import begin
 
 _HOOKS: dict[ScriptKind, str] = {
     "huggingface": "strategies.launch.hooks.huggingface",
@@ -30,22 +32,27 @@ _HOOKS: dict[ScriptKind, str] = {
 
 def main(spec_path: str) -> int:
     """Run the script of the spec; its exit status. An exception is written down, in short, beside the log."""
-    die_with_parent(signal.SIGKILL, int(os.environ["DSPLAN_AGENT_PID"]))
     spec = LaunchSpec.load(Path(spec_path))
-    rank = int(os.environ["RANK"])
+    try:
+        rank = take_place(spec).rank
+    except DsplanError as error:  # without a rank there is no log to write to
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     _redirect(spec.directory, rank)
     os.environ.pop("PYTHONSAFEPATH", None)
+    begin(spec, rank)
     try:
         _run_script(spec)
     except SystemExit as exit_request:
         return _exit_status(exit_request, spec.directory, rank)
     except BaseException as error:
-        _write_failure(spec.directory, rank, error)
-        if isinstance(error, DsplanError):
+        failure = failure_of(error, spec.directory)
+        write_failure(spec.directory, rank, failure)
+        if failure.expected:
             print(f"error: {error}", file=sys.stderr)
         else:
             _print_traceback(error)
-        return error.exit_code if isinstance(error, DsplanError) else 1
+        return exit_status(failure)
     return 0
 
 
@@ -58,12 +65,24 @@ def _redirect(directory: Path, rank: int) -> None:
 
 
 def _run_script(spec: LaunchSpec) -> None:
+    from strategies.environment import meet_before_script  # with torch, which must not load before the output is caught
+
+    store = meet_before_script()
+    standing = agree(store, spec.directory)
+    if store is not None and standing.ranks < int(os.environ["WORLD_SIZE"]):
+        if int(os.environ["RANK"]) >= standing.ranks:
+            return wait_for_the_others(store, standing)
+        narrow(standing, os.environ)
     hook = _HOOKS.get(spec.kind)
     sys.argv = [spec.script, *spec.arguments]
     sys.path[0:0] = [str(Path(spec.script).resolve().parent)]
     if hook is not None:
         import_module(hook).install(spec)
-    runpy.run_path(spec.script, run_name="__main__")
+    try:
+        runpy.run_path(spec.script, run_name="__main__")
+    finally:
+        if store is not None and os.environ["RANK"] == "0":
+            let_the_waiting_go(store)
 
 
 def _exit_status(exit_request: SystemExit, directory: Path, rank: int) -> int:
@@ -72,14 +91,8 @@ def _exit_status(exit_request: SystemExit, directory: Path, rank: int) -> int:
     if code is None or isinstance(code, int):
         return code or 0
     print(code, file=sys.stderr)
-    _write_failure(directory, rank, exit_request)
+    write_failure(directory, rank, described("failed", exit_request, directory))
     return 1
-
-
-def _write_failure(directory: Path, rank: int, error: BaseException) -> None:
-    text = str(error).strip().splitlines() or [""]
-    failure = {"type": type(error).__name__, "message": text[0][:500], "expected": isinstance(error, DsplanError)}
-    write_json(failure_path(directory, rank), failure)
 
 
 def _print_traceback(error: BaseException) -> None:

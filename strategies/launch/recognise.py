@@ -10,6 +10,8 @@ from typing import Literal
 from hardware_db.errors import BrokenFile
 
 ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "plain"]
+SAVING: tuple[ScriptKind, ...] = ("dsplan", "huggingface")
+"""Scripts whose ranks save and stop when they are asked to; others are ended, and may answer SIGTERM themselves."""
 
 _TRAINER_NAMES = frozenset({"Trainer", "TrainingArguments", "Seq2SeqTrainer", "Seq2SeqTrainingArguments"})
 

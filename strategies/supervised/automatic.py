@@ -16,6 +16,8 @@ import torch.distributed as dist
 from hardware_db.errors import DsplanError
 from strategies.checkpoint import folder
 from strategies.checkpoint.saving import SaveOptions
+from strategies.monitoring.alerts import Alert
+from strategies.monitoring.post import post
 from strategies.supervised import lineage
 from strategies.supervised.save_clock import Interval, SaveClock
 
@@ -127,7 +129,8 @@ class AutomaticSaves:
         self._begun = None
         self._clock.failed()
         if not self._told and self._engine.is_main:
-            _say(f"{problem}; training goes on, the checkpoint before stays, and saving is tried again")
+            message = f"{problem}; training goes on, the checkpoint before stays, and saving is tried again"
+            post(Alert(kind="checkpoint", metric="checkpoint", message=message, step=self._engine.global_steps))
         self._told = True
 
     def note(self, path: Path, by: lineage.Author, since: float | None = None) -> lineage.Made:

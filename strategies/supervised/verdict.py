@@ -39,10 +39,11 @@ def read_heartbeat(text: str | None) -> Heartbeat | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Which ranks the others wait for, and one line that says so."""
+    """Which ranks the others wait for, and one line that says so; `silent` are those that say nothing any more."""
 
     behind: tuple[int, ...]
     sentence: str
+    silent: tuple[int, ...] = ()
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -53,7 +54,7 @@ def read_verdict(text: str | None) -> Verdict | None:
     if text is None:
         return None
     found = json.loads(text)
-    return Verdict(behind=tuple(found["behind"]), sentence=found["sentence"])
+    return Verdict(behind=tuple(found["behind"]), sentence=found["sentence"], silent=tuple(found["silent"]))
 
 
 def judge(
@@ -66,7 +67,7 @@ def judge(
     """
     silent = sorted(rank for rank, one in now.items() if one is None or one == before.get(rank))
     if silent:
-        return Verdict(behind=tuple(silent), sentence=_silent(silent, now))
+        return Verdict(behind=tuple(silent), sentence=_silent(silent, now), silent=tuple(silent))
     beats = {rank: one for rank, one in now.items() if one is not None}
     if any(one.quiet_seconds < quiet_seconds / 2 for one in beats.values()):
         return None
@@ -80,7 +81,7 @@ def slowest(now: Mapping[int, Heartbeat | None], quiet_seconds: float) -> Verdic
 
 def _silent(silent: list[int], now: Mapping[int, Heartbeat | None]) -> str:
     last = now[silent[0]]
-    where = "" if last is None else f" (process {last.pid} on {last.host}, last heard of in step {last.step + 1})"
+    where = "" if last is None else f" (process {last.pid} on {last.host})"
     others = "" if len(silent) == len(now) else "; the others wait"
     return f"{_named(silent)} {_does(silent, 'does', 'do')} not answer: stopped, or stuck in native code{where}{others}"
 

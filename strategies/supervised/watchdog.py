@@ -156,11 +156,15 @@ class Watchdog(threading.Thread):
         if self._board is not None and self._board.get(_HUNG) is None:
             self._board.put(_HUNG, verdict.text())
         self._write_stacks(verdict.sentence)
-        self._ask_for_stacks(verdict)
+        asked = self._ask_for_stacks(verdict)
         failure = described("hung", Hung(verdict.sentence), self._directory)
         write_failure(self._directory, self._rank, replace(failure, expected=True, behind=verdict.behind))
         print(f"dsplan: rank {self._rank}: {verdict.sentence}", file=sys.stderr, flush=True)
         time.sleep(_ASIDE_SECONDS)
+        for beat in asked:
+            # A stopped process takes no SIGTERM, and its launcher would wait for it to.
+            with suppress(OSError):
+                os.kill(beat.pid, signal.SIGKILL)
         os._exit(1)
 
     def _write_stacks(self, why: str) -> None:
@@ -169,15 +173,16 @@ class Watchdog(threading.Thread):
             self._stacks.flush()
             faulthandler.dump_traceback(file=self._stacks, all_threads=True)
 
-    def _ask_for_stacks(self, verdict: Verdict) -> None:
-        """Of ranks on this machine whose watchdogs do not answer; others write theirs when they read the verdict."""
-        if self._board is None:
-            return
-        for rank in verdict.behind:
-            beat = read_heartbeat(self._board.get(_beat(rank)))
+    def _ask_for_stacks(self, verdict: Verdict) -> list[Heartbeat]:
+        """Ask the ranks on this machine whose watchdogs do not answer; others write when they read the verdict."""
+        asked: list[Heartbeat] = []
+        for rank in verdict.silent:
+            beat = None if self._board is None else read_heartbeat(self._board.get(_beat(rank)))
             if rank != self._rank and beat is not None and beat.host == socket.gethostname():
                 with suppress(OSError):
                     os.kill(beat.pid, signal.SIGUSR2)
+                    asked.append(beat)
+        return asked
 
 
 def begin_watching(directory: Path, rank: int, hang_seconds: float) -> Watchdog:
