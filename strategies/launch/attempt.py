@@ -75,7 +75,7 @@ class Attempt:
     def _news(self, *, final: bool) -> Iterator[Happening]:
         yield from self._files.rows(final=final)
         yield from self._files.output(final=final)
-        yield from self._alerts.read()
+        yield from self._alerts.read(final=final)
 
 
 def _preempted(found: Ending | None) -> Ending:

@@ -29,13 +29,17 @@ class AlertFollower:
         self._stragglers = Stragglers()
         self._told: dict[tuple[str, str], float] = {}
         self._looked = float("-inf")
-        self._find(time.monotonic())
+        self._find()
         for file in self._files.values():
             file.read_lines()
 
-    def read(self) -> list[Alert]:
-        """The alerts since the last call."""
-        self._find(time.monotonic())
+    def read(self, *, final: bool = False) -> list[Alert]:
+        """The alerts since the last call. Looks once a second, however often it is called, and where it is `final`."""
+        now = time.monotonic()
+        if not final and now - self._looked < _LOOK_SECONDS:
+            return []
+        self._looked = now
+        self._find()
         lines = {rank: file.read_lines() for rank, file in self._files.items()}
         found: list[Alert] = []
         # A row of each rank in turn: a follower that comes late must see ranks side by side, too.
@@ -45,11 +49,8 @@ class AlertFollower:
                     found.extend(self._from_row(rank, row))
         return [alert for alert in found if self._is_new(alert)]
 
-    def _find(self, now: float) -> None:
+    def _find(self) -> None:
         """Ranks of a later attempt may be more."""
-        if now - self._looked < _LOOK_SECONDS:
-            return
-        self._looked = now
         for path in self._directory.glob("metrics-rank*.jsonl"):
             if match := _METRICS.fullmatch(path.name):
                 self._files.setdefault(int(match[1]), LineFollower(path))

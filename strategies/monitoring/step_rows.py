@@ -186,8 +186,15 @@ def _mean(losses: list[torch.Tensor]) -> float | None:
 
 def _count(inputs: tuple[Any, Mapping[str, Any]], sequence_length: int) -> tuple[int, int]:
     """Samples and tokens of a micro-batch: its first tensor's rows, and its elements where these are token ids."""
-    first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+    positional, named = inputs
+    first = next((item for item in (*positional, *named.values()) if _is_batch(item)), None)
+    if first is None:  # deeper inside, where looking takes longer
+        first = next((leaf for leaf in tree_leaves(inputs) if _is_batch(leaf)), None)
     if first is None:
         return 0, 0
     is_ids = first.dim() == 2 and not first.dtype.is_floating_point
     return first.shape[0], first.numel() if is_ids else first.shape[0] * sequence_length
+
+
+def _is_batch(item: object) -> bool:
+    return isinstance(item, torch.Tensor) and item.dim() > 0

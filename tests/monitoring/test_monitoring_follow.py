@@ -39,18 +39,17 @@ def test_alerts_of_all_ranks_are_read_once_and_those_of_one_cause_are_one(tmp_pa
     old = Alert(kind="not_finite", metric="loss", message="loss is nan", time=1.0)
     _write(tmp_path, 0, [old.to_row()])
     follower = AlertFollower(tmp_path)
-    assert follower.read() == [], "an earlier attempt's"
+    assert follower.read(final=True) == [], "an earlier attempt's"
     same = [
         Alert(kind="not_finite", metric="loss", message="loss is nan", rank=rank, time=100.0 + rank) for rank in (0, 1)
     ]
     later = Alert(kind="not_finite", metric="loss", message="loss is nan", rank=1, time=400.0)
     other = Alert(kind="threshold", metric="disk_free_bytes", message="full", value=3.0, limit=4.0, step=7, time=101.0)
     _write(tmp_path, 0, [_attempt(1), same[0].to_row(), other.to_row()])
-    assert follower.read() == [same[0], other]
-    follower._looked = float("-inf")
+    assert follower.read(final=True) == [same[0], other]
     _write(tmp_path, 1, [same[1].to_row(), later.to_row()])
-    assert follower.read() == [later]
-    assert follower.read() == []
+    assert follower.read(final=True) == [later]
+    assert follower.read(final=True) == []
 
 
 @pytest.mark.parametrize(("metric", "load", "ready"), [("load_seconds", 0.5, 0.8), ("ready_seconds", 0.01, 0.8)])
@@ -59,8 +58,7 @@ def test_a_rank_that_is_late_is_told_once(tmp_path: Path, metric: str, load: flo
     for rank in range(4):
         figures = (load, ready) if rank == 2 else (0.01, 0.3)
         _write(tmp_path, rank, [_attempt(0), *_steps(range(200), load=figures[0], ready=figures[1], seed=rank)])
-    follower._looked = float("-inf")
-    (alert,) = follower.read()
+    (alert,) = follower.read(final=True)
     assert (alert.kind, alert.metric, alert.rank) == ("straggler", metric, 2)
     assert "rank 2 takes" in alert.message
     assert alert.step < 100
@@ -71,27 +69,24 @@ def test_ranks_that_differ_by_noise_or_by_little_are_no_stragglers(tmp_path: Pat
     for rank in range(4):
         load = 0.05 if rank == 1 else 0.01  # five times the others', but a twentieth of a step
         _write(tmp_path, rank, [_attempt(0), *_steps(range(600), load=load, ready=0.3, seed=rank)])
-    follower._looked = float("-inf")
-    assert follower.read() == []
+    assert follower.read(final=True) == []
 
 
 def test_ranks_that_are_gone_after_an_attempt_are_not_waited_for(tmp_path: Path) -> None:
     follower = AlertFollower(tmp_path)
     for rank in range(3):
         _write(tmp_path, rank, [_attempt(0), *_steps(range(30), load=0.01, ready=0.3)])
-    follower._looked = float("-inf")
-    assert follower.read() == []
+    assert follower.read(final=True) == []
     for rank in range(2):
         _write(tmp_path, rank, [_attempt(1), *_steps(range(100), load=0.01, ready=0.8 if rank else 0.3)])
-    (alert,) = follower.read()
+    (alert,) = follower.read(final=True)
     assert alert.rank == 1
 
 
 def test_one_rank_has_nobody_to_wait_for_it(tmp_path: Path) -> None:
     follower = AlertFollower(tmp_path)
     _write(tmp_path, 0, _steps(range(300), load=0.9, ready=0.95))
-    follower._looked = float("-inf")
-    assert follower.read() == []
+    assert follower.read(final=True) == []
 
 
 def test_an_alert_that_a_rank_posts_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +94,7 @@ def test_an_alert_that_a_rank_posts_is_read(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("DSPLAN_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("RANK", "5")
     post(Alert(kind="checkpoint", metric="checkpoint", message="No space left on device", step=12))
-    follower._looked = float("-inf")
-    (alert,) = follower.read()
+    (alert,) = follower.read(final=True)
     assert (alert.kind, alert.rank, alert.step) == ("checkpoint", 5, 12)
     assert alert.line() == "alert: rank 5, step 12: No space left on device"
 
