@@ -17,14 +17,16 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hardware_db.errors import DsplanError
 from strategies.launch.die_with_parent import die_with_parent
 from strategies.launch.place import AGENT_PID
 from strategies.launch.spec import RESULT_FILE, LaunchSpec, write_json
 
 
 def main(spec_path: str, parent: str) -> int:
-    """Run the ranks to their end; 0 when all succeeded. `result.json` gets the exit code of every failed rank."""
+    """Run the ranks to their end; 0 when all succeeded. `result.json` gets the exit code of every failed rank.
+
+    One of several nodes stays for the attempts that follow, each asked for by a line on standard input.
+    """
     die_with_parent(signal.SIGTERM, int(parent))
     spec = LaunchSpec.load(Path(spec_path))
     os.environ[AGENT_PID] = str(os.getpid())
@@ -32,10 +34,6 @@ def main(spec_path: str, parent: str) -> int:
         return _one_node(spec) if spec.placement.rendezvous is None else _among_nodes(spec)
     except SignalException as error:
         return 128 + int(error.sigval)
-    except DsplanError as error:
-        print(f"error: {error}", flush=True)
-        write_json(spec.directory / RESULT_FILE, {"failures": {}, "kind": "refused", "reason": str(error)})
-        return error.exit_code
 
 
 def _one_node(spec: LaunchSpec) -> int:
@@ -50,9 +48,9 @@ def _one_node(spec: LaunchSpec) -> int:
 
 
 def _among_nodes(spec: LaunchSpec) -> int:
-    from strategies.launch.nodes import run_round
+    from strategies.launch.nodes import serve
 
-    return run_round(spec)
+    return serve(spec)
 
 
 def _configuration(spec: LaunchSpec) -> LaunchConfig:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
-from strategies.launch.launchers.process import ProcessLauncher, launch_environment
+from strategies.launch.launchers.process import ProcessLauncher, end, launch_environment
 from strategies.launch.rendezvous_store import ensure_store
-from strategies.launch.spec import LaunchSpec
+from strategies.launch.spec import RESULT_FILE, LaunchSpec
 from strategies.process_variables import Address
+
+_NODES: dict[Path, subprocess.Popen[bytes]] = {}
+"""The agents that hold this process's places among other nodes, by run directory; they end with this process."""
 
 
 class LocalLauncher(ProcessLauncher):
-    """The agent process of one attempt. Of several nodes, the one whose address they were given serves the store in
-    which they meet."""
+    """The agent of one attempt. Where there are several nodes it stays for the next one, and the node whose address
+    they were given serves the store in which they meet."""
+
+    @property
+    def takes_lines(self) -> bool:
+        return self.spec.placement.rendezvous is not None
 
     def command(self) -> list[str]:
-        at = rendezvous_of(self.spec)
-        if at is not None:
-            ensure_store(at, self.spec.directory, launch_environment(self.spec))
         return [sys.executable, "-m", "strategies.launch.agent", str(self.spec.path), str(os.getpid())]
 
     def environment(self) -> dict[str, str]:
@@ -26,6 +34,34 @@ class LocalLauncher(ProcessLauncher):
 
     def result(self, status: int) -> None:
         """The agent has written it."""
+
+    def begin(self) -> subprocess.Popen[bytes]:
+        at = rendezvous_of(self.spec)
+        if at is None:
+            return super().begin()
+        ensure_store(at, self.spec.directory, launch_environment(self.spec))
+        node = _NODES.get(self.spec.directory)
+        if node is None or node.poll() is not None:
+            node = _NODES[self.spec.directory] = super().begin()
+            atexit.register(end, node)
+        assert node.stdin is not None
+        node.stdin.write(b"round\n")
+        node.stdin.flush()
+        return node
+
+    def poll(self) -> int | None:
+        """The status of the attempt, None while it runs. The agent of one of several nodes outlives it."""
+        status = super().poll()
+        if status is not None or rendezvous_of(self.spec) is None:
+            return status
+        path = self.spec.directory / RESULT_FILE
+        found = json.loads(path.read_text()) if path.exists() else {}
+        return int(found["status"]) if "status" in found else None
+
+    def stop(self) -> None:
+        """End the ranks, and an agent among other nodes only with them."""
+        if self.poll() is None:
+            super().stop()
 
 
 def rendezvous_of(spec: LaunchSpec) -> Address | None:

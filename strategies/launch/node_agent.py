@@ -31,8 +31,9 @@ _LOOK_SECONDS = 0.5
 _LEAVE_SECONDS = 5.0
 
 
-class OneRound(RendezvousHandler):
-    """A rendezvous that an agent takes part in once: who waits is the agent's to judge, and leaving closes nothing.
+class NodePlace(RendezvousHandler):
+    """A place at the rendezvous whose rounds are the attempts: who waits is the agent's to judge, and no agent's end
+    closes it.
 
     Elastic's own agent would end the ranks for every node that waits, and would end the rendezvous for all nodes when
     the ranks of one fail.
@@ -79,7 +80,7 @@ class OneRound(RendezvousHandler):
         return len(self.rendezvous._state_holder.state.participants)
 
     def leave(self) -> None:
-        """Take this node out of the round, so that the next can begin before its heartbeat is missed."""
+        """Give the place up, so that the next round begins without this node before its heartbeat is missed."""
         self.rendezvous._stop_heartbeats()
         with suppress(RendezvousError):
             self.rendezvous._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE_SECONDS)
@@ -96,9 +97,9 @@ class _Regrouping:
 class NodeAgent(LocalElasticAgent):
     """Starts this node's ranks for one round and ends them with it; `conclude` says how that was."""
 
-    def __init__(self, launch: LaunchSpec, one_round: OneRound, *arguments: Any, **options: Any) -> None:
+    def __init__(self, launch: LaunchSpec, place: NodePlace, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._launch, self._round = launch, one_round
+        self._launch, self._place = launch, place
         self._endings: RoundEndings | None = None
         self._regrouping: _Regrouping | None = None
         self._looked = float("-inf")
@@ -106,18 +107,22 @@ class NodeAgent(LocalElasticAgent):
         self._memory_kills = memory_kills()
 
     def conclude(self, result: RunResult | None) -> int:
-        """Write how the round ended for this node, once the others have said how it ended for them; 0 for success."""
+        """Write how the round ended for this node, once the others have said how it ended for them; 0 for success.
+
+        `result.json` is complete when it has a `status`.
+        """
         codes = {} if result is None else {rank: one.exitcode for rank, one in result.failures.items()}
         path = self._launch.directory / RESULT_FILE
         write_json(path, {"failures": codes})
         if result is not None and result.state == WorkerState.SUCCEEDED:
+            write_json(path, {"failures": {}, "status": 0})
             return 0
         own = self._over or self._ending_here()
         first = None
         if self._endings is not None:
             self._endings.post(own)
             first = self._endings.first()
-        write_json(path, {"failures": codes, **_words(own, first)})
+        write_json(path, {"failures": codes, **_words(own, first), "status": 1})
         return 1
 
     def _ending_here(self) -> Ending:
@@ -145,8 +150,8 @@ class NodeAgent(LocalElasticAgent):
         if endings.read():
             first = endings.first()
             return None if first is None else Ending(kind="lost", reason=f"ended with {first.host}")
-        waiting = self._round.waiting
-        gone = nodes - self._round.present
+        waiting = self._place.waiting
+        gone = nodes - self._place.present
         if gone > 0:
             return Ending(kind="lost", reason=f"{gone} of {nodes} nodes are not heard of any more")
         if waiting == 0 or self._launch.kind not in SAVING:

@@ -1,14 +1,17 @@
-"""A node joins the others of its run at their rendezvous, for one round."""
+"""One node among those of its run: it keeps its place at their rendezvous from attempt to attempt.
+
+The process lives as long as the node's `dsplan run` does, and starts the ranks of one round for every line that it
+reads. Between rounds it holds its place, so that the others, who start again sooner, wait for it.
+"""
 
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
 import time
 from pathlib import Path
-from typing import cast
+from typing import TextIO, cast
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -25,16 +28,14 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from hardware_db.errors import DsplanError
 from strategies.launch.local import rendezvous_of
-from strategies.launch.node_agent import NodeAgent, OneRound
-from strategies.launch.orders import Orders
+from strategies.launch.node_agent import NodeAgent, NodePlace
 from strategies.launch.place import address_towards
 from strategies.launch.rendezvous_store import answers
 from strategies.launch.spec import RESULT_FILE, LaunchSpec, write_json
 from strategies.process_variables import Address
 
 SECONDS = "DSPLAN_RENDEZVOUS_SECONDS"
-JOIN_SECONDS = 600.0
-"""How long nodes wait for the others; a cluster's may start minutes apart."""
+_JOIN_SECONDS = 600.0  # a cluster's nodes may start minutes apart
 _FIRST_REACH_SECONDS = 25.0
 # A node that comes within this time after the least number is there belongs to the same round.
 _LAST_CALL_SECONDS = 5
@@ -45,49 +46,90 @@ _SHUTDOWN_SECONDS = 5
 _LOOK_SECONDS = 0.2
 
 
-def run_round(spec: LaunchSpec) -> int:
-    """Meet the other nodes, run this node's ranks to their end, and leave; 0 when all succeeded.
+class Node:
+    """This node's place. Every `round` is one attempt; `leave` gives the place up."""
 
-    Raises:
-        DsplanError: the rendezvous cannot be reached, too few nodes come, or the run is over.
-        SignalException: this process was asked to end.
-    """
+    def __init__(self, spec: LaunchSpec, at: Address) -> None:
+        self._spec, self._at = spec, at
+        self._place: NodePlace | None = None
+        self._has_reached = False
+
+    def round(self) -> None:
+        """Meet the other nodes and run this node's ranks to their end; `result.json` says how that was.
+
+        Raises:
+            SignalException: this process was asked to end.
+        """
+        try:
+            self._round()
+        except RendezvousClosedError:
+            self._write("refused", f"the run at {self._at} is over: its other nodes have finished it", status=2)
+        except RendezvousTimeoutError:
+            least = self._spec.placement.least_nodes
+            remedy = "start dsplan run on the others, or lower --nodes"
+            self._write("lost", f"fewer than {least} nodes came to {self._at}; {remedy}")
+        except RendezvousConnectionError:
+            self._place = None  # whoever serves the rendezvous next knows nothing of this place
+            self._write("lost", f"the rendezvous at {self._at} is gone, and with it the node that has this address")
+        except DsplanError as error:
+            self._write("refused", str(error), status=error.exit_code)
+
+    def leave(self) -> None:
+        """Let the others start without this node at once, instead of when it has been silent for long enough."""
+        if self._place is not None:
+            self._place.leave()
+
+    def _round(self) -> None:
+        if self._place is None:
+            self._await()
+            self._place = NodePlace(_handler(self._spec, self._at))
+        agent = _agent(self._spec, self._place)
+        result = agent.run()
+        if agent.conclude(result) == 0:
+            self._place.rendezvous.shutdown()  # nodes that come late are told that the run is over
+
+    def _await(self) -> None:
+        """Wait until the rendezvous answers; long only where it has answered before."""
+        patience = _patience(_JOIN_SECONDS if self._has_reached else _FIRST_REACH_SECONDS)
+        deadline = time.monotonic() + patience
+        while not answers(self._at):
+            if time.monotonic() > deadline:
+                raise DsplanError(
+                    f"nothing answers at the rendezvous {self._at} within {patience:g} s; start dsplan run on the node"
+                    " that has this address, and check that no firewall is between"
+                )
+            time.sleep(_LOOK_SECONDS)
+        self._has_reached = True
+
+    def _write(self, kind: str, reason: str, *, status: int = 1) -> None:
+        print(f"error: {reason}", flush=True)
+        told = {"failures": {}, "kind": kind, "reason": reason, "status": status}
+        write_json(self._spec.directory / RESULT_FILE, told)
+
+
+def serve(spec: LaunchSpec) -> int:
+    """A round for every line on standard input, until there are no more."""
     at = rendezvous_of(spec)
     assert at is not None, "a node alone meets nobody"
-    _await(at, spec.directory)
     # Every round has a store of its own at its rank 0: what the ranks of a round left must not be read in the next.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    one_round = OneRound(_handler(spec, at))
-    agent = _agent(spec, one_round)
+    node = Node(spec, at)
     try:
-        result = agent.run()
-    except RendezvousClosedError:
-        raise DsplanError(f"the run at {at} is over: its other nodes have finished it") from None
-    except (RendezvousTimeoutError, RendezvousConnectionError) as problem:
-        return _nobody(spec, at, problem)
-    except SignalException:
-        one_round.leave()
-        raise
-    status = agent.conclude(result)
-    if status == 0:
-        one_round.rendezvous.shutdown()  # late nodes are told that the run is over
-    else:
-        one_round.leave()
-    return status
+        for _ in _lines_of_its_own():
+            node.round()
+    except SignalException as ending:
+        return 128 + int(ending.sigval)
+    finally:
+        node.leave()
+    return 0
 
 
-def _await(at: Address, directory: Path) -> None:
-    """Wait until the rendezvous answers; long only where it has answered in an earlier attempt of this run."""
-    orders = Orders.load(directory)
-    patience = _patience(JOIN_SECONDS if orders is not None and orders.attempt > 0 else _FIRST_REACH_SECONDS)
-    deadline = time.monotonic() + patience
-    while not answers(at):
-        if time.monotonic() > deadline:
-            raise DsplanError(
-                f"nothing answers at the rendezvous {at} within {patience:g} s; start dsplan run on the node that has"
-                " this address, and check that no firewall is between"
-            )
-        time.sleep(_LOOK_SECONDS)
+def _lines_of_its_own() -> TextIO:
+    """Standard input, which the ranks then do not have."""
+    lines = os.fdopen(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return lines
 
 
 def _patience(seconds: float) -> float:
@@ -105,10 +147,10 @@ def _handler(spec: LaunchSpec, at: Address) -> DynamicRendezvousHandler:
         run_id=f"dsplan-{Path(spec.script).name}",
         min_nodes=spec.placement.least_nodes,
         max_nodes=spec.placement.most_nodes,
-        # What a host calls itself often leads other hosts to their own loopback; this address has been reached from.
+        # What a host calls itself often leads other hosts to their own loopback; this address reaches the rendezvous.
         local_addr=address_towards(at.host) or None,
         is_host=False,
-        join_timeout=int(_patience(JOIN_SECONDS)),
+        join_timeout=int(_patience(_JOIN_SECONDS)),
         last_call_timeout=_LAST_CALL_SECONDS,
         keep_alive_interval=_HEARTBEAT_SECONDS,
         keep_alive_max_attempt=_HEARTBEATS_MISSED,
@@ -116,13 +158,13 @@ def _handler(spec: LaunchSpec, at: Address) -> DynamicRendezvousHandler:
     return cast("DynamicRendezvousHandler", get_rendezvous_handler(parameters))
 
 
-def _agent(spec: LaunchSpec, one_round: OneRound) -> NodeAgent:
+def _agent(spec: LaunchSpec, place: NodePlace) -> NodeAgent:
     workers = WorkerSpec(
         role="dsplan",
         local_world_size=spec.processes,
         entrypoint=sys.executable,
         args=("-u", "-m", "strategies.launch.rank_main", str(spec.path)),
-        rdzv_handler=one_round,
+        rdzv_handler=place,
         max_restarts=0,
         monitor_interval=0.1,
     )
@@ -130,17 +172,4 @@ def _agent(spec: LaunchSpec, one_round: OneRound) -> NodeAgent:
     if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:
         options["shutdown_timeout"] = _SHUTDOWN_SECONDS
     logs = DefaultLogsSpecs(log_dir=str(spec.directory / "elastic"))
-    return NodeAgent(spec, one_round, workers, logs, **options)
-
-
-def _nobody(spec: LaunchSpec, at: Address, problem: Exception) -> int:
-    """The round did not begin: too few nodes came, or the node that has the rendezvous is gone."""
-    least = spec.placement.least_nodes
-    reason = (
-        f"fewer than {least} nodes came to {at}; start dsplan run on the others, or lower --nodes"
-        if isinstance(problem, RendezvousTimeoutError)
-        else f"the rendezvous at {at} is gone, and with it the node that has this address"
-    )
-    print(json.dumps(reason), flush=True)
-    write_json(spec.directory / RESULT_FILE, {"failures": {}, "kind": "lost", "reason": reason})
-    return 1
+    return NodeAgent(spec, place, workers, logs, **options)

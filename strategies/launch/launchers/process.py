@@ -49,6 +49,11 @@ class ProcessLauncher(ABC):
             DsplanError: something it needs is not there.
         """
 
+    @property
+    def takes_lines(self) -> bool:
+        """Whether the program reads its standard input."""
+        return False
+
     def environment(self) -> dict[str, str]:
         """The program's environment: this process's, the run's variables, and dsplan importable from anywhere."""
         return launch_environment(self.spec)
@@ -58,21 +63,28 @@ class ProcessLauncher(ABC):
         return {"failures": {}}
 
     def __enter__(self) -> ProcessLauncher:
-        command = self.command()
-        directory = self.spec.directory
+        self._process = self.begin()
+        return self
+
+    def begin(self) -> subprocess.Popen[bytes]:
+        """Start the program.
+
+        Raises:
+            DsplanError: something it needs is not there, or the ranks of an earlier start do not end.
+        """
+        command, directory = self.command(), self.spec.directory
         with launcher_lock(directory) as lock, (directory / AGENT_LOG).open("ab") as log:
             self._log_begins = log.tell()
             # A session of its own: Ctrl-C reaches only this process, which then stops the ranks in order.
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self.takes_lines else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self.environment(),
                 start_new_session=True,
                 pass_fds=(lock.fileno(),),
             )
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -94,16 +106,22 @@ class ProcessLauncher(ABC):
 
     def stop(self) -> None:
         """End the program and the ranks: SIGTERM, which it hands on, then SIGKILL for what is left."""
-        if self._process is None or self._process.poll() is not None:
-            return
-        self._process.terminate()
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while self._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if self._process.poll() is None:
-            # Ranks asked the kernel to die with their parent (see die_with_parent), each is a group of its own.
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        if self._process is not None:
+            end(self._process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a program that starts ranks, and them: SIGTERM, which it hands on, then SIGKILL for what is left."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if process.poll() is None:
+        # Ranks asked the kernel to die with their parent (see die_with_parent), each is a group of its own.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def launch_environment(spec: LaunchSpec) -> dict[str, str]:
