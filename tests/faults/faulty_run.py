@@ -18,7 +18,7 @@ from ledger import Start, read_starts
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("ledger_script.py")
 TOKEN = "FAULTY_RUN"
-PATIENCE_SECONDS = 150.0
+PATIENCE_SECONDS = 400.0
 
 
 class FaultyRun:
@@ -52,6 +52,7 @@ class FaultyRun:
             TOKEN: self._token,
         }
         self._process: subprocess.Popen[bytes] | None = None
+        self._strangers = {path.name for path in Path("/proc").glob("[0-9]*")}  # they need not be looked at again
 
     def __enter__(self) -> FaultyRun:
         return self
@@ -110,7 +111,11 @@ class FaultyRun:
         """Every process of this run, by id: its command line."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
-            if _environment(path).get(TOKEN) == self._token and (line := _command_line(path)):
+            if (
+                path.name not in self._strangers
+                and _environment(path).get(TOKEN) == self._token
+                and (line := _command_line(path))
+            ):
                 found[int(path.name)] = line
         return found
 
@@ -139,14 +144,14 @@ class FaultyRun:
         lines = path.read_text().splitlines() if path.exists() else []
         return [row for line in lines if (row := json.loads(line))["event"] == event]
 
-    def until(self, condition: Callable[[], bool], why: str) -> bool:
+    def until(self, condition: Callable[[], bool], why: str, *, every: float = 0.05) -> bool:
         """Wait for a condition; False where the command ended before it came."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             if self.ended():
                 return condition()
             assert time.monotonic() < deadline, f"waited for {why}:\n{self.out}"
-            time.sleep(0.01)
+            time.sleep(every)
         return True
 
 

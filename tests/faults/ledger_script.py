@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import dsplan
 
 SETTINGS = json.loads(os.environ["SETTINGS"])
 LEDGER = Path(os.environ["LEDGER"])
-EXABYTE = 1 << 60
+GIB = 1 << 30
 
 
 class Numbered(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -66,15 +67,22 @@ def go_wrong(rank: int, step: int) -> None:
             continue
         done.write_text(str(time.time()))
         if fault["kind"] == "out_of_memory":
-            torch.empty(EXABYTE)
+            torch.empty(_without_memory_for(GIB), dtype=torch.uint8)
         elif fault["kind"] == "host_memory":
-            bytearray(EXABYTE)
+            bytearray(_without_memory_for(GIB))
         elif fault["kind"] == "raise":
             raise ConnectionResetError("the data's server went away")
         elif fault["kind"] == "sleep":
             time.sleep(3600)
         elif fault["kind"] == "hold":  # the interpreter's lock: no other Python thread of this process runs
             re.match("(a+)+$", "a" * 60 + "b")
+
+
+def _without_memory_for(size: int) -> int:
+    """Let the kernel refuse this process so many bytes from now on."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + size // 2, resource.RLIM_INFINITY))
+    return size
 
 
 class Ledger:

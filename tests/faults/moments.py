@@ -76,7 +76,7 @@ def kill_a_rank_that_saves(run: FaultyRun, chance: random.Random) -> Moment | No
     """SIGKILL while a checkpoint is being written. A hit has left an unfinished one behind."""
     if not _random_moment(run, chance, starting=0):
         return None
-    if not run.until(lambda: bool(_unfinished(run)), "a checkpoint to begin"):
+    if not run.until(lambda: bool(_unfinished(run)), "a checkpoint to begin", every=0.001):
         return None
     time.sleep(chance.uniform(0, 0.01))
     moment = _kill_one(run, chance, signal.SIGKILL)

@@ -90,8 +90,9 @@ def settings_of(fault: Fault, number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What a run came to. `worst_difference` is that of a step's loss from the uninterrupted run's; `seconds_lost` per
-    fault from the fault to the first step beyond what had been begun; `steps_repeated` per attempt that went on."""
+    """What a run came to. `worst_difference` is that of a step's loss from the uninterrupted run's; `seconds_lost` and
+    `steps_repeated` are those of every attempt that went on: from the last sign of the one before to a new step,
+    and how many steps that had been begun were made again."""
 
     fault: str
     seed: int
@@ -199,16 +200,25 @@ def _figures(
         worst_difference=worst_difference(steps, case.reference) if complete else float("nan"),
         misused_samples=sum(map(len, wrong.values())),
         endings=[row["kind"] for row in run.events("ending")],
-        seconds_lost=[lost for moment in happened if (lost := _seconds_lost(moment, starts)) is not None],
+        seconds_lost=[
+            lost
+            for number, start in enumerate(starts)
+            if (lost := _seconds_lost(start, starts[number + 1 :])) is not None
+        ],
         steps_repeated=[max(0, before.last_step - after.resumed_at) for before, after in itertools.pairwise(starts)],
         left_running=left,
         wall_seconds=seconds,
     )
 
 
-def _seconds_lost(moment: Moment, starts: list[Start]) -> float | None:
-    """From a moment to the first step beyond those that had been begun by then; None where it was the last."""
-    rows = [(step, row["time"]) for start in starts for rows in start.rows.values() for step, row in rows.items()]
-    reached = max((step for step, when in rows if when <= moment.time), default=0)
-    beyond = [when for step, when in rows if step > reached]
-    return min(beyond) - moment.time if beyond else None
+def _seconds_lost(start: Start, later: list[Start]) -> float | None:
+    """From the last sign of an attempt to the first step beyond it; None where it had made the last one."""
+    own = [row["time"] for rows in start.rows.values() for row in rows.values()]
+    beyond = [
+        row["time"]
+        for one in later
+        for rows in one.rows.values()
+        for step, row in rows.items()
+        if step > start.last_step
+    ]
+    return min(beyond) - max(own) if own and beyond else None

@@ -19,6 +19,7 @@ RUNS = [(name, seed) for name, fault in FAULTS.items() for seed in range(math.ce
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("name", "seed"), RUNS)
 def test_a_run_survives(name: str, seed: int, tmp_path: Path, reference: Reference) -> None:
     fault, settings = FAULTS[name], settings_of(FAULTS[name], seed)

@@ -1,0 +1,27 @@
+"""Some faults of every sort in a few runs, at moments that differ from time to time; `test_faults_many.py` has all."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from suite import FAULTS, Case, Reference, check, play, settings_of
+
+SHORT = {"steps": 15, "samples": 40, "pause": 0.03}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("kill -9 of a rank that saves", "kill -9 of the agent", "SIGTERM"),
+        ("out of memory", "a rank sleeps"),
+        ("full disk",),
+    ],
+    ids=", ".join,
+)
+def test_a_run_survives(names: tuple[str, ...], tmp_path: Path, reference: Reference) -> None:
+    faults = tuple(FAULTS[name] for name in names)
+    settings = {**settings_of(faults[0], 0), **SHORT}
+    seed = random.SystemRandom().randrange(10**6)
+    check(*play(Case(faults=faults, seed=seed, settings=settings, reference=reference(settings)), tmp_path))
