@@ -89,18 +89,18 @@ class AutomaticSaves:
             self.finish()
         is_due = self._clock.is_due(step, looks[0].now) and looks[0].may_save
         if is_due and all(look.is_clean for look in looks) and self._begun is None:
-            self.save(step, asynchronous=all(look.has_room for look in looks))
+            self.save(asynchronous=all(look.has_room for look in looks))
 
-    def save(self, step: int, *, asynchronous: bool) -> Path | None:
+    def save(self, *, asynchronous: bool) -> Path | None:
         """Save now; None where that was not possible, which is told and does not end the training."""
         options = SaveOptions(asynchronous=asynchronous)
-        made = lineage.Made(path="", step=step, attempt=self._place.attempt)
+        begun = time.time()
         try:
             path = self._engine._checkpoints.save(self._place.directory, self._engine.client_state, options)
         except DsplanError as problem:
             self.failed(problem)
             return None
-        self._begun = self.note(path, "dsplan", since=made.time)
+        self._begun = self.note(path, is_automatic=True, since=begun)
         self._clock.saved()
         if not asynchronous:
             self._written()
@@ -121,7 +121,7 @@ class AutomaticSaves:
         """The script has begun a checkpoint by itself: time counts from there, and the last of ours is complete."""
         if self._begun is not None:
             self._written()
-        self.complete = self.note(path, "script")
+        self.complete = self.note(path)
         self._clock.saved()
 
     def failed(self, problem: DsplanError) -> None:
@@ -133,13 +133,13 @@ class AutomaticSaves:
             post(Alert(kind="checkpoint", metric="checkpoint", message=message, step=self._engine.global_steps))
         self._told = True
 
-    def note(self, path: Path, by: lineage.Author, since: float | None = None) -> lineage.Made:
+    def note(self, path: Path, *, is_automatic: bool = False, since: float | None = None) -> lineage.Made:
         """Remember a checkpoint that was begun; a full disk makes a later resume begin earlier and ends nothing."""
         made = lineage.Made(
             path=str(path.absolute()),
             step=self._engine.global_steps,
             attempt=self._place.attempt,
-            by=by,
+            is_automatic=is_automatic,
             time=since or time.time(),
         )
         if self._engine.environment.local_rank == 0:
@@ -161,10 +161,9 @@ class AutomaticSaves:
 
     def _clear_away(self) -> None:
         """Of this run's own automatic checkpoints the newest stay; what others have put there is not touched."""
-        ours = [one for one in lineage.read(self._run_directory) if one.by == "dsplan"]
-        for one in lineage.newest_first(ours)[KEPT:]:
+        for path in lineage.outdated(lineage.read(self._run_directory), KEPT):
             with suppress(OSError):
-                folder.remove(Path(one.path))
+                folder.remove(path)
 
     def _look(self) -> list[_Look]:
         checkpoints = self._engine._checkpoints

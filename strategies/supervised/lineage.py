@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Literal
 
 LINEAGE_FILE = "checkpoints.jsonl"
-Author = Literal["dsplan", "script", "huggingface"]
+Author = Literal["engine", "huggingface"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """One checkpoint of a run: the optimizer step it is of, who saved it, and when (seconds since 1970)."""
+    """One checkpoint of a run: the optimizer step it is of, who wrote it, whether nobody asked for it but the orders,
+    and when it was begun (seconds since 1970)."""
 
     path: str
     step: int
     attempt: int = 0
-    by: Author = "dsplan"
+    by: Author = "engine"
+    is_automatic: bool = False
     time: float = field(default_factory=time.time)
 
 
@@ -54,6 +56,11 @@ def read(directory: Path) -> list[Made]:
         except (ValueError, TypeError):
             continue
     return made
+
+
+def outdated(made: Iterable[Made], keep: int) -> list[Path]:
+    """The automatic checkpoints that are complete and no longer wanted, where the newest `keep` stay."""
+    return [Path(one.path) for one in newest_first(one for one in made if one.is_automatic)[keep:]]
 
 
 def newest_first(made: Iterable[Made]) -> list[Made]:

@@ -20,19 +20,21 @@ class FiniteWatch:
     Losses are counted where they lie; the count of a GPU is read now and then, because reading waits for it.
     """
 
-    def __init__(self, engine: Any, limit: int = STEPS_IN_A_ROW) -> None:
+    def __init__(self, engine: Any, limit: int = STEPS_IN_A_ROW, *, sees_gradients: bool = True) -> None:
         self._engine, self._limit = engine, limit
         self._loss: torch.Tensor | None = None
-        self._bad_losses: torch.Tensor | None = None
+        self._bad_losses = 0
+        self._on_device: torch.Tensor | None = None
         self._bad_gradients = 0
         self._steps = 0
         # An engine of our own leaves no norm where it was not finite; DeepSpeed's has none for other reasons too.
-        self._sees_gradients = engine.configuration.backend != "deepspeed"
+        self._sees_gradients = sees_gradients and engine.configuration.backend != "deepspeed"
 
     @property
     def is_clean(self) -> bool:
         """Whether the last step was finite: what is saved after it is worth resuming from."""
-        return self._bad_gradients == 0 and (self._bad_losses is None or int(self._bad_losses.item()) == 0)
+        there = 0 if self._on_device is None else int(self._on_device.item())
+        return self._bad_gradients + self._bad_losses + there == 0
 
     def loss_is(self, loss: torch.Tensor) -> None:
         """Note a micro-batch's loss."""
@@ -69,12 +71,14 @@ class FiniteWatch:
         if loss is None:
             return 0
         if loss.device.type == "cpu":
-            is_bad = not math.isfinite(float(loss.float().mean()))
-            before = 0 if self._bad_losses is None else int(self._bad_losses)
-            self._bad_losses = torch.tensor(before + 1 if is_bad else 0)
-            return int(self._bad_losses)
+            value = loss.item() if loss.dim() == 0 else float(loss.sum())
+            self._bad_losses = 0 if math.isfinite(value) else self._bad_losses + 1
+            return self._bad_losses
+        return self._count_on_device(loss)
+
+    def _count_on_device(self, loss: torch.Tensor) -> int:
         is_bad_there = (~torch.isfinite(loss)).any()
-        if self._bad_losses is None:
-            self._bad_losses = torch.zeros((), dtype=torch.int64, device=loss.device)
-        self._bad_losses = (self._bad_losses + 1) * is_bad_there
-        return int(self._bad_losses.item()) if self._steps % _LOOK_EVERY == 0 else 0
+        if self._on_device is None:
+            self._on_device = torch.zeros((), dtype=torch.int64, device=loss.device)
+        self._on_device = (self._on_device + 1) * is_bad_there
+        return int(self._on_device.item()) if self._steps % _LOOK_EVERY == 0 else 0

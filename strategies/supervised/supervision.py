@@ -7,26 +7,25 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
 from hardware_db.errors import DsplanError
 from strategies.agree import on_rank_zero
-from strategies.launch.endings import STOPPED, EndingKind
+from strategies.launch.endings import EndingKind
 from strategies.launch.orders import Orders
 from strategies.observer import Observer
 from strategies.supervised.automatic import AutomaticSaves, SavePlace
 from strategies.supervised.board import open_board
-from strategies.supervised.failures import described, write_failure
+from strategies.supervised.leaving import leave, stopped
 from strategies.supervised.not_finite import FiniteWatch
 from strategies.supervised.own_state import reads_client_state
 from strategies.supervised.pulse import PULSE
 from strategies.supervised.resume import Resumed, resume, step_of
 from strategies.supervised.save_clock import Interval
-from strategies.supervised.stopping import Stopped, Stopping
+from strategies.supervised.stopping import Stopping
 from strategies.supervised.watchdog import begin_watching
 from strategies.variables import RUN_DIRECTORY
 
@@ -118,27 +117,18 @@ class Supervision(Observer):
             self.stop(request.kind, request.deadline)
         self._saves.step_ended(step)
 
-    def stop(self, kind: EndingKind, deadline: float = sys.float_info.max) -> None:
+    def stop(self, kind: EndingKind, deadline: float = sys.float_info.max) -> NoReturn:
         """Save if there is time until `deadline` (`time.monotonic`), say why, and leave; every rank calls this.
 
         Raises:
             Stopped: always.
         """
-        step, stopped = self._engine.global_steps, Stopped()
+        step = self._engine.global_steps
         path, sentence = self._save_in_time(step, deadline)
         message = f"stopped at step {step}{sentence}"
-        failure = replace(
-            described(kind, stopped, self._run_directory),
-            message=message,
-            expected=True,
-            saved=None if path is None else str(path),
-        )
-        write_failure(self._run_directory, self._engine.environment.rank, failure)
         if self._engine.is_main:
             _say(message)
-        self._watch.expect_end(STOPPED)
-        self._stopping.take_leave()
-        raise stopped
+        leave(self._stopping, self._watch, stopped(kind, message, self._run_directory, path))
 
     # The script's own checkpoints.
 
@@ -172,7 +162,7 @@ class Supervision(Observer):
             return Path(saves.complete.path), " and saved"
         known = 0.0 if saves.seconds is None else _MARGIN * saves.seconds
         reason = on_rank_zero(lambda: self._why_not(deadline - time.monotonic() - known))
-        path = None if reason else saves.save(step, asynchronous=False)
+        path = None if reason else saves.save(asynchronous=False)
         if path is not None:
             return path, " and saved"
         before = "" if saves.complete is None else f"; the checkpoint before is of step {saves.complete.step}"

@@ -53,7 +53,7 @@ class Watchdog(threading.Thread):
 
     def __init__(self, directory: Path, rank: int, hang_seconds: float) -> None:
         super().__init__(name="dsplan watchdog", daemon=True)
-        self._directory, self._rank, self._hang_seconds = directory, rank, hang_seconds
+        self.directory, self.rank, self._hang_seconds = directory, rank, hang_seconds
         self._stacks: IO[str] = open(stacks_path(directory, rank), "a")  # noqa: SIM115 - open until the process ends
         self._activity = Activity(PULSE)
         self._active_at = self._beat_at = time.monotonic()
@@ -114,7 +114,7 @@ class Watchdog(threading.Thread):
     def _publish(self, quiet: float) -> None:
         self._number += 1
         beat = Heartbeat(
-            rank=self._rank,
+            rank=self.rank,
             pid=os.getpid(),
             host=socket.gethostname(),
             number=self._number,
@@ -126,15 +126,15 @@ class Watchdog(threading.Thread):
         )
         text = beat.text()
         with suppress(OSError):
-            heartbeat_path(self._directory, self._rank).write_text(text)
+            heartbeat_path(self.directory, self.rank).write_text(text)
         if self._board is not None:
-            self._board.put(_beat(self._rank), text)
+            self._board.put(_beat(self.rank), text)
 
     def _verdict(self, quiet: float) -> Verdict | None:
         """Whom the ranks wait for, after a second look at them; None where this rank has moved meanwhile."""
         if self._board is None:
             sentence = f"no progress for {quiet:.0f} s, before the ranks met"
-            return Verdict(behind=(self._rank,), sentence=sentence)
+            return Verdict(behind=(self.rank,), sentence=sentence)
         before = self._heartbeats(self._board)
         time.sleep(_LOOKS_BETWEEN * self._beat_seconds)
         self._beat_at = time.monotonic()
@@ -157,9 +157,9 @@ class Watchdog(threading.Thread):
             self._board.put(_HUNG, verdict.text())
         self._write_stacks(verdict.sentence)
         asked = self._ask_for_stacks(verdict)
-        failure = described("hung", Hung(verdict.sentence), self._directory)
-        write_failure(self._directory, self._rank, replace(failure, expected=True, behind=verdict.behind))
-        print(f"dsplan: rank {self._rank}: {verdict.sentence}", file=sys.stderr, flush=True)
+        failure = described("hung", Hung(verdict.sentence), self.directory)
+        write_failure(self.directory, self.rank, replace(failure, expected=True, behind=verdict.behind))
+        print(f"dsplan: rank {self.rank}: {verdict.sentence}", file=sys.stderr, flush=True)
         time.sleep(_ASIDE_SECONDS)
         for beat in asked:
             # A stopped process takes no SIGTERM, and its launcher would wait for it to.
@@ -169,7 +169,7 @@ class Watchdog(threading.Thread):
 
     def _write_stacks(self, why: str) -> None:
         with suppress(OSError):
-            self._stacks.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self._rank}: {why}\n")
+            self._stacks.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}: {why}\n")
             self._stacks.flush()
             faulthandler.dump_traceback(file=self._stacks, all_threads=True)
 
@@ -178,7 +178,7 @@ class Watchdog(threading.Thread):
         asked: list[Heartbeat] = []
         for rank in verdict.silent:
             beat = None if self._board is None else read_heartbeat(self._board.get(_beat(rank)))
-            if rank != self._rank and beat is not None and beat.host == socket.gethostname():
+            if rank != self.rank and beat is not None and beat.host == socket.gethostname():
                 with suppress(OSError):
                     os.kill(beat.pid, signal.SIGUSR2)
                     asked.append(beat)

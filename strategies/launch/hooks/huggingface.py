@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.huggingface import training_arguments
 from planner.plan import Plan
+from strategies.launch.hooks.huggingface_supervised import supervise
 from strategies.launch.hooks.live import LiveJob, plan_live, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.say import say_replaced
@@ -69,7 +70,7 @@ def install(spec: LaunchSpec) -> None:
         monitor = watch(made, planned=plan is None, device=settings.device)
         arguments["callbacks"] = [*(arguments.get("callbacks") or ()), _StepEnd(monitor)]
         start(*bound.args, **bound.kwargs)
-        _watch_training_steps(self, monitor)
+        _watch_training_steps(self, monitor, supervise(self, made))
 
     patch(TrainingArguments, "__post_init__", post_init)
     patch(Trainer, "__init__", init)
@@ -139,7 +140,7 @@ class _StepEnd(TrainerCallback):  # type: ignore[misc]
         self._monitor.close()
 
 
-def _watch_training_steps(trainer: Any, monitor: RunMonitor) -> None:
+def _watch_training_steps(trainer: Any, monitor: RunMonitor, loss_is: Callable[[Any], object]) -> None:
     """Tell the monitor of every micro-batch and its loss."""
     original = trainer.training_step
 
@@ -149,6 +150,7 @@ def _watch_training_steps(trainer: Any, monitor: RunMonitor) -> None:
         loss: torch.Tensor = original(model, inputs, *rest, **named)
         # Trainer divides by the accumulation steps; the monitor takes the mean of whole losses.
         monitor.loss_is(loss * trainer.args.gradient_accumulation_steps)
+        loss_is(loss)
         return loss
 
     patch(trainer, "training_step", training_step)

@@ -1,0 +1,186 @@
+"""HF Trainer under supervision: it resumes from the run's newest checkpoint, saves when it is time, and stops in time.
+
+The checkpoints are the Trainer's own. Its callbacks see every step; saving is asked for through its control flags.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from planner.plan import Configuration, Plan
+from strategies.agree import on_rank_zero
+from strategies.environment import Environment
+from strategies.launch.hooks.patch import patch
+from strategies.launch.orders import Orders
+from strategies.supervised import lineage
+from strategies.supervised.automatic import KEPT
+from strategies.supervised.board import open_board
+from strategies.supervised.leaving import leave, stopped
+from strategies.supervised.not_finite import FiniteWatch
+from strategies.supervised.pulse import PULSE
+from strategies.supervised.save_clock import Interval, SaveClock
+from strategies.supervised.signals import Request
+from strategies.supervised.stopping import Stopping
+from strategies.supervised.watchdog import begin_watching
+from strategies.variables import RUN_DIRECTORY
+
+_STATE = "trainer_state.json"
+
+
+def supervise(trainer: Any, plan: Plan) -> Callable[[Any], object]:
+    """Let a run's orders rule a Trainer, and return what is to be told of every micro-batch's loss."""
+    directory = Path(os.environ[RUN_DIRECTORY])
+    orders = Orders.load(directory)
+    if orders is None:
+        return lambda loss: None
+    supervised = _Supervised(plan, orders, directory)
+    trainer.add_callback(supervised)
+    original = trainer.train
+
+    @functools.wraps(original)
+    def train(resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
+        found = _newest(directory, Path(trainer.args.output_dir).absolute())
+        asked = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else ""
+        if found is not None and found.step >= _step_of(asked):
+            resume_from_checkpoint = found.path
+            if os.environ["RANK"] == "0":
+                _say(f"resumes at step {found.step} from {found.path}")
+        return original(resume_from_checkpoint, *rest, **named)
+
+    patch(trainer, "train", train)
+    return supervised.loss_is
+
+
+@dataclass(kw_only=True, slots=True)
+class _Progress:
+    """What the watch over finite losses asks of an engine."""
+
+    configuration: Configuration
+    global_steps: int = 0
+    gradient_norm: float | None = None
+    loss_scale: float = 1.0
+
+
+class _Supervised(TrainerCallback):  # type: ignore[misc]
+    """Does at the end of every step of a Trainer what `Supervision` does for an engine."""
+
+    def __init__(self, plan: Plan, orders: Orders, directory: Path) -> None:
+        self._orders, self._directory = orders, directory
+        self._progress = _Progress(configuration=plan.configuration)
+        self._finite = FiniteWatch(self._progress, sees_gradients=False)
+        self._saves_now = False
+        self._leaves: Request | None = None
+
+    def loss_is(self, loss: Any) -> None:
+        """Note a micro-batch's loss."""
+        PULSE.call()
+        self._finite.loss_is(loss)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._environment = environment = _environment(args.device)
+        board = open_board(self._directory, environment)
+        self._stopping = Stopping(board, environment.rank, environment.world_size)
+        self._watch = begin_watching(self._directory, environment.rank, self._orders.hang_seconds)
+        self._watch.attach(board, self._stopping, environment.world_size)
+        minutes = self._orders.checkpoint_minutes
+        interval = Interval(seconds=None if minutes is None else 60 * minutes, steps=self._orders.checkpoint_steps)
+        self._interval = on_rank_zero(lambda: interval)
+        self._clock = SaveClock(self._interval, step=state.global_step)
+        PULSE.step = state.global_step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        PULSE.call()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        PULSE.beat()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        step = PULSE.step = self._progress.global_steps = state.global_step
+        PULSE.call()
+        self._finite.step_ended()
+        if self._stopping.is_at(step):
+            self._stop(step, control)
+        elif self._interval.is_set and step >= self._clock.next_look and not control.should_save:
+            now = on_rank_zero(time.monotonic)
+            self._saves_now = control.should_save = self._clock.is_due(step, now)
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint is written on this rank."""
+        PULSE.beat()
+        path = Path(args.output_dir, f"checkpoint-{state.global_step}").absolute()
+        if self._environment.world_size > 1:
+            dist.barrier()  # complete is what all ranks have written
+        if self._environment.local_rank == 0:
+            self._note(path, state.global_step)
+        self._clock.saved()
+        if self._leaves is not None:
+            self._leave(self._leaves, f"stopped at step {state.global_step} and saved", path)
+        if self._environment.is_main:
+            for old in lineage.outdated(lineage.read(self._directory), KEPT):
+                shutil.rmtree(old, ignore_errors=True)
+        self._saves_now = False
+
+    def _note(self, path: Path, step: int) -> None:
+        """Remember a checkpoint; a full disk makes a later resume begin earlier and ends nothing."""
+        attempt, automatic = self._orders.attempt, self._saves_now
+        made = lineage.Made(path=str(path), step=step, attempt=attempt, by="huggingface", is_automatic=automatic)
+        try:
+            lineage.note(self._directory, made)
+        except OSError as problem:
+            _say(f"{self._directory}: the checkpoint of step {step} is not listed ({problem.strerror})")
+
+    def _stop(self, step: int, control: Any) -> None:
+        """Ask for a checkpoint, after which the rank leaves; leave at once where there is no time for one."""
+        request = self._stopping.request
+        assert request is not None
+        if on_rank_zero(lambda: time.monotonic() > request.deadline):
+            self._leave(request, f"stopped at step {step}, not saved: no time is left", None)
+        self._leaves, self._saves_now = request, True
+        control.should_save, control.should_evaluate = True, False
+
+    def _leave(self, request: Request, message: str, saved: Path | None) -> None:
+        if self._environment.is_main:
+            _say(message)
+        leave(self._stopping, self._watch, stopped(request.kind, message, self._directory, saved))
+
+
+def _newest(directory: Path, output: Path) -> lineage.Made | None:
+    """The newest complete checkpoint of this run that is in a Trainer's output directory, as rank 0 finds it."""
+
+    def look() -> lineage.Made | None:
+        made = [one for one in lineage.newest_first(lineage.read(directory)) if Path(one.path).parent == output]
+        return next((one for one in made if Path(one.path, _STATE).is_file()), None)
+
+    return on_rank_zero(look)
+
+
+def _step_of(path: str) -> int:
+    """The step in the name of a Trainer's checkpoint, -1 where there is none."""
+    number = path.rstrip("/").rpartition("checkpoint-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _environment(device: Any) -> Environment:
+    return Environment(
+        rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        device=device,
+    )
+
+
+def _say(text: str) -> None:
+    print(f"dsplan: {text}", file=sys.stderr, flush=True)
