@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,10 +22,20 @@ from torch.distributed import DistError
 
 from strategies.errors import CannotMeet
 from strategies.process_variables import Address, ProcessVariables
-from strategies.roll_call import AGAIN_SECONDS, FIRST_SECONDS, LOOK_SECONDS, SECONDS, Patience, Presence, call_roll
+from strategies.reach import TRY_SECONDS, answers, is_own_address
+from strategies.roll_call import (
+    AGAIN_SECONDS,
+    FIRST_SECONDS,
+    LOOK_SECONDS,
+    READ_SECONDS,
+    SECONDS,
+    Patience,
+    Presence,
+    call_roll,
+)
 
 __all__ = ["SECONDS", "meet"]
-_TRY_SECONDS = 3.0
+_ANSWER = timedelta(seconds=FIRST_SECONDS)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,74 +117,58 @@ def _store(own: Presence, at: Address, patience: Patience) -> Store:
         # Another process may be rank 0 there. If not: rank 0 listens on every address of its host, and under a name
         # that only others can use (a port that a container forwards) they reach it all the same.
         with contextlib.suppress(socket.gaierror):
-            is_host = not _answers(at)
+            is_host = not answers(at.host, at.port)
         host = "localhost" if is_host else host
     elif not is_host:
         _await_host(own, at, patience)
-    timeout = timedelta(seconds=patience.left)
+    if not is_host:
+        return _joined(own, at, patience)
     try:
         # Multi-tenant: a script that meets by itself at MASTER_PORT later finds this server instead of a taken port.
-        return TCPStore(host, at.port, is_master=is_host, timeout=timeout, wait_for_workers=False, multi_tenant=is_host)
+        return TCPStore(host, at.port, is_master=True, timeout=_ANSWER, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as problem:
-        raise CannotMeet(_no_host(own, at, problem) if is_host else _unreachable(own, at, patience)) from None
+        # Where another process is rank 0 too, the roll in its store tells both of them.
+        if store := _answered(at, READ_SECONDS):
+            return store
+        raise CannotMeet(_no_host(own, at, problem)) from None
 
 
-def is_own_address(host: str) -> bool:
-    """Whether a name or address is one of this host's; not where nobody knows the name."""
-    try:
-        found = _addresses(host)
-    except OSError:
-        return False
-    for address in found:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as tried:
-            try:
-                tried.bind((address, 0))
-            except OSError:
-                continue
-            return True
-    return False
+def _joined(own: Presence, at: Address, patience: Patience) -> Store:
+    store = _answered(at, patience.left)
+    if store is None:
+        raise CannotMeet(_unreachable(own, at, patience))
+    return store
 
 
-def _addresses(host: str) -> list[str]:
-    """The addresses behind a name.
-
-    Raises:
-        OSError: nobody knows the name, or no name server answers, which libc alone would wait for for half a minute.
-    """
-    found: list[list[str] | OSError] = []
+def _answered(at: Address, seconds: float) -> Store | None:
+    """The store at an address; in a thread, for torch waits for ever where another program says nothing."""
+    found: list[Store] = []
 
     def ask() -> None:
-        try:
-            answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            found.append([str(answer[4][0]) for answer in answers])
-        except OSError as problem:
-            found.append(problem)
+        with contextlib.suppress(RuntimeError, OSError):
+            timeout = timedelta(seconds=seconds)
+            found.append(TCPStore(at.host, at.port, is_master=False, timeout=timeout, wait_for_workers=False))
 
-    asking = threading.Thread(target=ask, name="name-lookup", daemon=True)
-    asking.start()
-    asking.join(_TRY_SECONDS)
-    if not found:
-        raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
-    if isinstance(found[0], OSError):
-        raise found[0]
-    return found[0]
+    asking = threading.Thread(target=ask, name="rendezvous", daemon=True)
+    with _without_pages():
+        asking.start()
+        asking.join(seconds + TRY_SECONDS)
+    return found[0] if found else None
 
 
-def _answers(at: Address) -> bool:
-    """Whether something listens at an address.
-
-    Raises:
-        gaierror: there is no such host.
-    """
-    for address in _addresses(at.host):
-        try:
-            with socket.create_connection((address, at.port), timeout=_TRY_SECONDS) as answered:
-                # Linux connects a socket to itself where it happens to take the port that it calls.
-                if answered.getsockname() != answered.getpeername():
-                    return True
-        except OSError:
-            continue
-    return False
+@contextlib.contextmanager
+def _without_pages() -> Iterator[None]:
+    """Nothing on stderr: where another program answers, torch's C++ prints a stack trace per attempt."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(null)
+        os.close(kept)
 
 
 def _await_host(own: Presence, at: Address, patience: Patience) -> None:
@@ -184,7 +180,7 @@ def _await_host(own: Presence, at: Address, patience: Patience) -> None:
     while True:
         refusal = _unreachable(own, at, patience)
         try:
-            if _answers(at):
+            if answers(at.host, at.port):
                 return
         except socket.gaierror as problem:
             # A name may be new: Kubernetes makes one when rank 0's pod runs.
@@ -200,15 +196,15 @@ def _await_host(own: Presence, at: Address, patience: Patience) -> None:
 def _no_host(own: Presence, at: Address, problem: Exception) -> str:
     line = str(problem).strip().splitlines()[0]
     reason = "address already in use" if "EADDRINUSE" in line else line
-    advice = f"; {own.advice}" if own.advice else ""
     return (
-        f"rank 0 on {own.host} cannot listen at {at} ({reason}); another process is rank 0 too, or another program has"
-        f" the port: set MASTER_PORT to a free one on every rank{advice}"
+        f"rank 0 on {own.host} cannot listen at {at} ({reason}); another program has the port: set MASTER_PORT to a"
+        " free one on every rank"
     )
 
 
 def _unreachable(own: Presence, at: Address, patience: Patience) -> str:
+    advice = f"; {own.advice}" if own.advice else ""
     return (
         f"rank {own.rank} on {own.host} cannot reach rank 0 at {at} within {patience.seconds:g} s; check MASTER_ADDR"
-        " and MASTER_PORT, that rank 0 runs there, and that no firewall is between"
+        f" and MASTER_PORT, that rank 0 runs there, and that no firewall is between{advice}"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import math
 import os
@@ -10,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
 
 from strategies.errors import CannotMeet
 
@@ -108,7 +111,9 @@ def _announce(roll: Store, own: Presence) -> None:
     if first == text:
         return
     other = Presence(**json.loads(first))
-    advice = next((f": {one.advice}" for one in (other, own) if one.advice), "")
+    advice = "".join(f": {text}" for text in {one.advice: None for one in (other, own) if one.advice})
+    if own.rank == 0:
+        advice += "; if they are two jobs, give each its own MASTER_PORT"
     refusal = (
         f"{other.where} and {own.where} are both rank {own.rank} of {own.world_size}; give every process its own"
         f" RANK{advice}"
@@ -134,7 +139,8 @@ def _judge(roll: Store, own: Presence, patience: Patience) -> str:
             time.sleep(LOOK_SECONDS)
     roll.set("verdict", verdict)
     if verdict != _AGREED:
-        _let_read(roll, others=own.world_size - 1)
+        # The store ends with this process, which is to tell its line first.
+        atexit.register(_let_read, roll, own.world_size - 1, time.monotonic() + READ_SECONDS)
     return verdict
 
 
@@ -188,11 +194,11 @@ def _await_verdict(roll: Store, own: Presence, patience: Patience) -> str:
     return verdict
 
 
-def _let_read(roll: Store, *, others: int) -> None:
-    """The store ends with this process: give the other ranks, and those that are just coming, a moment to read why."""
-    until = time.monotonic() + READ_SECONDS
-    while time.monotonic() < until and roll.add("read", 0) < others:
-        time.sleep(LOOK_SECONDS)
+def _let_read(roll: Store, others: int, until: float) -> None:
+    """Give the other ranks, and those that are just coming, a moment to read why."""
+    with contextlib.suppress(DistError):
+        while time.monotonic() < until and roll.add("read", 0) < others:
+            time.sleep(LOOK_SECONDS)
 
 
 def _too_late(own: Presence, missing: list[int], patience: Patience) -> str:

@@ -1,4 +1,4 @@
-"""Starts processes from one that has imported torch already: each is forked, and ends as an interpreter of its own.
+"""Starts processes from one that has imported torch already: each is forked from it.
 
 Run as `python starter.py`; a line of JSON per process on stdin, `{"program", "arguments", "variables", "output"}`, and
 a line per process that ended on stdout, `{"output", "status", "seconds"}`. `program` is a file or `-m`'s module.
@@ -6,6 +6,7 @@ a line per process that ended on stdout, `{"output", "status", "seconds"}`. `pro
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
@@ -40,8 +41,8 @@ def main() -> dict[str, Any] | None:
             print(json.dumps({"output": output, "status": status, "seconds": time.monotonic() - begun}), flush=True)
 
 
-job = main()
-if job is not None:
+def become(job: dict[str, Any]) -> None:
+    """Turn this process into the one that the job describes."""
     null = os.open(os.devnull, os.O_RDONLY)
     opened = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor, source in ((0, null), (1, opened), (2, opened)):
@@ -49,8 +50,30 @@ if job is not None:
     os.environ.clear()
     os.environ.update(job["variables"])
     sys.argv = [job["program"], *job["arguments"]]
-    # Nothing is caught: what ends the program ends this process the way Python does.
-    if job["program"].endswith(".py"):
-        runpy.run_path(job["program"], run_name="__main__")
-    else:
-        runpy.run_module(job["program"], run_name="__main__", alter_sys=True)
+
+
+def run(program: str) -> int:
+    """Run a program as the interpreter would; its exit status."""
+    try:
+        try:
+            if program.endswith(".py"):
+                runpy.run_path(program, run_name="__main__")
+            else:
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            return 1
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    return 0
+
+
+job = main()
+if job is not None:
+    become(job)
+    status = run(job["program"])
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Tearing torch down takes seconds of each of many processes.
+    os._exit(status)

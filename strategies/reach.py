@@ -1,0 +1,67 @@
+"""Whether a host can be found and reached, told within seconds. No torch."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+TRY_SECONDS = 3.0
+"""How long one question, to a name server or to a host, may go unanswered."""
+
+
+def is_own_address(host: str) -> bool:
+    """Whether a name or address is one of this host's; not where nobody knows the name."""
+    try:
+        found = addresses(host)
+    except OSError:
+        return False
+    for address in found:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as tried:
+            try:
+                tried.bind((address, 0))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def addresses(host: str) -> list[str]:
+    """The addresses behind a name.
+
+    Raises:
+        OSError: nobody knows the name, or no name server answers, which libc alone would wait for for half a minute.
+    """
+    found: list[list[str] | OSError] = []
+
+    def ask() -> None:
+        try:
+            answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            found.append([str(answer[4][0]) for answer in answers])
+        except OSError as problem:
+            found.append(problem)
+
+    asking = threading.Thread(target=ask, name="name-lookup", daemon=True)
+    asking.start()
+    asking.join(TRY_SECONDS)
+    if not found:
+        raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
+    if isinstance(found[0], OSError):
+        raise found[0]
+    return found[0]
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether something listens at a port of a host.
+
+    Raises:
+        gaierror: there is no such host.
+    """
+    for address in addresses(host):
+        try:
+            with socket.create_connection((address, port), timeout=TRY_SECONDS) as answered:
+                # Linux connects a socket to itself where it happens to take the port that it calls.
+                if answered.getsockname() != answered.getpeername():
+                    return True
+        except OSError:
+            continue
+    return False
