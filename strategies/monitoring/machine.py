@@ -83,37 +83,42 @@ class GpuReader:
     """One GPU's figures from NVML; those that its driver refuses are left out, and asked for no more."""
 
     def __init__(self, uuid: str) -> None:
-        self._questions = dict(_gpu_questions(uuid)) if driver_library_loads() else {}
+        self._questions: dict[str, Callable[[], float]] = {}
+        if not driver_library_loads():
+            return
+        try:
+            import pynvml  # 40 ms; only machines with a driver pay for it
+        except ImportError:
+            return
+        self._refusal = pynvml.NVMLError
+        try:
+            pynvml.nvmlInit()
+            self._questions = _questions(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        except pynvml.NVMLError:
+            return
 
     def read(self) -> Figures:
+        """The figures of now."""
         figures: Figures = {}
         for name, ask in list(self._questions.items()):
             try:
                 figures[name] = ask()
-            except Exception as problem:  # NVMLError, which is known only where pynvml is
-                if type(problem).__module__ != "pynvml":
-                    raise
+            except self._refusal:
                 del self._questions[name]
         return figures
 
 
-def _gpu_questions(uuid: str) -> list[tuple[str, Callable[[], float]]]:
-    try:
-        import pynvml as nvml
-    except ImportError:
-        return []
-    try:
-        nvml.nvmlInit()
-        handle: Any = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    except nvml.NVMLError:
-        return []
-    slowed = nvml.nvmlClocksThrottleReasonHwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
-    slowed |= nvml.nvmlClocksThrottleReasonSwThermalSlowdown
-    return [
-        ("gpu_utilization_percent", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-        ("gpu_memory_used_bytes", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
-        ("gpu_temperature_celsius", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-        ("gpu_power_watts", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-        ("gpu_clock_mhz", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-        ("gpu_throttled", lambda: bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & slowed)),
-    ]
+def _questions(nvml: Any, handle: Any) -> dict[str, Callable[[], float]]:
+    slowed = (
+        nvml.nvmlClocksThrottleReasonHwThermalSlowdown
+        | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+        | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
+    )
+    return {
+        "gpu_utilization_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        "gpu_memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+        "gpu_temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        "gpu_power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "gpu_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "gpu_throttled": lambda: bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & slowed),
+    }
