@@ -65,7 +65,7 @@ def go_wrong(rank: int, step: int) -> None:
         done = LEDGER / f"fault{number}"
         if (rank, step) != (fault["rank"], fault["step"]) or done.exists():
             continue
-        done.write_text(str(time.time()))
+        done.write_text(json.dumps({"time": time.time(), "rank": rank}))
         if fault["kind"] == "out_of_memory":
             torch.empty(_without_memory_for(GIB), dtype=torch.uint8)
         elif fault["kind"] == "host_memory":

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from faulty_run import FaultyRun, wait_for
@@ -23,10 +23,10 @@ STARTING = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """When something was done to a run, and the highest step that a rank had begun by then."""
+    """When something was done to a run, to which rank (None: to no single one), and whether it did what it should."""
 
     time: float
-    step: int
+    rank: int | None = None
     hit: bool = True
 
 
@@ -80,21 +80,28 @@ def kill_a_rank_that_saves(run: FaultyRun, chance: random.Random) -> Moment | No
         return None
     time.sleep(chance.uniform(0, 0.01))
     moment = _kill_one(run, chance, signal.SIGKILL)
-    return moment and Moment(time=moment.time, step=moment.step, hit=bool(_unfinished(run)))
+    return moment and replace(moment, hit=bool(_unfinished(run)))
 
 
 def fill_the_disk(run: FaultyRun, chance: random.Random) -> Moment | None:
-    """No room for the next checkpoints, or for only a part of one; half of the time a rank is killed meanwhile."""
+    """No room for the next checkpoints, or for only a part of one, until some could not be written."""
+    return _fill(run, chance, lambda: None)
+
+
+def fill_the_disk_and_kill(run: FaultyRun, chance: random.Random) -> Moment | None:
+    """A rank is killed while there is no room: the run goes on from an older checkpoint than the newest begun."""
+    return _fill(run, chance, lambda: _kill_one(run, chance, signal.SIGKILL))
+
+
+def _fill(run: FaultyRun, chance: random.Random, meanwhile: Callable[[], Moment | None]) -> Moment | None:
     if not _random_moment(run, chance, starting=0):
         return None
-    disk = run.checkpoints
-    moment = Moment(time=time.time(), step=_highest(run))
-    with _filled(disk, leave=chance.randrange(0, 1_000_000)):
-        run.until(lambda: bool(_told(run, moment.time)), "a full disk to be told")
-        if chance.random() < 0.5:
-            _kill_one(run, chance, signal.SIGKILL)
+    began, killed = time.time(), None
+    with _filled(run.checkpoints, leave=chance.randrange(0, 1_000_000)):
+        if run.until(lambda: bool(_told(run, began)), "a full disk to be told"):
+            killed = meanwhile()
         time.sleep(chance.uniform(0, 2))
-    return Moment(time=moment.time, step=moment.step, hit=bool(_told(run, moment.time)))
+    return replace(killed or Moment(time=began), hit=bool(_told(run, began)))
 
 
 @contextmanager
@@ -114,12 +121,15 @@ def _to_a_rank(run: FaultyRun, chance: random.Random, number: signal.Signals) ->
 
 def _kill_one(run: FaultyRun, chance: random.Random, number: signal.Signals) -> Moment | None:
     ranks = run.ranks()
-    return _signal(run, chance.choice(sorted(ranks.values())), number) if ranks else None
+    if not ranks:
+        return None
+    rank = chance.choice(sorted(ranks))
+    return _signal(run, ranks[rank], number, rank)
 
 
-def _signal(run: FaultyRun, pid: int, number: signal.Signals) -> Moment | None:
+def _signal(run: FaultyRun, pid: int, number: signal.Signals, rank: int | None = None) -> Moment | None:
     run.met = set(run.ranks().values())
-    moment = Moment(time=time.time(), step=_highest(run))
+    moment = Moment(time=time.time(), rank=rank)
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -139,7 +149,7 @@ def _random_moment(run: FaultyRun, chance: random.Random, *, starting: float = S
         return False
     steps = int(run.settings["steps"])
     now = _opened(run)[-1].last_step if _opened(run) else 0
-    target = chance.randint(now + 1, max(now + 1, min(steps - 2, now + steps // 3)))
+    target = chance.randint(now + 1, max(now + 1, min(steps - 2, now + steps // 6)))
     if not run.until(lambda: _highest_now(run) >= target or not known & set(run.ranks().values()), f"step {target}"):
         return False
     time.sleep(chance.uniform(0, 1.5 * float(run.settings["pause"])))
@@ -154,10 +164,6 @@ def _opened(run: FaultyRun) -> list[Start]:
 
 def _highest_now(run: FaultyRun) -> int:
     return max((start.last_step for start in _opened(run)), default=0)
-
-
-def _highest(run: FaultyRun) -> int:
-    return max((start.last_step for start in run.starts()), default=0)
 
 
 def _start_again(run: FaultyRun) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ FAULTS = {
             name="out of host memory", ending="out_of_memory", inside="host_memory", settings={"dropout": 0}, per_run=2
         ),
         Fault(name="full disk", ending=None, inflict=moments.fill_the_disk, small_disk=True),
+        Fault(
+            name="full disk, then kill -9 of a rank",
+            ending="killed",
+            inflict=moments.fill_the_disk_and_kill,
+            small_disk=True,
+        ),
     )
 }
 
@@ -90,7 +97,8 @@ def settings_of(fault: Fault, number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What a run came to. `worst_difference` is that of a step's loss from the uninterrupted run's; `seconds_lost` and
+    """What a run came to. `worst_difference` is that of a step's loss from the uninterrupted run's; `blamed` are
+    the ranks that the journal names for the `endings`, `hurt` those to which something was done. `seconds_lost` and
     `steps_repeated` are those of every attempt that went on: from the last sign of the one before to a new step,
     and how many steps that had been begun were made again."""
 
@@ -104,6 +112,8 @@ class Figures:
     worst_difference: float
     misused_samples: int
     endings: list[str]
+    blamed: list[int | None]
+    hurt: list[int | None]
     seconds_lost: list[float]
     steps_repeated: list[int]
     left_running: list[str]
@@ -153,7 +163,7 @@ def play(case: Case, directory: Path) -> tuple[Case, Figures, str]:
             happened = _inflict(case, run, chance)
             finished = run.wait() == 0
         left = run.left_running()
-        happened += [Moment(time=float(path.read_text()), step=0) for path in sorted(run.ledger.glob("fault*"))]
+        happened += [Moment(**json.loads(path.read_text())) for path in run.ledger.glob("fault*")]
         figures = _figures(case, run, happened, finished, left, time.monotonic() - began)
     figures.keep()
     return case, figures, run.out
@@ -200,6 +210,8 @@ def _figures(
         worst_difference=worst_difference(steps, case.reference) if complete else float("nan"),
         misused_samples=sum(map(len, wrong.values())),
         endings=[row["kind"] for row in run.events("ending")],
+        blamed=[row.get("rank") for row in run.events("ending")],
+        hurt=[moment.rank for moment in sorted(happened, key=attrgetter("time"))],
         seconds_lost=[
             lost
             for number, start in enumerate(starts)
