@@ -73,8 +73,7 @@ class Attempt:
         self.ending = found if self._requests.preempted_at is None else _preempted(found)
 
     def _news(self, *, final: bool) -> Iterator[Happening]:
-        yield from self._files.rows(final=final)
-        yield from self._files.output(final=final)
+        yield from self._files.news(final=final)
         yield from self._alerts.read(final=final)
 
 

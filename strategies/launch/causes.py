@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,13 @@ def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> E
     """
     result = _read(directory / RESULT_FILE)
     codes = {int(rank): int(code) for rank, code in result.get("failures", {}).items()}
-    found = [*_said(directory, codes), *_silent(directory, codes, memory_killed=memory_killed)]
+    failures = _failures(directory)
+    own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+    silent = {
+        rank: code for rank, code in (own or ({} if failures else codes)).items() if code and rank not in failures
+    }
+    found = [_said(directory, rank, failure, codes.get(rank)) for rank, failure in failures.items()]
+    found += [_silent(directory, rank, code, memory_killed=memory_killed) for rank, code in silent.items()]
     found.sort(key=lambda one: (FIRST.index(one.kind), one.rank is None, one.rank or 0))
     if result.get("kind") in ENDING_KINDS:
         return _as_launcher_says(result, found, directory)
@@ -87,61 +93,68 @@ def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> E
 
 def forget_last_attempt(directory: Path) -> None:
     """Remove what the last attempt left to say why it ended, before the next one begins."""
-    for pattern in ("rank*.failure.json", "rank*.pid", "rank*.heartbeat", "rank*.stacks.txt", RESULT_FILE):
+    for pattern in ("rank*.failure.json", "rank*.pid", "rank*.heartbeat", RESULT_FILE):
         for path in directory.glob(pattern):
             path.unlink(missing_ok=True)
 
 
-def _said(directory: Path, codes: Mapping[int, int]) -> Iterator[Ending]:
-    """The endings that ranks wrote down themselves."""
-    for path in directory.glob("rank*.failure.json"):
-        match = _FAILURE.fullmatch(path.name)
-        failure = _read(path)
-        if match is None or not failure:
-            continue
-        rank, message = int(match[1]), str(failure.get("message", ""))
-        kind = _kind(failure)
-        log = log_path(directory, rank, "stderr")
-        yield Ending(
-            kind=kind,
-            rank=rank,
-            host=str(failure.get("host") or ""),
-            step=failure.get("step"),
-            type=str(failure.get("type", "")),
-            reason=message if failure.get("expected") else f"{failure.get('type')}: {message}",
-            log=log,
-            exit_status=codes.get(rank),
-            saved=failure.get("saved"),
-        )
+def with_stacks_kept(ending: Ending, directory: Path, attempt: int) -> Ending:
+    """Give the stacks that ranks wrote when they hung names that the next attempt leaves alone; the ending's log is
+    those of the rank at fault where there are any."""
+    for path in directory.glob("rank*.stacks.txt"):
+        if path.stat().st_size:
+            path.rename(path.with_name(f"attempt{attempt}.{path.name}"))
+    stacks = directory / f"attempt{attempt}.rank{ending.rank}.stacks.txt"
+    return replace(ending, log=stacks) if stacks.exists() else ending
+
+
+def _failures(directory: Path) -> dict[int, dict[str, Any]]:
+    """What ranks wrote of their own ends; a file cut short says nothing."""
+    named = ((_FAILURE.fullmatch(path.name), path) for path in directory.glob("rank*.failure.json"))
+    return {int(match[1]): failure for match, path in named if match and (failure := _read(path))}
+
+
+def _said(directory: Path, rank: int, failure: Mapping[str, Any], exit_status: int | None) -> Ending:
+    """The ending that a rank wrote down itself."""
+    message = str(failure.get("message", ""))
+    # The rank that noticed a hang waits for the one that is behind.
+    behind = [int(one) for one in failure.get("behind") or ()]
+    return Ending(
+        kind=_kind(failure),
+        rank=behind[0] if behind else rank,
+        host="" if behind else str(failure.get("host") or ""),
+        step=failure.get("step"),
+        type=str(failure.get("type", "")),
+        reason=message if failure.get("expected") else f"{failure.get('type')}: {message}",
+        log=log_path(directory, rank, "stderr"),
+        exit_status=exit_status,
+        saved=failure.get("saved"),
+    )
 
 
 def _kind(failure: Mapping[str, Any]) -> EndingKind:
-    """What a rank said it was; by its words where it named no kind, as a rank that only raised."""
+    """What a rank said it was; by its words where it named no kind, and where it only raised what a peer's end made of
+    its collective."""
     kind, words = failure.get("kind"), str(failure.get("message", "")).lower()
     if kind in ENDING_KINDS and kind != "failed":
         return kind  # type: ignore[no-any-return]
-    if failure.get("expected"):
+    if kind is None and failure.get("expected"):
         return "refused"
-    if any(word in words for word in _OUT_OF_MEMORY_WORDS):
+    if kind is None and any(word in words for word in _OUT_OF_MEMORY_WORDS):
         return "out_of_memory"
     return "lost" if any(word in words for word in _ECHO_WORDS) else "failed"
 
 
-def _silent(directory: Path, codes: Mapping[int, int], *, memory_killed: bool) -> Iterator[Ending]:
-    """The endings of ranks that said nothing; those that the launcher ended for the others' sake are no cause."""
-    said = {int(match[1]) for path in directory.glob("rank*.failure.json") if (match := _FAILURE.fullmatch(path.name))}
-    own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
-    for rank, code in (own or ({} if said else codes)).items():
-        if rank in said or code == 0:
-            continue
-        log = log_path(directory, rank, "stderr")
-        kind: EndingKind = "killed" if code < 0 else "failed"
-        reason = f"killed by signal {-code}" if code < 0 else _last_line(log) or f"exit status {code}"
-        if code == -signal.SIGKILL and memory_killed:
-            kind, reason = "out_of_memory", "killed by the kernel: the host, or the job's share of it, is out of memory"
-        elif any(word in reason.lower() for word in _OUT_OF_MEMORY_WORDS):
-            kind = "out_of_memory"
-        yield Ending(kind=kind, rank=rank, reason=reason, log=log, exit_status=code)
+def _silent(directory: Path, rank: int, code: int, *, memory_killed: bool) -> Ending:
+    """The ending of a rank that said nothing."""
+    log = log_path(directory, rank, "stderr")
+    kind: EndingKind = "killed" if code < 0 else "failed"
+    reason = f"killed by signal {-code}" if code < 0 else _last_line(log) or f"exit status {code}"
+    if code == -signal.SIGKILL and memory_killed:
+        kind, reason = "out_of_memory", "killed by the kernel: the host, or the job's share of it, is out of memory"
+    elif any(word in reason.lower() for word in _OUT_OF_MEMORY_WORDS):
+        kind = "out_of_memory"
+    return Ending(kind=kind, rank=rank, reason=reason, log=log, exit_status=code)
 
 
 def _as_launcher_says(result: Mapping[str, Any], found: Sequence[Ending], directory: Path) -> Ending:

@@ -61,7 +61,7 @@ class Policy:
         if ending.kind == "regrouped" or (ending.kind == "preempted" and now.stays):
             return Decision(action="restart", why="all nodes there are start again together")
         if ending.kind == "preempted":
-            return Decision(action="stop", why="stopped as asked")
+            return Decision(action="stop", why="as asked")
         if ending.kind == "switch":
             return Decision(action="switch", why="goes on under the plan that measured steps predict to be faster")
         if ending.kind == "refused":
@@ -92,7 +92,7 @@ class Policy:
             why = f"{self._retries} restarts brought no progress" if self._retries else "nothing was to be retried"
             return Decision(action="give_up", why=why)
         pause = 0.0 if self._used == 1 else min(2.0 ** (self._used - 2), _LONGEST_PAUSE_SECONDS)
-        why = f"restart {self._used} of {self._retries} without progress" if self._used > 1 else "restarts"
+        why = f"restart {self._used} of {self._retries} without progress" if self._used > 1 else "starts again"
         return Decision(action="restart", why=why, delay_seconds=pause)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from strategies.launch.events import OutputLine
 from strategies.launch.tail import LineFollower
@@ -18,12 +19,14 @@ _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 class RunFiles:
     """What is new in the files of a run directory. Which ranks run here shows by the files they write.
 
-    What the files hold when this begins is an earlier command's, and is not told again.
+    What the files hold when this begins is an earlier command's, and is not told again. Files are opened only when they
+    have grown: this is called ten times a second beside ranks that need the processors.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._followers: dict[str, LineFollower] = {}
+        self._seen: dict[str, int] = {}
         self._leader: int | None = None
         self._metrics_start: dict[str, int] = {}
         for name, size in self._sizes().items():
@@ -36,19 +39,19 @@ class RunFiles:
         self._leader = None
         self._metrics_start = {name: size for name, size in self._sizes().items() if _METRICS.fullmatch(name)}
 
-    def output(self, *, final: bool = False) -> Iterator[OutputLine]:
-        """New lines: stderr of every rank, stdout of rank 0."""
-        for name in sorted(self._sizes()):
+    def news(self, *, final: bool = False) -> Iterator[OutputLine | dict[str, Any]]:
+        """New rows of metrics, of the lowest rank that wrote any in this attempt; then new lines: stderr of every rank,
+        stdout of rank 0."""
+        sizes = self._sizes()
+        yield from self._rows(sizes, final=final)
+        for name in sorted(sizes):
             match = _OUTPUT.fullmatch(name)
             if match and (match[2] == "stderr" or match[1] == "0"):
-                for line in self._follower(name).read_lines(final=final):
-                    yield OutputLine(
-                        rank=int(match[1]), stream="stdout" if match[2] == "stdout" else "stderr", text=line
-                    )
+                stream: Literal["stdout", "stderr"] = "stdout" if match[2] == "stdout" else "stderr"
+                for line in self._lines(name, sizes[name], final=final):
+                    yield OutputLine(rank=int(match[1]), stream=stream, text=line)
 
-    def rows(self, *, final: bool = False) -> Iterator[dict[str, Any]]:
-        """New metrics of the lowest rank that wrote any in this attempt."""
-        sizes = self._sizes()
+    def _rows(self, sizes: Mapping[str, int], *, final: bool) -> Iterator[dict[str, Any]]:
         grown = [
             int(match[1])
             for name, size in sizes.items()
@@ -60,18 +63,23 @@ class RunFiles:
         if self._leader != min(grown):
             self._leader = min(grown)
             self._followers[name] = LineFollower(self._directory / name, offset=self._metrics_start.get(name, 0))
-        for line in self._follower(name).read_lines(final=final):
+            self._seen.pop(name, None)
+        for line in self._lines(name, sizes[name], final=final):
             row = parse_row(line)
             if row is not None:
                 yield row
 
-    def _follower(self, name: str) -> LineFollower:
-        return self._followers.setdefault(name, LineFollower(self._directory / name))
+    def _lines(self, name: str, size: int, *, final: bool) -> list[str]:
+        if self._seen.get(name) == size and not final:
+            return []
+        self._seen[name] = size
+        return self._followers.setdefault(name, LineFollower(self._directory / name)).read_lines(final=final)
 
     def _sizes(self) -> dict[str, int]:
         """The files of the directory that are followed."""
-        sizes = {}
-        for path in self._directory.iterdir():
-            if _OUTPUT.fullmatch(path.name) or _METRICS.fullmatch(path.name):
-                sizes[path.name] = path.stat().st_size
-        return sizes
+        with os.scandir(self._directory) as entries:
+            return {
+                entry.name: entry.stat().st_size
+                for entry in entries
+                if _OUTPUT.fullmatch(entry.name) or _METRICS.fullmatch(entry.name)
+            }

@@ -11,7 +11,7 @@ from hardware_db.probe import probe
 from planner.plan import Plan
 from planner.plan_io import plan_from_dict
 from strategies.launch.attempt import Attempt
-from strategies.launch.causes import Ending
+from strategies.launch.causes import Ending, with_stacks_kept
 from strategies.launch.events import AttemptEnded, Event, PlanMade, RunIsBack, StepDone
 from strategies.launch.journal import Journal
 from strategies.launch.outcome import COMPLETED, INTERRUPTED, Outcome, outcome_of
@@ -19,7 +19,7 @@ from strategies.launch.policy import Decision, Policy, Situation
 from strategies.launch.record import record_attempt
 from strategies.launch.report import AttemptReport, RunReport, measured_run
 from strategies.launch.run_files import RunFiles
-from strategies.launch.run_lock import RunLock
+from strategies.launch.run_lock import RunLock, launcher_lock
 from strategies.launch.run_state import RunState
 from strategies.launch.spec import LaunchSpec
 from strategies.launch.stop_requests import StopRequests
@@ -52,6 +52,8 @@ class Supervisor:
             DsplanError: another command is at work in the run directory.
         """
         with RunLock(self._spec.directory), StopRequests() as requests:
+            # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
+            launcher_lock(self._spec.directory).close()
             self._spec.save()
             files, alerts = RunFiles(self._spec.directory), AlertFollower(self._spec.directory)
             decision: Decision | None = None
@@ -136,12 +138,16 @@ class Supervisor:
         course, ending = self._state.course, attempt.ending
         decision = None
         if ending is not None:
-            ending = attempt.ending = _with_step(ending, course.last)
+            ending = _with_step(ending, course.last)
+            if ending.kind == "hung":
+                ending = with_stacks_kept(ending, self._spec.directory, self._number)
+            attempt.ending = ending
             self._journal.append("ending", self._number, **ending.to_dict())
             decision = self._decide(ending, stays=self._spec.placement.is_elastic and not requests.came)
         began = self._attempts[-1]
         self._attempts[-1] = replace(
             began,
+            ranks=self._state.plan.configuration.world_size if self._state.plan else began.ranks,
             seconds=time.time() - began.began,
             plan=self._state.plan,
             first_step=course.first,
