@@ -70,7 +70,7 @@ def meet_before_script() -> Store | None:
         CannotMeet: they do not come or do not agree, or their launcher's variables do not fit together.
     """
     place = own_place()
-    return meet(place, *_device_name(place.local_rank)) if place.world_size > 1 else None
+    return meet(place, *device_name(place.local_rank)) if place.world_size > 1 else None
 
 
 def ensure_group(environment: Environment) -> None:
@@ -90,7 +90,7 @@ def ensure_group(environment: Environment) -> None:
 
 def _device(place: ProcessVariables) -> torch.device:
     """This rank's GPU, made the current one, or the CPU; a rank without a GPU tells the others before it ends."""
-    name, complaint = _device_name(place.local_rank)
+    name, complaint = device_name(place.local_rank)
     if complaint and place.world_size > 1 and not dist.is_initialized():
         meet(place, name, complaint)
     if complaint:
@@ -101,7 +101,7 @@ def _device(place: ProcessVariables) -> torch.device:
     return device
 
 
-def _device_name(local_rank: int) -> tuple[str, str]:
+def device_name(local_rank: int) -> tuple[str, str]:
     """The device of a local rank, as torch writes it, and what is wrong with it."""
     if not torch.cuda.is_available():
         return "cpu", ""

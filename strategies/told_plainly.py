@@ -42,26 +42,29 @@ def _tell(kind: type[BaseException], error: BaseException, traceback: TracebackT
     if not isinstance(error, DsplanError):
         _before(kind, error, traceback)
         return
-    line = f"dsplan: {' '.join(str(error).split())}"
     if isinstance(error, CannotMeet):
-        _tell_once(line)
+        tell_once(error)
     else:
-        print(line, file=sys.stderr, flush=True)
+        _print_line(error)
     raise SystemExit(error.exit_code)
 
 
-def _tell_once(line: str) -> None:
-    """Print the line unless another process of this job told its failure on this node a moment ago.
+def _print_line(error: DsplanError) -> None:
+    print(f"dsplan: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def tell_once(error: CannotMeet) -> None:
+    """Print the line of a failure unless another process of this job told its own on this node a moment ago.
 
     The first binds a name that the kernel frees when it ends (Linux's abstract sockets), so nothing is left behind.
     """
     if not sys.platform.startswith("linux"):
-        print(line, file=sys.stderr, flush=True)
+        _print_line(error)
         return
     job = hashlib.sha256(_job().encode()).hexdigest()[:16]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound, contextlib.suppress(OSError):
         bound.bind(f"\0dsplan-told-{os.getuid()}-{job}")
-        print(line, file=sys.stderr, flush=True)
+        _print_line(error)
         time.sleep(_TOGETHER_SECONDS)
 
 

@@ -15,6 +15,7 @@ from hardware_db.errors import UnknownName
 
 COMMANDS: dict[str, str] = {
     "probe": "dsplan.cli.probe:probe",
+    "doctor": "dsplan.cli.doctor:doctor",
     "models": "dsplan.cli.models:models",
     "devices": "dsplan.cli.devices:devices",
     "estimate": "dsplan.cli.estimate:estimate",

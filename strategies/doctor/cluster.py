@@ -1,0 +1,219 @@
+"""The machines of a job together: versions, reachability, clocks, shared directories, links. Every rank calls it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from hardware_db.probe.machine import Machine
+from strategies.doctor.finding import Diagnosis, Finding, Level, LinkTime, merged, sorted_findings
+from strategies.doctor.greeter import Greeter, greet
+from strategies.doctor.links import link_findings, time_links
+from strategies.doctor.room import Room
+from strategies.doctor.shared import tokens, unseen
+from strategies.environment import device_name, meet_before_script
+from strategies.launch.place import address_towards, choose_interface
+from strategies.process_variables import ProcessVariables
+
+# torch elastic's c10d rendezvous calls a node dead whose heartbeat is 15 s old by another node's clock.
+_SKEW_PROBLEM_SECONDS, _SKEW_WARNING_SECONDS = 5.0, 0.5
+_MUST_AGREE = ("torch", "nccl", "deepspeed", "dsplan", "torch built for")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A rank as all others see it: its node's name and address, and where its greeter listens."""
+
+    node: str
+    address: str
+    port: int
+    local_rank: int
+    versions: Mapping[str, str]
+
+
+def examine_cluster(
+    place: ProcessVariables, machine: Machine, findings: Sequence[Finding], directories: Sequence[Path]
+) -> Diagnosis:
+    """What the ranks find together, with the `findings` of every node by itself; the same on every rank.
+
+    `directories` have to be shared by all nodes.
+
+    Raises:
+        DsplanError: the ranks cannot meet, or one is lost on the way.
+    """
+    assert place.meeting_point is not None, "a process alone is examined by itself"
+    if place.local_world_size < place.world_size:
+        choose_interface(place.meeting_point.host, os.environ)
+    store = meet_before_script()
+    assert store is not None, "there are several ranks"
+    room = Room(store, place.rank, place.world_size)
+    with Greeter() as greeter:
+        members = _introduced(room, place, greeter.port, machine)
+        leaders = _leaders(members)
+        is_leader = place.rank in leaders
+        told = room.share("findings", [finding.to_dict() for finding in findings] if is_leader else [])
+        local = [
+            replace(Finding.from_dict(raw), hosts=(members[rank].node,))
+            for rank, all_ in enumerate(told)
+            for raw in all_
+        ]
+        together = _reached(room, members, leaders)
+    together += _agreeing_versions(members, leaders)
+    together += _shared_directories(room, members, leaders, directories)
+    links = _links(room, place, members) if not any(one.check == "reach" for one in together) else []
+    together += link_findings(links)
+    nodes = tuple(members[rank].node for rank in leaders)
+    diagnosis = Diagnosis(
+        hosts=nodes,
+        ranks=place.world_size,
+        findings=sorted_findings([*merged(local), *together]),
+        links=tuple(links),
+    )
+    room.share("end", None)  # rank 0's store ends with it
+    return diagnosis
+
+
+def _introduced(room: Room, place: ProcessVariables, port: int, machine: Machine) -> list[Member]:
+    """All ranks; a node is known by its name, and by its address too where several have one name."""
+    assert place.meeting_point is not None
+    software = machine.software
+    versions = {"python": software.python, **dict(software.packages)}
+    versions |= {"driver": software.driver or "", "torch built for": software.torch_cuda or ""}
+    versions["GPUs"] = ", ".join(f"{n} x {name}" for name, n in Counter(g.name for g in machine.gpus).items()) or "none"
+    own = {
+        "host": socket.gethostname(),
+        "address": address_towards(place.meeting_point.host),
+        "port": port,
+        "local_rank": place.local_rank,
+        "versions": versions,
+    }
+    told = room.share("introduction", own)
+    addresses = {(one["host"], one["address"]) for one in told}
+    alike = Counter(host for host, _ in addresses)
+    return [
+        Member(
+            node=one["host"] if alike[one["host"]] == 1 else f"{one['host']}/{one['address']}",
+            address=one["address"],
+            port=one["port"],
+            local_rank=one["local_rank"],
+            versions=one["versions"],
+        )
+        for one in told
+    ]
+
+
+def _leaders(members: Sequence[Member]) -> list[int]:
+    """The first rank of every node."""
+    first: dict[str, int] = {}
+    for rank, member in enumerate(members):
+        first.setdefault(member.node, rank)
+    return list(first.values())
+
+
+def _reached(room: Room, members: Sequence[Member], leaders: Sequence[int]) -> list[Finding]:
+    """Every node calls every other: who does not answer, and whose clock is off."""
+    others = [rank for rank in leaders if room.rank in leaders and rank != room.rank]
+    greetings = {rank: greet(members[rank].address, members[rank].port) for rank in others}
+    own = [[rank, one.problem, one.ahead_seconds] for rank, one in greetings.items()]
+    found, clocks = [], {}
+    for caller, calls in enumerate(room.share("greetings", own)):
+        for called, problem, ahead in calls:
+            if problem:
+                here, there = members[caller], members[called]
+                where = f"{there.node} at {there.address}:{there.port}"
+                found.append(
+                    Finding(
+                        level="problem",
+                        check="reach",
+                        message=f"{here.node} cannot connect to {where} ({problem})",
+                        remedy="open all ports between the nodes, or give MASTER_ADDR on a network that joins them",
+                        hosts=(here.node,),
+                    )
+                )
+            elif caller == leaders[0]:
+                clocks[members[called].node] = float(ahead)
+    if len(leaders) > 1 and not found:
+        found.append(Finding(check="reach", message=f"each of {len(leaders)} nodes reaches every other"))
+    return [*_clocks(members[leaders[0]].node, clocks), *found]
+
+
+def _clocks(first: str, ahead: Mapping[str, float]) -> list[Finding]:
+    off = {node: seconds for node, seconds in ahead.items() if abs(seconds) >= _SKEW_WARNING_SECONDS}
+    if not off:
+        worst = max(map(abs, ahead.values()), default=0.0)
+        return (
+            [Finding(check="clock", message=f"clocks of the nodes agree within {worst * 1e3:.1f} ms")] if ahead else []
+        )
+    return [
+        Finding(
+            level="problem" if abs(seconds) >= _SKEW_PROBLEM_SECONDS else "warning",
+            check="clock",
+            message=f"the clock of {node} is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} {first}'s",
+            remedy="run chronyd or systemd-timesyncd on every node: rendezvous compares clocks",
+            hosts=(node,),
+        )
+        for node, seconds in off.items()
+    ]
+
+
+def _agreeing_versions(members: Sequence[Member], leaders: Sequence[int]) -> list[Finding]:
+    names = list(dict.fromkeys(name for rank in leaders for name in members[rank].versions))
+    found = []
+    for name in names:
+        by_version: dict[str, list[str]] = {}
+        for rank in leaders:
+            by_version.setdefault(members[rank].versions.get(name) or "none", []).append(members[rank].node)
+        if len(by_version) > 1:
+            said = ", ".join(f"{version} on {' '.join(nodes)}" for version, nodes in by_version.items())
+            level: Level = "problem" if name in _MUST_AGREE else "warning"
+            remedy = "install one version everywhere" if name != "GPUs" else "the slowest GPU sets the pace of all"
+            found.append(Finding(level=level, check="versions", message=f"{name}: {said}", remedy=remedy))
+    if not found and len(leaders) > 1:
+        found.append(Finding(check="versions", message=f"the same on all {len(leaders)} nodes"))
+    return found
+
+
+def _shared_directories(
+    room: Room, members: Sequence[Member], leaders: Sequence[int], directories: Sequence[Path]
+) -> list[Finding]:
+    """Whether every node sees the working directory and the directories that have to be shared."""
+    if len(leaders) == 1:
+        return []
+    looked_at = list(dict.fromkeys([Path.cwd(), *directories]))
+    with ExitStack() as kept:
+        written = kept.enter_context(tokens(looked_at)) if room.rank == 0 else {}
+        written = room.share("tokens", written)[0]
+        missed = room.share("unseen", unseen(written) if room.rank in leaders else [])
+    found = []
+    required = {str(directory) for directory in directories}
+    for directory, name in written.items():
+        nodes = tuple(members[rank].node for rank in leaders if directory in missed[rank])
+        if name and not nodes:
+            found.append(Finding(check="shared", message=f"{directory} is shared by all nodes"))
+            continue
+        lacking = f"is not shared with {' '.join(nodes)}" if name else f"cannot be written by {members[0].node}"
+        found.append(
+            Finding(
+                level="problem" if directory in required else "warning",
+                check="shared",
+                message=f"{directory} {lacking}",
+                remedy="checkpoints of several nodes need a directory that all of them see (--checkpoint-dir), and the"
+                " script must be on every node",
+                hosts=nodes,
+            )
+        )
+    return found
+
+
+def _links(room: Room, place: ProcessVariables, members: Sequence[Member]) -> list[LinkTime]:
+    device = torch.device(device_name(place.local_rank)[0])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return time_links(room, [one.node for one in members], [one.local_rank for one in members], device)

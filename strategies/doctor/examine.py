@@ -1,0 +1,46 @@
+"""`dsplan doctor`: this machine, or with several ranks the machines of the job. torch is imported for the latter."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from hardware_db.errors import DsplanError
+from hardware_db.probe import probe
+from hardware_db.probe.machine import Machine
+from strategies.doctor.finding import Diagnosis, Finding, sorted_findings
+from strategies.doctor.limits import limit_findings
+from strategies.doctor.network import network_findings
+from strategies.doctor.software import software_findings
+from strategies.process_variables import read_process_variables
+
+
+def examine(directories: Sequence[Path] = ()) -> Diagnosis:
+    """Every check of this machine and, where a launcher started several ranks, of all of theirs together.
+
+    `directories` are those that all nodes have to share.
+
+    Raises:
+        DsplanError: the launcher's variables contradict each other, or the ranks cannot meet.
+    """
+    place = read_process_variables(os.environ)
+    machine = probe()
+    findings = machine_findings(machine)
+    if place.meeting_point is None:
+        return Diagnosis(hosts=(socket.gethostname(),), ranks=1, findings=sorted_findings(findings))
+    if machine.software.version("torch") is None:
+        raise DsplanError("torch is not installed here, and ranks need it to meet; pip install 'dsplan[train]'")
+    from strategies.doctor.cluster import examine_cluster
+
+    return examine_cluster(place, machine, findings, directories)
+
+
+def machine_findings(machine: Machine) -> list[Finding]:
+    """What one machine shows by itself."""
+    return [
+        *software_findings(machine),
+        *network_findings(),
+        *limit_findings(machine.host, gpus=len(machine.usable_gpus)),
+    ]

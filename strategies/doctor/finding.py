@@ -1,0 +1,88 @@
+"""Finding: what one check found, in a line with what to do about it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
+
+Level = Literal["ok", "warning", "problem"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line. A `problem` keeps runs from working, a `warning` from working well or everywhere.
+
+    `check` says in a word what was looked at, `remedy` what to do (empty for what is fine), `hosts` where it holds.
+    """
+
+    level: Level = "ok"
+    check: str
+    message: str
+    remedy: str = ""
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        return self.message + (f"; {self.remedy}" if self.remedy else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as JSON has it."""
+        return {**asdict(self), "hosts": list(self.hosts)}
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Finding:
+        """The finding that `to_dict` wrote."""
+        return cls(**{**raw, "hosts": tuple(raw["hosts"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkTime:
+    """How fast two ranks sum a few numbers and a few megabytes between them.
+
+    `latency_seconds` is that of an all-reduce of 4 bytes, `bandwidth_bytes_per_s` the bytes of a large one over its
+    time; None where the two could not talk.
+    """
+
+    ranks: tuple[int, int]
+    hosts: tuple[str, str]
+    backend: str
+    latency_seconds: float | None = None
+    bandwidth_bytes_per_s: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return "within a node" if self.hosts[0] == self.hosts[1] else "between nodes"
+
+    @property
+    def name(self) -> str:
+        first, second = self.ranks
+        return f"ranks {first} and {second} ({' and '.join(dict.fromkeys(self.hosts))})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """Everything that was found, worst first; `hosts` are the nodes that took part."""
+
+    hosts: tuple[str, ...]
+    ranks: int
+    findings: tuple[Finding, ...]
+    links: tuple[LinkTime, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if any(finding.level == "problem" for finding in self.findings) else 0
+
+
+def sorted_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Problems first, then warnings; otherwise in the order of the checks."""
+    return tuple(sorted(findings, key=lambda finding: LEVELS[::-1].index(finding.level)))
+
+
+def merged(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings that several nodes share word by word, once, with all of these nodes."""
+    found: dict[Finding, list[str]] = {}
+    for finding in findings:
+        found.setdefault(replace(finding, hosts=()), []).extend(finding.hosts)
+    return [replace(finding, hosts=tuple(dict.fromkeys(hosts))) for finding, hosts in found.items()]
