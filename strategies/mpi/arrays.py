@@ -1,0 +1,161 @@
+"""What a leaf may be, and how it becomes a numpy array and comes back: arrays, numpy scalars, floats, torch tensors.
+
+torch is looked up among the modules that the program has loaded, never imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from strategies.errors import CannotRun
+
+Array = npt.NDArray[Any]
+_HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """How a leaf looks without its values: enough to make one like it.
+
+    `dtype` is the leaf's own (numpy's or torch's), `word` its name; `device` is None but for tensors.
+    """
+
+    kind: str
+    word: str
+    shape: tuple[int, ...]
+    dtype: Any
+    device: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.word} {list(self.shape)}"
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def carried(self) -> np.dtype[Any]:
+        """The dtype in which values travel unsummed: the leaf's own, but fp32 for bfloat16, which numpy has not."""
+        return np.dtype(np.float32 if self.word == "bfloat16" else self.word)
+
+    @property
+    def summed(self) -> np.dtype[Any]:
+        """The dtype of sums over ranks: fp32 for 16-bit floats, else the leaf's own."""
+        return np.dtype(np.float32 if self.word in _HALVES else self.word)
+
+    @property
+    def is_floating(self) -> bool:
+        return self.word == "bfloat16" or np.dtype(self.word).kind == "f"
+
+    @property
+    def is_summable(self) -> bool:
+        return self.is_floating or np.dtype(self.word).kind == "c"
+
+    def made(self, values: Array) -> Any:
+        """A leaf of this form with `values`, [count] or [shape], any dtype that casts to it."""
+        values = values.reshape(self.shape)
+        if self.kind == "tensor":
+            torch = sys.modules["torch"]
+            if values.dtype == np.float32 and self.word != "float32":
+                return torch.from_numpy(np.ascontiguousarray(values)).to(dtype=self.dtype, device=self.device)
+            return torch.from_numpy(np.array(values, dtype=self.word)).to(device=self.device)
+        cast = values.astype(self.dtype, copy=False)
+        if self.kind == "array":
+            return cast
+        return cast[()] if self.kind == "scalar" else cast[()].item()
+
+    def rounded(self, values: Array) -> Array:
+        """`values`, [elements], as they are after a cast to this form's dtype, in `carried`."""
+        kind = "tensor" if self.kind == "tensor" else "array"
+        flat = replace(self, kind=kind, shape=values.shape, device=None if kind == "array" else "cpu")
+        return values_of(flat.made(values))
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a leaf is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_array(value: object) -> bool:
+    """Whether a leaf has a shape: numpy's arrays and scalars, and torch's tensors."""
+    return isinstance(value, (np.ndarray, np.generic)) or is_tensor(value)
+
+
+def form_of(value: Any, name: str) -> Form:
+    """The form of a leaf called `name`.
+
+    Raises:
+        CannotRun: it is no array, or one of a kind that cannot be sent.
+    """
+    if is_tensor(value):
+        return _form_of_tensor(value, name)
+    if isinstance(value, (np.ndarray, np.generic)):
+        word = value.dtype.name
+        if word != "bfloat16" and value.dtype.kind not in "biufc":
+            raise CannotRun(f"{name!r} is an array of {word}; arrays of numbers can be sent")
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return Form(kind=kind, word=word, shape=value.shape, dtype=value.dtype)
+    if isinstance(value, (bool, int, float, complex)) and np.asarray(value).dtype.kind != "O":
+        dtype = np.asarray(value).dtype
+        return Form(kind="number", word=dtype.name, shape=(), dtype=dtype)
+    raise CannotRun(f"{name!r} is of type {type(value).__name__}; it must be a numpy array, a torch tensor or a number")
+
+
+def values_of(value: Any) -> Array:
+    """A leaf's values as an array of its `Form.carried`; without a copy where they lie so in host memory already."""
+    if is_tensor(value):
+        host = value.detach().cpu()
+        array: Array = (host.float() if str(host.dtype) == "torch.bfloat16" else host).numpy()
+        return array
+    array = np.asarray(value)
+    if array.dtype.name == "bfloat16":
+        array = array.astype(np.float32)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def run_of(value: Any, start: int, stop: int) -> Array:
+    """Elements of a flattened leaf, in its `Form.carried`; a view where `values_of` would be one."""
+    if not isinstance(value, np.ndarray) and not is_tensor(value):
+        value = np.asarray(value)
+    return values_of(value.reshape(-1)[start:stop])
+
+
+def own_memory(leaf: Any) -> Array | None:
+    """A leaf's memory as a flat array, [count], that can be written; None where there is none of its `Form.carried`."""
+    if is_tensor(leaf):
+        if leaf.device.type != "cpu" or not leaf.is_contiguous() or str(leaf.dtype) == "torch.bfloat16":
+            return None
+        return values_of(leaf).reshape(-1)
+    if not isinstance(leaf, np.ndarray) or not (leaf.flags.writeable and leaf.flags.c_contiguous):
+        return None
+    return leaf.reshape(-1) if leaf.dtype.isnative and leaf.dtype.name != "bfloat16" else None
+
+
+def write_into(leaf: Any, values: Array, name: str) -> None:
+    """Replace the values of an array or a tensor in place.
+
+    Raises:
+        CannotRun: the leaf cannot be written.
+    """
+    if is_tensor(leaf):
+        torch = sys.modules["torch"]
+        leaf.detach().copy_(torch.from_numpy(np.ascontiguousarray(values)).view(leaf.shape))
+    elif isinstance(leaf, np.ndarray) and leaf.flags.writeable:
+        leaf[...] = values.reshape(leaf.shape)
+    else:
+        raise CannotRun(f"{name!r} cannot be written in place; leave in_place out and take what is returned")
+
+
+def _form_of_tensor(value: Any, name: str) -> Form:
+    word = str(value.dtype).removeprefix("torch.")
+    known = word == "bfloat16" or word in np.sctypeDict
+    if value.layout != sys.modules["torch"].strided or not known:
+        raise CannotRun(f"{name!r} is a {value.layout} tensor of {value.dtype}; make it dense, of a dtype numpy has")
+    return Form(kind="tensor", word=word, shape=tuple(value.shape), dtype=value.dtype, device=value.device)

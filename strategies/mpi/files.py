@@ -1,0 +1,124 @@
+"""Arrays in safetensors files, written and read one at a time with numpy alone.
+
+The format is 8 bytes of length, a JSON header, and the data without gaps. bfloat16, which numpy has not, is in memory
+as the fp32 of the same values. Complex numbers are stored as pairs along a last dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from strategies.errors import BrokenFile
+from strategies.mpi.arrays import Array
+
+_WORDS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "complex64": "F32",
+    "complex128": "F64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """An array of a file: its key, dtype (numpy's word, or bfloat16), shape, and where its values are to be had."""
+
+    key: str
+    word: str
+    shape: tuple[int, ...]
+    values: Callable[[], Array]
+
+
+def can_hold(word: str) -> bool:
+    """Whether arrays of a dtype can be stored."""
+    return word in _WORDS
+
+
+def bytes_of(values: Array, word: str) -> Array:
+    """The bytes that stand for an array in the file, [n] of uint8; without a copy where it lies contiguous."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    if word == "bfloat16":
+        flat = (flat.view(np.uint32) >> 16).astype(np.uint16)
+    little: Array = flat.astype(flat.dtype.newbyteorder("<"), copy=False)
+    return little.view(np.uint8)
+
+
+def digest_of(data: Array) -> str:
+    """16 bytes that tell contents apart, as text."""
+    return hashlib.blake2b(data.data, digest_size=16).hexdigest()
+
+
+def write(path: Path, arrays: Sequence[Stored]) -> None:
+    """Write a file, and wait until the disk has it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # The widest first, so that each begins at a multiple of its item's size.
+    arrays = sorted(arrays, key=lambda one: -_item_size(one.word))
+    with open(path, "wb") as file:
+        file.write(_header(arrays))
+        for one in arrays:
+            file.write(bytes_of(one.values(), one.word).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path, key: str, word: str, digest: str) -> Array:
+    """The values of one array, flat.
+
+    Raises:
+        BrokenFile: the file is not there, or holds something else than was written.
+    """
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            low, high = json.loads(file.read(length))[key]["data_offsets"]
+            file.seek(8 + length + low)
+            data = np.frombuffer(file.read(high - low), dtype=np.uint8)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as problem:
+        raise BrokenFile(path, f"{key} cannot be read ({problem})", "load another step") from None
+    if digest_of(data) != digest:
+        raise BrokenFile(path, f"{key} does not hold what was saved", "load another step")
+    if word == "bfloat16":
+        widened: Array = (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        return widened
+    dtype = np.dtype(word)
+    values: Array = data.view(dtype.newbyteorder("<")).astype(dtype, copy=True)
+    return values
+
+
+def _item_size(word: str) -> int:
+    return 2 if word == "bfloat16" else np.dtype(word).itemsize
+
+
+def _header(arrays: Sequence[Stored]) -> bytes:
+    head: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "np"}}
+    at = 0
+    for one in arrays:
+        end = at + _item_size(one.word) * int(np.prod(one.shape, dtype=np.int64))
+        shape = [*one.shape, 2] if one.word.startswith("complex") else list(one.shape)
+        head[one.key] = {"dtype": _WORDS[one.word], "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,163 @@
+"""GradientManager: sums, averages and collects trees of arrays over the ranks of a communicator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strategies.errors import CannotRun
+from strategies.mpi.arrays import Array, Form
+from strategies.mpi.buckets import BUCKET_BYTES, Bucket, checked_bucket_bytes, whole_buckets
+from strategies.mpi.sent import Flats, Sending, Sent, agreed_leaves, require_summable
+from strategies.mpi.tree import Tree, rebuilt
+from strategies.mpi.wire import Wire
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from strategies.mpi.performance import PerformanceMonitor
+
+
+class GradientManager:
+    """Gradients over the ranks of a communicator; every rank calls each method together.
+
+        gradient_mgr = GradientManager(MPI.COMM_WORLD)
+        averaged = gradient_mgr.average_gradients({"layer1": {"weight": array, "bias": array}})
+
+    A tree is any nesting of dicts, lists and tuples; its leaves are numpy arrays, numpy scalars, floats or torch
+    tensors, or None where this rank has no gradient (it then counts as zero). What comes back has the same nesting,
+    types, dtypes and devices; what goes in is never changed. fp16 and bfloat16 are summed in fp32.
+
+    Args:
+        comm: the ranks; None: all.
+        bucket_bytes: the size of a message; small arrays share one, large ones take several.
+        monitor: gets the time of every collective.
+
+    Raises:
+        BackendMissing: there is no MPI.
+        CannotRun: an argument is of no use; all methods raise it on all ranks where trees differ between ranks.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        monitor: PerformanceMonitor | None = None,
+    ) -> None:
+        self._wire = Wire(comm, monitor)
+        self._bucket_bytes = checked_bucket_bytes(bucket_bytes)
+
+    def average_gradients(self, gradients: Tree, *, weight: float | None = None) -> Tree:
+        """The mean over ranks. `weight` is this rank's part in it, as its number of samples; None: all the same."""
+        also = "mean" if weight is None else "weighted mean"
+        found = agreed_leaves(
+            self._wire, gradients, Sending(action="average_gradients", also=also, require=require_summable)
+        )
+        if weight is None:
+            return self._summed(gradients, found, lambda sums, add: _divided(add(sums), self._wire.size))
+        own, total = float(weight), self._total(weight)
+        return self._summed(gradients, found, lambda sums, add: _divided(add(np.multiply(sums, own, out=sums)), total))
+
+    def sum_gradients(self, gradients: Tree) -> Tree:
+        """The sum over ranks, in each leaf's own dtype: fp16 becomes infinite beyond 65504."""
+        found = agreed_leaves(
+            self._wire, gradients, Sending(action="sum_gradients", also="sum", require=require_summable)
+        )
+        return self._summed(gradients, found, lambda sums, add: add(sums))
+
+    def collect_gradients(self, gradients: Tree, root: int | None = 0) -> list[Tree] | None:
+        """Every rank's tree, in the order of ranks: on `root` (None elsewhere), or on all ranks where root is None."""
+        found = self._rooted(gradients, "collect_gradients", root)
+        present = [one for one in found if one.form is not None]
+        here = root is None or root == self._wire.rank
+        out = [[np.empty(form.count, dtype=form.carried) for form in _forms(present)] for _ in range(self._wire.size)]
+        out = out if here else []
+        limit = self._bucket_bytes if root is not None else self._bucket_bytes // self._wire.size
+        for bucket, flats in self._buckets(present, lambda form: form.carried, limit):
+            rows = self._rows(bucket.filled(flats), root)
+            for rank, flat in enumerate(out):
+                bucket.spread(rows[rank], flat)
+        trees = [_tree(gradients, present, flat, rank) for rank, flat in enumerate(out)]
+        return trees if here else None
+
+    def broadcast(self, tree: Tree, root: int = 0) -> Tree:
+        """`root`'s values on every rank; any dtype. Gives ranks the same parameters before the first step."""
+        found = self._rooted(tree, "broadcast", root)
+        present = [one for one in found if one.form is not None and root not in one.absent]
+        out = [np.empty(form.count, dtype=form.carried) for form in _forms(present)]
+        for bucket, flats in self._buckets(present, lambda form: form.carried, self._bucket_bytes):
+            buffer = bucket.filled(flats)
+            self._wire.copy_from(root, buffer)
+            bucket.spread(buffer, out)
+        return _tree(tree, present, out)
+
+    def _summed(
+        self, tree: Tree, found: Sequence[Sent], reduce: Callable[[Array, Callable[[Array], Array]], Array]
+    ) -> Tree:
+        present = [one for one in found if one.form is not None]
+        out = [np.empty(form.count, dtype=form.carried) for form in _forms(present)]
+        for bucket, flats in self._buckets(present, lambda form: form.summed, self._bucket_bytes):
+            sums = reduce(bucket.filled(flats), self._added)
+            with np.errstate(over="ignore"):  # a sum that fp16 cannot hold is infinite, as it says
+                bucket.spread(sums, out)
+        return _tree(tree, present, out)
+
+    def _added(self, buffer: Array) -> Array:
+        self._wire.sum(buffer)
+        return buffer
+
+    def _total(self, weight: float) -> float:
+        def checked() -> float:
+            if not (math.isfinite(weight) and weight >= 0):
+                raise CannotRun(f"weight is {weight}; it must be zero or more, as a number of samples is")
+            return float(weight)
+
+        self._wire.compared(checked, lambda _: ())
+        total = np.array([weight], dtype=np.float64)
+        self._wire.sum(total)
+        if total[0] == 0:
+            raise CannotRun("weight is 0 on every rank, so there is no average; give a rank a weight above 0")
+        return float(total[0])
+
+    def _rooted(self, tree: Tree, action: str, root: int | None) -> list[Sent]:
+        def within() -> None:
+            if root is not None and not 0 <= root < self._wire.size:
+                raise CannotRun(f"{action}: root is {root}; ranks are 0 to {self._wire.size - 1}")
+
+        return agreed_leaves(self._wire, tree, Sending(action=action, also=f"root {root}", check=within))
+
+    def _buckets(
+        self, present: Sequence[Sent], dtype: Callable[[Form], np.dtype[Any]], limit: int
+    ) -> Iterator[tuple[Bucket, dict[int, Array | None]]]:
+        forms, flats = _forms(present), Flats([one.value for one in present])
+        for bucket in whole_buckets([form.count for form in forms], [dtype(form) for form in forms], limit):
+            yield bucket, flats.of(bucket)
+
+    def _rows(self, buffer: Array, root: int | None) -> Any:
+        """Every rank's buffer, [ranks, elements], where it is wanted."""
+        if root is not None:
+            return self._wire.parts_at(root, buffer)
+        return self._wire.all_parts(buffer, [buffer.size] * self._wire.size).reshape(self._wire.size, -1)
+
+
+def _forms(present: Sequence[Sent]) -> list[Form]:
+    return [one.form for one in present if one.form is not None]
+
+
+def _divided(sums: Array, by: float) -> Array:
+    divided: Array = np.divide(sums, by, out=sums)
+    return divided
+
+
+def _tree(tree: Tree, present: Sequence[Sent], flat: Sequence[Array], rank: int | None = None) -> Tree:
+    """The tree around new values; None where there is none, or where `rank` had none."""
+    made = {
+        one.path: one.form.made(values)
+        for one, values in zip(present, flat, strict=True)
+        if one.form is not None and rank not in one.absent
+    }
+    return rebuilt(tree, made.get)

@@ -1,0 +1,166 @@
+"""Which rank writes which array: values that ranks share are written once, each rank's own for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from strategies.errors import CannotRun
+from strategies.mpi.arrays import form_of, is_array, values_of
+from strategies.mpi.files import bytes_of, can_hold, digest_of
+from strategies.mpi.parts import Part, Region
+from strategies.mpi.tree import Tree, leaves, name_of
+
+Json = Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What one rank holds under a name: a whole array (`region` None) or a part of one of `shape`."""
+
+    word: str
+    shape: tuple[int, ...]
+    region: Region | None
+    digest: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Described:
+    """A rank's tree without its values: its nesting as JSON, and what it holds by name."""
+
+    structure: Json
+    held: Mapping[str, Held]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The `arrays` section of the index, and for each rank what it writes: key in the file -> name in its tree."""
+
+    arrays: Json
+    writes: Sequence[Mapping[str, str]]
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def described(state: Tree) -> Described:
+    """
+    Raises:
+        CannotRun: a leaf can be stored neither as an array nor as JSON.
+    """
+    held = {}
+    for path, value in leaves(state).items():
+        if isinstance(value, Part) or is_array(value):
+            held[name_of(path)] = _held(value, name_of(path))
+        elif value is not None and not isinstance(value, (bool, int, float, str)):
+            raise CannotRun(
+                f"save_checkpoint: {name_of(path)!r} is of type {type(value).__name__}; a checkpoint holds arrays,"
+                " Parts, numbers, texts and None, in dicts, lists and tuples"
+            )
+    return Described(structure=structure_of(state), held=held)
+
+
+def structure_of(tree: Tree) -> Json:
+    """A tree's nesting: `{"dict": [[key, …], …]}`, `{"list": […]}` or `{"tuple": […]}`, around `{"array": kind}` and
+    `{"value": …}`."""
+    if isinstance(tree, Mapping):
+        return {"dict": [[key, structure_of(value)] for key, value in tree.items()]}
+    if isinstance(tree, (list, tuple)):
+        return {"list" if isinstance(tree, list) else "tuple": [structure_of(value) for value in tree]}
+    if isinstance(tree, Part) or is_array(tree):
+        return {"array": "scalar" if isinstance(tree, np.generic) else "array"}
+    return {"value": tree}
+
+
+def laid_out(ranks: Sequence[Mapping[str, Held]]) -> Layout:
+    """Who writes what; among the ranks that hold the same, the one that writes least so far.
+
+    Raises:
+        CannotRun: the parts of an array do not make it up.
+    """
+    busy = [0] * len(ranks)
+    writes: list[dict[str, str]] = [{} for _ in ranks]
+    arrays: dict[str, Json] = {}
+    for name in dict.fromkeys(name for held in ranks for name in held):
+        holders = {rank: held[name] for rank, held in enumerate(ranks) if name in held}
+        arrays[name] = []
+        for variant in _variants(name, holders):
+            pieces: list[Json] = []
+            for same in variant:
+                writer = min(same, key=lambda rank: (busy[rank], rank))
+                key = name if len(variant) == 1 else f"{name}.{len(pieces)}"
+                key = f"{key}@{writer}" if len(same) < len(holders) and len(variant) == 1 else key
+                while key in writes[writer]:
+                    key += "'"
+                writes[writer][key] = name
+                busy[writer] += holders[writer].bytes
+                pieces.append(_piece(file_of(writer), key, holders[writer]))
+            one = holders[variant[0][0]]
+            members = sorted(rank for same in variant for rank in same)
+            arrays[name].append({"dtype": one.word, "shape": list(one.shape), "ranks": members, "pieces": pieces})
+    return Layout(arrays=arrays, writes=writes)
+
+
+def _held(value: Any, name: str) -> Held:
+    part = value if isinstance(value, Part) else None
+    values = value.values if isinstance(value, Part) else value
+    form = form_of(values, name)
+    if not can_hold(form.word):
+        raise CannotRun(f"save_checkpoint: {name!r} is of {form.word}, which safetensors cannot hold; convert it")
+    data = bytes_of(values_of(values), form.word)
+    return Held(
+        word=form.word,
+        shape=form.shape if part is None else part.shape,
+        region=None if part is None else part.region,
+        digest=digest_of(data),
+        bytes=data.nbytes,
+    )
+
+
+def _variants(name: str, holders: Mapping[int, Held]) -> list[list[list[int]]]:
+    """The different arrays of a name; each as its pieces; each of these as the ranks that hold it."""
+    parts = [held for held in holders.values() if held.region is not None]
+    if not parts:
+        kinds: dict[Any, list[int]] = {}
+        for rank, held in holders.items():
+            kinds.setdefault((held.word, held.shape, held.digest), []).append(rank)
+        return [[ranks] for ranks in kinds.values()]
+    if len(parts) < len(holders) or len({(held.word, held.shape) for held in parts}) > 1:
+        raise CannotRun(f"save_checkpoint: {name!r} is a part of one array on some ranks and something else on others")
+    regions: dict[Region, list[int]] = {}
+    for rank, held in holders.items():
+        if held.region is not None:
+            regions.setdefault(held.region, []).append(rank)
+    for ranks in regions.values():
+        other = next((rank for rank in ranks if holders[rank].digest != holders[ranks[0]].digest), None)
+        if other is not None:
+            raise CannotRun(
+                f"save_checkpoint: ranks {ranks[0]} and {other} hold different values of one part of {name!r}"
+            )
+    _require_whole(name, parts[0].shape, list(regions))
+    return [list(regions.values())]
+
+
+def _require_whole(name: str, shape: tuple[int, ...], regions: Sequence[Region]) -> None:
+    count = int(np.prod(shape, dtype=np.int64))
+    there = sum(int(np.prod(region.shape, dtype=np.int64)) for region in regions)
+    if there != count or any(one.overlaps(two) for one, two in combinations(regions, 2)):
+        raise CannotRun(
+            f"save_checkpoint: the parts of {name!r} hold {there} elements of {count}, or overlap; every element must"
+            " be in one part, and all parts be either boxes or runs"
+        )
+
+
+def _piece(file: str, key: str, held: Held) -> Json:
+    piece: dict[str, Json] = {"file": file, "key": key, "digest": held.digest}
+    if held.region is not None:
+        start = held.region.start
+        piece |= {"start": start if isinstance(start, int) else list(start), "shape": list(held.region.shape)}
+    return piece

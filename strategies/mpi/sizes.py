@@ -1,0 +1,136 @@
+"""ModelParallelConfig: how many ranks share a model, a batch, a pipeline, checked against the ranks there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from strategies.errors import CannotRun
+from strategies.mpi.wire import Wire
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coordinates:
+    """A rank's place along each axis."""
+
+    model: int
+    data: int
+    pipeline: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParallelConfig:
+    """Ranks along three axes; their product is the number of ranks.
+
+        config = ModelParallelConfig(model_parallel_size=2, data_parallel_size=2)
+        with config.split(MPI.COMM_WORLD) as groups:
+            optimizer = ZeROOptimizer(dp_comm=groups.data, stage=ZeROStage.STAGE_2, learning_rate=1e-3)
+
+    Ranks of one model lie side by side (they talk most), then those of one batch, then pipeline stages: Megatron-LM's
+    order (arXiv:2104.04473), which keeps a model's ranks on one node where mpirun fills nodes one after the other.
+
+    Raises:
+        CannotRun: a size is no whole number above 0.
+    """
+
+    model_parallel_size: int = 1
+    data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise CannotRun(f"{one.name} is {value!r}; it must be a whole number of at least 1")
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that this takes."""
+        return self.model_parallel_size * self.data_parallel_size * self.pipeline_parallel_size
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where a rank stands.
+
+        Raises:
+            CannotRun: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise CannotRun(f"rank {rank} is none of {self}; ranks are 0 to {self.world_size - 1}")
+        rest, model = divmod(rank, self.model_parallel_size)
+        pipeline, data = divmod(rest, self.data_parallel_size)
+        return Coordinates(model=model, data=data, pipeline=pipeline)
+
+    def require_world(self, ranks: int) -> None:
+        """
+        Raises:
+            CannotRun: the sizes do not multiply to `ranks`; the message says what to change.
+        """
+        if ranks == self.world_size:
+            return
+        others = self.model_parallel_size * self.pipeline_parallel_size
+        remedy = f"set data_parallel_size to {ranks // others}, or " if ranks % others == 0 else ""
+        raise CannotRun(
+            f"{self} = {self.world_size} ranks, and there {'is' if ranks == 1 else 'are'} {ranks}; {remedy}start"
+            f" {self.world_size} ranks (mpirun -n {self.world_size})"
+        )
+
+    def split(self, comm: MPI.Comm | None = None) -> ParallelGroups:
+        """The communicators of this rank along each axis; every rank of `comm` (None: all) calls it together.
+
+        Raises:
+            CannotRun: the sizes do not fit the ranks, or differ between ranks; all ranks raise.
+        """
+        wire = Wire(comm)
+
+        def fitting() -> ModelParallelConfig:
+            self.require_world(wire.size)
+            return self
+
+        wire.agreed("ModelParallelConfig", fitting, lambda config: [str(config)])
+        here = self.coordinates(wire.rank)
+        # Ranks of one group share a colour and are ordered by the world's order.
+        model = here.pipeline * self.data_parallel_size + here.data
+        data = here.pipeline * self.model_parallel_size + here.model
+        pipeline = here.data * self.model_parallel_size + here.model
+        return ParallelGroups(
+            coordinates=here,
+            model=wire.comm.Split(model, wire.rank),
+            data=wire.comm.Split(data, wire.rank),
+            pipeline=wire.comm.Split(pipeline, wire.rank),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"model_parallel_size {self.model_parallel_size} x data_parallel_size {self.data_parallel_size}"
+            f" x pipeline_parallel_size {self.pipeline_parallel_size}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelGroups:
+    """A rank's communicators: `model` with the ranks that hold the other parts of its layers, `data` with those that
+    hold the same parameters, `pipeline` with the other stages, in order. `free` them, or use a `with` block."""
+
+    coordinates: Coordinates
+    model: MPI.Comm
+    data: MPI.Comm
+    pipeline: MPI.Comm
+
+    def free(self) -> None:
+        """Give the communicators back to MPI; all ranks of each call it together."""
+        for comm in (self.model, self.data, self.pipeline):
+            comm.Free()
+
+    def __enter__(self) -> ParallelGroups:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a failure of one rank the others may never come to free theirs.
+        if problem is None:
+            self.free()

@@ -1,0 +1,341 @@
+"""ZeROOptimizer: data parallelism whose ranks each keep a part of the optimizer, the gradients, the parameters."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strategies.errors import CannotRun
+from strategies.mpi.arrays import Array, Form, own_memory, values_of, write_into
+from strategies.mpi.buckets import BUCKET_BYTES, Bucket, checked_bucket_bytes, divided_buckets, whole_buckets
+from strategies.mpi.reduced import ReducedGradients
+from strategies.mpi.rules import AdamW, UpdateRule
+from strategies.mpi.sent import Flats, Sending, Sent, agreed_leaves
+from strategies.mpi.shares import Holding, Share
+from strategies.mpi.tree import Path, Tree, leaves, name_of, rebuilt, subtree
+from strategies.mpi.wire import Wire
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from strategies.mpi.performance import PerformanceMonitor
+
+
+class ZeROStage(IntEnum):
+    """What is partitioned (Rajbhandari et al. 2020, arXiv:1910.02054)."""
+
+    STAGE_1 = 1
+    """The optimizer's states."""
+    STAGE_2 = 2
+    """Gradients too."""
+    STAGE_3 = 3
+    """Parameters too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeROMemory:
+    """Bytes on this rank: states and masters, and what stage 3 keeps of the parameters (its masters)."""
+
+    optimizer_bytes: int
+    parameters_bytes: int
+
+
+class ZeROOptimizer:
+    """ZeRO on bare parameters, a tree of numpy arrays or torch tensors; all ranks call each method together.
+
+        optimizer = ZeROOptimizer(MPI.COMM_WORLD, ZeROStage.STAGE_2, learning_rate=0.001)
+        optimizer.register_parameters(parameters)
+        for batch in batches:
+            reduced = optimizer.reduce_gradients(gradients_of(parameters, batch))
+            parameters = optimizer.step(parameters, reduced)
+
+    In stage 3 `register_parameters` keeps this rank's run of each parameter, so the tree can be dropped:
+    `gather_parameters` brings one layer together when it is needed, and `step(None, reduced)` leaves all partitioned.
+
+    Args:
+        dp_comm: the ranks that hold the same parameters; None: all ranks.
+        learning_rate: of the next step; the attribute may be set between steps.
+        rule: how a step changes parameters; None: Adam with torch's defaults.
+        bucket_bytes: the size of a message.
+        monitor: gets the time of every collective.
+
+    Raises:
+        BackendMissing: there is no MPI.
+        CannotRun: an argument is of no use; all methods raise it on all ranks where trees differ between ranks.
+    """
+
+    def __init__(
+        self,
+        dp_comm: MPI.Comm | None,
+        stage: ZeROStage | int,
+        learning_rate: float,
+        *,
+        rule: UpdateRule | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        monitor: PerformanceMonitor | None = None,
+    ) -> None:
+        self._wire = Wire(dp_comm, monitor)
+        self.stage = _checked_stage(stage)
+        self.learning_rate = learning_rate
+        self.rule = AdamW() if rule is None else rule
+        self._bucket_bytes = checked_bucket_bytes(bucket_bytes)
+        self._shares: dict[Path, Share] = {}
+        self._tree: Tree = None
+
+    def register_parameters(self, parameters: Tree) -> None:
+        """Begin with these parameters; called once more, it begins anew, with states of zero.
+
+        Raises:
+            CannotRun: a parameter is not floating-point, or ranks hold different values.
+        """
+        found = agreed_leaves(self._wire, parameters, Sending(action="register_parameters", require=_require_floating))
+        self._wire.agreed("register_parameters", lambda: found, _value_words)
+        holding = Holding(
+            rank=self._wire.rank, ranks=self._wire.size, partitioned=self._partitioned, states=self.rule.states
+        )
+        self._shares = {one.path: holding.share(one.path, _form(one), one.value) for one in found}
+        self._tree = rebuilt(parameters, lambda path: None)
+
+    def reduce_gradients(self, gradients: Tree) -> ReducedGradients:
+        """Average over ranks and, from stage 2 on, keep this rank's runs alone.
+
+        `gradients` may hold some of the layers, so that those of one layer can be given away while backward goes on
+        with the next: add up what is returned. A leaf may be None on some ranks; it counts as zero there.
+
+        Raises:
+            CannotRun: a gradient is of no registered parameter, or of another shape.
+        """
+        found = agreed_leaves(self._wire, gradients, Sending(action="reduce_gradients", require=self._require_known))
+        present = [one for one in found if one.form is not None]
+        shares = [self._shares[one.path] for one in present]
+        flats = Flats([one.value for one in present])
+        divided = self.stage >= ZeROStage.STAGE_2
+        lengths = [share.stop - share.start if divided else share.form.count for share in shares]
+        out = [np.empty(length, dtype=share.form.summed) for length, share in zip(lengths, shares, strict=True)]
+        for bucket in self._buckets(shares, [share.form.summed for share in shares], divided=divided):
+            self._reduce(bucket, bucket.filled(flats.of(bucket)), _Targets(flats=out, shares=shares, divided=divided))
+        shapes = [(-1,) if divided else share.form.shape for share in shares]
+        return ReducedGradients(
+            {share.path: one.reshape(shape) for share, one, shape in zip(shares, out, shapes, strict=True)},
+            divided=divided,
+        )
+
+    def norm(self, reduced: ReducedGradients) -> float:
+        """The 2-norm of all gradients over all ranks; not finite where any of them is not."""
+        square = np.zeros(1)
+        for path, part in reduced.parts.items():
+            run = self._own_run(path, part)
+            square += np.dot(run, run) if run.dtype == np.float64 else np.square(run, dtype=np.float64).sum()
+        self._wire.sum(square)
+        return math.sqrt(square[0]) if square[0] >= 0 else math.nan
+
+    def step(
+        self, parameters: Tree, reduced: ReducedGradients, *, clip_norm: float | None = None, in_place: bool = False
+    ) -> Tree:
+        """Update this rank's runs of the parameters that have gradients, and give every rank all of them.
+
+        Args:
+            parameters: the tree as the last step returned it; changes that the script has made since are kept. None in
+                stage 3: the parameters stay partitioned, and None is returned.
+            clip_norm: gradients are scaled down to this norm where theirs is larger.
+            in_place: write into the arrays of `parameters`, and return the same tree; otherwise they are not changed.
+
+        Raises:
+            CannotRun: the parameters are not those that were registered.
+        """
+        whole = self._wire.agreed(
+            "step",
+            lambda: self._checked(parameters, reduced, in_place),
+            lambda _: (f"clip_norm {clip_norm}, in_place {in_place}", *reduced),
+        )
+        factor = 1.0
+        if clip_norm is not None:
+            factor = min(1.0, clip_norm / (self.norm(reduced) + 1e-6))
+        fresh = {path: self._updated(path, part, whole, factor) for path, part in reduced.parts.items()}
+        if whole is None:
+            return None
+        made = self._published(fresh, whole if in_place else None)
+        return parameters if in_place else rebuilt(parameters, lambda path: made.get(path, whole[path]))
+
+    def gather_parameters(self, *keys: str | int) -> Tree:
+        """The parameters at some keys (`gather_parameters("blocks", 3)`; without any: all), whole, in new arrays.
+
+        Raises:
+            CannotRun: the stage is not 3, or there are none at these keys.
+        """
+
+        def there() -> Tree:
+            if not self._partitioned:
+                raise CannotRun(f"stage {self.stage:d} leaves parameters whole with the script; only stage 3 has parts")
+            return subtree(self._tree, keys)
+
+        found = self._wire.agreed("gather_parameters", there, lambda _: [name_of(keys)])
+        paths = {path: (*keys, *path) for path in leaves(found)}
+        masters = {path: self._shares[path].master for path in paths.values()}
+        made = self._published({path: value for path, value in masters.items() if value is not None}, None)
+        return rebuilt(found, lambda path: made[paths[path]])
+
+    def memory(self) -> ZeROMemory:
+        """What this rank keeps."""
+        masters = sum(share.master.nbytes for share in self._shares.values() if share.master is not None)
+        parameters = masters if self._partitioned else 0
+        whole = sum(share.bytes for share in self._shares.values())
+        return ZeROMemory(optimizer_bytes=whole - parameters, parameters_bytes=parameters)
+
+    def state(self) -> dict[str, Any]:
+        """For `CheckpointManager.save_checkpoint`: this rank's parts, which any number of ranks can load."""
+        return {"rule": self.rule.name, "parameters": {share.name: share.state() for share in self._shares.values()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, as `CheckpointManager.load_checkpoint` returns it, under any stage and number of ranks.
+
+        Raises:
+            CannotRun: it is of other parameters or of another rule; nothing is changed.
+        """
+
+        def loaded() -> dict[Path, Share]:
+            if state.get("rule") != self.rule.name:
+                raise CannotRun(f"the checkpoint's rule is {state.get('rule')!r}, this optimizer's {self.rule.name!r}")
+            saved = state.get("parameters", {})
+            missing = [share.name for share in self._shares.values() if share.name not in saved]
+            if missing or not self._shares:
+                what = repr(missing[0]) if missing else "anything: call register_parameters first"
+                raise CannotRun(f"load_state: the checkpoint and the registered parameters do not share {what}")
+            return {path: share.loaded(saved[share.name]) for path, share in self._shares.items()}
+
+        self._shares, _ = self._wire.compared(loaded, lambda _: ())
+
+    @property
+    def _partitioned(self) -> bool:
+        return self.stage == ZeROStage.STAGE_3
+
+    def _buckets(self, shares: Sequence[Share], dtypes: Sequence[np.dtype[Any]], *, divided: bool) -> list[Bucket]:
+        counts = [share.form.count for share in shares]
+        if divided:
+            return divided_buckets(counts, dtypes, self._bucket_bytes, self._wire.size)
+        return whole_buckets(counts, dtypes, self._bucket_bytes)
+
+    def _reduce(self, bucket: Bucket, buffer: Array, targets: _Targets) -> None:
+        """Average a bucket, and put what this rank keeps of it where it belongs."""
+        if not targets.divided:
+            self._wire.sum(buffer)
+            bucket.spread(np.divide(buffer, self._wire.size, out=buffer), targets.flats)
+            return
+        own = self._wire.sum_parts(buffer, bucket.counts)
+        own /= self._wire.size
+        for run in bucket.runs_of(self._wire.rank):
+            begin = targets.shares[run.leaf].start
+            targets.flats[run.leaf][run.start - begin : run.stop - begin] = own[run.place]
+
+    def _updated(self, path: Path, part: Array, whole: Mapping[Path, Any] | None, factor: float) -> Array:
+        """This rank's run of a parameter after the step."""
+        share = self._shares[path]
+        run = self._own_run(path, part)
+        value = share.current(None if whole is None else whole[path])
+        share.step += 1
+        gradient = run if factor == 1.0 else run * np.asarray(factor, dtype=run.dtype)
+        self.rule.update(value, gradient, share.states, share.step, self.learning_rate)
+        return value
+
+    def _own_run(self, path: Path, part: Array) -> Array:
+        share = self._shares[path]
+        flat = part.reshape(-1)
+        return flat if self.stage >= ZeROStage.STAGE_2 else flat[share.start : share.stop]
+
+    def _published(self, fresh: Mapping[Path, Array], into: Mapping[Path, Any] | None) -> dict[Path, Any]:
+        """Whole parameters from every rank's runs: new leaves, or the values of those in `into`."""
+        shares = [self._shares[path] for path in fresh]
+        own = [None if into is None else own_memory(into[path]) for path in fresh]
+        flats = [
+            np.empty(share.form.count, dtype=share.form.carried) if memory is None else memory
+            for share, memory in zip(shares, own, strict=True)
+        ]
+        values = list(fresh.values())
+        for bucket in self._buckets(shares, [share.form.carried for share in shares], divided=True):
+            part = np.empty(bucket.counts[self._wire.rank], dtype=bucket.dtype)
+            for run in bucket.runs_of(self._wire.rank):
+                begin = shares[run.leaf].start
+                part[run.place] = values[run.leaf][run.start - begin : run.stop - begin]
+            bucket.spread(self._wire.all_parts(part, bucket.counts), flats)
+        if into is None:
+            return {share.path: share.form.made(flat) for share, flat in zip(shares, flats, strict=True)}
+        for share, memory, flat in zip(shares, own, flats, strict=True):
+            if memory is None:
+                write_into(into[share.path], flat, share.name)
+        return {}
+
+    def _require_known(self, path: Path, form: Form) -> None:
+        share = self._shares.get(path)
+        if share is None:
+            known = ", ".join(one.name for one in list(self._shares.values())[:8]) or "none"
+            raise CannotRun(f"{name_of(path)!r} is no registered parameter; registered: {known}")
+        if share.form.shape != form.shape or not form.is_floating:
+            raise CannotRun(f"the gradient of {share.name!r} is {form}, the parameter {share.form}; shapes must match")
+
+    def _checked(self, parameters: Tree, reduced: ReducedGradients, in_place: bool) -> dict[Path, Any] | None:
+        """The leaves of `parameters`, when a step can be made with these arguments."""
+        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
+            raise CannotRun(f"learning_rate is {self.learning_rate}; it must be a number of at least 0")
+        if reduced.divided != (self.stage >= ZeROStage.STAGE_2) or reduced.parts.keys() - self._shares.keys():
+            raise CannotRun(
+                "step: these gradients were not reduced by this optimizer; give what its reduce_gradients returns"
+            )
+        if parameters is None and not self._partitioned:
+            raise CannotRun(f"step: parameters is None, and stage {self.stage:d} keeps none; give them")
+        if parameters is None:
+            return None
+        whole = leaves(parameters)
+        if whole.keys() != self._shares.keys():
+            raise CannotRun("step: these are not the parameters that were registered; call register_parameters again")
+        for path, share in self._shares.items():
+            shape = getattr(whole[path], "shape", ())
+            if tuple(shape) != share.form.shape:
+                raise CannotRun(
+                    f"step: {share.name!r} has shape {list(shape)}; {list(share.form.shape)} was registered"
+                )
+            if in_place and not hasattr(whole[path], "__setitem__"):
+                raise CannotRun(f"step: {share.name!r} cannot be written in place; leave in_place out")
+        return whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Targets:
+    """Where averaged gradients go: flat arrays, whole or this rank's runs of `shares`."""
+
+    flats: Sequence[Array]
+    shares: Sequence[Share]
+    divided: bool
+
+
+def _checked_stage(stage: ZeROStage | int) -> ZeROStage:
+    try:
+        return ZeROStage(stage)
+    except ValueError:
+        raise CannotRun(f"stage is {stage!r}; it is ZeROStage.STAGE_1, STAGE_2 or STAGE_3") from None
+
+
+def _require_floating(path: Path, form: Form) -> None:
+    if not form.is_floating:
+        raise CannotRun(f"the parameter {name_of(path)!r} is of {form.word}; only floating-point ones are trained")
+
+
+def _form(one: Sent) -> Form:
+    if one.form is None:
+        raise CannotRun(f"the parameter {one.name!r} is None; leave it out")
+    return one.form
+
+
+def _value_words(found: Sequence[Sent]) -> list[str]:
+    """Each parameter with a checksum of its values."""
+    words = []
+    for one in found:
+        _form(one)
+        sum_of_values = zlib.crc32(np.ascontiguousarray(values_of(one.value)).reshape(-1).view(np.uint8).data)
+        words.append(f"{one.name} with checksum {sum_of_values:08x}")
+    return words
