@@ -68,9 +68,10 @@ class Shortage:
     def sentence(self) -> str:
         """What happened, for the list of what was rejected."""
         failed = self.configuration
+        kind = failed.activation_checkpointing
+        recomputing = "without checkpointing" if kind == "none" else f"with {kind} checkpointing"
         forget = f"; `dsplan db forget {self.id[:8]}` allows it again" if self.id else ""
         return (
-            f"ran out of memory {self.when} at micro-batch {failed.micro_batch_size} with"
-            f" {failed.activation_checkpointing} checkpointing: nothing predicted at"
+            f"ran out of memory {self.when} at micro-batch {failed.micro_batch_size} {recomputing}: nothing predicted at"
             f" {format_bytes(self.peak_allocated_bytes)} or more is proposed{forget}"
         )
