@@ -83,16 +83,20 @@ def configuration_from_dict(raw: object, where: object = "plan") -> Configuratio
     return _part(Configuration, raw, f"{where}: plan")
 
 
+def plan_text(plan: Plan) -> str:
+    """The plan as YAML."""
+    import yaml
+
+    return str(yaml.safe_dump(plan_to_dict(plan), sort_keys=False, width=100))
+
+
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write the plan as YAML, replacing the file in one step.
 
     Raises:
         BrokenFile: the file cannot be written.
     """
-    import yaml
-
-    text = yaml.safe_dump(plan_to_dict(plan), sort_keys=False, width=100)
-    replace_text(Path(path), text)
+    replace_text(Path(path), plan_text(plan))
 
 
 def load_plan(path: str | Path) -> Plan:

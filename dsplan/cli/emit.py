@@ -47,6 +47,7 @@ def emit(
         typer.echo(next(iter(files.values())), nl=False)
     else:
         typer.echo("\n".join(str(out / name) for name in files))
-    typer.echo("The plan holds for a script that", err=True)
-    for duty in script_duties(found, format, options):
+    if duties := script_duties(found, format, options):
+        typer.echo("The plan holds for a script that", err=True)
+    for duty in duties:
         typer.echo(f"  - {duty}", err=True)

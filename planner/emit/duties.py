@@ -20,7 +20,9 @@ _OPTIMIZERS = {
 
 
 def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:
-    """One sentence per duty, for the head of a file and for standard error."""
+    """One sentence per duty, for the head of a file and for standard error; none where `dsplan run` does it all."""
+    if format == "slurm" and plan.configuration.tp == plan.configuration.pp == 1:
+        return ()
     return (
         *_degrees(plan, format),
         *_batch(plan, format),

@@ -2,20 +2,30 @@
 # hsdp on 16 ranks: sbatch slurm.sh train.py ARGUMENTS
 #SBATCH --job-name=dsplan
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --output=slurm-%j.out
-# The plan holds for a script that
-#  - takes 2 samples per rank and step, accumulated 4 times (global batch 128)
-#  - loads the model with dtype=torch.float32, attn_implementation='sdpa'
-#  - uses torch.optim.AdamW
-set -euo pipefail
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+# 120 seconds before its time is up, or when another job takes its place, it saves and is queued again.
+set -uo pipefail
 
-# The first node of the job is where the others meet; the port is the job's own, for nodes that several jobs share.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
-RDZV_ID=$SLURM_JOB_ID
-export MASTER_ADDR MASTER_PORT RDZV_ID
-
-exec srun --kill-on-bad-exit=1 --cpu-bind=none torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-id="${RDZV_ID:-dsplan}" "$@"
+run_directory=${RUN_DIRECTORY:-$PWD/dsplan-$SLURM_JOB_ID}  # on a file system that all nodes share
+if [ -e "$run_directory/launch.json" ]; then
+    arguments=(--resume "$run_directory")
+else
+    arguments=(--run-dir "$run_directory" --plan plan.yaml --launcher slurm --nodes 2)
+    arguments+=(--grace-seconds 100 "$@")
+fi
+dsplan run "${arguments[@]}" &
+trap 'kill -USR1 $!' USR1 TERM
+while true; do
+    wait $!
+    status=$?
+    # A trap ends `wait` with 128 and the signal's number; then the run is still saving.
+    if [ "$status" -ne 138 ] && [ "$status" -ne 143 ]; then break; fi
+done
+if [ "$status" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"
