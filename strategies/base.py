@@ -236,7 +236,7 @@ class Engine(ABC):
         `latest` names it only then.
 
         Args:
-            client_state: JSON (numbers, texts, lists, dicts).
+            client_state: JSON (numbers, texts, lists, dicts); None: `engine.client_state`.
             asynchronous: return when all is copied to host memory and write meanwhile; None: what the config says.
                 The next call waits for it, and raises what went wrong with it.
             keep_last: how many of the newest checkpoints stay; None: what the config says, else all.
@@ -252,7 +252,8 @@ class Engine(ABC):
             asynchronous=how.asynchronous if asynchronous is None else asynchronous,
             custom=custom_of(save, self),
         )
-        path = self._checkpoints.save(Path(directory), client_state or {}, options)
+        state = self.client_state if client_state is None else client_state
+        path = self._checkpoints.save(Path(directory), state, options)
         if self.supervision is not None:
             self.supervision.script_saved(path)
         return path

@@ -88,7 +88,8 @@ class AutomaticSaves:
         if self._begun is not None and (looks[0].is_written or any(look.problem for look in looks)):
             self.finish()
         is_due = self._clock.is_due(step, looks[0].now) and looks[0].may_save
-        if is_due and all(look.is_clean for look in looks) and self._begun is None:
+        if is_due and all(look.is_clean for look in looks):
+            self.finish()
             self.save(asynchronous=all(look.has_room for look in looks))
 
     def save(self, *, asynchronous: bool) -> Path | None:

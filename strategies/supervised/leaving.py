@@ -18,13 +18,13 @@ def stopped(kind: EndingKind, message: str, run_directory: Path, saved: Path | N
     return replace(word, message=message, expected=True, saved=None if saved is None else str(saved))
 
 
-def leave(stopping: Stopping, watch: Watchdog, word: Failure) -> NoReturn:
+def leave(stopping: Stopping, watch: Watchdog, run_directory: Path, word: Failure) -> NoReturn:
     """Leave the last word, wait a moment for the other ranks, and end; every rank calls this.
 
     Raises:
         Stopped: always.
     """
-    write_failure(watch.directory, watch.rank, word)
+    write_failure(run_directory, watch.rank, word)
     watch.expect_end(STOPPED)
     stopping.take_leave()
     raise Stopped

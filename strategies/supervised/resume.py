@@ -14,7 +14,6 @@ from hardware_db.errors import DsplanError
 from strategies.agree import on_rank_zero
 from strategies.checkpoint import folder
 from strategies.checkpoint.content import read_content
-from strategies.errors import BrokenFile
 from strategies.supervised import lineage
 
 if TYPE_CHECKING:
@@ -41,19 +40,20 @@ def resume(engine: Engine, run_directory: Path) -> Resumed | None:
     """Restore the newest checkpoint of the run that is whole; None where the run has none. Every rank calls this.
 
     Raises:
-        BrokenFile: there are checkpoints and none of them can be loaded; the newest one's reason.
+        DsplanError: there are checkpoints and none of them can be loaded; the newest one's reason.
     """
-    refusal: BrokenFile | None = None
+    refusal: DsplanError | None = None
     for made in _candidates(engine, run_directory):
         try:
             path, state = engine._checkpoints.load(Path(made.path))
-        except BrokenFile as problem:
+        except DsplanError as problem:  # on every rank, a BrokenFile on the one that found it
             refusal = refusal or problem
             if engine.is_main:
                 print(f"dsplan: {problem}; trying the one before", file=sys.stderr, flush=True)
             continue
         if path is not None:
-            engine.client_state.update(state)
+            if made.is_automatic:
+                engine.client_state.update(state)
             return Resumed(made=made, client_state=state)
     if refusal is not None:
         raise refusal

@@ -128,7 +128,8 @@ class Supervision(Observer):
         message = f"stopped at step {step}{sentence}"
         if self._engine.is_main:
             _say(message)
-        leave(self._stopping, self._watch, stopped(kind, message, self._run_directory, path))
+        word = stopped(kind, message, self._run_directory, path)
+        leave(self._stopping, self._watch, self._run_directory, word)
 
     # The script's own checkpoints.
 

@@ -153,7 +153,8 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
     def _leave(self, request: Request, message: str, saved: Path | None) -> None:
         if self._environment.is_main:
             _say(message)
-        leave(self._stopping, self._watch, stopped(request.kind, message, self._directory, saved))
+        word = stopped(request.kind, message, self._directory, saved)
+        leave(self._stopping, self._watch, self._directory, word)
 
 
 def _newest(directory: Path, output: Path) -> lineage.Made | None:

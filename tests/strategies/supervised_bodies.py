@@ -1,0 +1,174 @@
+"""What the tests of supervision run on ranks: a small model trained under orders, with no command above it."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import training_bodies
+from training_bodies import Recipe
+
+from strategies.checkpoint import storage
+from strategies.data import LoaderSettings, ShardedLoader
+from strategies.launch.orders import Orders
+from strategies.supervised import lineage
+from strategies.supervised.failures import read_failure
+from strategies.supervised.signals import STOP_SIGNAL
+from strategies.supervised.stopping import Stopped
+from strategies.supervised.supervision import Supervision
+
+SAMPLES = 36
+
+
+def supervised(recipe: Recipe, directory: str, **orders: Any) -> Any:
+    """An engine with data under orders, resumed where the run has a checkpoint."""
+    STOP_SIGNAL.request = None
+    run = Path(directory)
+    run.mkdir(exist_ok=True)
+    engine = training_bodies.make_engine(recipe)
+    samples = [tuple(tensor[row] for tensor in training_bodies.batch_of(0)) for row in range(12)] * (SAMPLES // 12)
+    engine.dataloader = ShardedLoader(samples, engine.configuration, engine.environment, LoaderSettings())  # type: ignore[arg-type]
+    values = {"checkpoint_directory": str(run / "checkpoints"), "checkpoint_minutes": None, "hang_seconds": 0.0}
+    engine.supervision = Supervision(engine, Orders(**{**values, **orders}), run)
+    engine.observers.append(engine.supervision)
+    engine.supervision.resume()
+    return engine
+
+
+def train(engine: Any, passes: int, stop_at: int | None = None) -> list[tuple[int, float]]:
+    """The script's naive loop: (step, loss) of every step that is made; rank 0 is asked to stop in step `stop_at`."""
+    made: list[tuple[int, float]] = []
+    try:
+        for _ in range(passes):
+            for ids, targets in engine.dataloader:
+                loss = engine(ids, targets) * (1 + torch.rand(()) / 100)  # shows a wrong random state
+                engine.backward(loss)
+                if stop_at is not None and engine.global_steps + 1 >= stop_at:
+                    if engine.is_main:
+                        STOP_SIGNAL.ask("preempted", 60.0)
+                    time.sleep(0.3)  # the watchdogs look four times a second
+                engine.step()
+                made.append((engine.global_steps, loss.item()))
+    except Stopped:
+        _stay(engine)
+        made.append((engine.global_steps, loss.item()))
+    return made
+
+
+def whole(recipe: Recipe, directory: str, passes: int) -> list[tuple[int, float]]:
+    return train(supervised(recipe, directory), passes)
+
+
+def stopped(recipe: Recipe, directory: str, stop_at: int) -> list[tuple[int, float]]:
+    return train(supervised(recipe, directory), 4, stop_at)
+
+
+def saving(recipe: Recipe, directory: str, passes: int, every: int) -> list[str]:
+    """The checkpoints that are there after some passes with one every `every` steps."""
+    engine = supervised(recipe, directory, checkpoint_steps=every)
+    train(engine, passes)
+    engine.wait_for_checkpoint()
+    torch.distributed.barrier()
+    return sorted(path.name for path in Path(directory, "checkpoints").glob("step-*"))
+
+
+def full_disk(recipe: Recipe, directory: str, asynchronous: bool) -> tuple[list[int], list[int]]:
+    """Steps of the checkpoints before and after rank 1's disk is full for a while; training goes on meanwhile."""
+    engine = supervised(recipe, directory, checkpoint_steps=2)
+    engine.supervision._saves._has_room = asynchronous
+    train(engine, 1)
+    engine.supervision._saves.finish()
+    before, original = _steps(directory), storage.write
+
+    def full(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if engine.environment.rank == 1:
+        storage.write = full  # type: ignore[assignment]
+    train(engine, 1)
+    engine.supervision._saves.finish()
+    storage.write = original
+    torch.distributed.barrier()
+    during = _steps(directory)
+    assert during == before, (before, during)
+    train(engine, 2)
+    engine.supervision._saves.finish()
+    torch.distributed.barrier()
+    return before, _steps(directory)
+
+
+def script_loads(recipe: Recipe, run: str, own: str) -> tuple[str, int, Any]:
+    """What the script's own `load_checkpoint` gives in a run that resumes."""
+    engine = supervised(recipe, run)
+    path, state = engine.load_checkpoint(own)
+    return str(path), engine.global_steps, state
+
+
+def script_saves(recipe: Recipe, run: str, own: str, passes: int) -> int:
+    """Train and save as a script does, with state of its own; the step."""
+    engine = supervised(recipe, run)
+    train(engine, passes)
+    engine.save_checkpoint(own, client_state={"at": engine.global_steps})
+    return int(engine.global_steps)
+
+
+def blow_up(recipe: Recipe, directory: str) -> tuple[str, int]:
+    """What is said where losses stay NaN, and how many checkpoints were made of it."""
+    engine = supervised(recipe, directory, checkpoint_steps=1)
+    said = ""
+    try:
+        for _ in range(20):
+            for ids, targets in engine.dataloader:
+                engine.backward(engine(ids, targets) * float("nan"))
+                engine.step()
+    except Exception as problem:
+        said = f"{type(problem).__name__}: {problem}"
+    return said, len(lineage.read(Path(directory)))
+
+
+def _stay(engine: Any) -> None:
+    """The ranks of a pool outlive their engines."""
+    engine.supervision._watch._must_end = None
+
+
+def _steps(directory: str) -> list[int]:
+    names = [path.name for path in Path(directory, "checkpoints").glob("step-*")]
+    return sorted(int(name.split("-")[1]) for name in names)
+
+
+def too_late(recipe: Recipe, directory: str) -> tuple[str, int]:
+    """What is said where the time is over before saving could begin, and how many checkpoints were made."""
+    engine = supervised(recipe, directory)
+    train(engine, 1)
+    try:
+        engine.supervision.stop("preempted", time.monotonic() - 1.0)
+    except Stopped:
+        _stay(engine)
+        failure = read_failure(Path(directory), engine.environment.rank)
+        assert failure is not None
+        return str(failure["message"]), len(lineage.read(Path(directory)))
+    raise AssertionError("it did not stop")
+
+
+def script_reads_state(recipe: Recipe, directory: str, keeps: bool) -> tuple[list[int], Any]:
+    """Steps of the automatic checkpoints of a script that reads `client_state`, and what a resumed engine has of it."""
+    engine = supervised(recipe, directory, checkpoint_steps=1)
+    engine.supervision._script_reads_state = True
+    if keeps:
+        engine.client_state["best"] = 0.5
+    train(engine, 1)
+    engine.supervision._saves.finish()
+    torch.distributed.barrier()
+    return _steps(directory), supervised(recipe, directory).client_state
+
+
+def wandering_random_state(recipe: Recipe, directory: str) -> list[float]:
+    """Numbers drawn after a pass over the data begins, which reading data must not move."""
+    engine = supervised(recipe, directory)
+    torch.manual_seed(11)
+    iterator = iter(engine.dataloader)
+    next(iterator)
+    return torch.rand(2).tolist()
