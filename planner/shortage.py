@@ -72,6 +72,6 @@ class Shortage:
         recomputing = "without checkpointing" if kind == "none" else f"with {kind} checkpointing"
         forget = f"; `dsplan db forget {self.id[:8]}` allows it again" if self.id else ""
         return (
-            f"ran out of memory {self.when} at micro-batch {failed.micro_batch_size} {recomputing}: nothing predicted at"
-            f" {format_bytes(self.peak_allocated_bytes)} or more is proposed{forget}"
+            f"ran out of memory {self.when} at micro-batch {failed.micro_batch_size} {recomputing}: nothing predicted"
+            f" at {format_bytes(self.peak_allocated_bytes)} or more is proposed{forget}"
         )

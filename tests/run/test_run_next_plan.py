@@ -1,4 +1,4 @@
-"""A plan that is too large on purpose: the run goes down the chain of plans to one that fits, and the machine remembers.
+"""A plan that is too large on purpose: the run goes down the chain of plans to one that fits; the machine remembers.
 
 The machine's memory is what the probe says; what a rank may really take is less (RLIMIT_DATA), which nobody is told.
 """
