@@ -18,6 +18,7 @@ from time_scores import rank_correlation
 from hardware_db.measurement import RateMeasurement
 from hardware_db.microbench.grid import CPU, GPU, Scale, quick_points
 from hardware_db.microbench.rate import point_of
+from hardware_db.probe import Host
 from hardware_db.run_rows import SHIPPED
 from hardware_db.time_runs import TimeRun, read_time_runs
 from planner.calibration.learn import fitted, learn, with_factors
@@ -25,6 +26,7 @@ from planner.calibration.rows import Row
 from planner.estimate import price
 from planner.factors import SHIPPED as AS_SHIPPED
 from planner.factors import Factors
+from planner.hardware.probed import cpu_cluster
 from planner.job import Job
 from planner.machine_rates import rates_from_measurements
 from planner.timing import step_time
@@ -51,6 +53,16 @@ def files_of(device: str) -> Files:
 
 
 CPU_FILES = files_of("cpu")
+# The processor of the shipped CPU rows; what the machine that compares them has is of no account.
+_MEASURED_ON = Host(
+    system="Linux",
+    cpu_model="Intel(R) Xeon(R) Processor",
+    cpu_flags=frozenset({"avx512f", "avx512_bf16", "avx2", "fma"}),
+    cpu_max_mhz=2600.0,
+    physical_cores=2,
+    logical_cores=2,
+    usable_cores=2,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +130,8 @@ class Bench:
         request, configuration = asked(run)
         rates = rates_from_measurements(self._rates, ranks=run.world_size, precision=request.workload.precision)
         cluster = replace(request.cluster, rates=rates, host_cores_per_node=run.cores)
+        if cluster.device.is_cpu:
+            cluster = replace(cluster, device=cpu_cluster(_MEASURED_ON, ranks=run.world_size).device)
         return price(replace(request, cluster=cluster), configuration).job
 
     def row(self, run: TimeRun) -> Row:
