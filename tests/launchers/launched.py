@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,10 +57,20 @@ class Launched:
 
     def until_step(self, step: int) -> None:
         """Wait until a step is in the file of losses."""
+        self._until(lambda: max((one for one, _, _ in self.rows()), default=0) >= step, f"step {step}")
+
+    def until_step_on(self, steps: int, *, ranks: int) -> None:
+        """Wait until so many steps have been trained in a row on so many ranks."""
+        self._until(
+            lambda: [count for _, count, _ in self.rows()][-steps:] == [ranks] * steps,
+            f"{steps} steps on {ranks} ranks",
+        )
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while max((one for one, _, _ in self.rows()), default=0) < step:
-            assert time.monotonic() < deadline, f"waited for step {step}:\n{self.out}"
-            assert any(process.poll() is None for process in self._started), f"ended before step {step}:\n{self.out}"
+        while not condition():
+            assert time.monotonic() < deadline, f"waited for {what}:\n{self.out}"
+            assert any(process.poll() is None for process in self._started), f"ended before {what}:\n{self.out}"
             time.sleep(0.05)
 
     def rows(self) -> list[tuple[int, int, float]]:
