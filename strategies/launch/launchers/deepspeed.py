@@ -5,16 +5,13 @@ Source: `deepspeed --help` of DeepSpeed 0.17 to 0.19, deepspeed/launcher/runner.
 
 from __future__ import annotations
 
-import re
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 from hardware_db.errors import DsplanError
 from strategies.launch.launchers.process import RANK_MODULE, ProcessLauncher
 
 _HOSTS = "deepspeed.hosts"
-_HOST = re.compile(r"^\s*([^\s#]+)\s+slots=(\d+)", re.MULTILINE)
 
 
 class DeepSpeedLauncher(ProcessLauncher):
@@ -52,18 +49,3 @@ class DeepSpeedLauncher(ProcessLauncher):
         path = self.spec.directory / _HOSTS
         path.write_text(f"localhost slots={self.spec.processes}\n")
         return [f"--hostfile={path}", "--master_addr=127.0.0.1", "--no_ssh", "--node_rank=0"]
-
-
-def hosts_of(path: Path) -> dict[str, int]:
-    """The hosts of a host file (`name slots=GPUS` per line) with their slots.
-
-    Raises:
-        DsplanError: the file cannot be read, or has no such line.
-    """
-    try:
-        found = {name: int(slots) for name, slots in _HOST.findall(path.read_text())}
-    except OSError as error:
-        raise DsplanError(f"{path}: {error.strerror or 'cannot be read'}; name a host file with --hostfile") from None
-    if not found:
-        raise DsplanError(f"{path}: has no line `name slots=GPUS`; write one per node")
-    return found

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 from hardware_db.errors import DsplanError
 from strategies.launch.launchers.process import ProcessLauncher, rank_command
@@ -17,6 +18,7 @@ from strategies.launch.launchers.process import ProcessLauncher, rank_command
 _BY_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
 _EXIT_CODE = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
 _NODE_GONE = re.compile(r"ORTE has lost communication with a remote daemon|lost connection to .*daemon", re.IGNORECASE)
+_HOST = re.compile(r"^[ \t]*([^\s#:]+)", re.MULTILINE)
 _MISSING = "mpirun is not installed here; install Open MPI (openmpi-bin), or run without --launcher"
 # Further variables that the ranks of other nodes need; Open MPI takes over only what it is told to.
 _EXPORTED = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")
@@ -39,6 +41,8 @@ class MpiLauncher(ProcessLauncher):
             found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         if self.placement.rendezvous is not None:
             found["MASTER_ADDR"], _, found["MASTER_PORT"] = self.placement.rendezvous.rpartition(":")
+        elif self.placement.hostfile is not None and self.placement.most_nodes > 1:
+            found.setdefault("MASTER_ADDR", first_host(Path(self.placement.hostfile)))
         return found
 
     def signal(self, number: signal.Signals) -> None:
@@ -71,6 +75,23 @@ def is_open_mpi() -> bool:
     """Whether the `mpirun` here is Open MPI's."""
     asked = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
     return "Open MPI" in asked.stdout + asked.stderr
+
+
+def first_host(hostfile: Path) -> str:
+    """The host of rank 0: the first of a host file, `name slots=RANKS` (Open MPI) or `name:RANKS` (Hydra) per line.
+
+    Raises:
+        DsplanError: the file cannot be read, or names none.
+    """
+    try:
+        found = _HOST.search(hostfile.read_text())
+    except OSError as error:
+        raise DsplanError(
+            f"{hostfile}: {error.strerror or 'cannot be read'}; name a host file with --hostfile"
+        ) from None
+    if found is None:
+        raise DsplanError(f"{hostfile}: names no host; write a line per node")
+    return found[1]
 
 
 def job_result(said: str) -> dict[str, object]:
