@@ -125,7 +125,8 @@ def _store(own: Presence, at: Address, patience: Patience) -> Store:
         return _joined(own, at, patience)
     try:
         # Multi-tenant: a script that meets by itself at MASTER_PORT later finds this server instead of a taken port.
-        return TCPStore(host, at.port, is_master=True, timeout=_ANSWER, wait_for_workers=False, multi_tenant=True)
+        with _without_pages():
+            return TCPStore(host, at.port, is_master=True, timeout=_ANSWER, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as problem:
         # Where another process is rank 0 too, the roll in its store tells both of them.
         if store := _answered(at, READ_SECONDS):
@@ -158,7 +159,8 @@ def _answered(at: Address, seconds: float) -> Store | None:
 
 @contextlib.contextmanager
 def _without_pages() -> Iterator[None]:
-    """Nothing on stderr: where another program answers, torch's C++ prints a stack trace per attempt."""
+    """Nothing on stderr: torch's C++ prints a stack trace per attempt where another program answers, and complains of
+    hosts whose address has no name."""
     sys.stderr.flush()
     kept = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)

@@ -17,7 +17,7 @@ from hardware_db.errors import DsplanError
 from strategies.errors import CannotMeet
 
 # Ranks of one node fail within this of each other: they read one verdict, or wait equally long.
-_TOGETHER_SECONDS = 1.0
+_TOGETHER_SECONDS = 2.0
 _JOB_VARIABLES = (
     ("TORCHELASTIC_RUN_ID",),
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),

@@ -64,10 +64,10 @@ def examine_cluster(
             for rank, all_ in enumerate(told)
             for raw in all_
         ]
-        together = _reached(room, members, leaders)
-    together += _agreeing_versions(members, leaders)
+        reached = _reached(room, members, leaders)
+    together = [*reached, *_agreeing_versions(members, leaders)]
     together += _shared_directories(room, members, leaders, directories)
-    links = _links(room, place, members) if not any(one.check == "reach" for one in together) else []
+    links = [] if any(one.level == "problem" for one in reached) else _links(room, place, members)
     together += link_findings(links)
     nodes = tuple(members[rank].node for rank in leaders)
     diagnosis = Diagnosis(
@@ -76,7 +76,7 @@ def examine_cluster(
         findings=sorted_findings([*merged(local), *together]),
         links=tuple(links),
     )
-    room.share("end", None)  # rank 0's store ends with it
+    room.leave()
     return diagnosis
 
 

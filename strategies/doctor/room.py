@@ -35,6 +35,17 @@ class Room:
                 f"rank {self.rank} lost rank 0 while the ranks looked at {topic}; its own output says why"
             ) from None
 
+    def leave(self) -> None:
+        """Say that this rank needs the store no more; rank 0, with which the store ends, waits for all to have said so.
+
+        Raises:
+            DsplanError: a rank says nothing for two minutes.
+        """
+        if self.rank == 0:
+            self.share("leave", None)
+        else:
+            self.store.set(f"leave/{self.rank}", json.dumps(None))
+
     def _heard(self, topic: str, rank: int) -> Any:
         until = time.monotonic() + _LIMIT_SECONDS
         key = f"{topic}/{rank}"
