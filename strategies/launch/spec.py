@@ -70,7 +70,7 @@ def pid_path(directory: Path, rank: int) -> Path:
 
 
 def heartbeat_path(directory: Path, rank: int) -> Path:
-    """Where rank `rank` says about once a second how far it is."""
+    """Where rank `rank` says every few seconds how far it is."""
     return directory / f"rank{rank}.heartbeat"
 
 

@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from strategies.launch.spec import heartbeat_path, stacks_path
 from strategies.supervised.activity import Activity
@@ -40,6 +40,8 @@ _ASIDE_SECONDS = 3.0
 """What the other ranks get to write their stacks, before this one's end makes the launcher end them."""
 _ALONE_SECONDS = 120.0
 _LOOKS_BETWEEN = 3
+_FILED = 5
+"""Heartbeats of which one is left in the run directory, for people."""
 _LEAVE_SECONDS = 15.0
 _HUNG = "hung"
 
@@ -49,14 +51,19 @@ class Hung(RuntimeError):
 
 
 class Watchdog(threading.Thread):
-    """Watches one rank; `hang_seconds` 0: never calls anything a hang."""
+    """Watches one rank; `hang_seconds` 0: never calls anything a hang.
 
-    def __init__(self, directory: Path, rank: int, hang_seconds: float) -> None:
+    With `only_tells` a hang is told, with the stacks, and does not end the process: a script that trains nothing may
+    wait as long as it likes.
+    """
+
+    def __init__(self, directory: Path, rank: int, hang_seconds: float, *, only_tells: bool = False) -> None:
         super().__init__(name="dsplan watchdog", daemon=True)
         self.directory, self.rank, self._hang_seconds = directory, rank, hang_seconds
         self._stacks: IO[str] = open(stacks_path(directory, rank), "a")  # noqa: SIM115 - open until the process ends
         self._activity = Activity(PULSE)
         self._active_at = self._beat_at = time.monotonic()
+        self._only_tells, self._has_told = only_tells, False
         self._number, self._world_size = 0, 1
         self._board: Board | None = None
         self._stopping: Stopping | None = None
@@ -99,7 +106,8 @@ class Watchdog(threading.Thread):
         self._publish(quiet)
         if not self._hang_seconds:
             return
-        faulthandler.dump_traceback_later(self._hang_seconds + _LOCK_SECONDS, file=self._stacks, exit=True)
+        limit = self._hang_seconds + _LOCK_SECONDS
+        faulthandler.dump_traceback_later(limit, file=self._stacks, exit=not self._only_tells)
         told = None if self._board is None else read_verdict(self._board.get(_HUNG))
         if told is not None:
             self._give_up(told)
@@ -125,16 +133,16 @@ class Watchdog(threading.Thread):
             time=time.time(),
         )
         text = beat.text()
-        with suppress(OSError):
-            heartbeat_path(self.directory, self.rank).write_text(text)
+        if self._number % _FILED == 1:
+            with suppress(OSError):
+                heartbeat_path(self.directory, self.rank).write_text(text)
         if self._board is not None:
             self._board.put(_beat(self.rank), text)
 
     def _verdict(self, quiet: float) -> Verdict | None:
         """Whom the ranks wait for, after a second look at them; None where this rank has moved meanwhile."""
         if self._board is None:
-            sentence = f"no progress for {quiet:.0f} s, before the ranks met"
-            return Verdict(behind=(self.rank,), sentence=sentence)
+            return Verdict(behind=(self.rank,), sentence=f"no progress for {quiet:.0f} s")
         before = self._heartbeats(self._board)
         time.sleep(_LOOKS_BETWEEN * self._beat_seconds)
         self._beat_at = time.monotonic()
@@ -152,14 +160,24 @@ class Watchdog(threading.Thread):
         return {rank: read_heartbeat(board.get(_beat(rank))) for rank in range(self._world_size)}
 
     def _give_up(self, verdict: Verdict) -> None:
-        """Write the stacks of all ranks that can still be asked, say why, and end."""
+        """Write the stacks and say whom the ranks wait for, once; then end, unless that is left to the script."""
+        if self._has_told:
+            return
         if self._board is not None and self._board.get(_HUNG) is None:
             self._board.put(_HUNG, verdict.text())
         self._write_stacks(verdict.sentence)
+        print(
+            f"dsplan: rank {self.rank}: {verdict.sentence}; stacks in {self._stacks.name}", file=sys.stderr, flush=True
+        )
+        self._has_told = True
+        if not self._only_tells:
+            self._end_hung(verdict)
+
+    def _end_hung(self, verdict: Verdict) -> NoReturn:
+        """Have silent ranks write their stacks, leave the last word, and end, with those that no SIGTERM ends."""
         asked = self._ask_for_stacks(verdict)
         failure = described("hung", Hung(verdict.sentence), self.directory)
         write_failure(self.directory, self.rank, replace(failure, expected=True, behind=verdict.behind))
-        print(f"dsplan: rank {self.rank}: {verdict.sentence}", file=sys.stderr, flush=True)
         time.sleep(_ASIDE_SECONDS)
         for beat in asked:
             # A stopped process takes no SIGTERM, and its launcher would wait for it to.
@@ -185,11 +203,11 @@ class Watchdog(threading.Thread):
         return asked
 
 
-def begin_watching(directory: Path, rank: int, hang_seconds: float) -> Watchdog:
+def begin_watching(directory: Path, rank: int, hang_seconds: float, *, only_tells: bool = False) -> Watchdog:
     """This process's watchdog, started at the first call."""
     global _watchdog
     if _watchdog is None:
-        _watchdog = Watchdog(directory, rank, hang_seconds)
+        _watchdog = Watchdog(directory, rank, hang_seconds, only_tells=only_tells)
         _watchdog.start()
     return _watchdog
 

@@ -16,14 +16,21 @@ DDP = Recipe(strategy="ddp", world_size=2)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "accumulation"), [("ddp", 1), ("ddp", 3), ("fsdp", 1), ("zero1", 1), ("zero3", 1)]
+    ("strategy", "backend", "accumulation"),
+    [
+        ("ddp", "torch", 1),
+        ("ddp", "torch", 3),
+        ("fsdp", "torch", 1),
+        ("zero1", "native", 1),
+        ("zero3", "native", 1),
+        ("zero2", "deepspeed", 1),
+    ],
 )
 def test_a_run_stopped_on_the_way_goes_on_at_the_exact_step_and_sample(
-    pool_of: PoolOf, tmp_path: Path, strategy: str, accumulation: int
+    pool_of: PoolOf, tmp_path: Path, strategy: str, backend: str, accumulation: int
 ) -> None:
-    backend = "native" if strategy.startswith("zero") else ""
     recipe = Recipe(strategy=strategy, backend=backend, world_size=2, accumulation=accumulation)
-    pool = pool_of("ddp")
+    pool = pool_of(strategy if backend == "deepspeed" else "ddp")
     whole = pool.run(supervised_bodies.whole, recipe, str(tmp_path / "whole"), 4)
     first = pool.run(supervised_bodies.stopped, recipe, str(tmp_path / "run"), 5)
     rest = pool.run(supervised_bodies.whole, recipe, str(tmp_path / "run"), 4)

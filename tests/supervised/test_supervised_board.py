@@ -1,0 +1,37 @@
+"""The boards on which ranks leave notes: files of one node, and the store of several."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from torch._C._distributed_c10d import TCPStore
+
+from strategies.supervised.board import FileBoard, StoreBoard
+
+
+def test_notes_are_replaced_and_absent_ones_are_none(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
+    for board in (FileBoard(tmp_path / "board"), StoreBoard(store, "run/")):
+        assert board.get("stop") is None
+        board.put("stop", "once")
+        board.put("stop", "again")
+        board.put("armed-0", "")
+        assert (board.get("stop"), board.get("armed-0"), board.get("armed-1")) == ("again", "", None)
+
+
+def test_a_board_that_is_gone_behaves_like_an_empty_one(tmp_path: Path) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
+    board = StoreBoard(_client(server.port), "run/")
+    board.put("stop", "x")
+    del server
+    board.put("stop", "y")
+    assert board.get("stop") is None
+    (tmp_path / "file").touch()
+    nowhere = FileBoard(tmp_path / "file" / "board")
+    nowhere.put("stop", "x")
+    assert nowhere.get("stop") is None
+
+
+def _client(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
