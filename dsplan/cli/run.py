@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,8 +44,8 @@ def run_script(
     from strategies.launch.supervisor import Supervisor
 
     launch = prepare(_request(script, arguments, planning, placement, supervision))
-    if launch.notice:
-        print(f"dsplan: {launch.notice}", file=sys.stderr)
+    for notice in filter(None, (launch.notice, _behind_the_script(launch.script.path, launch.spec.arguments))):
+        print(f"dsplan: {notice}", file=sys.stderr)
     session = Supervisor(launch.spec, launch.plan, resumes=launch.resumes)
     with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:
         for event in session.events():
@@ -60,6 +62,17 @@ def run_script(
         where = f"rank {report.outcome.rank}: " if report.outcome.rank is not None else ""
         print(f"dsplan: {where}{report.outcome.reason}; log: {report.outcome.log}", file=sys.stderr)
     raise typer.Exit(report.outcome.exit_code)
+
+
+def _behind_the_script(script: Path, arguments: Sequence[str]) -> str:
+    """What to say where options of this command stand behind a script that knows none of their names."""
+    groups = (PlanningFlags, PlacementFlags, SupervisionFlags)
+    ours = {f"--{item.name.replace('_', '-')}" for group in groups for item in fields(group)} | {"--json"}
+    source = script.read_text(errors="replace")
+    strays = [word for word in (text.partition("=")[0] for text in arguments) if word in ours and word not in source]
+    if not strays:
+        return ""
+    return f"{', '.join(strays)} after the script is the script's; options of dsplan run stand before it"
 
 
 def _request(

@@ -16,6 +16,7 @@ from planner.plan import Plan
 from planner.plan_io import load_plan
 from strategies.launch.asked import Asked
 from strategies.launch.hooks.accepts import check_strategy
+from strategies.launch.placing import check_placement
 from strategies.launch.recognise import Script, recognise
 from strategies.launch.resuming import resumed
 from strategies.launch.settings import Placement, Supervision
@@ -96,6 +97,7 @@ def prepare(request: RunRequest) -> Launch:
         check_strategy(script.kind, strategy, gpus=gpus > 0)
     placement = Placement(**request.placement)
     processes = _processes(request, plan, placement, gpus)
+    check_placement(placement, Supervision(**request.supervision))
     spec = _spec(request, script, processes, gpus)
     return Launch(spec=replace(spec, placement=placement), script=script, plan=plan, resumes=request.resume is not None)
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from hardware_db.errors import DsplanError
 from planner.errors import ContradictoryRequest
+from strategies.launch.asked import Asked
 from strategies.launch.run_state import check_unfinished
+from strategies.launch.settings import Placement
 from strategies.launch.spec import SPEC_FILE, LaunchSpec
 from strategies.variables import PLAN_FILE, STRATEGY
 
@@ -41,9 +43,15 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         run_directory=directory,
         resume=directory,
         earlier_processes=earlier.processes,
-        placement=_fields(earlier.placement) | request.placement,
+        placement=_placement(earlier.placement, request.placement),
         supervision=_fields(earlier.supervision) | request.supervision,
     )
+
+
+def _placement(earlier: Placement, asked: Asked) -> Asked:
+    """Another launcher would not know what the earlier one was told."""
+    same = asked.get("launcher", earlier.launcher) == earlier.launcher
+    return _fields(earlier) | asked if same else asked
 
 
 def _fields(value: Any) -> dict[str, Any]:

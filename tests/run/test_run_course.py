@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hardware_db.errors import DsplanError
-from strategies.launch.asked import asked_placement, asked_supervision
+from strategies.launch.asked import Asked, asked_placement, asked_supervision
 from strategies.launch.course import Course
 from strategies.launch.events import OutputLine
 from strategies.launch.journal import Journal, read_journal
@@ -114,7 +114,7 @@ def test_a_resumed_run_keeps_what_it_was_asked_and_takes_what_is_asked_now(scrip
         strategy="ddp",
         processes=1,
         run_directory=tmp_path / "run",
-        placement=asked_placement(options=["--a", "--b"]),
+        placement=asked_placement(launcher="mpi", options=["--a", "--b"]),
         supervision=asked_supervision(retries=7, hang_minutes=2),
     )
     spec = prepare(request).spec
@@ -123,7 +123,7 @@ def test_a_resumed_run_keeps_what_it_was_asked_and_takes_what_is_asked_now(scrip
     launch = prepare(RunRequest(resume=tmp_path / "run", supervision=asked_supervision(retries=1)))
     assert launch.resumes
     assert launch.spec.supervision == Supervision(retries=1, hang_seconds=120)
-    assert launch.spec.placement == Placement(options=("--a", "--b"))
+    assert launch.spec.placement == Placement(launcher="mpi", options=("--a", "--b"))
     assert (launch.spec.script, launch.spec.arguments, launch.spec.processes) == (spec.script, ("--x",), 1)
     assert launch.spec.environment == spec.environment
     again = prepare(RunRequest(resume=tmp_path / "run", script=script, strategy="fsdp", processes=2)).spec
@@ -169,6 +169,30 @@ def test_no_number_of_nodes(text: str) -> None:
 def test_no_address(text: str) -> None:
     with pytest.raises(DsplanError, match="write HOST:PORT"):
         asked_placement(rendezvous=text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (asked_placement(nodes="2"), "--nodes 2 needs --rendezvous"),
+        (asked_placement(rendezvous="node0:29400"), "add --nodes"),
+        (asked_placement(nodes="2", rendezvous="node0:29400"), "need --checkpoint-dir"),
+        (asked_placement(nodes="1:2", launcher="mpi"), "give --launcher mpi one number"),
+        (asked_placement(launcher="slurm", rendezvous="node0:29400"), "--rendezvous is for --launcher local or"),
+        (asked_placement(node_rank=1), "--node-rank is for --launcher deepspeed or accelerate"),
+        (asked_placement(options=["-x"]), "--launcher-option is for"),
+    ],
+)
+def test_placements_that_do_not_fit_together(asked: Asked, words: str, script: Path) -> None:
+    with pytest.raises(DsplanError, match=words):
+        prepare(RunRequest(script=script, placement=asked))
+
+
+def test_another_launcher_is_not_told_what_the_earlier_one_was(script: Path, tmp_path: Path) -> None:
+    asked = asked_placement(launcher="mpi", nodes="2", options=["-x"])
+    prepare(RunRequest(script=script, run_directory=tmp_path / "run", placement=asked)).spec.save()
+    resume = RunRequest(resume=tmp_path / "run", placement=asked_placement(launcher="local"))
+    assert prepare(resume).spec.placement == Placement()
 
 
 def test_when_to_save() -> None:

@@ -131,6 +131,7 @@ def test_a_plain_script_is_run_and_said_to_be_plain(tmp_path: Path) -> None:
     finished = run("--nproc", "3", _script(tmp_path, source), "--nproc", "7", cwd=tmp_path)
     assert finished.status == 0
     assert "0 3 ['--nproc', '7']" in finished.out
+    assert "--nproc after the script is the script's" in finished.err
     assert "finds nothing to plan" in finished.err
 
 
