@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ from strategies.config import NamedParts
 from strategies.errors import BackendMissing, CannotRun
 from strategies.muon import muon_groups
 from strategies.names import DEEPSPEEDS_OWN, MADE_BY_DEEPSPEED_ON_CPU, plain
-from strategies.registered import OF_OPTIMIZERS, OF_SCHEDULERS, Registry, check_params
+from strategies.registered import OF_OPTIMIZERS, OF_SCHEDULERS, Registry, check_params, require_numbers
 
 Made = TypeVar("Made")
 
@@ -27,10 +26,13 @@ def with_named(parts: TrainingParts) -> TrainingParts:
     """The parts with the optimizer and scheduler that the config names, where the script brings none itself.
 
     Raises:
-        CannotRun: a name or an argument is not known.
+        CannotRun: a name or an argument is not known, or a number is written as a text.
         BackendMissing: the optimizer's library is not installed.
     """
     optimizer, scheduler = parts.script.optimizer, parts.script.scheduler
+    for registry, asked in ((OF_OPTIMIZERS, optimizer), (OF_SCHEDULERS, scheduler)):
+        if asked is not None and registry.own(asked.name) is None:
+            require_numbers(registry.word, asked)
     if scheduler is not None and parts.lr_scheduler is None:
         parts = replace(parts, lr_scheduler=scheduler_by_name(scheduler))
     if optimizer is None or parts.optimizer is not None or made_by_deepspeed(optimizer, parts.plan.configuration):
@@ -114,8 +116,8 @@ def _built_in(registry: Registry, asked: NamedParts) -> tuple[Callable[..., Any]
     """The class or function, and the arguments to call it with."""
     word, named = registry.word, registry.built_in.get(plain(asked.name))
     if named is None:
-        near = get_close_matches(plain(asked.name), registry.names, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(registry.names)}"
+        near = registry.nearest(asked.name)
+        remedy = f"did you mean {near}?" if near else f"choose one of {', '.join(registry.names)}"
         raise CannotRun(f"config: {word} {asked.name} is not known; {remedy} (or dsplan.register_{word})")
     factory = _found(named.place, asked.name)
     signatures = (factory,) if named.accepts is None else (factory, _found(named.accepts, asked.name))

@@ -144,6 +144,7 @@ def _zero_backend(backend: words.Backend | None) -> words.Backend:
 
 def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy | None:
     """`dsplan run --strategy`, `strategy=`, or the ZeRO stage of the config, in this order."""
+    _require_one_stage(wishes)
     name = os.environ.get(STRATEGY) or wishes.strategy
     if name is None and wishes.config.zero_stage is not None:
         unsharded = "ddp" if environment.world_size > 1 else "single"
@@ -151,6 +152,22 @@ def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy
     if name is not None and name not in words.STRATEGIES:
         raise UnknownName("strategy", name, words.STRATEGIES, hint=f"choose one of {', '.join(words.STRATEGIES)}")
     return name
+
+
+def _require_one_stage(wishes: Wishes) -> None:
+    """
+    Raises:
+        CannotRun: the script's `strategy=` is another than the stage of its config.
+    """
+    stage, strategy = wishes.config.zero_stage, wishes.strategy
+    if stage is None or strategy is None or strategy not in words.STRATEGIES:
+        return
+    zeros = ("zero1", "zero2", "zero3")
+    if strategy != zeros[stage - 1] if stage else strategy in zeros:
+        raise CannotRun(
+            f"strategy={strategy!r} was asked for and the config's zero_optimization.stage is {stage}; leave out one of"
+            " them"
+        )
 
 
 def _sequence_length(training_data: Any, *, is_custom: bool) -> int | None:

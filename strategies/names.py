@@ -13,9 +13,11 @@ class Named:
 
     `defaults` are DeepSpeed's where they are not the class's own. `settled` are arguments of DeepSpeed's class that
     change nothing here: any value where None is written, else that value alone. `accepts` is a place whose signature
-    says what may be given, where `place` is a function that passes it on; `more` are further names.
+    says what may be given, where `place` is a function that passes it on; `more` are further names. `name` is how
+    messages and configs spell it.
     """
 
+    name: str
     place: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     settled: Mapping[str, Any] = field(default_factory=dict)
@@ -29,7 +31,11 @@ def plain(name: str) -> str:
 
 
 def _in(module: str, names: str) -> dict[str, Named]:
-    return {plain(name): Named(place=f"{module}:{name}") for name in names.split()}
+    return _by_name(*(Named(name=name, place=f"{module}:{name}") for name in names.split()))
+
+
+def _by_name(*named: Named) -> dict[str, Named]:
+    return {plain(one.name): one for one in named}
 
 
 # DeepSpeed's classes decay nothing unless they are told to; torch's AdamW decays by 0.01.
@@ -37,18 +43,27 @@ _NO_DECAY = {"weight_decay": 0.0}
 _OF_DEEPSPEEDS_ADAM = {"torch_adam": None, "fp32_optimizer_states": True, "bias_correction": True}
 
 OPTIMIZERS: Mapping[str, Named] = {
-    "adam": Named(
-        place="strategies.by_name:adam",
-        accepts="torch.optim:AdamW",
-        defaults=_NO_DECAY,
-        settled=_OF_DEEPSPEEDS_ADAM,
-    ),
-    "adamw": Named(place="torch.optim:AdamW", defaults=_NO_DECAY, settled={**_OF_DEEPSPEEDS_ADAM, "adam_w_mode": None}),
-    "lion": Named(place="strategies.lion:Lion", defaults={"lr": 1e-3}),
-    "muon": Named(
-        place="strategies.muon:MuonWithAdamW",
-        accepts="torch.optim:Muon",
-        more=("muon_lr", "adam_lr", "betas"),
+    **_by_name(
+        Named(
+            name="Adam",
+            place="strategies.by_name:adam",
+            accepts="torch.optim:AdamW",
+            defaults=_NO_DECAY,
+            settled=_OF_DEEPSPEEDS_ADAM,
+        ),
+        Named(
+            name="AdamW",
+            place="torch.optim:AdamW",
+            defaults=_NO_DECAY,
+            settled={**_OF_DEEPSPEEDS_ADAM, "adam_w_mode": None},
+        ),
+        Named(name="Lion", place="strategies.lion:Lion", defaults={"lr": 1e-3}),
+        Named(
+            name="Muon",
+            place="strategies.muon:MuonWithAdamW",
+            accepts="torch.optim:Muon",
+            more=("muon_lr", "adam_lr", "betas"),
+        ),
     ),
     **_in("torch.optim", "SGD Adafactor Adagrad RMSprop Adadelta Adamax ASGD NAdam RAdam Rprop SparseAdam LBFGS"),
     **_in("bitsandbytes.optim", "AdamW8bit Adam8bit Lion8bit SGD8bit RMSprop8bit PagedAdamW8bit PagedAdam8bit"),
@@ -60,10 +75,16 @@ MADE_BY_DEEPSPEED_ON_CPU = ("adam", "adamw", "adagrad", "lion")
 
 SCHEDULERS: Mapping[str, Named] = {
     **_in("strategies.schedulers", "WarmupLR WarmupDecayLR WarmupCosineLR LRRangeTest"),
-    "onecycle": Named(place="strategies.one_cycle:one_cycle", accepts="strategies.one_cycle:OneCycleSettings"),
-    "linear": Named(place="strategies.schedulers:LinearWarmup"),
-    "cosine": Named(place="strategies.schedulers:CosineWarmup"),
-    "constant": Named(place="strategies.schedulers:ConstantWarmup"),
+    **_by_name(
+        Named(
+            name="OneCycle",
+            place="strategies.one_cycle:one_cycle",
+            accepts="strategies.one_cycle:OneCycleSettings",
+        ),
+        Named(name="linear", place="strategies.schedulers:LinearWarmup"),
+        Named(name="cosine", place="strategies.schedulers:CosineWarmup"),
+        Named(name="constant", place="strategies.schedulers:ConstantWarmup"),
+    ),
     **_in(
         "torch.optim.lr_scheduler",
         "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR"

@@ -22,15 +22,22 @@ class Registry:
     def __init__(self, word: str, built_in: Mapping[str, Named]) -> None:
         self.word, self.built_in = word, built_in
         self._own: dict[str, Factory] = {}
+        self._spelled = {key: named.name for key, named in built_in.items()}
 
     @property
     def names(self) -> list[str]:
-        """All names, as they are looked up."""
-        return sorted({*self._own, *self.built_in})
+        """All names, as they are spelled."""
+        return sorted(self._spelled.values(), key=str.lower)
+
+    def nearest(self, name: str) -> str | None:
+        """The known name that looks most like another, as it is spelled."""
+        near = get_close_matches(plain(name), self._spelled, n=1)
+        return self._spelled[near[0]] if near else None
 
     def add(self, name: str, factory: Factory) -> None:
         """Register under a name."""
         self._own[plain(name)] = factory
+        self._spelled[plain(name)] = name
 
     def own(self, name: str) -> Factory | None:
         """What the script registered under a name."""
@@ -86,6 +93,26 @@ def check_params(word: str, asked: NamedParts, factories: Sequence[Factory], mor
     for a in signatures[-1]:
         if a.default is a.empty and a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY) and a.name not in asked.params:
             raise CannotRun(f"config: {word}.params.{a.name} is missing; {asked.name} needs it")
+
+
+def require_numbers(word: str, asked: NamedParts) -> None:
+    """Stop at a number in quotes, alone or in a list; YAML reads `1e-3`, without a point, as a text too.
+
+    Raises:
+        CannotRun: naming the argument and what to write.
+    """
+    for key, value in asked.params.items():
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            number = _number_of(one) if isinstance(one, str) else None
+            if number is not None:
+                raise CannotRun(f"config: {word}.params.{key} is {value!r}, a text; write the number {number:g}")
+
+
+def _number_of(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _arguments(factory: Factory) -> list[inspect.Parameter]:

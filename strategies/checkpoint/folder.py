@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from difflib import get_close_matches
 from pathlib import Path
 
 LATEST = "latest"
@@ -75,6 +76,18 @@ def named_latest(directory: Path) -> Path | None:
     if latest.is_file():
         return directory / latest.read_text(errors="replace").strip()
     return next(iter(published(directory)), None)
+
+
+def is_checkpoints_name(name: str) -> bool:
+    """Whether a folder of this name is one checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
+def nearest(directory: Path) -> Path | None:
+    """The directory beside another whose name is most like its own and which has checkpoints."""
+    beside = {path.name: path for path in directory.absolute().parent.glob("*/") if path.name != directory.name}
+    near = get_close_matches(directory.name, beside, n=3)
+    return next((beside[name] for name in near if published(beside[name])), None)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ def load(directory: Path, states: States, environment: Environment) -> tuple[Pat
     Every rank calls it together. Nothing of the engine changes before all files have been found whole.
 
     Raises:
-        BrokenFile: a file is damaged or missing, or the checkpoint is of another model or optimizer; on every rank.
+        BrokenFile: a file is damaged or missing, the checkpoint is of another model or optimizer, or `directory` has
+            the name of one checkpoint that is not there; on every rank.
     """
-    path = on_rank_zero(lambda: folder.named_latest(directory))
+    path = on_rank_zero(lambda: _latest(directory))
     if path is None:
         return None
     require_whole(path, environment.rank, environment.world_size)
@@ -42,6 +44,24 @@ def load(directory: Path, states: States, environment: Environment) -> tuple[Pat
     restore.finish(values)
     rng.restore(values, environment.rank)
     return path, content
+
+
+def _latest(directory: Path) -> Path | None:
+    """What to load; None, which rank 0 says, where there is no checkpoint: a first start, or a mistyped directory.
+
+    Raises:
+        BrokenFile: the name is that of one checkpoint, and there is none.
+    """
+    path = folder.named_latest(directory)
+    if path is not None:
+        return path
+    others = [other.name for other in folder.published(directory.parent)]
+    if folder.is_checkpoints_name(directory.name):
+        raise BrokenFile(directory, "is not there", f"there are: {', '.join(others) or 'none'}")
+    near = folder.nearest(directory)
+    hint = f" ({near.name} beside it has)" if near is not None else ""
+    print(f"dsplan: {directory} has no checkpoint{hint}: training starts anew", file=sys.stderr, flush=True)
+    return None
 
 
 def require_whole(path: Path, rank: int = 0, ranks: int = 1) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from planner import vocabulary as words
 from planner.cluster import Cluster
 from planner.estimate import offloads_of
+from planner.trace.blocks import repeated_blocks
 from planner.trace.checkpointing import recomputed_modules
 from strategies.config.values import NamedParts, ScriptConfig, ZeroSection
 from strategies.errors import CannotRun
@@ -75,17 +76,17 @@ def with_disk(cluster: Cluster, asked: ZeroSection) -> Cluster:
     """The cluster with the free space where the config puts NVMe files, which a probe does not look for.
 
     Raises:
-        CannotRun: the path is on no disk.
+        CannotRun: there is no such directory.
     """
     if asked.offload != "nvme" or asked.nvme_path is None or cluster.nvme_bytes_per_node:
         return cluster
-    folder = Path(asked.nvme_path).absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent  # the offload makes what is missing
     try:
-        free = shutil.disk_usage(folder).free
+        # What is missing is not made: a mistyped mount point would fill the disk that it should be mounted on.
+        free = shutil.disk_usage(Path(asked.nvme_path)).free
     except OSError as problem:
-        raise CannotRun(f"config: nvme_path {asked.nvme_path} cannot be used ({problem.strerror})") from None
+        raise CannotRun(
+            f"config: nvme_path {asked.nvme_path} cannot be used ({problem.strerror}); name a directory that is there"
+        ) from None
     return replace(cluster, nvme_bytes_per_node=free)
 
 
@@ -113,7 +114,16 @@ def activations(config: ScriptConfig, model: nn.Module) -> dict[str, Any]:
             "config: activation_checkpointing.cpu_checkpointing moves what a policy keeps, and the policy is 'none';"
             " choose 'full' or 'selective'"
         )
-    return {"checkpointings": None if policy is None else (policy,), "activations_on_host": asked.cpu_checkpointing}
+    return {"checkpointings": _checkpointings(model, policy), "activations_on_host": asked.cpu_checkpointing}
+
+
+def _checkpointings(model: nn.Module, policy: words.Checkpointing | None) -> tuple[words.Checkpointing, ...] | None:
+    """What a plan may recompute: what the config says, else what the model has blocks for; None for everything."""
+    if policy is not None:
+        return (policy,)
+    if repeated_blocks(model):
+        return None
+    return ("none", "full") if getattr(model, "supports_gradient_checkpointing", False) else ("none",)
 
 
 def optimizer(own: object, named: NamedParts | None) -> words.Optimizer:

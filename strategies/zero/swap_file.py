@@ -39,12 +39,11 @@ class SwapFile:
             raise CannotRun("offload 'nvme' needs positional reads, which this system has not; use offload 'all'")
         self._directory, self._size = directory, 0
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - open as long as this is
         except OSError as problem:
             raise CannotRun(
-                f"{directory}: optimizer states cannot be put there ({problem.strerror}); name a directory on a local"
-                " disk as nvme_path"
+                f"{directory}: optimizer states cannot be put there ({problem.strerror}); name a directory that is"
+                " there, on a local disk, as nvme_path"
             ) from None
 
     def reserve(self, size: int) -> int:

@@ -151,7 +151,9 @@ def test_muon_steps_matrices_and_adamw_the_rest() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "words"),
     [
-        ("AdamWW", {}, "optimizer AdamWW is not known; did you mean adamw?"),
+        ("AdamWW", {}, "optimizer AdamWW is not known; did you mean AdamW?"),
+        ("pagedadamw9bit", {}, "did you mean PagedAdamW8bit?"),
+        ("colour", {}, "choose one of Adadelta, Adafactor, Adagrad, Adam, Adam8bit, Adamax, AdamW, AdamW8bit,"),
         (
             "AdamW",
             {"wieght_decay": 0.1},

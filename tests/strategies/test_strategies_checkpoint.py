@@ -35,6 +35,21 @@ def test_without_a_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
     assert training_bodies.make_engine(Recipe()).load_checkpoint(tmp_path / "none") == (None, {})
 
 
+def test_a_checkpoint_that_is_not_there_is_no_fresh_start(saved: Path) -> None:
+    with pytest.raises(BrokenFile, match=r"step-00000099: is not there; there are: step-0"):
+        training_bodies.make_engine(Recipe()).load_checkpoint(saved / "step-00000099")
+
+
+def test_a_directory_without_checkpoints_is_said_to_be_one(
+    saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert training_bodies.make_engine(Recipe()).load_checkpoint(tmp_path / "none") == (None, {})
+    assert f"dsplan: {tmp_path / 'none'} has no checkpoint: training starts anew" in capfd.readouterr().err
+    near = saved.with_name(saved.name[:-1] + "x")
+    training_bodies.make_engine(Recipe()).load_checkpoint(near)
+    assert f"{near} has no checkpoint ({saved.name} beside it has)" in capfd.readouterr().err
+
+
 def test_the_same_step_can_be_saved_again(saved: Path) -> None:
     engine = training_bodies.make_engine(Recipe())
     engine.load_checkpoint(saved)

@@ -126,7 +126,7 @@ def test_evaluation_and_changes(strategy: str, offload: str, ranks: RankPool, tm
 
 
 def test_checkpoints_go_on_with_and_without_offload(ranks: RankPool, tmp_path: Path) -> None:
-    nvme, stays = how("zero3", "nvme", tmp_path / "swap"), how("zero1", "none", tmp_path)
+    nvme, stays = how("zero3", "nvme", tmp_path), how("zero1", "none", tmp_path)
     for saver, loader in ((nvme, nvme), (nvme, stays), (stays, nvme)):
         folder = str(tmp_path / f"{saver.recipe.offload}-{loader.recipe.offload}")
         expected = ranks.run(offload_bodies.save_and_go_on, saver, folder)[0]
@@ -156,10 +156,12 @@ def test_a_disk_without_room_is_named(ranks: RankPool, tmp_path: Path) -> None:
         ranks.run(offload_bodies.full_disk, how("zero2", "nvme", tmp_path), 2**20)
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_used_is_named_and_not_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CannotRun, match="optimizer states cannot be put there"):
-        SwapFile(tmp_path / "file" / "below")
+    for absent in (tmp_path / "file" / "below", tmp_path / "mistyped"):
+        with pytest.raises(CannotRun, match=r"optimizer states cannot be put there .*; name a directory that is there"):
+            SwapFile(absent)
+    assert not (tmp_path / "mistyped").exists()
 
 
 def test_a_shelf_holds_tensors_of_all_kinds(tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def test_the_config_decides_what_it_says(config: dict[str, Any], expected: tuple
     assert decided == expected
 
 
+@pytest.mark.parametrize(("strategy", "stage"), [("single", 0), (None, 0), ("single", None)])
+def test_a_strategy_and_a_stage_that_agree_run(strategy: Any, stage: int | None) -> None:
+    engine, *_ = initialize(model=TinyModel(), strategy=strategy, config={"zero_optimization": {"stage": stage}})
+    assert engine.configuration.strategy == "single"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -98,6 +104,25 @@ def test_the_config_decides_what_it_says(config: dict[str, Any], expected: tuple
         ({"strategy": "ddp"}, "strategy 'ddp' needs more than one GPU; start more ranks"),
         ({"strategy": "zero2"}, "strategy 'zero2' needs several ranks"),
         ({"config": {"train_batch_size": 7, "gradient_accumulation_steps": 2}}, "is not a multiple of"),
+        ({"strategy": "fsdp", "config": {"zero_stage": 2}}, "config's zero_optimization.stage is 2; leave out one"),
+        ({"strategy": "zero3", "config": {"zero_stage": 2}}, "strategy='zero3' was asked for"),
+        ({"strategy": "zero1", "config": {"zero_stage": 0}}, "zero_optimization.stage is 0; leave out one"),
+        (
+            {"config": {"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}},
+            "optimizer.params.lr is '1e-3', a text; write the number 0.001",
+        ),
+        (
+            {"config": {"optimizer": {"type": "Adam", "params": {"betas": [0.9, ".99"]}}}},
+            "optimizer.params.betas is .*, a text; write the number 0.99",
+        ),
+        (
+            {"config": {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "10"}}}},
+            "scheduler.params.warmup_num_steps is '10', a text",
+        ),
+        (
+            {"config": {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/no/disk"}}}},
+            "/no/disk",
+        ),
     ],
 )
 def test_wishes_that_cannot_be_planned(arguments: dict[str, Any], words: str) -> None:

@@ -153,7 +153,7 @@ def test_linear_cosine_and_constant_have_their_formulas() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "words"),
     [
-        ("Warmup", {}, "scheduler Warmup is not known; did you mean warmuplr?"),
+        ("Warmup", {}, "scheduler Warmup is not known; did you mean WarmupLR?"),
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps is missing; WarmupDecayLR needs it"),
         (
             "OneCycle",
