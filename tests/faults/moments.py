@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,8 +97,9 @@ def _fill(run: FaultyRun, chance: random.Random, meanwhile: Callable[[], Moment 
     if not _random_moment(run, chance, starting=0):
         return None
     began, killed = time.time(), None
-    with _filled(run.checkpoints, leave=chance.randrange(0, 1_000_000)):
-        if run.until(lambda: bool(_told(run, began)), "a full disk to be told"):
+    leave = chance.randrange(0, 400_000)
+    with _ballast(run.checkpoints) as fill:
+        if run.until(lambda: bool(_told(run, began)) or fill(leave), "a full disk to be told"):
             killed = meanwhile()
         time.sleep(chance.uniform(0, 2))
     return replace(killed or Moment(time=began), hit=bool(_told(run, began)))
@@ -181,14 +182,20 @@ def _told(run: FaultyRun, since: float) -> list[dict[str, object]]:
 
 
 @contextmanager
-def _filled(directory: Path, *, leave: int) -> Iterator[None]:
-    """A file that takes all room there but for `leave` bytes."""
+def _ballast(directory: Path) -> Iterator[Callable[[int], bool]]:
+    """Gives a function that takes all room there but for so many bytes, also what became free meanwhile."""
     ballast = directory / "ballast"
-    free = os.statvfs(directory)
-    room = free.f_bavail * free.f_frsize - leave
     with ballast.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, room))
-    try:
-        yield
-    finally:
-        ballast.unlink()
+
+        def fill(leave: int) -> bool:
+            disk = os.statvfs(directory)
+            used, room = file.seek(0, os.SEEK_END), disk.f_bavail * disk.f_frsize - leave
+            with suppress(OSError):  # somebody else was faster
+                if room > 0:
+                    os.posix_fallocate(file.fileno(), used, room)
+            return False
+
+        try:
+            yield fill
+        finally:
+            ballast.unlink()

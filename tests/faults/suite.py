@@ -66,11 +66,12 @@ FAULTS = {
         Fault(
             name="out of host memory", ending="out_of_memory", inside="host_memory", settings={"dropout": 0}, per_run=2
         ),
-        Fault(name="full disk", ending=None, inflict=moments.fill_the_disk, small_disk=True),
+        Fault(name="full disk", ending=None, inflict=moments.fill_the_disk, settings={"pause": 0.25}, small_disk=True),
         Fault(
             name="full disk, then kill -9 of a rank",
             ending="killed",
             inflict=moments.fill_the_disk_and_kill,
+            settings={"pause": 0.25},
             small_disk=True,
         ),
     )
@@ -156,7 +157,7 @@ class Case:
 
 def play(case: Case, directory: Path) -> tuple[Case, Figures, str]:
     """Let the faults happen, and look at what became of the run, also at what the command printed."""
-    chance, began = random.Random(case.seed), time.monotonic()
+    chance, began = random.Random(f"{case.name} {case.seed}"), time.monotonic()
     with FaultyRun(directory, case.settings, faults=_inside(case, chance), options=OPTIONS) as run:
         with moments.small_disk(run.checkpoints) if case.needs_disk else nullcontext():
             run.start()
