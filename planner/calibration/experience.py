@@ -26,7 +26,8 @@ class Experience:
     calibration: Calibration | None = None
     known: Mapping[Configuration, KnownRun] = field(default_factory=dict)
     shortages: tuple[Shortage, ...] = ()
-    _ratios: dict[tuple[object, ...], float] = field(default_factory=dict, compare=False, repr=False)
+    # Not an argument: a copy with other runs must work its ratios out anew.
+    _ratios: dict[tuple[object, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def expected(self, job: Job) -> StepTime:
         """What a job takes that has not run here: as predicted, times what `ratio` says."""
