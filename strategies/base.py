@@ -22,6 +22,7 @@ from strategies.config import ScriptConfig
 from strategies.config.values import CheckpointSection
 from strategies.environment import Environment
 from strategies.observer import Observer
+from strategies.section import Section
 from strategies.supervised.pulse import beat
 
 if TYPE_CHECKING:
@@ -135,15 +136,9 @@ class Engine(ABC):
         for observer in self.observers:
             observer.step_ended()
 
-    @contextmanager
-    def profile(self, name: str) -> Iterator[None]:
+    def profile(self, name: str) -> AbstractContextManager[None]:
         """A section of the script by name, in traces and, where timers run, in the times that are printed."""
-        for observer in self.observers:
-            observer.starts(name)
-        with torch.profiler.record_function(name):
-            yield
-        for observer in self.observers:
-            observer.ends(name)
+        return Section(self.observers, name)
 
     def memory_report(self) -> MemoryReport:
         """What this rank's tensors take now and took at most, beside the plan's prediction; printed, it is a table."""

@@ -23,6 +23,8 @@ from strategies.monitoring.step_rows import StepRows
 from strategies.monitoring.watch import Watch
 from strategies.observer import Observer
 
+_LOOK_SECONDS = 0.5
+
 
 class RunMonitor(Observer):
     """Writes one rank's metrics while the engine trains. `close` writes the summary; leaving Python does it too.
@@ -46,6 +48,8 @@ class RunMonitor(Observer):
         self._rows = StepRows(device, sequence_length=sequence_length, global_steps=global_steps)
         self._watch: Watch | None = None
         self._sampler: Sampler | None = None
+        self._unseen: list[Mapping[str, Any]] = []
+        self._look_at = 0.0
         if chosen.enabled is not False:
             self._watch = Watch(chosen, rank=rank)
             reader = MachineReader(chosen, gpu_uuid=gpu_uuid(device), directory=directory, whole_node=is_first_here())
@@ -68,8 +72,9 @@ class RunMonitor(Observer):
         """Write the row of an optimizer step, the `global_step`th over all attempts."""
         row = self._rows.step_ended(global_step)
         self._file.write(row)
-        if self._watch is not None:
-            self._tell(self._watch.step(row))
+        self._unseen.append(row)
+        if time.monotonic() >= self._look_at:
+            self._look()
 
     def figures(self, row: Mapping[str, float]) -> None:
         """Write what the step log found in its last interval."""
@@ -80,11 +85,20 @@ class RunMonitor(Observer):
         if self._sampler is not None:
             self._sampler.close()
             self._sampler = None
+        self._look()
         if self._file.is_open:
             self._rows.close()
             self._file.write({"event": "end", **asdict(summarise([self._file.own_rows()]))})
             self._file.close()
         atexit.unregister(self.close)
+
+    def _look(self) -> None:
+        """Judge the rows that came since the last look: many at once take hardly longer than one."""
+        rows, self._unseen = self._unseen, []
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        if self._watch is not None:
+            for row in rows:
+                self._tell(self._watch.step(row))
 
     def _machine(self, figures: Figures) -> None:
         """Write a look at the machine; called in the sampler's thread."""

@@ -17,6 +17,10 @@ from strategies.monitoring.process_memory import ProcessMemory
 TRACKED_STEP = WARM_UP_STEPS
 
 
+_LOOK_SECONDS = 0.5
+"""Code that runs once per step finds its caches cold: what need not be that new is done less often."""
+
+
 class StepRows:
     """Collects a step's figures. `global_steps` tells the steps over all attempts once a step is over; without it they
     are counted here.
@@ -38,6 +42,7 @@ class StepRows:
         )
         self._ready = CudaReady() if device.type == "cuda" else HostReady()
         self._process = ProcessMemory()
+        self._look_at, self._looked = 0.0, dict[str, int]()
         self._sequence_length = sequence_length
         self._global_steps = global_steps
         self._losses: list[torch.Tensor] = []
@@ -76,7 +81,7 @@ class StepRows:
             "samples": self._samples,
             "tokens": self._tokens,
             **self._memory.step_ended(),
-            **self._process.read(),
+            **self._process_memory(now),
         }
         self._steps += 1
         self._losses, self._load = [], None
@@ -88,6 +93,12 @@ class StepRows:
     def close(self) -> None:
         """Stop to measure memory."""
         self._memory.step_ended()
+
+    def _process_memory(self, now: float) -> dict[str, int]:
+        """The process's memory, as it was at most `_LOOK_SECONDS` ago."""
+        if now >= self._look_at:
+            self._look_at, self._looked = now + _LOOK_SECONDS, self._process.read()
+        return self._looked
 
     def _global_step(self) -> int:
         return self._steps + 1 if self._global_steps is None else self._global_steps()
@@ -192,8 +203,9 @@ def _count(inputs: tuple[Any, Mapping[str, Any]], sequence_length: int) -> tuple
         first = next((leaf for leaf in tree_leaves(inputs) if _is_batch(leaf)), None)
     if first is None:
         return 0, 0
-    is_ids = first.dim() == 2 and not first.dtype.is_floating_point
-    return first.shape[0], first.numel() if is_ids else first.shape[0] * sequence_length
+    shape = first.shape
+    is_ids = len(shape) == 2 and not first.dtype.is_floating_point
+    return shape[0], shape[0] * (shape[1] if is_ids else sequence_length)
 
 
 def _is_batch(item: object) -> bool:
