@@ -119,6 +119,20 @@ def ranks_that_differ_are_told_so(comm: MPI.Intracomm) -> None:
     np.testing.assert_allclose(manager.average_gradients({"w": np.ones(3)})["w"], 1.0)
 
 
+class _Broken(dict[str, Any]):
+    def __iter__(self) -> Any:
+        raise ZeroDivisionError("a bug")
+
+
+def a_bug_on_one_rank_ends_the_call_on_all(comm: MPI.Intracomm) -> None:
+    tree = _Broken(w=np.ones(3)) if comm.rank == 1 else {"w": np.ones(3)}
+    expected, words = (
+        (ZeroDivisionError, "a bug") if comm.rank == 1 else (DsplanError, "rank 1: ZeroDivisionError: a bug")
+    )
+    with pytest.raises(expected, match=words):
+        GradientManager(comm).average_gradients(tree)
+
+
 def keys_may_come_in_any_order(comm: MPI.Intracomm) -> None:
     keys = ["a", "b", "c"][:: 1 if comm.rank else -1]
     found = GradientManager(comm).average_gradients({key: np.full(2, float(ord(key))) for key in keys})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mpi_start import bodies, mpirun, needs_mpi, outcomes, run_bodies
+from mpi_start import HERE, bodies, mpirun, needs_mpi, outcomes, run_bodies
 
 pytestmark = needs_mpi
 
@@ -49,6 +49,15 @@ def loaded(saved: tuple[Path, dict[str, list[str]]]) -> dict[int, dict[str, list
 @pytest.mark.parametrize("body", bodies("mpi_loading"))
 def test_loading_on_other_numbers_of_ranks(body: str, ranks: int, loaded: dict[int, dict[str, list[str]]]) -> None:
     assert loaded[ranks][body] == []
+
+
+def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    first = mpirun(3, HERE / "mpi_killed.py", tmp_path)
+    assert first.returncode != 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-00000002.tmp", "latest", "step-00000001"]
+    again = mpirun(3, HERE / "mpi_killed.py", tmp_path)
+    assert (again.returncode, again.stdout.strip()) == (0, "latest 1"), again.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
 def test_the_program_of_the_docs_trains_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
