@@ -26,6 +26,10 @@ class LocalLauncher(ProcessLauncher):
     def takes_lines(self) -> bool:
         return self.spec.placement.rendezvous is not None
 
+    @property
+    def ends_its_ranks(self) -> bool:
+        return True
+
     def command(self) -> list[str]:
         return [sys.executable, "-m", "strategies.launch.agent", str(self.spec.path), str(os.getpid())]
 

@@ -47,8 +47,7 @@ class MpiLauncher(ProcessLauncher):
 
     def signal(self, number: signal.Signals) -> None:
         """mpirun hands SIGUSR1 on to every rank on every node."""
-        if self._process is not None and self._process.poll() is None:
-            os.kill(self._process.pid, number)
+        self.hand_signal(number)
 
     def result(self, status: int) -> dict[str, object]:
         return job_result(self.said)

@@ -54,6 +54,11 @@ class ProcessLauncher(ABC):
         """Whether the program reads its standard input."""
         return False
 
+    @property
+    def ends_its_ranks(self) -> bool:
+        """Whether the program ends with this process, and its ranks with it; others have a keeper that sees to it."""
+        return False
+
     def environment(self) -> dict[str, str]:
         """The program's environment: this process's, the run's variables, and dsplan importable from anywhere."""
         return launch_environment(self.spec)
@@ -73,6 +78,8 @@ class ProcessLauncher(ABC):
             DsplanError: something it needs is not there, or the ranks of an earlier start do not end.
         """
         command, directory = self.command(), self.spec.directory
+        if not self.ends_its_ranks:
+            command = [sys.executable, "-m", "strategies.launch.keeper", str(os.getpid()), *command]
         with launcher_lock(directory) as lock, (directory / AGENT_LOG).open("ab") as log:
             self._log_begins = log.tell()
             # A session of its own: Ctrl-C reaches only this process, which then stops the ranks in order.
@@ -99,6 +106,12 @@ class ProcessLauncher(ABC):
             if result is not None:
                 write_json(self.spec.directory / RESULT_FILE, result)
         return status
+
+    def hand_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the program, which hands it on to every rank, once any is ready for it."""
+        running = self._process is not None and self._process.poll() is None
+        if self._process is not None and running and any(self.spec.directory.glob("rank*.pid")):
+            self._process.send_signal(number)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the ranks of this host that are ready for it, which tell the others."""

@@ -5,10 +5,11 @@ Sources: srun(1) of SLURM 22.05 for options and signals, and what slurmstepd and
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
+import subprocess
+import zlib
 
 from hardware_db.errors import DsplanError
 from strategies.launch.launchers.process import ProcessLauncher, rank_command
@@ -23,6 +24,24 @@ _SIGNALS = {(signal.strsignal(number) or "").lower(): int(number) for number in 
 class SlurmLauncher(ProcessLauncher):
     """The ranks as tasks of one step; SLURM ends all of them when one fails, and hands signals on to every node."""
 
+    @property
+    def name(self) -> str:
+        """The step's, by which it is found again where the srun that started it was killed."""
+        return f"dsplan-{zlib.crc32(self.spec.run_directory.encode()):08x}"
+
+    def begin(self) -> subprocess.Popen[bytes]:
+        if shutil.which("squeue") is not None:
+            self._cancel_left()
+        return super().begin()
+
+    def _cancel_left(self) -> None:
+        """Steps of an earlier attempt go on without their srun; their ranks would write where the next ones do."""
+        words = ["squeue", "--noheader", "--steps", "--format=%i %j"]
+        listed = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+        left = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [self.name]]
+        if left:
+            subprocess.run(["scancel", "--signal=KILL", *left], capture_output=True, check=False)
+
     def command(self) -> list[str]:
         if shutil.which("srun") is None:
             raise DsplanError("srun is not installed here; run on a node of a SLURM cluster, or without --launcher")
@@ -35,7 +54,7 @@ class SlurmLauncher(ProcessLauncher):
             "--kill-on-bad-exit=1",
             # SLURM would give each task, and all threads that it starts, a single core.
             "--cpu-bind=none",
-            "--job-name=dsplan",
+            f"--job-name={self.name}",
             *self.placement.options,
             *rank_command(self.spec),
         ]
@@ -49,8 +68,7 @@ class SlurmLauncher(ProcessLauncher):
 
     def signal(self, number: signal.Signals) -> None:
         """srun hands the signal on to every rank on every node."""
-        if self._process is not None and self._process.poll() is None:
-            os.kill(self._process.pid, number)
+        self.hand_signal(number)
 
     def result(self, status: int) -> dict[str, object]:
         return step_result(self.said)
