@@ -10,7 +10,7 @@ import pytest
 from launched import launched
 
 # Divisible by every number of ranks there will be; long enough to lose and to find nodes in it.
-VARIABLES = {"STEPS": "40", "BATCH": "24", "STRATEGY": "", "PAUSE": "0.4"}
+VARIABLES = {"STEPS": "250", "BATCH": "24", "STRATEGY": "", "PAUSE": "0.5"}
 
 
 @pytest.mark.slow
@@ -32,6 +32,7 @@ def test_four_nodes_then_two_then_three(tmp_path: Path) -> None:
         run.until_step_on(4, ranks=2)
         started[2:] = [run.start(*options, before=nodes[4], run_directory=tmp_path / "node4")]
         run.until_step_on(4, ranks=3)
+        run.hurry()
         assert [run.wait(one) for one in started] == [0, 0, 0], run.out
         assert run.losses() == pytest.approx(reference, rel=1e-4)
     journal = [json.loads(line) for line in (tmp_path / "node0" / "run.jsonl").read_text().splitlines()]
