@@ -1,18 +1,24 @@
-"""What tuning decides from measured steps."""
+"""What tuning decides from measured steps, and a run that changes its plan for it."""
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+from run_command import run
 
+from hardware_db.probe import probe
+from planner.estimate import estimate
+from planner.models.live import facts_from_module
 from planner.models.resolve import resolve_model
-from planner.plan import Plan
-from planner.plan_io import plan_from_dict, plan_to_dict
+from planner.plan import Configuration, Plan
+from planner.plan_io import load_plan, plan_from_dict, plan_to_dict, save_plan
 from planner.request import Request, WorkOptions, make_request
-from planner.resolve_cluster import HardwareRequest, resolve_cluster
+from planner.resolve_cluster import HardwareRequest, probed_cluster, resolve_cluster
 from planner.search import recommend
 from strategies import tuning
 from strategies.launch.tuning_file import Tried, Tuning
@@ -107,3 +113,85 @@ def test_a_plan_measured_again_counts_with_its_newest_time() -> None:
     before = Tuning(tried=(Tried(plan=plan_to_dict(fastest), step_seconds=9.0),))
     (tried,) = _decided(fastest, 1.0, before).tuning.tried
     assert tried.step_seconds == pytest.approx(1.0)
+
+
+TRAIN = """
+import dsplan, torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(64, 64)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 640
+
+    def __getitem__(self, index):
+        return torch.randint(64, (16,), generator=torch.Generator().manual_seed(index))
+
+if __name__ == "__main__":
+    engine, _, loader, _ = dsplan.initialize(model=Net(), training_data=Data(), config={"train_batch_size": 32})
+    while engine.global_steps < 20:
+        for batch in loader:
+            engine.backward(engine(batch))
+            engine.step()
+"""
+
+
+def test_a_run_leaves_a_slow_plan_and_keeps_its_batch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    save_plan(_sixteen_micro_batches(script), tmp_path / "slow.yaml")
+    folder = tmp_path / "run"
+    finished = run("--json", "--tune", "--plan", tmp_path / "slow.yaml", "--run-dir", folder, script, cwd=tmp_path)
+    assert finished.status == 0, finished.err
+    first, *others = finished.json["attempts"]
+    assert first["ending"]["kind"] == "switch"
+    assert others
+    assert finished.json["measured"]["steps"] == 20
+    used = load_plan(folder / "plan.yaml").configuration
+    assert used.global_batch_size == 32
+    assert used.micro_batch_size > 1
+    tuned = Tuning.load(folder)
+    assert tuned is not None
+    assert tuned.tried[0].plan["plan"]["micro_batch_size"] == 1
+    assert "is predicted to take" in (folder / "rank0.stdout.log").read_text()
+
+
+def _sixteen_micro_batches(script: Path) -> Plan:
+    """A plan that takes sixteen times as many micro-batches as it needs, and computes each twice."""
+    scope = runpy.run_path(str(script))
+    options = WorkOptions(seq_len=16, global_batch=32, precision="fp32")
+    request = make_request(facts_from_module(scope["Net"]()), probed_cluster(probe(), ranks=2), options)
+    configuration = Configuration(
+        strategy="ddp",
+        backend="torch",
+        dp_replicate=2,
+        micro_batch_size=1,
+        gradient_accumulation_steps=16,
+        global_batch_size=32,
+        sequence_length=16,
+        precision="fp32",
+        optimizer="adamw",
+        activation_checkpointing="full",
+    )
+    return estimate(request, configuration)
