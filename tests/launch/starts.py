@@ -46,10 +46,14 @@ class Starter:
 
     def run(self, program: str | Path, processes: Sequence[Variables], *arguments: str) -> list[Ended]:
         """Run a program once with each set of variables, all at the same time, to their ends."""
+        return self.run_each(program, [(variables, arguments) for variables in processes])
+
+    def run_each(self, program: str | Path, processes: Sequence[tuple[Variables, Sequence[str]]]) -> list[Ended]:
+        """As `run`, each process with arguments of its own."""
         assert self._process.stdin
         assert self._process.stdout
         outputs = [str(self._folder / f"{random.randrange(1 << 40):x}") for _ in processes]
-        for output, variables in zip(outputs, processes, strict=True):
+        for output, (variables, arguments) in zip(outputs, processes, strict=True):
             job = {"program": str(program), "arguments": arguments, "output": output}
             everything = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
             self._process.stdin.write(json.dumps({**job, "variables": everything}) + "\n")

@@ -11,14 +11,10 @@ from starts import Starter, open_mpi
 from test_launch_rendezvous import free_port
 
 
-def test_ranks_time_every_link_and_the_first_tells(tmp_path: Path) -> None:
-    starter = Starter(tmp_path)
+def test_ranks_time_every_link_and_the_first_tells(starter: Starter, tmp_path: Path) -> None:
     port, home = free_port(), {"DSPLAN_HOME": str(tmp_path), "HOME": os.environ["HOME"]}
-    try:
-        started = [{**open_mpi(rank, 3, port), **home} for rank in range(3)]
-        first, *others = starter.run("dsplan", started, "doctor", "--json", "--directory", str(tmp_path))
-    finally:
-        starter.close()
+    started = [{**open_mpi(rank, 3, port), **home} for rank in range(3)]
+    first, *others = starter.run("dsplan", started, "doctor", "--json", "--directory", str(tmp_path))
     assert [one.lines for one in others] == [[], []]
     told = json.loads("\n".join(first.lines))
     assert told["ranks"] == 3

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,6 @@ RANK_AND_SIZE: dict[Launcher, tuple[str, str]] = {
 }
 SCRIPT = "import dsplan, torch\ndsplan.initialize(model=torch.nn.Linear(2, 2))\n"
 LIMIT = {SECONDS: "2"}
-
-
-@pytest.fixture(scope="module")
-def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    started = Starter(tmp_path_factory.mktemp("starts"))
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="module")
@@ -76,55 +69,82 @@ def test_a_missing_variable_is_named(launcher: Launcher, starter: Starter, scrip
     assert len(names) >= 2
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_ranks_with_one_id_are_named_once_on_their_node(launcher: Launcher, starter: Starter, script: Path) -> None:
-    port = free_port()
-    ended = starter.run(script, [{**launcher(rank, 3, port), **LIMIT} for rank in (0, 1, 1)])
-    (line,) = lines_of(ended)
-    assert "are both rank 1 of 3; give every process its own RANK" in line
+Jobs = list[tuple[Launcher, int, list[Ended]]]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_too_few_processes_are_told_once_on_their_node(launcher: Launcher, starter: Starter, script: Path) -> None:
-    port = free_port()
-    (line,) = lines_of(starter.run(script, [{**launcher(rank, 4, port), **LIMIT} for rank in (0, 2)]))
-    assert "ranks 1, 3 have not come within 2 s; start 4 processes, or correct WORLD_SIZE" in line
+@pytest.fixture(scope="module")
+def jobs(starter: Starter, script: Path) -> Callable[[Callable[[Launcher, int], list[Variables]]], Jobs]:
+    """One job per launcher, all at the same time; of each its port, and how its processes ended."""
+
+    def run(processes_of: Callable[[Launcher, int], list[Variables]]) -> Jobs:
+        ports = [free_port() for _ in LAUNCHERS]
+        starts = [
+            [{**one, **LIMIT} for one in processes_of(launcher, port)]
+            for launcher, port in zip(LAUNCHERS, ports, strict=True)
+        ]
+        ended = iter(starter.run(script, [one for processes in starts for one in processes]))
+        return [
+            (launcher, port, [next(ended) for _ in processes])
+            for launcher, port, processes in zip(LAUNCHERS, ports, starts, strict=True)
+        ]
+
+    return run
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_world_sizes_are_told_once_on_their_node(launcher: Launcher, starter: Starter, script: Path) -> None:
-    port = free_port()
-    (line,) = lines_of(starter.run(script, [{**launcher(rank, 2 + rank, port), **LIMIT} for rank in (0, 1)]))
-    assert "counts 2 ranks and rank 1" in line
-    assert "counts 3; give all of them one WORLD_SIZE" in line
+RunJobs = Callable[[Callable[[Launcher, int], list[Variables]]], Jobs]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_an_address_where_nobody_is_is_named(launcher: Launcher, starter: Starter, script: Path) -> None:
-    port = free_port()
-    cases = (
-        ({"MASTER_ADDR": "127.0.0.1"}, f"cannot reach rank 0 at 127.0.0.1:{port} within 2 s; check MASTER_ADDR"),
-        ({"MASTER_ADDR": "no-such-host.invalid"}, "finds no host 'no-such-host.invalid'"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999; ports are 1 to 65535"),
-    )
-    starts = [
-        # Each is a job of its own.
-        {**launcher(1, 2, port + job), **LIMIT, "MASTER_PORT": str(port), **changed}
-        for job, (changed, _) in enumerate(cases)
-    ]
-    for one, (_, said) in zip(starter.run(script, starts), cases, strict=True):
-        (line,) = lines_of([one])
-        assert said in line
+def test_two_ranks_with_one_id_are_named_once_on_their_node(jobs: RunJobs) -> None:
+    for _, _, ended in jobs(lambda launcher, port: [launcher(rank, 3, port) for rank in (0, 1, 1)]):
+        (line,) = lines_of(ended)
+        assert "are both rank 1 of 3; give every process its own RANK" in line
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_rank_beyond_the_last_is_told(launcher: Launcher, starter: Starter, script: Path) -> None:
-    rank, size = RANK_AND_SIZE[launcher]
-    variables = {**launcher(1, 2, free_port()), **LIMIT, rank: "2"}
-    (line,) = lines_of(starter.run(script, [variables]))
-    assert "says rank 2 of 2; ranks count from 0, so the highest is 1" in line
-    (line,) = lines_of(starter.run(script, [{**variables, rank: "1", size: "two"}]))
-    assert f"the environment variable {size} is 'two'; it must be a whole number" in line
+def test_too_few_processes_are_told_once_on_their_node(jobs: RunJobs) -> None:
+    for _, _, ended in jobs(lambda launcher, port: [launcher(rank, 4, port) for rank in (0, 2)]):
+        (line,) = lines_of(ended)
+        assert "ranks 1, 3 have not come within 2 s; start 4 processes, or correct WORLD_SIZE" in line
+
+
+def test_two_world_sizes_are_told_once_on_their_node(jobs: RunJobs) -> None:
+    for _, _, ended in jobs(lambda launcher, port: [launcher(rank, 2 + rank, port) for rank in (0, 1)]):
+        (line,) = lines_of(ended)
+        assert "counts 2 ranks and rank 1" in line
+        assert "counts 3; give all of them one WORLD_SIZE" in line
+
+
+def test_an_address_where_nobody_is_is_named(jobs: RunJobs) -> None:
+    for _, port, ended in jobs(lambda launcher, port: [{**launcher(1, 2, port), "MASTER_ADDR": "127.0.0.1"}]):
+        (line,) = lines_of(ended)
+        assert f"cannot reach rank 0 at 127.0.0.1:{port} within 2 s; check MASTER_ADDR and MASTER_PORT" in line
+
+
+def test_a_host_that_nobody_knows_is_named(jobs: RunJobs) -> None:
+    unknown = {"MASTER_ADDR": "no-such-host.invalid"}
+    for _, _, ended in jobs(lambda launcher, port: [{**launcher(1, 2, port), **unknown}]):
+        (line,) = lines_of(ended)
+        assert "finds no host 'no-such-host.invalid'" in line
+        assert "; set MASTER_ADDR to a name or address of rank 0's host that every node knows" in line
+
+
+def test_a_port_that_is_none_is_told(jobs: RunJobs) -> None:
+    for _, _, ended in jobs(lambda launcher, port: [{**launcher(1, 2, port), "MASTER_PORT": "99999"}]):
+        (line,) = lines_of(ended)
+        assert "MASTER_PORT is 99999; ports are 1 to 65535" in line
+
+
+def test_a_rank_beyond_the_last_is_told(jobs: RunJobs) -> None:
+    for _, _, ended in jobs(lambda launcher, port: [{**launcher(1, 2, port), RANK_AND_SIZE[launcher][0]: "2"}]):
+        (line,) = lines_of(ended)
+        assert "says rank 2 of 2; ranks count from 0, so the highest is 1" in line
+
+
+def test_a_size_that_is_no_number_is_told(jobs: RunJobs) -> None:
+    for launcher, _, ended in jobs(
+        lambda launcher, port: [{**launcher(1, 2, port), RANK_AND_SIZE[launcher][1]: "two"}]
+    ):
+        (line,) = lines_of(ended)
+        assert f"the environment variable {RANK_AND_SIZE[launcher][1]} is 'two'; it must be a whole number" in line
 
 
 def test_a_first_rank_elsewhere_is_told_that_its_address_is_not_its_own(starter: Starter, script: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from starts import Ended, Starter, Variables, hydra, open_mpi, slurm, torchrun, without
+from starts import Starter, Variables, hydra, open_mpi, slurm, torchrun, without
 from test_launch_rendezvous import free_port
 
 from strategies.launch.settings import LauncherName, Placement
@@ -24,13 +24,6 @@ STARTED_BY: list[tuple[Launcher, LauncherName, str]] = [
     (slurm, "slurm", "SLURM_STEP_NUM_TASKS"),
     (hydra, "mpi", "PMI_SIZE"),
 ]
-
-
-@pytest.fixture(scope="module")
-def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    started = Starter(tmp_path_factory.mktemp("starts"))
-    yield started
-    started.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,38 +56,37 @@ def laid_out(directory: Path, launcher: LauncherName) -> Run:
     return Run(directory=directory, spec=spec.path)
 
 
-def start(starter: Starter, run: Run, processes: list[Variables]) -> list[Ended]:
+def processes_of(run: Run, processes: list[Variables]) -> list[tuple[Variables, list[str]]]:
     common = {SECONDS: "2", "DSPLAN_HOME": str(run.directory), "DSPLAN_RUN_DIR": str(run.directory)}
     common["HOME"] = os.environ["HOME"]
-    ended = starter.run(RANK_MAIN, [{**one, **common} for one in processes], str(run.spec))
-    assert not (run.directory / "ran").exists()
-    assert [one.status for one in ended] == [2] * len(ended), [one.lines for one in ended]
-    return ended
+    return [({**one, **common}, [str(run.spec)]) for one in processes]
 
 
 @pytest.mark.parametrize(("variables", "launcher", "size"), STARTED_BY)
 def test_ranks_that_do_not_fit_end_before_the_script(
     variables: Launcher, launcher: LauncherName, size: str, starter: Starter, tmp_path: Path
 ) -> None:
-    port = free_port()
-    missing = laid_out(tmp_path / "missing", launcher)
-    (nameless,) = start(starter, missing, [without(variables(1, 2, port), size)])
+    ports = [free_port() for _ in range(4)]
+    missing, twice, alone, lost = runs = [laid_out(tmp_path / str(number), launcher) for number in range(4)]
+    nameless, *ended = starter.run_each(
+        RANK_MAIN,
+        [
+            *processes_of(missing, [without(variables(1, 2, ports[0]), size)]),
+            *processes_of(twice, [variables(rank, 3, ports[1]) for rank in (0, 1, 1)]),
+            *processes_of(alone, [variables(0, 2, ports[2])]),
+            *processes_of(lost, [{**variables(1, 2, ports[3]), "MASTER_ADDR": "127.0.0.1"}]),
+        ],
+    )
+    assert [one.status for one in (nameless, *ended)] == [2] * 6, [one.lines for one in (nameless, *ended)]
+    assert not [run for run in runs if (run.directory / "ran").exists()]
+
     (line,) = nameless.lines
     assert line.startswith("error: ")
     assert f"has not set {size} for this process; start" in line
-
-    twice = laid_out(tmp_path / "twice", launcher)
-    start(starter, twice, [variables(rank, 3, port) for rank in (0, 1, 1)])
     for reason in twice.reasons():
         assert "are both rank 1 of 3; give every process its own RANK" in reason
     assert len(twice.reasons()) == 2
-
-    alone = laid_out(tmp_path / "alone", launcher)
-    start(starter, alone, [variables(0, 2, port)])
     (reason,) = alone.reasons()
     assert "rank 1 has not come within 2 s; start 2 processes, or correct WORLD_SIZE" in reason
-
-    lost = laid_out(tmp_path / "lost", launcher)
-    start(starter, lost, [{**variables(1, 2, port), "MASTER_ADDR": "127.0.0.1"}])
     (reason,) = lost.reasons()
-    assert f"cannot reach rank 0 at 127.0.0.1:{port} within 2 s; check MASTER_ADDR" in reason
+    assert f"cannot reach rank 0 at 127.0.0.1:{ports[3]} within 2 s; check MASTER_ADDR" in reason
