@@ -67,7 +67,7 @@ class PlacementFlags:
     launcher_option: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT", help="Handed to sbatch, mpirun, deepspeed or accelerate as it is; may be repeated."
+            metavar="TEXT", help="Handed to srun, mpirun, deepspeed or accelerate as it is; may be repeated."
         ),
     ] = None
 
