@@ -1,12 +1,14 @@
 """The journal of a run, `run.jsonl`: one JSON object per line for every attempt, ending, decision and alert. No torch.
 
     {"event": "attempt", "attempt": k, "time": ..., "ranks": ..., "resumes": ...}
+    {"event": "plan", "attempt": k, "time": ..., "plan": ...}     the plan in use, as the JSON contract has it
     {"event": "ending", "attempt": k, "time": ..., "kind": a word of `endings`, "rank": ..., "host": ..., "step": ...,
-     "reason": ..., "log": ..., "exit_status": ...}           for an attempt that did not complete
+     "reason": ..., "log": ..., "exit_status": ..., "first_step": ..., "last_step": ...}
+                                                   for an attempt that did not complete
     {"event": "decision", "attempt": k, "time": ..., "action": a word of `policy`, "why": ..., "delay_seconds": ...}
     {"event": "back", "attempt": k, "time": ..., "step": ..., "seconds_lost": ...}   the run is where it was before
     {"event": "alert", "attempt": k, "time": ..., ...}        what a rank noticed
-    {"event": "end", "attempt": k, "time": ..., "outcome": ..., "exit_code": ...}
+    {"event": "end", "attempt": k, "time": ..., "outcome": ..., "exit_code": ..., "first_step": ..., "last_step": ...}
 
 Times are seconds since 1970.
 """

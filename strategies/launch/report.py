@@ -36,7 +36,7 @@ class AttemptReport:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
     """What a run was asked to do, how it ended, and what it measured. `plan` is the last, None where nothing was
-    planned; `attempts` are those that this command made."""
+    planned; `attempts` are all of the run, also those of earlier commands."""
 
     spec: LaunchSpec
     outcome: Outcome

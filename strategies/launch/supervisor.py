@@ -9,10 +9,11 @@ from typing import Any
 
 from hardware_db.probe import probe
 from planner.plan import Plan
-from planner.plan_io import plan_from_dict
+from planner.plan_io import plan_from_dict, plan_to_dict
 from strategies.launch.attempt import Attempt
 from strategies.launch.causes import Ending, with_stacks_kept
 from strategies.launch.events import AttemptEnded, Event, PlanMade, RunIsBack, StepDone
+from strategies.launch.history import earlier_attempts
 from strategies.launch.journal import Journal
 from strategies.launch.outcome import COMPLETED, INTERRUPTED, Outcome, outcome_of
 from strategies.launch.policy import Decision, Policy, Situation
@@ -41,6 +42,7 @@ class Supervisor:
         self._state = RunState(spec, plan, resumes=resumes)
         self._policy = Policy(spec.supervision.retries)
         self._journal = Journal(spec.directory)
+        self._earlier = earlier_attempts(spec.directory) if resumes else ()
         self._attempts: list[AttemptReport] = []
         self._outcome: Outcome | None = None
         self._number = self._state.first
@@ -84,7 +86,7 @@ class Supervisor:
             outcome=self._outcome,
             measured=measured_run(self._spec),
             plan=self._state.plan,
-            attempts=tuple(self._attempts),
+            attempts=(*self._earlier, *self._attempts),
         )
 
     def _run(self, attempt: Attempt) -> Iterator[Event]:
@@ -94,6 +96,8 @@ class Supervisor:
         placement = self._spec.placement
         ranks = self._spec.processes * placement.most_nodes
         self._journal.append("attempt", self._number, ranks=ranks, resumes=self._state.orders.resumes)
+        if self._state.plan is not None:
+            self._journal.append("plan", self._number, plan=plan_to_dict(self._state.plan))
         self._attempts.append(AttemptReport(attempt=self._number, began=time.time(), seconds=0.0, ranks=ranks))
         for happening in attempt.happenings():
             if isinstance(happening, dict):
@@ -108,6 +112,7 @@ class Supervisor:
         if row.get("event") == "plan":
             plan = {key: value for key, value in row.items() if key != "event"}
             self._state.adopt(plan_from_dict(plan))
+            self._journal.append("plan", self._number, plan=plan)
             yield PlanMade(plan=plan)
         elif row.get("event") == "step":
             yield from self._step_events(row)
@@ -142,7 +147,8 @@ class Supervisor:
             if ending.kind == "hung":
                 ending = with_stacks_kept(ending, self._spec.directory, self._number)
             attempt.ending = ending
-            self._journal.append("ending", self._number, **ending.to_dict())
+            steps = {"first_step": course.first, "last_step": course.last}
+            self._journal.append("ending", self._number, **ending.to_dict(), **steps)
             decision = self._decide(ending, stays=self._spec.placement.is_elastic and not requests.came)
         began = self._attempts[-1]
         self._attempts[-1] = replace(
@@ -193,8 +199,16 @@ class Supervisor:
 
     def _write_end(self) -> None:
         if self._outcome is not None:
-            outcome, step = self._outcome, self._state.course.highest
-            self._journal.append("end", self._number, outcome=outcome.name, exit_code=outcome.exit_code, step=step)
+            outcome, course = self._outcome, self._state.course
+            self._journal.append(
+                "end",
+                self._attempts[-1].attempt,
+                outcome=outcome.name,
+                exit_code=outcome.exit_code,
+                step=course.highest,
+                first_step=course.first,
+                last_step=course.last,
+            )
 
 
 def _with_step(ending: Ending, last: int | None) -> Ending:

@@ -94,7 +94,7 @@ def test_the_launcher_and_then_a_rank_are_killed_and_the_page_tells(tmp_path: Pa
     directory = Path(found["run_directory"])
     assert _steps(directory) == list(range(1, STEPS + 1))
     assert _ranks_of(directory) == []
-    events = [row["event"] for row in read_journal(directory) if row["event"] != "alert"]
+    events = [row["event"] for row in read_journal(directory) if row["event"] not in ("alert", "plan")]
     assert events == ["attempt", *(["ending", "decision", "attempt", "back"] * 2), "end"]
     page = (directory / "report.md").read_text()
     assert f"completed: {STEPS} steps, 3 attempts" in page
@@ -132,6 +132,10 @@ def test_a_run_is_gone_on_with_after_a_kill_and_after_a_stop(tmp_path: Path) -> 
     assert _steps(directory) == list(range(1, STEPS + 1))
     kinds = [row["kind"] for row in read_journal(directory) if row["event"] == "ending"]
     assert kinds == ["preempted"]
+    page = (directory / "report.md").read_text()
+    assert f"completed: {STEPS} steps, 3 attempts" in page
+    assert "dsplan run itself was ended" in page
+    assert "preempted: stopped at step" in page
     again = run("--resume", directory, cwd=tmp_path)
     assert (again.status, len(again.err.splitlines())) == (2, 1)
     assert "the run completed" in again.err
