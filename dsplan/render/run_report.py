@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dsplan.render.blocks import Block, Column, Table, Text, columns
 from dsplan.render.markdown import markdown
-from dsplan.render.run_view import ending_place
+from dsplan.render.run_view import ending_place, ending_words
 from hardware_db.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -94,12 +94,11 @@ def _ending_row(one: AttemptReport) -> list[str]:
     if one.ending is None:
         return []
     ending = one.ending
-    what = ending.kind.replace("_", " ")
     return [
         _clock(one.began + one.seconds),
         _MISSING if ending.step is None else str(ending.step),
         ending_place(ending) or _MISSING,
-        f"{what}: {ending.reason}" if ending.reason else what,
+        ending_words(ending),
         _MISSING if one.decision is None else one.decision.why,
         _MISSING if one.seconds_lost is None else format_seconds(one.seconds_lost),
     ]

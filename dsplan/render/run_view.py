@@ -115,13 +115,18 @@ def plan_line(made: PlanMade) -> str:
 def ending_line(ended: AttemptEnded) -> str:
     """The end of an attempt in one line: where, at which step, why, and what follows."""
     ending, decision = ended.ending, ended.decision
-    place = ending_place(ending)
-    where = f" on {place}" if place else ""
-    step = "" if ending.step is None else f" at step {ending.step}"
+    step = "" if ending.step is None else f"step {ending.step}"
+    where = ", ".join(part for part in (ending_place(ending), step) if part)
     pause = f" in {format_seconds(decision.delay_seconds)}" if decision.delay_seconds else ""
+    return f"dsplan: {where}{': ' if where else ''}{ending_words(ending)}; {decision.why}{pause}"
+
+
+def ending_words(ending: Ending) -> str:
+    """What it was and why, each said once."""
     what = ending.kind.replace("_", " ")
-    reason = f": {ending.reason}" if ending.reason and ending.reason != what else ""
-    return f"dsplan: {what}{where}{step}{reason}; {decision.why}{pause}"
+    if what in ending.reason.lower():
+        return ending.reason
+    return f"{what}: {ending.reason}" if ending.reason else what
 
 
 def ending_place(ending: Ending) -> str:

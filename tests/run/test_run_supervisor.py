@@ -99,7 +99,7 @@ def test_the_launcher_and_then_a_rank_are_killed_and_the_page_tells(tmp_path: Pa
     page = (directory / "report.md").read_text()
     assert f"completed: {STEPS} steps, 3 attempts" in page
     assert "the launcher was killed by signal 9" in page
-    assert "killed on rank 1" in finished.err
+    assert "dsplan: rank 1, step 10: killed by signal 9; starts again" in finished.err
 
 
 def test_a_run_is_gone_on_with_after_a_kill_and_after_a_stop(tmp_path: Path) -> None:
