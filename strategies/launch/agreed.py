@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from planner.plan_io import load_plan
 from strategies.launch.standing import Findings, Standing, combined
+from strategies.supervised.pulse import resting
 from strategies.variables import PLAN_FILE
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def wait_for_the_others(store: Store, standing: Standing) -> None:
         file=sys.stderr,
         flush=True,
     )
-    with contextlib.suppress(RuntimeError):  # the store went with the process that had it
+    # The store may go with the process that has it.
+    with contextlib.suppress(RuntimeError), resting():
         while not store.check([_ENDED]):
             time.sleep(_LOOK_SECONDS)
 

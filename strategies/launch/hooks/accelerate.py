@@ -130,6 +130,7 @@ def _live_job(accelerator: Any, objects: tuple[Any, ...], spec: LaunchSpec) -> L
         precision=precision if precision in ("bf16", "fp16") else "fp32",  # type: ignore[arg-type]
         optimizer=_optimizer_name(optimizer),
         # Without `accumulate` in the script nothing would accumulate, and an unusual loader cannot be cut anew.
+        accumulates=spec.accumulates,
         fixed_batch=not spec.accumulates or loader is None or with_batch_size(loader, 1) is None,
     )
 

@@ -16,6 +16,7 @@ from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
 from hardware_db.probe import probe
 from planner import vocabulary as words
+from planner.candidates import shapes
 from planner.models.live import facts_from_module
 from planner.plan import Plan
 from planner.plan_io import load_plan, plan_to_dict
@@ -25,6 +26,7 @@ from strategies.agree import on_rank_zero
 from strategies.errors import CannotRun
 from strategies.launch.agreed import current
 from strategies.launch.hooks.accepts import accepted
+from strategies.launch.hooks.say import say
 from strategies.launch.recognise import ScriptKind
 from strategies.live_plan import with_measured_rates
 from strategies.machine_rates import machine_rates
@@ -40,7 +42,8 @@ _SAMPLES_LOOKED_AT = 16
 class LiveJob:
     """A script's own settings at the moment its model is known.
 
-    The global batch they make is kept. With `fixed_batch` the micro-batch is kept as well, because the script cuts it.
+    The global batch they make is kept. With `fixed_batch` the micro-batch is kept as well, because the script cuts it;
+    one that does not accumulate trains on as many samples a step as its ranks have in a micro-batch.
     """
 
     module: nn.Module
@@ -51,6 +54,7 @@ class LiveJob:
     precision: words.Precision
     optimizer: words.Optimizer
     fixed_batch: bool = False
+    accumulates: bool = True
 
 
 def settled_plan() -> Plan | None:
@@ -63,8 +67,7 @@ def settled_plan() -> Plan | None:
         return None
     plan = load_plan(path)
     if standing.goes_on and (why := unfit(plan, standing)):
-        if os.environ["RANK"] == "0":
-            print(f"dsplan: {path} {why}: another plan is made", flush=True)
+        say(f"{path} {why}: another plan is made")
         return None
     return plan
 
@@ -115,10 +118,9 @@ def plan_live(job: LiveJob) -> Plan:
 def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     ranks = int(os.environ["WORLD_SIZE"])
     cluster = probed_cluster(probe(), ranks=ranks)
-    batch = current().global_batch_size
     options = WorkOptions(
         seq_len=job.sequence_length,
-        global_batch=job.micro_batch_size * job.gradient_accumulation_steps * ranks if batch is None else batch,
+        global_batch=_global_batch(job, ranks),
         precision=job.precision,
         optimizer=job.optimizer,
     )
@@ -127,7 +129,19 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     request = make_request(facts_from_module(job.module), cluster, options, strategies=strategies, top=1)
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
+    if current().goes_on and not any(True for _ in shapes(request)):
+        request = replace(request, strategies=accepted(job.kind, gpus=torch.cuda.is_available()))
     return best_plan(with_measured_rates(request, measured))
+
+
+def _global_batch(job: LiveJob, ranks: int) -> int:
+    """What the script's settings make, or what the run has kept so far where it goes on and the script can keep it."""
+    own, kept = job.micro_batch_size * job.gradient_accumulation_steps * ranks, current().global_batch_size
+    if kept is None or job.accumulates:
+        return kept or own
+    if own != kept:
+        say(f"the script does not accumulate gradients: {ranks} ranks train on {own} samples a step, not on {kept}")
+    return own
 
 
 def watch(plan: Plan, *, planned: bool, device: torch.device) -> RunMonitor:
@@ -140,6 +154,8 @@ def watch(plan: Plan, *, planned: bool, device: torch.device) -> RunMonitor:
     )
     standing = current()
     is_new = planned or (plan is standing.plan and not standing.is_given)
+    if standing.tunes:
+        say("--tune is for scripts that call dsplan.initialize: nothing is tuned here")
     if is_new and os.environ["RANK"] == "0":
         monitor.plan_made(plan_to_dict(plan))
     return monitor
