@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("trained_rank.py")
-PATIENCE_SECONDS = 200.0
+PATIENCE_SECONDS = 250.0
 _DSPLAN_RUN = (sys.executable, "-m", "dsplan", "run")
 
 

@@ -26,6 +26,7 @@ def on_path(directory: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_job_that_is_told_to_save_goes_on_when_it_is_queued_again(slurm: dict[str, str], tmp_path: Path) -> None:
     with launched(tmp_path / "local", {"STEPS": "12"}) as run:
         assert run.wait(run.start("--nproc", "2")) == 0, run.out

@@ -10,10 +10,11 @@ import pytest
 from launched import launched
 
 # Divisible by every number of ranks there will be; long enough to lose and to find nodes in it.
-VARIABLES = {"STEPS": "250", "BATCH": "24", "STRATEGY": "", "PAUSE": "0.5"}
+VARIABLES = {"STEPS": "200", "BATCH": "24", "STRATEGY": "", "PAUSE": "0.5"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_four_nodes_then_two_then_three(tmp_path: Path) -> None:
     if reason := namespaces.missing():
         pytest.skip(reason)

@@ -9,7 +9,7 @@ import pytest
 
 from hardware_db.errors import DsplanError
 from strategies.launch.launcher import make_launcher
-from strategies.launch.launchers.mpi import job_result
+from strategies.launch.launchers.mpi import first_words, job_result
 from strategies.launch.launchers.process import ProcessLauncher
 from strategies.launch.launchers.slurm import step_result
 from strategies.launch.settings import LAUNCHER_NAMES, Placement
@@ -65,6 +65,11 @@ def test_mpirun_tells_which_rank_was_first(said: str, failures: dict[int, int]) 
     assert job_result(said) == {"failures": failures}
 
 
+def test_what_mpirun_says_before_any_rank_is_the_reason() -> None:
+    said = f"{'-' * 60}\nThere are not enough slots available in the system to satisfy the 4\nslots that\n"
+    assert first_words(said) == "There are not enough slots available in the system to satisfy the 4"
+
+
 def test_a_lost_node_of_an_mpi_job() -> None:
     assert job_result("ORTE has lost communication with a remote daemon.\n")["kind"] == "lost"
 
@@ -110,8 +115,15 @@ def test_rank_0_is_on_the_first_host(text: str, tmp_path: Path) -> None:
         launcher(tmp_path, launcher="mpi", **several).environment()
 
 
-@pytest.mark.parametrize(("name", "what"), [("deepspeed", "host file"), ("accelerate", "--node-rank")])
-def test_several_nodes_ask_for_what_they_need(name: str, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"), [("deepspeed", "host file"), ("mpi", "host file"), ("accelerate", "--node-rank")]
+)
+def test_several_nodes_ask_for_what_they_need(
+    name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda command: f"/usr/bin/{command}")
+    for job in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+        monkeypatch.delenv(job, raising=False)
     with pytest.raises(DsplanError, match=what):
         launcher(tmp_path, launcher=name, least_nodes=2, most_nodes=2).command()
 

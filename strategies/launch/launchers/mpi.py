@@ -20,6 +20,8 @@ _EXIT_CODE = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d
 _NODE_GONE = re.compile(r"ORTE has lost communication with a remote daemon|lost connection to .*daemon", re.IGNORECASE)
 _HOST = re.compile(r"^[ \t]*([^\s#:]+)", re.MULTILINE)
 _MISSING = "mpirun is not installed here; install Open MPI (openmpi-bin), or run without --launcher"
+# Batch systems whose jobs tell mpirun of their nodes.
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 # Further variables that the ranks of other nodes need; Open MPI takes over only what it is told to.
 _EXPORTED = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")
 _EXPORTED_FAMILIES = ("DSPLAN_", "NCCL_", "GLOO_", "ACCELERATE_", "DS_", "HF_", "TORCH_", "CUDA_")
@@ -31,6 +33,8 @@ class MpiLauncher(ProcessLauncher):
     def command(self) -> list[str]:
         if shutil.which("mpirun") is None:
             raise DsplanError(_MISSING)
+        if self.placement.most_nodes > 1 and self.placement.hostfile is None and not any(map(os.environ.get, _JOBS)):
+            raise DsplanError("mpirun finds several nodes in a host file, or in a batch job; name it with --hostfile")
         options = self._open_mpi() if is_open_mpi() else self._hydra()
         return ["mpirun", *options, *self.placement.options, *rank_command(self.spec)]
 
@@ -50,7 +54,10 @@ class MpiLauncher(ProcessLauncher):
         self.hand_signal(number)
 
     def result(self, status: int) -> dict[str, object]:
-        return job_result(self.said)
+        found = job_result(self.said)
+        if status and not found["failures"] and "kind" not in found:
+            found |= {"kind": "failed", "reason": first_words(self.said) or f"mpirun ended with status {status}"}
+        return found
 
     def _open_mpi(self) -> list[str]:
         nodes, per_node = self.placement.most_nodes, self.spec.processes
@@ -91,6 +98,11 @@ def first_host(hostfile: Path) -> str:
     if found is None:
         raise DsplanError(f"{hostfile}: names no host; write a line per node")
     return found[1]
+
+
+def first_words(said: str) -> str:
+    """The first line that says something; Open MPI draws lines of dashes around what it says."""
+    return next((line.strip()[:500] for line in said.splitlines() if line.strip(" -")), "")
 
 
 def job_result(said: str) -> dict[str, object]:
