@@ -156,6 +156,8 @@ class ZeROOptimizer:
         )
         factor = 1.0
         if clip_norm is not None:
+            if not clip_norm > 0:
+                raise CannotRun(f"step: clip_norm is {clip_norm}; it must be a number above 0")
             factor = min(1.0, clip_norm / (self.norm(reduced) + 1e-6))
         fresh = {path: self._updated(path, part, whole, factor) for path, part in reduced.parts.items()}
         if whole is None:

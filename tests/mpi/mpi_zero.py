@@ -246,6 +246,8 @@ def what_is_wrong_is_told_to_all(comm: MPI.Intracomm) -> None:
         optimizer.step({"w": np.ones(3)}, ReducedGradients({}, divided=False))
     with pytest.raises(DsplanError, match="only stage 3 has parts"):
         optimizer.gather_parameters()
+    with pytest.raises(DsplanError, match="clip_norm is -1; it must be"):
+        optimizer.step({"w": np.ones(3)}, reduced, clip_norm=-1)
     optimizer.learning_rate = float("nan")
     with pytest.raises(DsplanError, match="learning_rate is nan"):
         optimizer.step({"w": np.ones(3)}, reduced)
