@@ -18,7 +18,7 @@ from ledger import Start, read_starts
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("ledger_script.py")
 TOKEN = "FAULTY_RUN"
-PATIENCE_SECONDS = 400.0
+PATIENCE_SECONDS = 900.0
 
 
 class FaultyRun:
