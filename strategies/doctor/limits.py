@@ -117,11 +117,14 @@ def control_groups(host: Host, *, gpus: int) -> list[Finding]:
 
 def disks() -> list[Finding]:
     """Where runs and the database are written."""
-    places = {"runs": data_dir() / "runs", "database": database_path().parent}
-    folders = {name: _existing(path) for name, path in places.items()}
+    places = {"database": database_path().parent, "runs": data_dir() / "runs"}
+    by_disk: dict[tuple[int, bool], dict[str, Path]] = {}
+    for name, path in places.items():
+        folder = _existing(path)
+        by_disk.setdefault((folder.stat().st_dev, os.access(folder, os.W_OK)), {})[name] = folder
     found = []
-    for folder in dict.fromkeys(folders.values()):
-        names = " and ".join(name for name, one in folders.items() if one == folder)
+    for folders in by_disk.values():
+        names, folder = " and ".join(folders), next(iter(folders.values()))
         found += [disk(folder, names), *_network_database(folder, names)]
     return found
 
