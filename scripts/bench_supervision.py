@@ -6,10 +6,10 @@
 `dsplan run` starts the ranks. A rank trains in short blocks: with everything, and without: then its engine has no
 observers, the sampler's and the watchdog's threads sleep, and the launcher's processes are stopped (SIGSTOP). Blocks of
 both kinds take turns, so that a machine that is slow for a while is slow to both; the ratio is the median over pairs of
-neighbours, with the interval that holds it in 95 of 100 resamplings. The same ratio of processor seconds, of the rank
-and of the launcher's processes together, does not see who else uses the machine. Beside it stand the parts: processor
-seconds that a step spends in observers (on a GPU they include waiting for the loss) as a share of all that it takes,
-and those of the threads and of the launcher's processes.
+neighbours, with the interval that holds it in 95 of 100 resamplings. It needs a machine that is not shared: where
+others take most of the cores, it says little. The parts need less: processor seconds that a step spends in observers
+(on a GPU they include waiting for the loss) as a share of all that it takes, and the share of one core that the threads
+and the launcher's processes take. They add up to what is lost where no core is spare.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,28 +112,26 @@ class Measurement:
     def run(self, step: Callable[[], None]) -> dict[str, Any]:
         """The figures of all pairs of blocks."""
         steps = self._agreed(max(5, round(self._arguments.seconds / self._block(step, 20))))
-        pairs, processors = [], []
+        pairs, processor = [], []
         for turn in range(self._arguments.turns):
-            seconds, processor = {}, {}
+            seconds: dict[bool, float] = {}
             for on in (True, False) if turn % 2 else (False, True):
                 self._switch.turn(on)
                 self._wait_for_all()
-                before = self._processor()
-                if on:
-                    with self._parts.counted(steps):
-                        seconds[on] = self._block(step, steps)
-                else:
+                with self._parts.counted(steps) if on else nullcontext():
+                    began = time.process_time()
                     seconds[on] = self._block(step, steps)
-                processor[on] = (self._processor() - before) / steps
+                    if not on:
+                        processor.append((time.process_time() - began) / steps)
             pairs.append((seconds[True], seconds[False]))
-            processors.append((processor[True], processor[False]))
         self._switch.turn(True)
         return {
             "ranks": self._engine.environment.world_size,
+            "ranks_of_node": self._engine.environment.local_world_size,
             "device": self._engine.device.type,
             "steps_of_block": steps,
             "pairs": pairs,
-            "processor_pairs": processors,
+            "processor_seconds": statistics.median(processor),
             **self._parts.shares(),
         }
 
@@ -153,10 +152,6 @@ class Measurement:
             step()
             times.append(time.perf_counter() - before)
         return statistics.median(times)
-
-    def _processor(self) -> float:
-        """Processor seconds so far: of this rank, and its share of the launcher's."""
-        return time.process_time() + _processor_seconds()["launcher"] / self._engine.environment.local_world_size
 
     def _agreed(self, value: int) -> int:
         from strategies.agree import on_rank_zero
@@ -216,6 +211,7 @@ class Switch:
                 process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
 
 
+@cache
 def launcher_processes() -> list[psutil.Process]:
     """The agent that started this rank, and `dsplan run` above it."""
     parents = psutil.Process().parents()
@@ -273,16 +269,18 @@ def _processor_seconds() -> dict[str, float]:
 def _report(found: dict[str, Any]) -> str:
     pairs = found["pairs"]
     off = statistics.median(off for _, off in pairs)
-    processor = statistics.median(off for _, off in found["processor_pairs"])
+    processor = found["processor_seconds"]
+    observers = sum(found["observer_microseconds"].values()) / processor / 1e6
+    cores = found["cores"]["threads"] + found["cores"]["launcher"] / found["ranks_of_node"]
     lines = [
         f"{found['ranks']} ranks on {found['device']}, {len(pairs)} pairs of blocks of {found['steps_of_block']} steps",
         f"step without: {1e3 * off:.3f} ms; with / without: {_ratio(pairs)}",
-        f"processor seconds of a step, with / without: {_ratio(found['processor_pairs'])}",
         *(
             f"{name}: {value:.1f} us of the {1e3 * processor:.1f} ms of a step, {value / processor / 1e4:.3f} %"
             for name, value in found["observer_microseconds"].items()
         ),
         *(f"{name}: {100 * value:.2f} % of one core" for name, value in found["cores"].items()),
+        f"together, where no core is spare: {100 * (observers + cores):.2f} % of a step",
     ]
     return "\n".join(lines)
 
