@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from planner.plan_io import load_plan
 from strategies.launch.standing import Findings, Standing, combined
 from strategies.supervised.pulse import resting
-from strategies.variables import PLAN_FILE
+from strategies.variables import PLAN_FILE, STRATEGY
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -102,4 +102,4 @@ def let_the_waiting_go(store: Store) -> None:
 
 def _combined(findings: list[Findings], ranks: int) -> Standing:
     given = os.environ.get(PLAN_FILE)
-    return combined(findings, ranks, load_plan(given) if given else None)
+    return combined(findings, ranks, load_plan(given) if given else None, os.environ.get(STRATEGY))

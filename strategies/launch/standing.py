@@ -98,8 +98,12 @@ class Standing:
         return cls(**{**raw, "plan": plan, "failed_plans": failed})
 
 
-def combined(findings: Iterable[Findings], ranks: int, given: Plan | None = None) -> Standing:
-    """What all nodes' findings mean for `ranks` ranks that were started; `given` is the plan of the command line.
+def combined(
+    findings: Iterable[Findings], ranks: int, given: Plan | None = None, strategy: str | None = None
+) -> Standing:
+    """What all nodes' findings mean for `ranks` ranks that were started.
+
+    `given` and `strategy` are those of the command line; a plan of another strategy is not gone on with.
 
     Where the global batch cannot be split over the ranks, as many of them train as it can be split over.
     """
@@ -121,8 +125,9 @@ def combined(findings: Iterable[Findings], ranks: int, given: Plan | None = None
         global_batch_size=batch,
         failed_plans=tuple(FailedPlan(**one) for one in failed.values()),
     )
-    fits = (one for one in plans if one.configuration.world_size == standing.ranks and not standing.has_failed(one))
-    plan = next(fits, None)
+    of_strategy = (one for one in plans if strategy in (None, one.configuration.strategy))
+    for_ranks = (one for one in of_strategy if one.configuration.world_size == standing.ranks)
+    plan = next((one for one in for_ranks if not standing.has_failed(one)), None)
     return replace(standing, plan=plan, is_given=plan is not None and plan is given)
 
 

@@ -84,6 +84,14 @@ def test_a_given_plan_comes_before_the_last_one_unless_it_failed_and_tuned_ones_
     assert combined([tuned], 4, given).plan == last
 
 
+def test_a_plan_of_another_strategy_than_is_asked_for_now_is_left() -> None:
+    plan = _plans(4)[0]
+    assert combined([_findings(plan)], 4, strategy=plan.configuration.strategy).plan == plan
+    other = combined([_findings(plan)], 4, strategy="fsdp-grad-op")
+    assert plan.configuration.strategy != "fsdp-grad-op"
+    assert (other.plan, other.global_batch_size) == (None, 24)
+
+
 @pytest.mark.parametrize(("batch", "ranks", "expected"), [(8, 3, 2), (8, 4, 4), (24, 3, 3), (7, 4, 1)])
 def test_as_many_ranks_train_as_the_batch_can_be_split_over(batch: int, ranks: int, expected: int) -> None:
     assert largest_divisor(batch, ranks) == expected
