@@ -32,7 +32,9 @@ class RunLock:
         self._file = self._path.open("ab")
         if not _try_lock(self._file):
             self._file.close()
-            raise DsplanError(f"{self._path.parent}: another dsplan run is at work here; stop it first, or name another --run-dir")
+            raise DsplanError(
+                f"{self._path.parent}: another dsplan run is at work here; stop it first, or name another --run-dir"
+            )
         return self
 
     def __exit__(
