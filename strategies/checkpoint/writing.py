@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -105,7 +106,14 @@ class Writing:
         except BaseException as problem:
             self._problem = problem
         finally:
+            if self._problem is not None:
+                self._tell_others()
             self._written.set()
+
+    def _tell_others(self) -> None:
+        """Leave word that this rank's part will not come: rank 0 may be past the script's end, where nobody asks."""
+        with suppress(OSError):
+            self._given_up(self._environment.rank).touch()
 
     def _write_part(self) -> None:
         sums = self._write(self.target.temporary)
@@ -121,6 +129,10 @@ class Writing:
         while not all(note.exists() for note in notes):
             if self._cancelled.wait(_LOOK_SECONDS):
                 return False
+            failed = [rank for rank in range(len(notes)) if self._given_up(rank).exists()]
+            if failed:
+                late = ", ".join(map(str, failed))
+                raise BrokenFile(self.target.path, f"rank {late} could not write its part", "see what it printed")
             now_there = sum(path.stat().st_size for path in self.target.temporary.iterdir())
             if now_there != size:
                 size, since = now_there, time.monotonic()
@@ -143,6 +155,9 @@ class Writing:
                 sums[name] = sum_of(path)
         folder.write_text(temporary / checksums.FILE, checksums.text_of(sums))
         folder.publish(self.target.directory, self.target.name, self.target.keep_last)
+
+    def _given_up(self, rank: int) -> Path:
+        return self._note(rank).with_suffix(".failed")
 
     def _note(self, rank: int) -> Path:
         return self.target.temporary / f"part-{rank:05d}.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -150,4 +151,17 @@ def test_a_rank_that_never_writes_is_named(target: Target, monkeypatch: pytest.M
     alone = Writing(target, two_ranks(0), lambda temporary: {})
     with pytest.raises(BrokenFile, match="rank 1 wrote no part of it; name a directory that all ranks share"):
         alone.require_published()
+    assert not target.path.exists()
+
+
+def test_rank_zero_does_not_wait_for_a_rank_that_gave_up(target: Target) -> None:
+    def no_room(temporary: Path) -> dict[str, checksums.FileSum]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    first = Writing(target, two_ranks(0), lambda temporary: {})
+    first.require_part()
+    with pytest.raises(BrokenFile, match="No space left on device"):
+        Writing(target, two_ranks(1), no_room).require_part()
+    with pytest.raises(BrokenFile, match="rank 1 could not write its part"):
+        first.require_published()
     assert not target.path.exists()
