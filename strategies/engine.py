@@ -91,12 +91,16 @@ def initialize(
         script=script,
     )
     tuning = _tuning(model, wishes, environment)
+    monitor = _monitor(settled, environment, script.monitor, is_new=is_new)
     engine = find_strategy(settled.configuration, environment).engine(fitting(with_named(parts)))
     engine.checkpointing = script.checkpoint
     if training_data is not None:
         read_as = LoaderSettings(section=script.data, collate=collate_fn)
         engine.dataloader = ShardedLoader(training_data, settled.configuration, environment, read_as)
-    watch(engine, script, _report(engine, environment, script.monitor, is_new=is_new))
+    if monitor is not None:
+        engine.observers.append(monitor)
+        monitor.training_starts(lambda: engine.global_steps)
+    watch(engine, script, monitor)
     supervise(engine)
     if tuning is not None:
         tuning.watch(engine)
@@ -140,7 +144,7 @@ def _agree(plan: Plan, strategy: str | None, backend: str | None) -> None:
             raise CannotRun(f"{word}={asked!r} was asked for and the plan has {has!r}; leave {word}= out or plan again")
 
 
-def _report(engine: Engine, environment: Environment, settings: MonitorSettings, *, is_new: bool) -> RunMonitor | None:
+def _monitor(plan: Plan, environment: Environment, settings: MonitorSettings, *, is_new: bool) -> RunMonitor | None:
     """Print a plan that was made now, or leave it and the metrics to `dsplan run`, which shows them itself."""
     directory = os.environ.get(RUN_DIRECTORY)
     if directory:
@@ -148,14 +152,12 @@ def _report(engine: Engine, environment: Environment, settings: MonitorSettings,
             Path(directory),
             rank=environment.rank,
             device=environment.device,
-            sequence_length=engine.configuration.sequence_length,
-            global_steps=lambda: engine.global_steps,
+            sequence_length=plan.configuration.sequence_length,
             settings=settings,
         )
-        engine.observers.append(monitor)
-        if is_new and environment.is_main:
-            monitor.plan_made(plan_to_dict(engine.plan))
+        if is_new and environment.local_rank == 0:  # the supervisor of every node has to know it
+            monitor.plan_made(plan_to_dict(plan))
         return monitor
     if is_new and environment.is_main and not os.environ.get(QUIET):
-        print(describe(engine.plan), flush=True)
+        print(describe(plan), flush=True)
     return None

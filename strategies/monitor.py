@@ -29,8 +29,8 @@ _LOOK_SECONDS = 0.5
 class RunMonitor(Observer):
     """Writes one rank's metrics while the engine trains. `close` writes the summary; leaving Python does it too.
 
-    `global_steps` tells the steps over all attempts once a step is over, unless `step_ended` is told; else they are
-    counted here. Unless `settings` say no, the machine is looked at in a thread of its own and alerts are written.
+    Steps over all attempts are told to `step_ended`, or by what `training_starts` was given; else they are counted
+    here. Unless `settings` say no, the machine is looked at in a thread of its own and alerts are written.
     """
 
     def __init__(
@@ -40,12 +40,11 @@ class RunMonitor(Observer):
         rank: int,
         device: torch.device,
         sequence_length: int,
-        global_steps: Callable[[], int] | None = None,
         settings: MonitorSettings | None = None,
     ) -> None:
         chosen = settings or MonitorSettings()
         self._file = MetricsFile(directory, rank)
-        self._rows = StepRows(device, sequence_length=sequence_length, global_steps=global_steps)
+        self._rows = StepRows(device, sequence_length=sequence_length)
         self._watch: Watch | None = None
         self._sampler: Sampler | None = None
         self._unseen: list[Mapping[str, Any]] = []
@@ -57,8 +56,12 @@ class RunMonitor(Observer):
         atexit.register(self.close)
 
     def plan_made(self, plan: Mapping[str, Any]) -> None:
-        """Write the plan that the engine made; before any step."""
+        """Write the plan that was made, before anything is built by it: memory may run out there."""
         self._file.write({"event": "plan", **plan})
+
+    def training_starts(self, global_steps: Callable[[], int] | None = None) -> None:
+        """All is built: the first step begins. `global_steps` tells the steps over all attempts once a step is over."""
+        self._rows.begin(global_steps)
 
     def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
         """A micro-batch begins."""

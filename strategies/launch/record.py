@@ -18,6 +18,7 @@ from planner.calibration.refresh import refresh
 from planner.plan import Plan
 from planner.plan_io import plan_to_dict
 from strategies.launch.causes import Ending
+from strategies.launch.endings import STOPS
 from strategies.launch.outcome import OutcomeName
 from strategies.launch.report import RunReport, measured_attempt
 from strategies.metrics import MeasuredRun
@@ -44,8 +45,11 @@ def record_run(report: RunReport) -> Stored:
     told."""
     if report.plan is None:
         return Stored(measurement_id=None, sentence="not stored in the database: the run had no plan")
+    last = report.attempts[-1]
+    if last.decision is not None and last.decision.goes_on:
+        return Stored(measurement_id=None, sentence="stored when the last attempt ended")
     machine = probe()
-    attempt = report.attempts[-1].attempt
+    attempt = last.attempt
     try:
         measured = measured_attempt(report.spec.directory, attempt)
         measurement = _stored(report.plan, machine, _STORED_AS[report.outcome.name], measured)
@@ -76,7 +80,7 @@ def _stored(plan: Plan, machine: Machine, outcome: StoredOutcome, measured: Meas
 def _ended_as(ending: Ending) -> StoredOutcome:
     if ending.kind == "out_of_memory":
         return "out_of_memory"
-    return "interrupted" if ending.kind in ("preempted", "switch") else "failed"
+    return "interrupted" if ending.kind in STOPS else "failed"
 
 
 def learnt(machine: Machine) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hardware_db.errors import DsplanError
+from hardware_db.errors import BrokenFile, DsplanError
 from planner.plan import Plan
 from planner.plan_io import load_plan, plan_to_dict, save_plan
 from strategies.launch.course import Course
@@ -33,23 +34,40 @@ class RunState:
         self.first = 1 + max((int(row.get("attempt", 0)) for row in rows), default=-1)
         if resumes and plan is None and (directory / PLAN_FILE).exists():
             plan = load_plan(directory / PLAN_FILE)
-        self.plan = plan
+        self.plan: Plan | None = None
         self.orders = _orders(spec, earlier)
         self.course = Course(highest_step(directory) if resumes else 0)
+        if resumes:
+            self.notice_saves()
         if plan is not None:
-            self.adopt(plan)
+            self._take(plan)
+
+    @property
+    def has_rejected_plan(self) -> bool:
+        """Whether the plan in use has run out of memory before."""
+        failed = [one.configuration for one in self.orders.failed_plans]
+        return self.plan is not None and plan_to_dict(self.plan)["plan"] in failed
 
     def begin_attempt(self, attempt: int) -> None:
-        """Write the orders of an attempt into the run directory."""
+        """Write plan and orders of an attempt into the run directory, which no other command uses now."""
+        if self.plan is not None:
+            self._keep_plan(self.plan)
         self.orders = replace(self.orders, attempt=attempt, resumes=attempt > 0)
         self.orders.save(self._spec.directory)
 
     def adopt(self, plan: Plan) -> None:
         """`plan` is the one in use from here on; the first decides the global batch of all."""
+        self._take(plan)
+        self._keep_plan(plan)
+
+    def _take(self, plan: Plan) -> None:
         self.plan = plan
         if self.orders.global_batch_size is None:
             self.orders = replace(self.orders, global_batch_size=plan.configuration.global_batch_size)
-        save_plan(plan, self._spec.directory / PLAN_FILE)
+
+    def _keep_plan(self, plan: Plan) -> None:
+        with suppress(BrokenFile):  # a full disk ends no training; the journal has the plan too
+            save_plan(plan, self._spec.directory / PLAN_FILE)
 
     def reject_plan(self) -> None:
         """The plan in use ran out of memory: neither it nor one that needs as much is to follow."""

@@ -172,7 +172,7 @@ class Supervisor:
         now = Situation(
             highest_step=course.highest,
             progressed=course.progressed,
-            has_plan=self._state.plan is not None and self._spec.kind != "plain",
+            has_plan=self._may_have_another_plan(),
             stays=stays,
             memory_bytes=_largest_memory() if ending.kind == "out_of_memory" else None,
         )
@@ -184,11 +184,19 @@ class Supervisor:
             why=decision.why,
             delay_seconds=decision.delay_seconds,
         )
-        if decision.goes_on and self._state.plan is not None and (ending.kind == "out_of_memory" or course.progressed):
-            record_attempt(self._state.plan, ending, self._spec.directory, self._number)
+        plan = self._state.plan
+        if decision.goes_on and plan is not None and (decision.action == "next_plan" or course.progressed):
+            record_attempt(plan, ending, self._spec.directory, self._number)
         if decision.action == "next_plan":
             self._state.reject_plan()
         return decision
+
+    def _may_have_another_plan(self) -> bool:
+        """Whether the ranks may find another plan. One that was ruled out before and is still the newest did not run:
+        memory ran out before the ranks had a plan. Of several nodes each may know of one."""
+        if self._spec.kind == "plain" or self._state.has_rejected_plan:
+            return False
+        return self._state.plan is not None or self._spec.placement.most_nodes > 1
 
     def _outcome_after(self, ending: Ending) -> Outcome:
         """A plan that ran out of memory and has no successor is why the run ended, not the planner's refusal."""

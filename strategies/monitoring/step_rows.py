@@ -50,6 +50,10 @@ class StepRows:
         self._samples = self._tokens = self._steps = 0
         self._started = time.perf_counter()
 
+    def begin(self, global_steps: Callable[[], int] | None) -> None:
+        """The first step starts now; `global_steps` tells its number when it is over."""
+        self._global_steps, self._started = global_steps, time.perf_counter()
+
     def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
         """Count the micro-batch and, at the start of a step, begin to measure its memory."""
         if not self._losses:

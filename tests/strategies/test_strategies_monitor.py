@@ -102,9 +102,9 @@ def _monitored(directory: Path, *, steps: int, after: int = 0) -> None:
         rank=0,
         device=torch.device("cpu"),
         sequence_length=6,
-        global_steps=lambda: after + engine.global_steps,
     )
     engine.observers.append(monitor)
+    monitor.training_starts(lambda: after + engine.global_steps)
     for step in range(steps):
         training_bodies.one_step(engine, step)
     engine.close()

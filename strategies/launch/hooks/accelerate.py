@@ -71,8 +71,9 @@ def install(spec: LaunchSpec) -> None:
             made = plan_live(_live_job(self, objects, spec))
             _start_under(made, self, start, spec)
         batched = [_batched(item, made, spec) for item in objects]
-        result = prepare(self, *batched, **named)
         self._dsplan_monitor = watch(made, planned=plan is None, device=self.device)
+        result = prepare(self, *batched, **named)
+        self._dsplan_monitor.training_starts()
         _watch(self, result if isinstance(result, tuple) else (result,), self._dsplan_monitor)
         return result
 

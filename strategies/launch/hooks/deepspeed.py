@@ -18,7 +18,7 @@ from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from planner.plan import Plan
 from strategies.config import read_json
-from strategies.launch.hooks.live import LiveJob, plan_live, sequence_length, settled_plan, watch
+from strategies.launch.hooks.live import LiveJob, own_device, plan_live, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.say import say_replaced
 from strategies.launch.spec import LaunchSpec
@@ -57,8 +57,10 @@ def install(spec: LaunchSpec) -> None:
         arguments["config_params"] = None
         arguments["args"] = _without_config(arguments.get("args"))
         say_replaced(script_config, {name: arguments["config"].get(name) for name in _FROM_PLAN})
+        monitor = watch(made, planned=plan is None, device=own_device())
         engine, *others = original(*bound.args, **bound.kwargs)
-        _watch_engine(engine, watch(made, planned=plan is None, device=engine.device))
+        monitor.training_starts()
+        _watch_engine(engine, monitor)
         return (engine, *others)
 
     patch(deepspeed, "initialize", initialize)

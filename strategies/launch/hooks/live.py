@@ -111,7 +111,7 @@ def plan_live(job: LiveJob) -> Plan:
     Raises:
         DsplanError: the model cannot be read, nothing fits, or the database is broken; the same on every rank.
     """
-    measured = machine_rates(fingerprint(probe()), _device())
+    measured = machine_rates(fingerprint(probe()), own_device())
     return on_rank_zero(lambda: _plan(job, measured))
 
 
@@ -156,12 +156,13 @@ def watch(plan: Plan, *, planned: bool, device: torch.device) -> RunMonitor:
     is_new = planned or (plan is standing.plan and not standing.is_given)
     if standing.tunes:
         say("--tune is for scripts that call dsplan.initialize: nothing is tuned here")
-    if is_new and os.environ["RANK"] == "0":
+    if is_new and os.environ["LOCAL_RANK"] == "0":
         monitor.plan_made(plan_to_dict(plan))
     return monitor
 
 
-def _device() -> torch.device:
+def own_device() -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
