@@ -15,6 +15,7 @@ from dsplan.cli.run_flags import PlacementFlags, PlanningFlags, SupervisionFlags
 
 if TYPE_CHECKING:
     from strategies.launch.prepare import RunRequest
+    from strategies.launch.report import RunReport
 
 run = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -36,7 +37,7 @@ def run_script(
 ) -> None:
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
     from dsplan.render.run_json import report_to_dict
-    from dsplan.render.run_report import report_blocks, write_report
+    from dsplan.render.run_report import report_blocks
     from dsplan.render.run_view import RunView
     from dsplan.render.show import show, show_json
     from strategies.launch.prepare import prepare
@@ -52,7 +53,7 @@ def run_script(
             view.show(event)
     report = session.report()
     stored = record_run(report)
-    write_report(report, stored.sentence)
+    _keep_page(report, stored.sentence)
     if json:
         show_json(report_to_dict(report, stored))
     else:
@@ -62,6 +63,16 @@ def run_script(
         where = f"rank {report.outcome.rank}: " if report.outcome.rank is not None else ""
         print(f"dsplan: {where}{report.outcome.reason}; log: {report.outcome.log}", file=sys.stderr)
     raise typer.Exit(report.outcome.exit_code)
+
+
+def _keep_page(report: RunReport, stored: str) -> None:
+    """Keep the last page in the run directory; a disk that is full then does not change how the run ended."""
+    from dsplan.render.run_report import REPORT_FILE, write_report
+
+    try:
+        write_report(report, stored)
+    except OSError as problem:
+        print(f"dsplan: {REPORT_FILE}: {problem.strerror}", file=sys.stderr)
 
 
 def _behind_the_script(script: Path, arguments: Sequence[str]) -> str:

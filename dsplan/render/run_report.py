@@ -42,8 +42,12 @@ def write_report(report: RunReport, stored: str) -> None:
     path = report.spec.directory / REPORT_FILE
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     page = markdown([*report_blocks(report), Text(text=stored)], title=f"dsplan run {Path(report.spec.script).name}")
-    temporary.write_text(page)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(page)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _outcome_text(report: RunReport) -> Text:

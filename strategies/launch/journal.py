@@ -15,8 +15,10 @@ Times are seconds since 1970.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,21 +31,33 @@ class Journal:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / JOURNAL_FILE
+        self._has_told = False
 
     def append(self, event: str, attempt: int, **fields: object) -> None:
-        """Write one line."""
+        """Write one line; the first that cannot be written is told on standard error."""
         row: dict[str, object] = {"event": event, "attempt": attempt, "time": round(time.time(), 3), **fields}
         line = (json.dumps(row) + "\n").encode()
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError:
-            return
-        try:
-            os.write(descriptor, line)
-        except OSError:
-            pass  # the run matters more than its story, which the last page tells from memory too
-        finally:
-            os.close(descriptor)
+            _append(self._path, line)
+        except OSError as problem:
+            # The run matters more than its story, which the last page tells from memory too.
+            if not self._has_told:
+                print(f"dsplan: {JOURNAL_FILE}: {problem.strerror}; the journal has gaps", file=sys.stderr)
+            self._has_told = True
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Write a line at once, as appending in one call keeps it whole among those of others.
+
+    Raises:
+        OSError: not all of it could be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(descriptor)
 
 
 def read_journal(directory: Path) -> list[dict[str, Any]]:

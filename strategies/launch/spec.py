@@ -82,5 +82,9 @@ def stacks_path(directory: Path, rank: int) -> Path:
 def write_json(path: Path, value: object) -> None:
     """Replace `path` by `value` as JSON, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=1))
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(value, indent=1))
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
