@@ -169,9 +169,11 @@ def _as_launcher_says(result: Mapping[str, Any], found: Sequence[Ending], direct
 
 def _of_launcher(directory: Path, status: int, *, memory_killed: bool) -> Ending:
     log = directory / AGENT_LOG
-    if status < 0:
-        kind: EndingKind = "out_of_memory" if status == -signal.SIGKILL and memory_killed else "killed"
-        return Ending(kind=kind, reason=f"the launcher was killed by signal {-status}", log=log, exit_status=status)
+    # A signal's number is added to 128 by whatever stands between the program and this process.
+    number = -status if status < 0 else status - 128
+    if 0 < number < signal.NSIG:
+        kind: EndingKind = "out_of_memory" if number == signal.SIGKILL and memory_killed else "killed"
+        return Ending(kind=kind, reason=f"the launcher was killed by signal {number}", log=log, exit_status=-number)
     return Ending(kind="failed", reason=_last_line(log) or f"status {status}", log=log, exit_status=status)
 
 

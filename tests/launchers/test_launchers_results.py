@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hardware_db.errors import DsplanError
+from strategies.launch.causes import AGENT_LOG
 from strategies.launch.launcher import make_launcher
 from strategies.launch.launchers.mpi import first_words, job_result
 from strategies.launch.launchers.process import ProcessLauncher
@@ -65,6 +66,14 @@ def test_mpirun_tells_which_rank_was_first(said: str, failures: dict[int, int]) 
     assert job_result(said) == {"failures": failures}
 
 
+@pytest.mark.parametrize(("status", "kind"), [(1, "failed"), (127, "failed"), (137, None), (143, None), (-9, None)])
+def test_mpirun_ended_by_a_signal_has_not_failed(status: int, kind: str | None, tmp_path: Path) -> None:
+    (tmp_path / AGENT_LOG).write_text("")
+    found = launcher(tmp_path, launcher="mpi").result(status)
+    assert found is not None
+    assert found.get("kind") == kind
+
+
 def test_what_mpirun_says_before_any_rank_is_the_reason() -> None:
     said = f"{'-' * 60}\nThere are not enough slots available in the system to satisfy the 4\nslots that\n"
     assert first_words(said) == "There are not enough slots available in the system to satisfy the 4"
@@ -95,7 +104,11 @@ def test_an_absent_program_is_named(name: str, tmp_path: Path, monkeypatch: pyte
 def test_nodes_of_open_mpi_get_the_runs_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda command: f"/usr/bin/{command}")
     monkeypatch.setattr("strategies.launch.launchers.mpi.is_open_mpi", lambda: True)
-    several = {"least_nodes": 2, "most_nodes": 2, "hostfile": "hosts", "rendezvous": "node0:29500"}
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("node0 slots=2\nnode1 slots=2\n")
+    several = {"least_nodes": 2, "most_nodes": 2, "hostfile": str(hostfile)}
     found = launcher(tmp_path, launcher="mpi", **several)
     command = found.command()
     assert command[1:5] == ["-np", "4", "--bind-to", "none"]
@@ -129,8 +142,7 @@ def test_several_nodes_ask_for_what_they_need(
 
 
 def test_deepspeed_without_ssh_starts_one_node(tmp_path: Path) -> None:
-    several = {"least_nodes": 2, "most_nodes": 2, "hostfile": "hosts", "rendezvous": "node0:29500", "node_rank": 1}
+    several = {"least_nodes": 2, "most_nodes": 2, "hostfile": "hosts", "node_rank": 1}
     command = launcher(tmp_path, launcher="deepspeed", **several).command()
     for words in ("--hostfile=hosts", "--num_nodes=2", "--num_gpus=2", "--no_ssh", "--node_rank=1"):
         assert words in command
-    assert "--master_addr=node0" in command

@@ -91,9 +91,22 @@ def test_the_launcher_calls_a_stop_by_another_name(tmp_path: Path) -> None:
     assert (ending.kind, ending.saved, ending.step) == ("regrouped", "/x", 3)
 
 
-def test_a_killed_launcher_is_killed(tmp_path: Path) -> None:
-    ending = ending_of(tmp_path, -9)
-    assert (ending.kind, ending.rank) == ("killed", None)
+@pytest.mark.parametrize(("status", "number"), [(-9, 9), (137, 9), (143, 15), (129, 1), (192, 64)])
+def test_a_killed_launcher_is_killed(status: int, number: int, tmp_path: Path) -> None:
+    ending = ending_of(tmp_path, status)
+    assert (ending.kind, ending.rank, ending.exit_status) == ("killed", None, -number)
+    assert ending.reason == f"the launcher was killed by signal {number}"
+
+
+@pytest.mark.parametrize(("status", "kind"), [(-9, "out_of_memory"), (137, "out_of_memory"), (143, "killed")])
+def test_a_launcher_killed_for_memory(status: int, kind: EndingKind, tmp_path: Path) -> None:
+    assert ending_of(tmp_path, status, memory_killed=True).kind == kind
+
+
+@pytest.mark.parametrize("status", [1, 127, 128, 193, 255])
+def test_a_launcher_with_a_status_of_its_own_has_failed(status: int, tmp_path: Path) -> None:
+    ending = ending_of(tmp_path, status)
+    assert (ending.kind, ending.exit_status) == ("failed", status)
 
 
 def test_a_failure_file_cut_short_is_no_failure_of_ours(tmp_path: Path) -> None:

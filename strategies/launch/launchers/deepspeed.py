@@ -36,9 +36,7 @@ class DeepSpeedLauncher(ProcessLauncher):
             return [*self._here(), *counts]
         if self.placement.hostfile is None:
             raise DsplanError("DeepSpeed's launcher finds several nodes in a host file only; name it with --hostfile")
-        host, _, port = (self.placement.rendezvous or "").rpartition(":")
-        meeting = [f"--master_addr={host}", f"--master_port={port}"] if host else []
-        options = [f"--hostfile={self.placement.hostfile}", *counts, *meeting]
+        options = [f"--hostfile={self.placement.hostfile}", *counts]
         if self.placement.node_rank is None:
             return options
         return [*options, "--no_ssh", f"--node_rank={self.placement.node_rank}"]

@@ -43,9 +43,7 @@ class MpiLauncher(ProcessLauncher):
         if os.geteuid() == 0:
             # In containers everybody is root; Open MPI wants to be told twice that this is meant.
             found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        if self.placement.rendezvous is not None:
-            found["MASTER_ADDR"], _, found["MASTER_PORT"] = self.placement.rendezvous.rpartition(":")
-        elif self.placement.hostfile is not None and self.placement.most_nodes > 1:
+        if self.placement.hostfile is not None and self.placement.most_nodes > 1:
             found.setdefault("MASTER_ADDR", first_host(Path(self.placement.hostfile)))
         return found
 
@@ -55,7 +53,8 @@ class MpiLauncher(ProcessLauncher):
 
     def result(self, status: int) -> dict[str, object]:
         found = job_result(self.said)
-        if status and not found["failures"] and "kind" not in found:
+        # Above 128 a signal has ended it, before it could say anything of its ranks.
+        if 0 < status < 128 and not found["failures"] and "kind" not in found:
             found |= {"kind": "failed", "reason": first_words(self.said) or f"mpirun ended with status {status}"}
         return found
 
