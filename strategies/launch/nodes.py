@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TextIO, cast
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -71,6 +72,11 @@ class Node:
         except RendezvousConnectionError:
             self._place = None  # whoever serves the rendezvous next knows nothing of this place
             self._write("lost", f"the rendezvous at {self._at} is gone, and with it the node that has this address")
+        except DistError:
+            # The rendezvous may still be there, but not the node whose store the addresses are exchanged in.
+            self.leave()
+            self._place = None
+            self._write("lost", f"a node was lost while the nodes met at {self._at}")
         except DsplanError as error:
             self._write("refused", str(error), status=error.exit_code)
 
