@@ -19,6 +19,7 @@ from strategies.launch.die_with_parent import die_with_parent
 
 # Less than the supervisor grants before it kills (process.end).
 _GRACE_SECONDS = 7.0
+_LOOK_SECONDS = 0.05
 
 
 def main(parent: str, *command: str) -> int:
@@ -27,18 +28,25 @@ def main(parent: str, *command: str) -> int:
     # The lock of the run directory, which this was started with, is the program's too.
     process = subprocess.Popen(command, start_new_session=True, close_fds=False, preexec_fn=ends_with_this)
 
+    asked: list[int] = []
+
     def hand_on(number: int, frame: FrameType | None) -> None:
         with suppress(ProcessLookupError):
             process.send_signal(number)
 
     def end(number: int, frame: FrameType | None) -> None:
-        _end_group(process)
-        os._exit(128 + number)
+        asked.append(number)
 
     signal.signal(signal.SIGUSR1, hand_on)
     signal.signal(signal.SIGTERM, end)
     die_with_parent(signal.SIGTERM, int(parent))
-    status = process.wait()
+    # The handler must not ask for the status itself: where it interrupts poll or wait, whose lock is then held, the
+    # answer is always that the program runs.
+    while (status := process.poll()) is None:
+        if asked:
+            _end_group(process)
+            return 128 + asked[0]
+        time.sleep(_LOOK_SECONDS)
     _signal_group(process, signal.SIGKILL)  # what the program has left behind
     return 128 - status if status < 0 else status
 
@@ -47,7 +55,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     _signal_group(process, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(_LOOK_SECONDS)
     _signal_group(process, signal.SIGKILL)
 
 
