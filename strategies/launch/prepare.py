@@ -163,7 +163,7 @@ def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> Lau
     if request.strategy is not None:
         environment[STRATEGY] = request.strategy
     return LaunchSpec(
-        script=str(request.script),
+        script=str(script.path.resolve()),  # found from every directory that it is gone on with in
         arguments=request.arguments,
         kind=script.kind,
         accumulates=script.accumulates,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hardware_db.errors import DsplanError
+from hardware_db.errors import BrokenFile, DsplanError
 from planner.errors import ContradictoryRequest
 from strategies.launch.asked import Asked
 from strategies.launch.run_state import check_unfinished
@@ -22,7 +22,8 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
     """The request with everything it leaves open taken from the run in `directory`.
 
     Raises:
-        DsplanError: there is no run to go on with, or the request names another directory too.
+        DsplanError: there is no run to go on with, or one of another version of dsplan, or the request names another
+            directory too.
     """
     if request.run_directory is not None:
         raise ContradictoryRequest("--resume goes on in its own directory; leave --run-dir out")
@@ -30,7 +31,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
     if not path.exists():
         raise DsplanError(f"{directory}: holds no run to go on with; name the run directory that dsplan run printed")
     check_unfinished(directory)
-    earlier = LaunchSpec.load(path)
+    earlier = _spec(path)
     plan, strategy = earlier.environment.get(PLAN_FILE), earlier.environment.get(STRATEGY)
     if request.plan_file is not None or request.strategy is not None:
         plan = strategy = None
@@ -44,16 +45,18 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         resume=directory,
         earlier_processes=earlier.processes,
         placement=_placement(earlier.placement, request.placement),
-        supervision=_fields(earlier.supervision) | request.supervision,
+        supervision=asdict(earlier.supervision) | request.supervision,
     )
+
+
+def _spec(path: Path) -> LaunchSpec:
+    try:
+        return LaunchSpec.load(path)
+    except (ValueError, KeyError, TypeError):
+        raise BrokenFile(path, "not a run of this version of dsplan", "start a new one") from None
 
 
 def _placement(earlier: Placement, asked: Asked) -> Asked:
     """Another launcher would not know what the earlier one was told."""
     same = asked.get("launcher", earlier.launcher) == earlier.launcher
-    return _fields(earlier) | asked if same else asked
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    found = asdict(value)
-    return {name: tuple(item) if isinstance(item, list) else item for name, item in found.items()}
+    return asdict(earlier) | asked if same else asked

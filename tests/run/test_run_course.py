@@ -144,6 +144,24 @@ def test_runs_that_cannot_be_gone_on_with(script: Path, tmp_path: Path) -> None:
         prepare(RunRequest())
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"placement": {"options": []}, "supervision": {"old": 1}}'])
+def test_a_run_of_another_version(text: str, script: Path, tmp_path: Path) -> None:
+    spec = prepare(RunRequest(script=script, run_directory=tmp_path / "run")).spec
+    spec.path.write_text(text)
+    with pytest.raises(DsplanError) as refused:
+        prepare(RunRequest(resume=tmp_path / "run"))
+    assert str(refused.value) == f"{spec.path}: not a run of this version of dsplan; start a new one"
+
+
+def test_a_run_is_gone_on_with_from_another_directory(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare(RunRequest(script=Path(script.name), run_directory=tmp_path / "run")).spec.save()
+    monkeypatch.chdir("/")
+    assert prepare(RunRequest(resume=tmp_path / "run")).spec.script == str(script.resolve())
+
+
 def test_a_plain_script_is_not_begun_again_unless_asked(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text("print(1)")
