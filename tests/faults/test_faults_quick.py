@@ -15,10 +15,10 @@ SHORT = {"steps": 15, "samples": 40, "pause": 0.03}
     "names",
     [
         ("kill -9 of a rank that saves", "kill -9 of the agent", "SIGTERM"),
-        ("out of memory", "a rank sleeps"),
-        ("full disk",),
+        pytest.param(("out of memory", "a rank sleeps"), marks=pytest.mark.slow),
+        pytest.param(("full disk",), marks=pytest.mark.slow),
     ],
-    ids=", ".join,
+    ids=lambda names: ", ".join(names),
 )
 def test_a_run_survives(names: tuple[str, ...], tmp_path: Path, reference: Reference) -> None:
     faults = tuple(FAULTS[name] for name in names)

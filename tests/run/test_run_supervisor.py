@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 from run_command import is_alive, run, start_run
 
 from hardware_db.store import open_store
@@ -79,6 +80,7 @@ FAULTS = """if engine.global_steps == 5 and once('agent'):
 """
 
 
+@pytest.mark.slow
 def test_the_launcher_and_then_a_rank_are_killed_and_the_page_tells(tmp_path: Path) -> None:
     finished = run(
         "--strategy", "ddp", "--checkpoint-steps", "3", "--json", _script(tmp_path, FAULTS), cwd=tmp_path
@@ -141,6 +143,7 @@ def test_a_run_is_gone_on_with_after_a_kill_and_after_a_stop(tmp_path: Path) -> 
     assert "the run completed" in again.err
 
 
+@pytest.mark.slow
 def test_out_of_memory_brings_a_smaller_plan_and_is_remembered(tmp_path: Path) -> None:
     fault = "if engine.global_steps == 5 and once('full'): raise torch.OutOfMemoryError('CUDA out of memory.')"
     finished = run("--checkpoint-steps", "2", "--json", _script(tmp_path, fault), cwd=tmp_path)

@@ -157,6 +157,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_slow_plan_and_keeps_its_batch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
