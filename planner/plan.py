@@ -79,6 +79,11 @@ class Configuration:
         )
 
     @property
+    def uses_host(self) -> bool:
+        """Whether host memory holds a part of training; where such a run fails, either memory may have been short."""
+        return self.offload != "none" or self.activations_on_host
+
+    @property
     def zero_stage(self) -> int:
         """The ZeRO stage, 0 for strategies that are not ZeRO."""
         return words.ZERO_STAGES.get(self.strategy, 0)

@@ -50,10 +50,8 @@ class Shortage:
             return False
         if job.configuration == self.configuration:
             return True
-        failed = self.configuration
-        on_host = failed.offload != "none" or failed.activations_on_host
         return memory.peak_allocated_bytes >= self.peak_allocated_bytes and (
-            not on_host or memory.host_bytes_per_node >= self.host_bytes_per_node
+            not self.configuration.uses_host or memory.host_bytes_per_node >= self.host_bytes_per_node
         )
 
     def judgement(self, memory: MemoryEstimate) -> Judgement:

@@ -27,7 +27,8 @@ def shortages(
     """What ran out of memory of this request's model and work, newest first; both lists are those of one machine.
 
     A newer run that completed takes a failure back: one of the same configuration, or one that was predicted to take at
-    least as much.
+    least as much. Of a plan that offloads it is not known which memory was short, so only one of the same configuration
+    does.
     """
     inputs = described(request)
     done = [(one, found) for one in completed if (found := _configuration(one, inputs, request)) is not None]
@@ -70,10 +71,13 @@ def _configuration(
 def _taken_back(
     one: Measurement, configuration: Configuration, done: Iterable[tuple[Measurement, Configuration]]
 ) -> bool:
-    need = one.predicted.peak_allocated_bytes
+    need = one.predicted.peak_allocated_bytes or 0
     return any(
         later.created_at > one.created_at
-        and (other == configuration or (need or 0) <= (later.predicted.peak_allocated_bytes or -1))
+        and (
+            other == configuration
+            or (not configuration.uses_host and need <= (later.predicted.peak_allocated_bytes or -1))
+        )
         for later, other in done
     )
 

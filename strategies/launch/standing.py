@@ -77,13 +77,11 @@ class Standing:
     is_given: bool = False
 
     def has_failed(self, plan: Plan) -> bool:
-        """Whether a plan ran out of memory in this run, or is predicted to take as much as one that did."""
-        need = plan.memory.peak_allocated_bytes
-        return any(
-            configuration_of(one) == plan.configuration
-            or (need >= one.predicted_bytes and world_size(one) <= plan.configuration.world_size)
-            for one in self.failed_plans
-        )
+        """Whether a plan ran out of memory in this run, or is predicted to take as much as one that did.
+
+        Of a plan that offloads it is not known which memory was short, so it rules out itself alone.
+        """
+        return any(_rules_out(one, configuration_of(one), plan) for one in self.failed_plans)
 
     def to_text(self) -> str:
         plan = None if self.plan is None else plan_to_dict(self.plan)
@@ -144,6 +142,10 @@ def configuration_of(failed: FailedPlan) -> Configuration | None:
         return None
 
 
-def world_size(failed: FailedPlan) -> int:
-    configuration = configuration_of(failed)
-    return 1 if configuration is None else configuration.world_size
+def _rules_out(failed: FailedPlan, configuration: Configuration | None, plan: Plan) -> bool:
+    takes_as_much = plan.memory.peak_allocated_bytes >= failed.predicted_bytes
+    if configuration is None:
+        return takes_as_much
+    if configuration == plan.configuration or configuration.uses_host:
+        return configuration == plan.configuration
+    return takes_as_much and configuration.world_size <= plan.configuration.world_size

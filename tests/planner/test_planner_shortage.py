@@ -16,6 +16,7 @@ from calibration_runs import User, on_this_machine
 
 from hardware_db.measurement import Measurement, Outcome
 from hardware_db.store import MemoryStore
+from planner.calibration.failures import shortages
 from planner.calibration.recall import recalled_from
 from planner.estimate import estimate, price
 from planner.plan import Configuration
@@ -79,6 +80,20 @@ def test_a_newer_run_that_took_more_and_completed_takes_a_failure_back() -> None
     failed = _run(FAILED, "out_of_memory", 7)
     assert not _asked(failed, _run(LARGER, "completed", 8, day=2)).experience.shortages
     assert _asked(failed, _run(SMALLER, "completed", 8, day=2)).experience.shortages
+
+
+def test_a_failure_of_a_plan_that_offloads_is_taken_back_by_the_same_plan_alone() -> None:
+    user = User()
+    plain = next(one for one in user.configurations() if one.strategy == "zero3" and one.micro_batch_size == 4)
+    smaller, offloads = replace(plain, activation_checkpointing="full"), replace(plain, offload="optimizer")
+
+    def left(failed: Configuration, completed: Configuration) -> list[Configuration]:
+        runs = (_run(failed, "out_of_memory", 7, user=user), _run(completed, "completed", 8, day=2, user=user))
+        return [one.configuration for one in shortages(runs[:1], runs[1:], user.request())]
+
+    assert left(offloads, plain) == [offloads]
+    assert left(offloads, offloads) == []
+    assert left(smaller, plain) == []
 
 
 @pytest.mark.parametrize("change", [{"seq_len": 512}, {"precision": "fp32"}, {"optimizer": "sgd"}])

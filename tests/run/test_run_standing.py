@@ -70,6 +70,15 @@ def test_what_failed_on_any_node_is_not_gone_on_with() -> None:
     assert standing.has_failed(larger)
 
 
+def test_a_plan_that_offloads_and_failed_rules_out_itself_alone() -> None:
+    large, small = sorted(_plans(4), key=lambda plan: plan.memory.peak_allocated_bytes)[::-1][:2]
+    offloads = replace(small, configuration=replace(small.configuration, offload="optimizer"))
+    standing = combined([_findings(offloads, failed_plans=(_failed(offloads),))], 4)
+    assert standing.has_failed(offloads)
+    assert not standing.has_failed(large)
+    assert combined([_findings(small, failed_plans=(_failed(small),))], 4).has_failed(large)
+
+
 def test_a_plan_for_another_number_of_ranks_is_left_and_its_batch_kept() -> None:
     standing = combined([_findings(_plans(4)[0])], 2)
     assert (standing.plan, standing.ranks, standing.global_batch_size) == (None, 2, 24)
