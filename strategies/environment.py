@@ -29,8 +29,9 @@ class Environment:
         return self.rank == 0
 
     @property
-    def nodes(self) -> int:
-        return max(1, self.world_size // self.local_world_size)
+    def spans_nodes(self) -> bool:
+        """Whether other nodes take part; the same on every rank, also where nodes hold unequal numbers of ranks."""
+        return self.local_world_size < self.world_size
 
 
 def join() -> Environment:

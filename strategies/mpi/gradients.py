@@ -59,7 +59,8 @@ class GradientManager:
         )
         if weight is None:
             return self._summed(gradients, found, lambda sums, add: _divided(add(sums), self._wire.size))
-        own, total = float(weight), self._total(weight)
+        total = self._total(weight)  # the check that ranks make together comes before all that may fail on one
+        own = float(weight)
         return self._summed(gradients, found, lambda sums, add: _divided(add(np.multiply(sums, own, out=sums)), total))
 
     def sum_gradients(self, gradients: Tree) -> Tree:
@@ -112,12 +113,16 @@ class GradientManager:
 
     def _total(self, weight: float) -> float:
         def checked() -> float:
-            if not (math.isfinite(weight) and weight >= 0):
+            try:
+                number = float(weight)
+            except (TypeError, ValueError):
+                number = math.nan
+            if not (math.isfinite(number) and number >= 0):
                 raise CannotRun(f"weight is {weight}; it must be zero or more, as a number of samples is")
-            return float(weight)
+            return number
 
-        self._wire.compared(checked, lambda _: ())
-        total = np.array([weight], dtype=np.float64)
+        own, _ = self._wire.compared(checked, lambda _: ())
+        total = np.array([own], dtype=np.float64)
         self._wire.sum(total)
         if total[0] == 0:
             raise CannotRun("weight is 0 on every rank, so there is no average; give a rank a weight above 0")

@@ -81,7 +81,7 @@ def open_board(directory: Path, environment: Environment) -> Board:
     A folder of the run directory where all ranks are on one node, else the store.
     """
     token = on_rank_zero(lambda: _new_token(directory))
-    if environment.nodes > 1:
+    if environment.spans_nodes:
         store = _connected()
         if _all_have(store is not None, environment):
             return StoreBoard(store, f"dsplan/board/{token}/")

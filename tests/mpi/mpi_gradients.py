@@ -70,6 +70,12 @@ def no_weight_at_all_is_refused(comm: MPI.Intracomm) -> None:
         GradientManager(comm).average_gradients({"w": np.ones(2)}, weight=-1.0 if comm.rank == 1 else 1.0)
 
 
+def a_weight_that_is_no_number_ends_every_rank(comm: MPI.Intracomm) -> None:
+    weight: Any = "many" if comm.rank == 1 else 1.0
+    with pytest.raises(DsplanError, match="weight is many"):
+        GradientManager(comm).average_gradients({"w": np.ones(2)}, weight=weight)
+
+
 def a_gradient_that_a_rank_has_not_counts_as_zero(comm: MPI.Intracomm) -> None:
     gradients = {"mine": np.full(4, 6.0, np.float32) if comm.rank == 0 else None, "nobodys": None}
     found = GradientManager(comm).average_gradients(gradients)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+import torch
 from torch._C._distributed_c10d import TCPStore
 
-from strategies.supervised.board import FileBoard, StoreBoard
+from strategies.environment import Environment
+from strategies.supervised import board as boards
+from strategies.supervised.board import FileBoard, StoreBoard, open_board
 
 
 def test_notes_are_replaced_and_absent_ones_are_none(tmp_path: Path) -> None:
@@ -31,6 +35,21 @@ def test_a_board_that_is_gone_behaves_like_an_empty_one(tmp_path: Path) -> None:
     nowhere = FileBoard(tmp_path / "file" / "board")
     nowhere.put("stop", "x")
     assert nowhere.get("stop") is None
+
+
+@pytest.mark.parametrize("of_node", [1, 2])
+def test_ranks_of_nodes_of_unequal_size_take_the_same_board(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_node: int
+) -> None:
+    monkeypatch.setattr(boards, "_connected", object)
+    monkeypatch.setattr(boards, "_all_have", lambda own, environment: own)
+    assert isinstance(open_board(tmp_path, _environment(3, of_node)), StoreBoard)
+    assert isinstance(open_board(tmp_path, _environment(of_node, of_node)), FileBoard)
+
+
+def _environment(ranks: int, of_node: int) -> Environment:
+    device = torch.device("cpu")
+    return Environment(rank=0, local_rank=0, world_size=ranks, local_world_size=of_node, device=device)
 
 
 def _client(port: int) -> TCPStore:

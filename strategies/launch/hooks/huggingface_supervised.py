@@ -50,7 +50,7 @@ def supervise(trainer: Any, plan: Plan) -> Callable[[Any], object]:
 
     @functools.wraps(original)
     def train(resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
-        found = _newest(directory, Path(trainer.args.output_dir).absolute())
+        found = _newest(directory, Path(trainer.args.output_dir).absolute()) if _is_first_train() else None
         asked = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else ""
         if found is not None and found.step >= _step_of(asked):
             resume_from_checkpoint = found.path
@@ -60,6 +60,16 @@ def supervise(trainer: Any, plan: Plan) -> Callable[[Any], object]:
 
     patch(trainer, "train", train)
     return supervised.loss_is
+
+
+_trains_again = False
+
+
+def _is_first_train() -> bool:
+    """Whether this process has not trained yet: what it trains later has not begun in an earlier attempt."""
+    global _trains_again
+    is_first, _trains_again = not _trains_again, True
+    return is_first
 
 
 @dataclass(kw_only=True, slots=True)
