@@ -241,6 +241,7 @@ class Engine(ABC):
             BrokenFile: it cannot be written; the checkpoints that are there are as they were.
             CannotRun: something in it cannot be saved.
         """
+        self._settle()
         how = self.checkpointing
         options = SaveOptions(
             keep_last=how.keep_last if keep_last is None else keep_last,
@@ -273,6 +274,7 @@ class Engine(ABC):
         Raises:
             BrokenFile: it could not be written.
         """
+        self._settle()
         self._checkpoints.wait()
 
     def export(
@@ -282,7 +284,13 @@ class Engine(ABC):
 
         `dsplan.export_checkpoint` describes the arguments and the files that are returned.
         """
+        self._settle()
         return self._checkpoints.export(Path(directory), dtype, max_shard_bytes)
+
+    def _settle(self) -> None:
+        """Complete a checkpoint that was not the script's: that it failed does not end what the script does next."""
+        if self.supervision is not None:
+            self.supervision.settle()
 
     @cached_property
     def _checkpoints(self) -> Checkpoints:

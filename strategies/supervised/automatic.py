@@ -14,6 +14,7 @@ import psutil
 import torch.distributed as dist
 
 from hardware_db.errors import DsplanError
+from hardware_db.probe.cgroup import cgroup_limits
 from strategies.checkpoint import folder
 from strategies.checkpoint.saving import SaveOptions
 from strategies.monitoring.alerts import Alert
@@ -108,11 +109,11 @@ class AutomaticSaves:
         return path
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is on its way, if there is one."""
+        """Wait for the automatic checkpoint that is on its way, if there is one; that it failed is told, not raised."""
         if self._begun is None:
             return
         try:
-            self._engine.wait_for_checkpoint()
+            self._engine._checkpoints.wait()
         except DsplanError as problem:
             self.failed(problem)
         else:
@@ -191,8 +192,14 @@ class AutomaticSaves:
             tensors = self._engine.state_tensors()
             needed = sum(one.nbytes for kind in ("parameters", "optimizer") for one in tensors[kind])
             on_node = needed * self._engine.environment.local_world_size
-            self._has_room = psutil.virtual_memory().available > _SPARE * on_node
+            self._has_room = _free_bytes() > _SPARE * on_node
         return self._has_room
+
+
+def _free_bytes() -> int:
+    """Host memory that is free for this process: of the machine, and within its control group."""
+    available, left = int(psutil.virtual_memory().available), cgroup_limits().memory_left_bytes
+    return available if left is None else min(available, left)
 
 
 def _say(text: str) -> None:

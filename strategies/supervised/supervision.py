@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch.distributed as dist
 from torch import nn
 
 from hardware_db.errors import DsplanError
@@ -133,6 +134,10 @@ class Supervision(Observer):
 
     # The script's own checkpoints.
 
+    def settle(self) -> None:
+        """Complete the automatic checkpoint that is on its way; that it failed is an alert."""
+        self._saves.finish()
+
     def script_saved(self, path: Path) -> None:
         """The script has begun a checkpoint of its own; a resume considers it, and time counts from here."""
         self._saves.script_saved(path)
@@ -151,6 +156,7 @@ class Supervision(Observer):
                 if self._engine.dataloader is not None:
                     self._engine.dataloader.skip_nothing()
                 return self._resumed.path, dict(self._resumed.client_state)
+        self.settle()
         found = self._engine._checkpoints.load(directory)
         PULSE.step = self._engine.global_steps
         return found
@@ -162,22 +168,32 @@ class Supervision(Observer):
         if saves.complete is not None and saves.complete.step == step:
             return Path(saves.complete.path), " and saved"
         known = 0.0 if saves.seconds is None else _MARGIN * saves.seconds
-        reason = on_rank_zero(lambda: self._why_not(deadline - time.monotonic() - known))
+        is_clean = self._is_clean_everywhere()
+        reason = on_rank_zero(lambda: self._why_not(deadline - time.monotonic() - known, is_clean))
         path = None if reason else saves.save(asynchronous=False)
         if path is not None:
             return path, " and saved"
         before = "" if saves.complete is None else f"; the checkpoint before is of step {saves.complete.step}"
         return None, f", not saved: {reason or 'it could not be written'}{before}"
 
+    def _is_clean_everywhere(self) -> bool:
+        """Whether the last step was finite on every rank."""
+        own, world_size = self._finite.is_clean, self._engine.environment.world_size
+        if world_size == 1:
+            return own
+        answers: list[Any] = [None] * world_size
+        dist.all_gather_object(answers, own)
+        return all(answers)
+
     @property
     def unsaveable(self) -> str:
         """Why no checkpoint can be made now from which the run could go on; empty where one can."""
-        return self._why_not(0.0)
+        return self._why_not(0.0, self._finite.is_clean)
 
-    def _why_not(self, seconds_left: float) -> str:
+    def _why_not(self, seconds_left: float, is_clean: bool) -> str:
         if seconds_left < 0:
             return "the time left is shorter than saving takes"
-        if not self._finite.is_clean:
+        if not is_clean:
             return "losses or gradients are not finite"
         if not self._may_save():
             return "the script reads client_state, which only it can fill in; keep it in engine.client_state"

@@ -100,6 +100,36 @@ def full_disk(recipe: Recipe, directory: str, asynchronous: bool) -> tuple[list[
     return before, _steps(directory)
 
 
+def script_saves_after_a_full_disk(recipe: Recipe, directory: str, own: str) -> tuple[bool, bool]:
+    """Whether a save in the background failed on this rank, and whether the script's own after it is there."""
+    engine = supervised(recipe, directory, checkpoint_steps=1000)
+    train(engine, 1)
+    original = storage.write
+
+    def full(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if engine.environment.rank == 1:
+        storage.write = full  # type: ignore[assignment]
+    engine.supervision._saves.save(asynchronous=True)
+    deadline = time.monotonic() + 20
+    while engine.environment.rank == 1 and not engine._checkpoints.problem and time.monotonic() < deadline:
+        time.sleep(0.01)
+    has_failed = bool(engine._checkpoints.problem)
+    storage.write = original
+    path = engine.save_checkpoint(own)
+    torch.distributed.barrier()
+    return has_failed, path.is_dir()
+
+
+def stops_where_rank_1_is_not_finite(recipe: Recipe, directory: str) -> tuple[Any, str]:
+    """What a stop saves, and how it is told, when the last loss was bad on rank 1 alone."""
+    engine = supervised(recipe, directory, checkpoint_steps=1000)
+    train(engine, 1)
+    engine.supervision._finite._bad_losses = engine.environment.rank
+    return engine.supervision._save_in_time(engine.global_steps, time.monotonic() + 60)  # type: ignore[no-any-return]
+
+
 def script_loads(recipe: Recipe, run: str, own: str) -> tuple[str, int, Any]:
     """What the script's own `load_checkpoint` gives in a run that resumes."""
     engine = supervised(recipe, run)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import supervised_bodies
 import torch
 from conftest import PoolOf
 from training_bodies import Recipe
 
-from strategies.supervised import lineage
+from hardware_db.probe.cgroup import Limits
+from strategies.supervised import automatic, lineage
 
 DDP = Recipe(strategy="ddp", world_size=2)
 
@@ -58,6 +61,28 @@ def test_training_goes_on_while_the_disk_is_full_and_saves_when_it_no_longer_is(
     before, after = pool_of("ddp").run(supervised_bodies.full_disk, DDP, str(tmp_path), asynchronous)[0]
     assert before == [2]
     assert after[-1] == 12
+
+
+def test_an_automatic_save_that_failed_does_not_end_the_scripts_own(pool_of: PoolOf, tmp_path: Path) -> None:
+    body = supervised_bodies.script_saves_after_a_full_disk
+    found = pool_of("ddp").run(body, DDP, str(tmp_path / "run"), str(tmp_path / "own"))
+    assert found[1] == (True, True)
+    assert found[0][1]
+
+
+def test_a_stop_saves_nothing_where_one_rank_is_not_finite(pool_of: PoolOf, tmp_path: Path) -> None:
+    found = pool_of("ddp").run(supervised_bodies.stops_where_rank_1_is_not_finite, DDP, str(tmp_path))
+    assert list(found) == 2 * [(None, ", not saved: losses or gradients are not finite")]
+    assert not lineage.read(tmp_path)
+
+
+@pytest.mark.parametrize(("left", "free"), [(None, 100), (40, 40), (400, 100)])
+def test_free_host_memory_is_also_that_of_the_control_group(
+    monkeypatch: pytest.MonkeyPatch, left: int | None, free: int
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
+    monkeypatch.setattr(automatic, "cgroup_limits", lambda: Limits(memory_left_bytes=left))
+    assert automatic._free_bytes() == free
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(pool_of: PoolOf, tmp_path: Path) -> None:
