@@ -22,7 +22,7 @@ from strategies.launch.place import AGENT_PID
 from strategies.launch.spec import RESULT_FILE, LaunchSpec, write_json
 
 _WATCH_SECONDS = 0.5
-"""How often elastic looks at the ranks. Its own 0.1 s takes half a percent of a core from ranks that need all."""
+"""How often elastic looks at the ranks, which may need the processor that it takes to look."""
 
 
 def main(spec_path: str, parent: str) -> int:
