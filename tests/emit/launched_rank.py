@@ -18,7 +18,7 @@ answer = {
     "rank": here.rank,
     "local_rank": here.local_rank,
     "world_size": here.world_size,
-    "nodes": here.nodes,
+    "local_world_size": here.local_world_size,
     "total": total.item(),
 }
 Path(f"rank{here.rank}.json").write_text(json.dumps(answer))

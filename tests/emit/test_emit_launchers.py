@@ -20,7 +20,8 @@ SCRIPT = str(Path(__file__).parent / "launched_rank.py")
 
 
 def expected(ranks: int) -> list[dict[str, Any]]:
-    same = {"arguments": ["--text", "two words"], "world_size": ranks, "nodes": 1, "total": ranks * (ranks + 1) / 2}
+    total = ranks * (ranks + 1) / 2
+    same = {"arguments": ["--text", "two words"], "world_size": ranks, "local_world_size": ranks, "total": total}
     return [{"rank": rank, "local_rank": rank, **same} for rank in range(ranks)]
 
 
