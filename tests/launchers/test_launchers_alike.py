@@ -35,6 +35,7 @@ def test_open_mpi_with_four_ranks(reference: list[float], tmp_path: Path) -> Non
         assert run.losses() == pytest.approx(reference, rel=1e-5)
 
 
+@pytest.mark.slow  # tests/emit starts ranks with it in the suite
 def test_deepspeed(reference: list[float], tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     with launched(tmp_path) as run:
@@ -42,6 +43,7 @@ def test_deepspeed(reference: list[float], tmp_path: Path) -> None:
         assert run.losses() == reference
 
 
+@pytest.mark.slow  # tests/emit starts ranks with it in the suite
 def test_accelerate(reference: list[float], tmp_path: Path) -> None:
     with launched(tmp_path) as run:
         assert run.wait(run.start("--launcher", "accelerate", "--nproc", "2")) == 0, run.out
