@@ -49,11 +49,22 @@ class RunState:
         return self.plan is not None and plan_to_dict(self.plan)["plan"] in failed
 
     def begin_attempt(self, attempt: int) -> None:
-        """Write plan and orders of an attempt into the run directory, which no other command uses now."""
+        """Write plan and orders of an attempt into the run directory, which no other command uses now.
+
+        Raises:
+            DsplanError: the directory cannot be written.
+        """
         if self.plan is not None:
             self._keep_plan(self.plan)
         self.orders = replace(self.orders, attempt=attempt, resumes=attempt > 0)
-        self.orders.save(self._spec.directory)
+        try:
+            self.orders.save(self._spec.directory)
+        except OSError as problem:
+            directory = self._spec.directory
+            raise DsplanError(
+                f"{directory}: cannot be written ({problem.strerror}); make room, then go on with dsplan run --resume"
+                f" {directory}"
+            ) from None
 
     def adopt(self, plan: Plan) -> None:
         """`plan` is the one in use from here on; the first decides the global batch of all."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from hardware_db.errors import DsplanError
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
 from planner.plan_io import load_plan
@@ -14,6 +17,7 @@ from planner.request import WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
 from planner.search import recommend
 from strategies.launch import run_state
+from strategies.launch.orders import Orders
 from strategies.launch.run_state import PLAN_FILE, RunState
 from strategies.launch.spec import LaunchSpec
 
@@ -67,3 +71,12 @@ def test_a_full_disk_ends_no_run_for_its_plan_file(spec: LaunchSpec, monkeypatch
     state = RunState(spec, None, resumes=False)
     state.adopt(_plans()[0])
     assert state.plan == _plans()[0]
+
+
+def test_orders_that_cannot_be_written_are_told_in_one_line(spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(orders: Orders, directory: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Orders, "save", full)
+    with pytest.raises(DsplanError, match=r"No space left on device\); make room, then go on with dsplan run --resume"):
+        RunState(spec, None, resumes=False).begin_attempt(0)
