@@ -287,10 +287,11 @@ def live_states(recipe: Recipe, config: dict[str, Any]) -> dict[str, int]:
 
 
 def _belongs_to(tensor: torch.Tensor, engine: Any) -> bool:
-    """Whether a tensor is this engine's: a rank of a pool holds those of earlier tests as well."""
+    """Whether a tensor is this engine's: a rank of a pool holds those of earlier tests as well, fake ones among them,
+    whose storages have no address."""
     buckets = (*engine._held.trained, *engine._held.fixed)
     own = [*engine.module.parameters(), *(t for b in buckets for t in (b.whole, b.part, b.master))]
-    return tensor.untyped_storage().data_ptr() in {one.untyped_storage().data_ptr() for one in own}
+    return tensor.untyped_storage()._cdata in {one.untyped_storage()._cdata for one in own}
 
 
 def save_after(recipe: Recipe, directory: str, steps: int) -> list[float]:
