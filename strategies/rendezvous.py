@@ -56,8 +56,8 @@ def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
     """The store that all ranks share, once they have all come and agree on who they are.
 
     Rank 0 calls the roll and writes its verdict for all. `device` is this rank's, as torch writes it (`cuda:0`, `cpu`);
-    a `complaint` about this rank's own place ends all of them. Ranks that have met before have a longer limit, since
-    each of them is known to be there.
+    a `complaint` about this rank's own place ends all of them. Ranks that have met before, or that torch elastic's
+    agents started once they had met, have a longer limit, since each of them is known to be there.
 
     Raises:
         CannotMeet: they do not come or do not agree; on every rank that is there.
@@ -70,7 +70,8 @@ def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
     if known is not None and (known.rank, known.at, known.attempt) == (place.rank, at, attempt):
         patience = Patience(AGAIN_SECONDS, least=AGAIN_SECONDS)
     else:
-        known, patience = None, Patience(FIRST_SECONDS)  # an earlier store without a reference to it frees its port
+        known = None  # an earlier store without a reference to it frees its port
+        patience = Patience(AGAIN_SECONDS if _has_started_all(place) else FIRST_SECONDS)
         store = PrefixStore(f"dsplan/{attempt}", _store(own, at, patience))
         known = _Met(rank=own.rank, at=at, attempt=attempt, store=store)
     known.times += 1
@@ -109,6 +110,11 @@ def _attempt() -> str:
 
 def _is_agents() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _has_started_all(place: ProcessVariables) -> bool:
+    """Whether agents have started all ranks. Where somebody changed how many there are, they have not."""
+    return _is_agents() and os.environ.get("ROLE_WORLD_SIZE") == str(place.world_size)
 
 
 def _store(own: Presence, at: Address, patience: Patience) -> Store:

@@ -21,7 +21,7 @@ SECONDS = "DSPLAN_RENDEZVOUS_SECONDS"
 FIRST_SECONDS = 20.0
 """Ranks that never met: with the seconds of importing torch, a mistake in their start ends within half a minute."""
 AGAIN_SECONDS = 600.0
-"""Ranks that have met are there; one may load a model longer than another."""
+"""Ranks that are known to be there; one may load a model longer than another."""
 LOOK_SECONDS = 0.02
 READ_SECONDS = 2.0
 _REMARK_SECONDS = 20.0

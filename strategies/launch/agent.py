@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from strategies.launch.die_with_parent import die_with_parent
 from strategies.launch.place import AGENT_PID
-from strategies.launch.spec import RESULT_FILE, LaunchSpec, write_json
+from strategies.launch.spec import LaunchSpec, keep_result
 
 _WATCH_SECONDS = 0.5
 """How often elastic looks at the ranks, which may need the processor that it takes to look."""
@@ -44,9 +44,9 @@ def _one_node(spec: LaunchSpec) -> int:
         elastic_launch(_configuration(spec), sys.executable)("-u", "-m", "strategies.launch.rank_main", str(spec.path))
     except ChildFailedError as error:
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        write_json(spec.directory / RESULT_FILE, {"failures": failures})
+        keep_result(spec.directory, {"failures": failures})
         return 1
-    write_json(spec.directory / RESULT_FILE, {"failures": {}})
+    keep_result(spec.directory, {"failures": {}})
     return 0
 
 

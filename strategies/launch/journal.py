@@ -47,13 +47,17 @@ class Journal:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Write a line at once, as appending in one call keeps it whole among those of others.
+    """Write a line at once, as appending in one call keeps it whole among those of others. What a full disk or a lost
+    machine cut short keeps a line of its own.
 
     Raises:
         OSError: not all of it could be written.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
         if os.write(descriptor, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:

@@ -102,7 +102,7 @@ def check_unfinished(directory: Path) -> None:
     Raises:
         DsplanError: it is.
     """
-    ends = [row for row in read_journal(directory) if row["event"] == "end"]
+    ends = [row for row in read_journal(directory) if row.get("event") == "end"]
     if ends and ends[-1].get("outcome") == "completed":
         raise DsplanError(f"{directory}: the run completed, nothing is left to go on with; start a new one")
 

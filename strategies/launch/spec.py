@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -77,6 +78,12 @@ def heartbeat_path(directory: Path, rank: int) -> Path:
 def stacks_path(directory: Path, rank: int) -> Path:
     """Where rank `rank` writes the stacks of its threads when it hangs."""
     return directory / f"rank{rank}.stacks.txt"
+
+
+def keep_result(directory: Path, result: object) -> None:
+    """Write how the ranks ended. A disk that is full by then changes nothing about it, and they have said it too."""
+    with suppress(OSError):
+        write_json(directory / RESULT_FILE, result)
 
 
 def write_json(path: Path, value: object) -> None:

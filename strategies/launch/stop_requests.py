@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import threading
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
+_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequests:
     """Signals are noted instead of acted on, wherever they arrive: also in the code that shows an event.
 
-    Ctrl-C sets `interrupted`, and a second one raises. SIGTERM and SIGUSR1 set `preempted_at`, the time of
-    `time.monotonic` at which the first came. Only a main thread gets signals; elsewhere nothing is changed.
+    Ctrl-C sets `interrupted`, and a second one raises. SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set
+    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs go on. Only a main thread gets
+    signals; elsewhere nothing is changed.
     """
 
     def __init__(self) -> None:
@@ -32,7 +36,8 @@ class StopRequests:
         if threading.current_thread() is threading.main_thread():
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
             for number in _PREEMPTING:
-                self._previous[number] = signal.signal(number, self._preempt)
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._preempt)
         return self
 
     def __exit__(
@@ -47,5 +52,18 @@ class StopRequests:
         self.interrupted = True
 
     def _preempt(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if self.preempted_at is None:
             self.preempted_at = time.monotonic()
+
+
+def _leave_terminal() -> None:
+    """Let what this process still says go nowhere where it went to a terminal, which would refuse it."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        with suppress(OSError):
+            # A terminal that is gone is not one any more: nothing but the number of its device tells.
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from hardware_db.errors import DsplanError
+from strategies import rendezvous
 from strategies.process_variables import Address, ProcessVariables
 from strategies.rendezvous import SECONDS, meet
 
@@ -25,12 +27,13 @@ class Role:
     late_seconds: float = 0.0
 
 
-def play(roles: Sequence[Role | None], port: int, seconds: float) -> tuple[str, float]:
-    """Meet in this process's role; what came of it ("met" or the refusal) and the seconds it took."""
+def play(roles: Sequence[Role | None], port: int, seconds: float | None) -> tuple[str, float]:
+    """Meet in this process's role; what came of it ("met" or the refusal) and the seconds it took. Without `seconds`
+    the usual patience holds."""
     role = roles[dist.get_rank()]
     if role is None:
         return "absent", 0.0
-    os.environ[SECONDS] = str(seconds)
+    os.environ[SECONDS] = "" if seconds is None else str(seconds)
     time.sleep(role.late_seconds)
     place = ProcessVariables(
         source="the test",
@@ -52,3 +55,23 @@ def play(roles: Sequence[Role | None], port: int, seconds: float) -> tuple[str, 
     except DsplanError as refusal:
         return str(refusal), time.monotonic() - begun
     return "met", time.monotonic() - begun
+
+
+def play_under_an_agent(roles: Sequence[Role | None], port: int, started: int) -> tuple[str, float]:
+    """`play` with torch elastic's variables, as if its agent had started `started` ranks, and half a second's patience
+    for ranks that may not be there. The process without a role is the agent, whose store they meet in."""
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_WORLD_SIZE": str(started)}
+    patience, rendezvous.FIRST_SECONDS = rendezvous.FIRST_SECONDS, 0.5
+    os.environ.update(variables)
+    try:
+        is_agent = roles[dist.get_rank()] is None
+        played = ("agent", 0.0) if is_agent else play(roles, port, None)
+        store = TCPStore("127.0.0.1", port, is_master=is_agent, wait_for_workers=False)
+        store.add("over", 1)
+        while is_agent and store.add("over", 0) < len(roles):
+            time.sleep(0.01)
+        return played
+    finally:
+        rendezvous.FIRST_SECONDS = patience
+        for name in variables:
+            del os.environ[name]

@@ -51,6 +51,14 @@ def test_a_late_rank_is_waited_for(pool: RankPool) -> None:
     assert outcomes(pool, Role(rank=1, world_size=3), late, Role(rank=2, world_size=3)) == ["met"] * 3
 
 
+def test_ranks_that_an_agent_started_are_waited_for(pool: RankPool) -> None:
+    roles = (Role(rank=0, world_size=2), Role(rank=1, world_size=2, late_seconds=4.0), None)
+    begun = pool.run(meeting_bodies.play_under_an_agent, roles, free_port(), 2)
+    assert [line for line, _ in begun] == ["met", "met", "agent"]
+    lines = pool.run(meeting_bodies.play_under_an_agent, roles, free_port(), 3)  # somebody made three of them two
+    assert "rank 1 has not come within 0.5 s; start 2 processes" in lines[0][0]
+
+
 def test_two_processes_with_one_rank_are_named_on_all(pool: RankPool) -> None:
     lines = outcomes(pool, Role(rank=0, world_size=3), Role(rank=1, world_size=3), Role(rank=1, world_size=3))
     for line in lines:

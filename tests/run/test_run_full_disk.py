@@ -13,7 +13,7 @@ from dsplan.cli.run import _keep_page
 from strategies.launch.journal import Journal, read_journal
 from strategies.launch.outcome import COMPLETED
 from strategies.launch.report import RunReport
-from strategies.launch.spec import LaunchSpec, write_json
+from strategies.launch.spec import LaunchSpec, keep_result, write_json
 from strategies.metrics import summarise
 
 
@@ -59,3 +59,19 @@ def test_a_page_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.Ca
     assert list(tmp_path.iterdir()) == []
     _keep_page(report, "stored")
     assert "stored" in (tmp_path / "report.md").read_text()
+
+
+def test_a_line_of_the_journal_that_was_cut_short_takes_no_other_with_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append("attempt", 0)
+    with (tmp_path / "run.jsonl").open("a") as file:
+        file.write('{"event": "ending", "att')
+    journal.append("decision", 0)
+    journal.append("end", 0)
+    assert [row["event"] for row in read_journal(tmp_path)] == ["attempt", "decision", "end"]
+
+
+def test_how_ranks_ended_may_stay_unwritten(tmp_path: Path) -> None:
+    with _no_space():
+        keep_result(tmp_path, {"failures": {}})
+    assert list(tmp_path.iterdir()) == []

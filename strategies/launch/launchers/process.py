@@ -15,7 +15,7 @@ from types import TracebackType
 from strategies.launch.causes import AGENT_LOG
 from strategies.launch.run_lock import launcher_lock
 from strategies.launch.settings import Placement
-from strategies.launch.spec import RESULT_FILE, LaunchSpec, write_json
+from strategies.launch.spec import RESULT_FILE, LaunchSpec, keep_result
 
 RANK_MODULE = "strategies.launch.rank_main"
 # What is started gets this long to end with its ranks before it is killed; NCCL teardown takes a few seconds.
@@ -104,7 +104,7 @@ class ProcessLauncher(ABC):
         if status is not None and not (self.spec.directory / RESULT_FILE).exists():
             result = self.result(status)
             if result is not None:
-                write_json(self.spec.directory / RESULT_FILE, result)
+                keep_result(self.spec.directory, result)
         return status
 
     def hand_signal(self, number: signal.Signals) -> None:
