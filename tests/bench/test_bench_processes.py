@@ -98,6 +98,7 @@ def test_eight_benchmarks_at_once_share_the_work_and_lose_nothing(tmp_path: Path
         assert len(report["measured"]) + report["measured_by_others"] + report["stored_before"] == len(points)
 
 
+@pytest.mark.slow
 def test_eight_benchmarks_that_measure_everything_anew_lose_nothing(tmp_path: Path) -> None:
     plan = plan_file(tmp_path, launches(1))
     processes = [start_bench("--plan", plan, "--json", "--again", cwd=tmp_path) for _ in range(PROCESSES)]

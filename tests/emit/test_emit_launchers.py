@@ -32,6 +32,7 @@ def shell_scripts(plan: Plan) -> dict[str, str]:
     return files
 
 
+@pytest.mark.slow
 def test_deepspeeds_launcher_starts_the_ranks(tmp_path: Path) -> None:
     write(emit(make_plan("zero2", gpus=2, vendor="cpu"), "deepspeed"), tmp_path)
     ranks = launch(["bash", "deepspeed.sh", SCRIPT, "--text", "two words"], directory=tmp_path)

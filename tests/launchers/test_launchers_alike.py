@@ -64,6 +64,7 @@ def test_two_nodes_in_network_namespaces(reference: list[float], tmp_path: Path)
         assert run.losses() == reference
 
 
+@pytest.mark.slow
 def test_slurm_saves_when_it_is_asked_to_stop(slurm: dict[str, str], reference: list[float], tmp_path: Path) -> None:
     with launched(tmp_path, {**slurm, "PAUSE": "0.5"}) as run:
         process = run.start("--launcher", "slurm", "--nproc", "2")

@@ -78,6 +78,7 @@ def test_runs_survive_a_file(tmp_path: Path) -> None:
         read_memory_runs(broken)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_rows_can_be_measured_again(rows: ModuleType, pool: RankPool) -> None:
     """Two shipped rows, with half their length so that they are quick: phases as predicted again."""
