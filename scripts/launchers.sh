@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests of every launcher on real software: `bash scripts/launchers.sh [PYTEST ARGUMENTS]`. Minutes long.
-# As root with apt it installs first what is missing: SLURM with munge, Open MPI, iproute2. The tests start a SLURM of
+# As root with apt it installs what is missing: SLURM with munge, Open MPI, iproute2. The tests start a SLURM of
 # one node and network namespaces for themselves, and leave nothing running.
-set -euo pipefail
-cd "$(dirname "$0")/.."
+source "$(dirname "$0")/setup.sh"
 
 declare -A package=([srun]=slurm-wlm [munged]=munge [mpirun]=openmpi-bin [ip]=iproute2)
 missing=()
