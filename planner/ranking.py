@@ -207,7 +207,7 @@ def why_first(request: Request, ranked: Sequence[Timed]) -> str:
 def _ahead(first: Timed, other: Timed, objective: words.Objective) -> str:
     """How much better another plan is predicted to be: `6% faster`."""
     less = 1 - worth(other, objective) / worth(first, objective)
-    return f"{less:.0%} {_BETTER[objective]}" if less >= 0.005 else f"no {_BETTER[objective]}"
+    return f"{less:.0%} {_BETTER[objective]}" if less >= 0.005 else f"less than 1% {_BETTER[objective]}"
 
 
 _IS_BEST = {"throughput": "is predicted fastest", "memory": "needs least memory", "cost": "costs least per token"}

@@ -42,6 +42,7 @@ def _wanted(parameter: Any) -> str:
         return f"give one of {', '.join(choices)}"
     least, most = getattr(parameter.type, "min", None), getattr(parameter.type, "max", None)
     if least is not None and most is not None:
-        return f"give a whole number from {least:,} to {most:,}"
+        kind = "a number" if "float" in parameter.type.name else "a whole number"
+        return f"give {kind} from {least:,} to {most:,}"
     kinds = {"float": "give a number", "integer": "give a whole number"}
     return kinds.get(parameter.type.name, "")

@@ -67,7 +67,8 @@ def run_script(
 
 def _keep_page(report: RunReport, stored: str) -> None:
     """Keep the last page in the run directory; a disk that is full then does not change how the run ended."""
-    from dsplan.render.run_report import REPORT_FILE, write_report
+    from dsplan.render.run_report import write_report
+    from strategies.launch.report import REPORT_FILE
 
     try:
         write_report(report, stored)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from planner.plan import Plan
     from strategies.launch.report import AttemptReport, RunReport
 
-REPORT_FILE = "report.md"
 _MISSING = "-"
 
 
@@ -39,6 +38,8 @@ def report_blocks(report: RunReport) -> list[Block]:
 
 def write_report(report: RunReport, stored: str) -> None:
     """Keep the page as `report.md` in the run directory; `stored` says where the database has the run."""
+    from strategies.launch.report import REPORT_FILE
+
     path = report.spec.directory / REPORT_FILE
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     page = markdown([*report_blocks(report), Text(text=stored)], title=f"dsplan run {Path(report.spec.script).name}")
@@ -56,10 +57,19 @@ def _outcome_text(report: RunReport) -> Text:
     if outcome.name == "completed":
         return Text(text=f"completed: {steps} steps{attempts}" if steps else f"completed{attempts}", style="good")
     if outcome.name == "interrupted":
-        return Text(text=f"interrupted after {steps} steps{attempts}; every rank was stopped", style="warning")
+        return Text(text=f"interrupted after {steps} steps{attempts}; {_after_interruption(report)}", style="warning")
     if outcome.name == "preempted":
         return Text(text=_stopped(report), style="warning")
     return Text(text=f"{outcome.name.replace('_', ' ')} after {steps} steps{attempts}", style="bad")
+
+
+def _after_interruption(report: RunReport) -> str:
+    from strategies.supervised.lineage import newest_first, read
+
+    saved = newest_first(read(report.spec.directory))
+    if not saved:
+        return "every rank was stopped"
+    return f"go on from step {saved[0].step} with dsplan run --resume {report.spec.directory}"
 
 
 def _stopped(report: RunReport) -> str:

@@ -13,6 +13,7 @@ from hardware_db.probe.machine import Machine
 from strategies.doctor.finding import Diagnosis, Finding, sorted_findings
 from strategies.doctor.limits import limit_findings
 from strategies.doctor.network import network_findings
+from strategies.doctor.shared import tokens
 from strategies.doctor.software import software_findings
 from strategies.process_variables import read_process_variables
 
@@ -29,12 +30,29 @@ def examine(directories: Sequence[Path] = ()) -> Diagnosis:
     machine = probe()
     findings = machine_findings(machine)
     if place.meeting_point is None:
+        findings += _directory_findings(directories)
         return Diagnosis(hosts=(socket.gethostname(),), ranks=1, findings=sorted_findings(findings))
     if machine.software.version("torch") is None:
         raise DsplanError("torch is not installed here, and ranks need it to meet; pip install 'dsplan[train]'")
     from strategies.doctor.cluster import examine_cluster
 
     return examine_cluster(place, machine, findings, directories)
+
+
+def _directory_findings(directories: Sequence[Path]) -> list[Finding]:
+    """Whether this machine can write to the directories; whether others see them is told where there are others."""
+    with tokens(directories) as written:
+        return [
+            Finding(check="shared", message=f"{directory} can be written; start the doctor on all nodes to compare")
+            if name
+            else Finding(
+                level="problem",
+                check="shared",
+                message=f"{directory} cannot be written here",
+                remedy="make it, or mount it, on every node",
+            )
+            for directory, name in written.items()
+        ]
 
 
 def machine_findings(machine: Machine) -> list[Finding]:

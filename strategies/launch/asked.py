@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,16 @@ def asked_supervision(
     grace_seconds: float | None = None,
     tunes: bool = False,
 ) -> Asked:
-    """The fields of `Supervision` that were asked for; `checkpoints` is the directory, every steps, every minutes."""
+    """The fields of `Supervision` that were asked for; `checkpoints` is the directory, every steps, every minutes.
+
+    Raises:
+        DsplanError: a time is no number.
+    """
     directory, steps, minutes = checkpoints
+    times = {"--checkpoint-minutes": minutes, "--hang-minutes": hang_minutes, "--grace-seconds": grace_seconds}
+    for flag, value in times.items():
+        if value is not None and not math.isfinite(value):
+            raise DsplanError(f"{flag} is {value}; give a number")
     found: Asked = {
         "retries": retries,
         "checkpoint_directory": None if directory is None else str(directory.resolve()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,7 +98,10 @@ def prepare(request: RunRequest) -> Launch:
         check_strategy(script.kind, strategy, gpus=gpus > 0)
     placement = Placement(**request.placement)
     processes = _processes(request, plan, placement, gpus)
-    check_placement(placement, Supervision(**request.supervision))
+    supervision = Supervision(**request.supervision)
+    check_placement(placement, supervision)
+    if placement.launcher == "local" and supervision.checkpoint_directory:
+        _check_writable(Path(supervision.checkpoint_directory))
     spec = _spec(request, script, processes, gpus)
     return Launch(spec=replace(spec, placement=placement), script=script, plan=plan, resumes=request.resume is not None)
 
@@ -142,6 +146,16 @@ def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> in
             " processes; leave --nproc out"
         )
     return max(1, processes)
+
+
+def _check_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(directory, os.W_OK | os.X_OK) else "cannot be written"
+    except OSError as error:
+        why = error.strerror or "cannot be made"
+    if why:
+        raise DsplanError(f"{directory}: {why}; name a directory that can be written with --checkpoint-dir")
 
 
 def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> LaunchSpec:

@@ -12,6 +12,8 @@ from strategies.launch.policy import Decision
 from strategies.launch.spec import LaunchSpec
 from strategies.metrics import MeasuredRun, Row, last_attempt, of_attempt, read_metrics, summarise
 
+REPORT_FILE = "report.md"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptReport:

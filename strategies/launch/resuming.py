@@ -28,6 +28,8 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
     if request.run_directory is not None:
         raise ContradictoryRequest("--resume goes on in its own directory; leave --run-dir out")
     path = directory / SPEC_FILE
+    if not directory.is_dir():
+        raise DsplanError(f"{directory}: no such directory; name the run directory that dsplan run printed")
     if not path.exists():
         raise DsplanError(f"{directory}: holds no run to go on with; name the run directory that dsplan run printed")
     check_unfinished(directory)

@@ -18,7 +18,7 @@ from strategies.launch.journal import Journal
 from strategies.launch.outcome import COMPLETED, INTERRUPTED, Outcome, outcome_of
 from strategies.launch.policy import Decision, Policy, Situation
 from strategies.launch.record import record_attempt
-from strategies.launch.report import AttemptReport, RunReport, measured_run
+from strategies.launch.report import REPORT_FILE, AttemptReport, RunReport, measured_run
 from strategies.launch.run_files import RunFiles
 from strategies.launch.run_lock import RunLock, launcher_lock
 from strategies.launch.run_state import RunState
@@ -57,6 +57,8 @@ class Supervisor:
             # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
             launcher_lock(self._spec.directory).close()
             self._spec.save()
+            # A page that is there tells of the end of a command that this one goes on after.
+            (self._spec.directory / REPORT_FILE).unlink(missing_ok=True)
             files, alerts = RunFiles(self._spec.directory), AlertFollower(self._spec.directory)
             decision: Decision | None = None
             while decision is None or decision.goes_on:

@@ -10,6 +10,7 @@ import pytest
 
 from hardware_db.probe.machine import Gpu, GpuPair, GpuProcess, Host, Machine, Nic, Software
 from hardware_db.units import GIB
+from strategies.doctor.examine import examine
 from strategies.doctor.finding import Finding, merged, sorted_findings
 from strategies.doctor.limits import disk, filesystem, limit_findings, locked_memory, open_files, shared_memory
 from strategies.doctor.network import Interface, gloo_choice, interfaces, nccl_choice, network_findings
@@ -17,6 +18,13 @@ from strategies.doctor.software import gpus, slow_settings, versions
 
 LO, DOCKER = Interface(name="lo", address="127.0.0.1"), Interface(name="docker0", address="172.17.0.1")
 ETH, IB = Interface(name="eth0", address="10.0.0.4"), Interface(name="ib0", address="10.1.0.4")
+
+
+def test_a_directory_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
+    found = {one.message: one.level for one in examine([tmp_path, tmp_path / "none"]).findings if one.check == "shared"}
+    assert found[f"{tmp_path / 'none'} cannot be written here"] == "problem"
+    assert list(found.values()).count("ok") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import load_bodies
@@ -62,7 +62,14 @@ def test_the_peak_while_a_model_is_placed(
     job = price(request, configuration).job
     recipe = recipe_of(configuration)
     predicted = load_ledger(job, recipe, states_of(job, recipe)).total
-    assert predicted == pytest.approx(max(pool.run(body, str(plan))), rel=0.02)
+    assert predicted == pytest.approx(_peak(pool, body, str(plan)), rel=0.02)
+
+
+def _peak(pool: RankPool, body: Callable[[str], int], plan: str) -> int:
+    """The peak of the rank that has most, of three times the least: where one of gloo's threads is the last to hold
+    what a broadcast has gathered, the profiler misses that it is freed."""
+    times = [pool.run(body, plan) for _ in range(3)]
+    return max(map(min, zip(*times, strict=True)))
 
 
 def test_what_a_gpu_holds_while_the_shards_of_a_large_model_are_made() -> None:

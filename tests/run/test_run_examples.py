@@ -41,7 +41,9 @@ def _check_memory(found: dict[str, Any]) -> None:
     assert 0.85 < found["measured"]["peak_allocated_bytes"] / predicted < 1.15
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize(
+    "name", ["hf_trainer", "accelerate_loop", pytest.param("deepspeed_loop", marks=pytest.mark.slow)]
+)
 def test_live_plan_then_plan_file(name: str, tmp_path: Path) -> None:
     found = _train(name, tmp_path)
     _check_training(found)

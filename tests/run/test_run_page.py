@@ -12,11 +12,12 @@ from strategies.launch.causes import Ending
 from strategies.launch.events import AttemptEnded
 from strategies.launch.history import earlier_attempts
 from strategies.launch.journal import Journal
-from strategies.launch.outcome import COMPLETED, Outcome, outcome_of
+from strategies.launch.outcome import COMPLETED, INTERRUPTED, Outcome, outcome_of
 from strategies.launch.policy import Decision
 from strategies.launch.report import AttemptReport, RunReport
 from strategies.launch.spec import LaunchSpec
 from strategies.metrics import summarise
+from strategies.supervised.lineage import Made, note
 
 KILLED = Ending(kind="killed", rank=1, host="node1", step=8, reason="killed by signal 9")
 AGAIN = Decision(action="restart", why="starts again", delay_seconds=2.0)
@@ -74,6 +75,17 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
     assert "stopped after 0 steps: the ranks were ended without saving; go on with" in page
 
 
+def test_an_interrupted_run_says_how_to_go_on_where_it_has_saved(tmp_path: Path) -> None:
+    def page() -> str:
+        write_report(_report(tmp_path, INTERRUPTED, None), "stored")
+        return (tmp_path / "report.md").read_text()
+
+    assert "interrupted after 0 steps; every rank was stopped" in page()
+    (tmp_path / "step-4").mkdir()
+    note(tmp_path, Made(path=str(tmp_path / "step-4"), step=4))
+    assert f"interrupted after 0 steps; go on from step 4 with dsplan run --resume {tmp_path}" in page()
+
+
 def test_markdown_keeps_a_cell_in_its_column() -> None:
     page = markdown([Table(columns=(), rows=[["a|b", "c\\d"]], title="t")], title="page")
     assert "| a\\|b | c\\\\d |" in page
@@ -92,6 +104,13 @@ def test_the_journal_tells_the_attempts_of_earlier_commands(tmp_path: Path) -> N
     assert first.decision == Decision(action="restart", why="starts again")
     assert second.ending is not None
     assert second.ending.reason == "dsplan run itself was ended"
+    (tmp_path / "metrics-rank0.jsonl").write_text(
+        '{"event": "attempt", "attempt": 0}\n{"event": "step", "step": 0, "global_step": 1}\n'
+        '{"event": "attempt", "attempt": 1}\n{"event": "step", "step": 0, "global_step": 7}\n'
+        '{"event": "step", "step": 1, "global_step": 8}\n{"event": "machine", "time": 116.0}\n'
+    )
+    cut = earlier_attempts(tmp_path)[1]
+    assert (cut.first_step, cut.last_step, cut.seconds, cut.ending and cut.ending.step) == (7, 8, 10.0, 8)
     journal.append("end", 1, time=120.0, outcome="completed", first_step=7, last_step=20)
     assert earlier_attempts(tmp_path)[1].ending is None
     assert earlier_attempts(tmp_path)[1].last_step == 20

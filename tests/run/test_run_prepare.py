@@ -18,6 +18,7 @@ from planner.request import WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
 from planner.search import recommend
 from strategies.launch import prepare as prepare_module
+from strategies.launch.asked import asked_supervision
 from strategies.launch.prepare import RunRequest, prepare
 
 CPU = Device(name="cpu", vendor="cpu", architecture="x86")
@@ -132,6 +133,22 @@ def test_a_run_directory_is_not_used_twice(script: Path, tmp_path: Path) -> None
 def test_a_run_directory_that_cannot_be_made(script: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "--run-dir" in _refusal(RunRequest(script=script, run_directory=tmp_path / "file" / "run"))
+
+
+def test_a_checkpoint_directory_that_cannot_be_made(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    asked = asked_supervision(checkpoints=(tmp_path / "file" / "saves", None, None))
+    assert "--checkpoint-dir" in _refusal(RunRequest(script=script, supervision=asked))
+
+
+def test_times_that_are_no_numbers() -> None:
+    with pytest.raises(DsplanError, match="--hang-minutes is nan; give a number"):
+        asked_supervision(hang_minutes=float("nan"))
+
+
+def test_a_run_to_go_on_with_that_is_not_there(tmp_path: Path) -> None:
+    assert "no such directory" in _refusal(RunRequest(resume=tmp_path / "nowhere"))
+    assert "holds no run to go on with" in _refusal(RunRequest(resume=tmp_path))
 
 
 def test_new_run_directories_differ(script: Path) -> None:

@@ -123,6 +123,7 @@ def _losses(path: Path) -> dict[int, float]:
     return {row[0]: row[1] for row in map(json.loads, path.read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_fewer_and_more_ranks_go_on_under_plans_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "tiny_net.py").write_text(MODEL)
     script, folder = tmp_path / "train.py", tmp_path / "run"

@@ -88,6 +88,7 @@ def test_written_configs_are_the_same(hiding: Path, tmp_path: Path) -> None:
     assert any("zero_optimization" in text for text in written[0].values())
 
 
+@pytest.mark.slow
 def test_zero_trains_with_the_same_losses(with_and_without: Dsplan) -> None:
     pytest.importorskip("deepspeed")
     found, without = with_and_without("run", "--strategy", "zero2", EXAMPLES / "train_gpt.py", *SHORT)

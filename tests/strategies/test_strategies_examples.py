@@ -22,7 +22,7 @@ def train(ranks: RankPool, name: str, strategy: str, folder: Path, *options: str
     return losses_of(folder)
 
 
-@pytest.mark.parametrize("name", ["train_gpt2", "finetune_bert"])
+@pytest.mark.parametrize("name", ["train_gpt2", pytest.param("finetune_bert", marks=pytest.mark.slow)])
 def test_our_zero_has_the_losses_of_ddp(name: str, ranks: RankPool, tmp_path: Path) -> None:
     expected = train(ranks, name, "ddp", tmp_path / "ddp")
     assert len(expected) == 4
@@ -31,6 +31,7 @@ def test_our_zero_has_the_losses_of_ddp(name: str, ranks: RankPool, tmp_path: Pa
         assert train(ranks, name, strategy, tmp_path / strategy) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_bert_is_fine_tuned_from_what_pretraining_exported(ranks: RankPool, tmp_path: Path) -> None:
     out = tmp_path / "bert"
     losses = train(ranks, "pretrain_bert", "native zero3", tmp_path / "pretraining", "--out", str(out))
