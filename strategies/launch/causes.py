@@ -32,6 +32,7 @@ _ECHO_WORDS = (
     "timed out waiting",
     "heartbeat monitor",
 )
+_CONNECTION_ERRORS = ("ConnectionError", *(kind.__name__ for kind in ConnectionError.__subclasses__()))
 FIRST: tuple[EndingKind, ...] = (
     "regrouped",
     "preempted",
@@ -85,7 +86,7 @@ def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> E
     }
     found = [_said(directory, rank, failure, codes.get(rank)) for rank, failure in failures.items()]
     found += [_silent(directory, rank, code, memory_killed=memory_killed) for rank, code in silent.items()]
-    found.sort(key=lambda one: (FIRST.index(one.kind), one.rank is None, one.rank or 0))
+    found.sort(key=lambda one: (FIRST.index(one.kind), _is_echo(one), one.rank is None, one.rank or 0))
     if result.get("kind") in ENDING_KINDS:
         return _as_launcher_says(result, found, directory)
     return found[0] if found else _of_launcher(directory, status, memory_killed=memory_killed)
@@ -143,6 +144,11 @@ def _kind(failure: Mapping[str, Any]) -> EndingKind:
     if kind is None and any(word in words for word in _OUT_OF_MEMORY_WORDS):
         return "out_of_memory"
     return "lost" if any(word in words for word in _ECHO_WORDS) else "failed"
+
+
+def _is_echo(one: Ending) -> bool:
+    """Whether a rank may only have lost a peer, as gloo, NCCL and the store tell it, and nothing of its own."""
+    return one.kind == "lost" and one.type not in _CONNECTION_ERRORS
 
 
 def _silent(directory: Path, rank: int, code: int, *, memory_killed: bool) -> Ending:

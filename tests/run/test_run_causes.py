@@ -52,6 +52,14 @@ def test_peers_that_only_lost_each_other_are_lost(tmp_path: Path) -> None:
     assert ending_of(tmp_path, 1).kind == "lost"
 
 
+def test_a_connection_of_the_script_comes_before_the_peers_that_its_end_has_left(tmp_path: Path) -> None:
+    _result(tmp_path, {0: 1, 1: 1})
+    _said(tmp_path, 0, "lost", ECHO)
+    _said(tmp_path, 1, "lost", "the data's server went away", type="ConnectionResetError")
+    ending = ending_of(tmp_path, 1)
+    assert (ending.rank, ending.reason) == (1, "ConnectionResetError: the data's server went away")
+
+
 def test_the_rank_that_is_behind_is_at_fault_for_a_hang(tmp_path: Path) -> None:
     _result(tmp_path, {0: 1, 1: -9})
     _said(tmp_path, 0, "hung", "no progress for 9 s", behind=[1])
