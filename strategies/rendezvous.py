@@ -16,11 +16,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from strategies.errors import CannotMeet
+from strategies.launch.orders import Orders
 from strategies.process_variables import Address, ProcessVariables
 from strategies.reach import TRY_SECONDS, answers, is_own_address
 from strategies.roll_call import (
@@ -33,6 +35,7 @@ from strategies.roll_call import (
     Presence,
     call_roll,
 )
+from strategies.variables import RUN_DIRECTORY
 
 __all__ = ["SECONDS", "meet"]
 _ANSWER = timedelta(seconds=FIRST_SECONDS)
@@ -57,7 +60,8 @@ def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
 
     Rank 0 calls the roll and writes its verdict for all. `device` is this rank's, as torch writes it (`cuda:0`, `cpu`);
     a `complaint` about this rank's own place ends all of them. Ranks that have met before, or that torch elastic's
-    agents started once they had met, have a longer limit, since each of them is known to be there.
+    agents started once they had met, have a longer limit, since each of them is known to be there; under `dsplan run`
+    the latter no longer one than what it takes for a hang.
 
     Raises:
         CannotMeet: they do not come or do not agree; on every rank that is there.
@@ -71,7 +75,7 @@ def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
         patience = Patience(AGAIN_SECONDS, least=AGAIN_SECONDS)
     else:
         known = None  # an earlier store without a reference to it frees its port
-        patience = Patience(AGAIN_SECONDS if _has_started_all(place) else FIRST_SECONDS)
+        patience = Patience(_stranger_seconds(place))
         store = PrefixStore(f"dsplan/{attempt}", _store(own, at, patience))
         known = _Met(rank=own.rank, at=at, attempt=attempt, store=store)
     known.times += 1
@@ -112,9 +116,14 @@ def _is_agents() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _has_started_all(place: ProcessVariables) -> bool:
-    """Whether agents have started all ranks. Where somebody changed how many there are, they have not."""
-    return _is_agents() and os.environ.get("ROLE_WORLD_SIZE") == str(place.world_size)
+def _stranger_seconds(place: ProcessVariables) -> float:
+    """How long ranks that never met wait. Where somebody changed how many there are, no agent has started all."""
+    if not _is_agents() or os.environ.get("ROLE_WORLD_SIZE") != str(place.world_size):
+        return FIRST_SECONDS
+    directory = os.environ.get(RUN_DIRECTORY)
+    orders = None if directory is None else Orders.load(Path(directory))
+    hang_seconds = (0.0 if orders is None else orders.hang_seconds) or AGAIN_SECONDS
+    return max(FIRST_SECONDS, min(AGAIN_SECONDS, hang_seconds))
 
 
 def _store(own: Presence, at: Address, patience: Patience) -> Store:

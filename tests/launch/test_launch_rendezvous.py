@@ -9,12 +9,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import meeting_bodies
 import pytest
 from meeting_bodies import Role
 
 from hardware_db.spawn import RankPool
+from strategies import rendezvous
+from strategies.launch.orders import Orders
+from strategies.process_variables import ProcessVariables
 from strategies.rendezvous import SECONDS
 
 
@@ -57,6 +61,20 @@ def test_ranks_that_an_agent_started_are_waited_for(pool: RankPool) -> None:
     assert [line for line, _ in begun] == ["met", "met", "agent"]
     lines = pool.run(meeting_bodies.play_under_an_agent, roles, free_port(), 3)  # somebody made three of them two
     assert "rank 1 has not come within 0.5 s; start 2 processes" in lines[0][0]
+
+
+@pytest.mark.parametrize(("hang_seconds", "waited"), [(5.0, 20.0), (90.0, 90.0), (900.0, 600.0), (0.0, 600.0)])
+def test_ranks_of_a_run_wait_no_longer_than_a_hang_takes(
+    hang_seconds: float, waited: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Orders(checkpoint_directory="", hang_seconds=hang_seconds).save(tmp_path)
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_WORLD_SIZE": "2", "DSPLAN_RUN_DIR": str(tmp_path)}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    place = ProcessVariables(source="the test", rank=1, world_size=2, local_rank=1, local_world_size=2)
+    assert rendezvous._stranger_seconds(place) == waited
+    monkeypatch.setenv("ROLE_WORLD_SIZE", "3")
+    assert rendezvous._stranger_seconds(place) == rendezvous.FIRST_SECONDS
 
 
 def test_two_processes_with_one_rank_are_named_on_all(pool: RankPool) -> None:
