@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The fault suite in full: every kind of fault at 24 random moments, on real processes; then a table of what became of
-# the runs. About an hour on two cores. Arguments go to pytest: scripts/faults.sh -k "SIGTERM or agent"
+# the runs. An hour and a half on two cores. Arguments go to pytest: scripts/faults.sh -k "SIGTERM or agent"
 # FAULT_MOMENTS says another number of moments than 24. FAULT_FIGURES names the file that
 # keeps the figures of every run; a new one by default. Full disks need root.
 source "$(dirname "$0")/setup.sh"
