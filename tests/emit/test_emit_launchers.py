@@ -40,6 +40,7 @@ def test_deepspeeds_launcher_starts_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI (openmpi-bin)")
+@pytest.mark.slow
 def test_open_mpi_starts_the_ranks(tmp_path: Path) -> None:
     write(emit(make_plan("ddp", gpus=4, vendor="cpu"), "mpi"), tmp_path)
     # More ranks than cores, and as root where the tests run so.

@@ -42,7 +42,8 @@ def _check_memory(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["hf_trainer", "accelerate_loop", pytest.param("deepspeed_loop", marks=pytest.mark.slow)]
+    "name",
+    ["hf_trainer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("accelerate_loop", "deepspeed_loop"))],
 )
 def test_live_plan_then_plan_file(name: str, tmp_path: Path) -> None:
     found = _train(name, tmp_path)
