@@ -24,6 +24,8 @@ AGAIN_SECONDS = 600.0
 """Ranks that are known to be there; one may load a model longer than another."""
 LOOK_SECONDS = 0.02
 READ_SECONDS = 2.0
+_LATER_SECONDS = 7.0
+"""By which a rank 0 that is there may have begun later than others; they still end within half a minute."""
 _REMARK_SECONDS = 20.0
 _AGREED = "agreed"
 
@@ -185,7 +187,7 @@ def _await_verdict(roll: Store, own: Presence, patience: Patience) -> str:
     """The other ranks: what rank 0 says."""
     # Rank 0 may have begun later: its verdict, which names who is missing, is worth a moment more.
     while not roll.check(["verdict"]):
-        if patience.is_over_by(READ_SECONDS):
+        if patience.is_over_by(_LATER_SECONDS if roll.check(["rank-0"]) else READ_SECONDS):
             return f"{_wait_text(own, [0])} within {patience.seconds:g} s; start it, with the same MASTER_ADDR"
         time.sleep(LOOK_SECONDS)
     verdict = str(roll.get("verdict").decode())
