@@ -39,6 +39,7 @@ from strategies.variables import RUN_DIRECTORY
 
 __all__ = ["SECONDS", "meet"]
 _ANSWER = timedelta(seconds=FIRST_SECONDS)
+_ASK_SECONDS, _LEAST_ASK_SECONDS = 4.0, 0.5
 
 
 @dataclass(kw_only=True, slots=True)
@@ -157,13 +158,16 @@ def _joined(own: Presence, at: Address, patience: Patience) -> Store:
 
 
 def _answered(at: Address, seconds: float) -> Store | None:
-    """The store at an address; in a thread, for torch waits for ever where another program says nothing."""
+    """The store at an address; in a thread, for torch waits for ever where another program says nothing. Where one says
+    something else torch asks again, by seconds longer than it was told to: so it is asked for a few at a time."""
     found: list[Store] = []
+    until = time.monotonic() + seconds
 
     def ask() -> None:
-        with contextlib.suppress(RuntimeError, OSError):
-            timeout = timedelta(seconds=seconds)
-            found.append(TCPStore(at.host, at.port, is_master=False, timeout=timeout, wait_for_workers=False))
+        while not found and (left := until - time.monotonic()) > 0:
+            timeout = timedelta(seconds=max(_LEAST_ASK_SECONDS, min(_ASK_SECONDS, left)))
+            with contextlib.suppress(RuntimeError, OSError):
+                found.append(TCPStore(at.host, at.port, is_master=False, timeout=timeout, wait_for_workers=False))
 
     asking = threading.Thread(target=ask, name="rendezvous", daemon=True)
     with _without_pages():
