@@ -36,7 +36,8 @@ def test_steps_are_logged(strategy: str, pool_of: PoolOf, tmp_path: Path) -> Non
         seconds = {section: column(tmp_path, rank, f"{section}_seconds") for section in SECTIONS}
         for step in (3, 6):
             parts = sum(seconds[part][step] for part in ("forward", "backward", "step", "preparing"))
-            assert 0 < parts <= seconds["whole_step"][step]
+            # On a busy machine the profiler's parts of a step came to 4 % more than the step once.
+            assert 0 < parts <= 1.1 * seconds["whole_step"][step]
             assert 0 <= seconds["exposed_communication"][step] <= seconds["communication"][step]
             assert seconds["communication"][step] > 0
         trace = json.loads((tmp_path / "traces" / f"trace-rank{rank}.json").read_text())
