@@ -55,6 +55,7 @@ class StepLog(Observer):
         if self._timers is not None and not self._losses and last and StepProfile.is_possible():
             self._profile = StepProfile(self._engine.device)
             self._profile.start()
+            self._timers.forget()  # sections of this step that have ended before its forward pass
 
     def loss_is(self, loss: torch.Tensor) -> None:
         self._losses.append(loss.detach())
@@ -87,6 +88,7 @@ class StepLog(Observer):
         if len(self._rows) == self._every:
             self._write()
         if self._timers is not None:
+            self._timers.keep()
             self._timers.starts(WHOLE)
 
     def close(self) -> None:

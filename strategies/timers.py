@@ -55,6 +55,7 @@ class Timers:
         self._clock: Clock = CudaClock(device) if device.type == "cuda" else HostClock()
         self._open: dict[str, Any] = {}
         self._closed: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+        self._kept: dict[str, int] = {}
 
     def starts(self, section: str) -> None:
         """The section begins; one that an exception left open begins anew."""
@@ -66,6 +67,17 @@ class Timers:
         if start is not None:
             self._closed[section].append((start, self._clock.now()))
 
+    def keep(self) -> None:
+        """What has ended so far stays, whatever is forgotten later."""
+        self._kept = {section: len(marks) for section, marks in self._closed.items()}
+
+    def forget(self) -> None:
+        """Leave out what has ended since `keep` was last called."""
+        for section, marks in list(self._closed.items()):
+            del marks[self._kept.get(section, 0) :]
+            if not marks:
+                del self._closed[section]
+
     def take(self) -> dict[str, float]:
         """Seconds of every section that has ended, in the order they first did; the timers begin anew."""
         seconds = {
@@ -73,4 +85,5 @@ class Timers:
             for section, marks in self._closed.items()
         }
         self._closed.clear()
+        self._kept = {}
         return seconds
