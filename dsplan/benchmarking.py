@@ -100,13 +100,13 @@ def plan_of(question: BenchQuestion) -> BenchPlan:
     question.check()
     if question.plan is not None:
         return load_bench_plan(question.plan)
-    from planner.models.resolve import resolve_model
+    from planner.models.factory import any_model
 
     cluster = _cluster(question)
     wanted = Wanted(
         ranks=default_ranks(cluster) if question.ranks is None else parse_ranks(question.ranks),
         kinds=tuple(kind.strip() for kind in question.only.split(",")) if question.only else (),
-        model=None if question.model is None else resolve_model(question.model),
+        model=None if question.model is None else any_model(question.model),
         quick=question.quick,
         deepspeed=question.generate or find_spec("deepspeed") is not None,
     )

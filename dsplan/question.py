@@ -48,9 +48,9 @@ class Question:
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
         """
-        from planner.models.resolve import resolve_model
+        from planner.models.factory import any_model
 
-        facts = facts or resolve_model(self.model, model_size=self.model_size)
+        facts = facts or any_model(self.model, model_size=self.model_size)
         hardware = HardwareRequest(
             gpus=self.gpus,
             gpu=self.gpu,

@@ -145,11 +145,14 @@ class HardwareSelector:
             assumed="; ".join(answer.request.defaults),
         )
 
+    def _facts(self, model_name: str) -> ModelFacts:
+        return resolve_model(model_name)
+
     def _plans(self, job: _Job) -> tuple[Recommendation, tuple[Plan, ...]]:
         """The recommendation and those of its plans that scripts can follow, best first, at least one."""
         _check_count("gpu_count", job.gpu_count)
         _check_count("batch_size", job.batch_size)
-        facts = resolve_model(job.model_name)
+        facts = self._facts(job.model_name)
         _check_family(job.model_family, facts)
         hardware = HardwareRequest(
             gpus=job.gpu_count, gpu=self._gpu, node_type=self._node_type, memory_gb=job.max_memory_gb

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from planner.trace import checkpointing
-from strategies.base import TrainingParts
 from strategies.errors import CannotRun
+from strategies.protocols import TrainingParts
 
 Predicate = Callable[[nn.Module], bool]
 

@@ -6,7 +6,6 @@ import atexit
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,9 @@ from planner.plan import Configuration, Plan
 from strategies.checkpoint.checkpoints import Checkpoints, custom_of
 from strategies.checkpoint.saving import SaveOptions
 from strategies.checkpoint.states import States
-from strategies.config import ScriptConfig
 from strategies.config.values import CheckpointSection
 from strategies.environment import Environment
-from strategies.observer import Observer
+from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.section import Section
 from strategies.supervised.pulse import beat
 
@@ -29,28 +27,6 @@ if TYPE_CHECKING:
     from strategies.data import ShardedLoader
     from strategies.memory_report import MemoryReport
     from strategies.supervised.supervision import Supervision
-
-OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
-Scheduler = torch.optim.lr_scheduler.LRScheduler
-SchedulerFactory = Callable[[torch.optim.Optimizer], Scheduler]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingParts:
-    """What the script brought to `initialize`, plus the plan that was settled on.
-
-    `model_parameters` are what the optimizer may change (parameters or parameter groups), None for all that require
-    gradients. `script` is what the script's config says.
-    """
-
-    model: nn.Module
-    plan: Plan
-    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None
-    model_parameters: Iterable[Any] | None = None
-    lr_scheduler: Scheduler | SchedulerFactory | None = None
-    gradient_clipping: float = 0.0
-    script: ScriptConfig = field(default_factory=ScriptConfig)
-
 
 class Strategy(ABC):
     """One way of spreading a model over ranks; makes the engine that trains it."""

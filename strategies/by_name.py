@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from planner.plan import Configuration
-from strategies.base import OptimizerFactory, SchedulerFactory, TrainingParts
 from strategies.config import NamedParts
 from strategies.errors import BackendMissing, CannotRun
 from strategies.muon import muon_groups
 from strategies.names import DEEPSPEEDS_OWN, MADE_BY_DEEPSPEED_ON_CPU, plain
+from strategies.protocols import OptimizerFactory, SchedulerFactory, TrainingParts
 from strategies.registered import OF_OPTIMIZERS, OF_SCHEDULERS, Registry, check_params, require_numbers
 
 Made = TypeVar("Made")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from planner.estimate import compresses
-from strategies.base import TrainingParts
 from strategies.errors import CannotRun
+from strategies.protocols import TrainingParts
 from strategies.zero.codec import Codec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,11 +8,11 @@ from typing import cast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.base import TrainingParts
 from strategies.compression import gradient_travel
 from strategies.ddp_compression import compress
 from strategies.environment import ensure_group
 from strategies.precision import autocast
+from strategies.protocols import TrainingParts
 from strategies.torch_engine import TorchEngine, TorchStrategy
 from strategies.zero.partition import Ranks
 from strategies.zero.wire import wire_for

@@ -16,7 +16,7 @@ from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from planner.trace.checkpointing import keeps_products
 from strategies.activations import apply_plan
-from strategies.base import Engine, Strategy, TrainingParts
+from strategies.base import Engine, Strategy
 from strategies.compression import gradient_travel
 from strategies.deepspeed_states import DeepSpeedStates, scale_of, take_scale
 from strategies.deepspeed_weights import state_tensors, whole
@@ -25,6 +25,7 @@ from strategies.errors import BackendMissing, CannotRun
 from strategies.names import plain
 from strategies.optimizers import OPTIMIZERS, trainable_parameters
 from strategies.precision import WEIGHT_DTYPE, narrowed
+from strategies.protocols import TrainingParts
 from strategies.zero_init import partition_model
 
 # Sections a plan decides; whatever else a script's config says is DeepSpeed's to read.

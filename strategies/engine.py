@@ -16,7 +16,7 @@ from planner import vocabulary as words
 from planner.plan import Plan
 from planner.plan_io import plan_to_dict
 from strategies.bad_samples import Collate
-from strategies.base import Engine, OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
+from strategies.base import Engine
 from strategies.by_name import with_named
 from strategies.config import read_config
 from strategies.config.refuse import refuse_deepspeed_keys
@@ -28,6 +28,7 @@ from strategies.monitor import RunMonitor
 from strategies.monitoring.settings import MonitorSettings
 from strategies.optimizer_needs import fitting
 from strategies.planning import Wishes, another_model, describe, settled_plan
+from strategies.protocols import OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
 from strategies.registry import find_strategy
 from strategies.supervised.supervision import supervise
 from strategies.told_plainly import tell_plainly

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.trace.blocks import repeated_blocks
-from strategies.base import TrainingParts
 from strategies.compression import gradient_travel
 from strategies.environment import ensure_group
 from strategies.precision import sharding_policy
+from strategies.protocols import TrainingParts
 from strategies.torch_engine import TorchEngine, TorchStrategy
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -12,12 +11,8 @@ import torch
 from hardware_db.units import format_bytes
 from planner.models.storage_tracker import plain_parts
 from planner.plan import MemoryEstimate
-from strategies.observer import Observer
-from strategies.reachable import reachable_tensors
-from strategies.zero.swap_file import on_disk
-
-if TYPE_CHECKING:
-    from strategies.base import Engine
+from strategies.protocols import Observer, TrainingEngine
+from strategies.reachable import on_disk, reachable_tensors
 
 STATES = ("parameters", "gradients", "optimizer")
 """What `Engine.state_tensors` tells apart, in the planner's words; a tensor of several counts as the first."""
@@ -71,7 +66,7 @@ class MemoryReport:
         )
 
 
-def memory_report(engine: Engine) -> MemoryReport:
+def memory_report(engine: TrainingEngine) -> MemoryReport:
     """The report of this rank; each rank has its own."""
     device = engine.device
     here, elsewhere = state_bytes(engine.state_tensors(), device)
@@ -135,11 +130,11 @@ def _predicted(count_bytes: int | None) -> str:
 class MemoryPrinter(Observer):
     """Prints rank 0's report every few steps, as the config's `memory_breakdown` asks."""
 
-    def __init__(self, engine: Engine, *, every: int) -> None:
+    def __init__(self, engine: TrainingEngine, *, every: int) -> None:
         self._engine, self._every = engine, every
         self._steps = 0
 
     def step_ended(self) -> None:
         self._steps += 1
         if self._engine.is_main and self._steps % self._every == 0:
-            print(self._engine.memory_report(), flush=True)
+            print(memory_report(self._engine), flush=True)

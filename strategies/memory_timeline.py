@@ -14,20 +14,15 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from planner.models.storage_tracker import StorageTracker, plain_parts
 from strategies.errors import BrokenFile
 from strategies.memory_report import STATES
-from strategies.observer import Observer
-from strategies.reachable import reachable_tensors
+from strategies.protocols import Observer, TrainingEngine
+from strategies.reachable import on_disk, reachable_tensors
 from strategies.timeline_svg import LAYERS, Mark, Sample, Timeline, draw
-from strategies.zero.swap_file import on_disk
-
-if TYPE_CHECKING:
-    from strategies.base import Engine
 
 _OTHER = LAYERS.index("other tensors")
 
@@ -35,7 +30,7 @@ _OTHER = LAYERS.index("other tensors")
 class TimelineTracker(StorageTracker):
     """A storage tracker that notes every change of the live bytes of a device, by layer."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TrainingEngine) -> None:
         self._device = engine.device
         self._layer = LAYERS[_OTHER]
         self._held: dict[weakref.ref[torch.UntypedStorage], tuple[int, int]] = {}  # layer and bytes
@@ -122,7 +117,7 @@ class _Sections(Observer):
 
 
 @contextmanager
-def memory_timeline(engine: Engine, path: str | Path) -> Iterator[None]:
+def memory_timeline(engine: TrainingEngine, path: str | Path) -> Iterator[None]:
     """Write the picture of what happens inside; counting every tensor slows that down.
 
     Raises:

@@ -21,7 +21,7 @@ from strategies.monitoring.sampler import Sampler
 from strategies.monitoring.settings import MonitorSettings
 from strategies.monitoring.step_rows import StepRows
 from strategies.monitoring.watch import Watch
-from strategies.observer import Observer
+from strategies.protocols import Observer
 
 _LOOK_SECONDS = 0.5
 

@@ -11,8 +11,8 @@ from torch import nn, optim
 
 from planner.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES
-from strategies.base import TrainingParts
 from strategies.errors import CannotRun
+from strategies.protocols import TrainingParts
 
 _ELEMENT_BY_ELEMENT = (
     optim.Adadelta,

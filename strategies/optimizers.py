@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.base import OptimizerFactory
 from strategies.errors import BackendMissing, CannotRun
 from strategies.lion import Lion
+from strategies.protocols import OptimizerFactory
 
 
 def _adamw_8bit(parameters: Iterable[Any]) -> torch.optim.Optimizer:

@@ -1,10 +1,19 @@
-"""Every tensor that Python's garbage collector knows of."""
+"""Every tensor that Python's garbage collector knows of, and which of them lie on a disk."""
 
 from __future__ import annotations
 
 import gc
+from weakref import WeakValueDictionary
 
 import torch
+
+MAPPED_FILES: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+"""Views of files on a disk, by the address of their storage."""
+
+
+def on_disk(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of such a file, so that the kernel may take its memory back at any time."""
+    return tensor.untyped_storage().data_ptr() in MAPPED_FILES
 
 
 def reachable_tensors() -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C._autograd import _profiler_enabled
 
-from strategies.observer import Observer
+from strategies.protocols import Observer
 
 
 class Section:

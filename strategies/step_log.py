@@ -6,18 +6,15 @@ Figures stay where they are made until then, so that a GPU is waited for once pe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import psutil
 import torch
 from torch import nn
 
 from strategies.communication_time import StepProfile
-from strategies.observer import Observer
+from strategies.protocols import Observer, TrainingEngine
 from strategies.timers import Timers
-
-if TYPE_CHECKING:
-    from strategies.base import Engine
 
 Row = Mapping[str, float]
 """A step's figures by name; `step` is its number, counted from 1."""
@@ -40,7 +37,7 @@ class StepLog(Observer):
     no room for a profile.
     """
 
-    def __init__(self, engine: Engine, writers: Sequence[Writer], *, every: int, times: bool) -> None:
+    def __init__(self, engine: TrainingEngine, writers: Sequence[Writer], *, every: int, times: bool) -> None:
         self._engine, self._writers, self._every = engine, tuple(writers), every
         self._timers = Timers(engine.device) if times else None
         self._losses: list[torch.Tensor] = []

@@ -14,12 +14,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from strategies.activations import apply_plan
-from strategies.base import Engine, Scheduler, Strategy, TrainingParts
+from strategies.base import Engine, Strategy
 from strategies.checkpoint.states import WholeStates
 from strategies.gradients import scale_gradients, total_norm, wide_sums
 from strategies.loss_scale import LossScale, scale_settings
 from strategies.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.precision import cast_model
+from strategies.protocols import Scheduler, TrainingParts
 
 
 class TorchStrategy(Strategy):

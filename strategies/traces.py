@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 from strategies.config import ProfilerSection
-from strategies.observer import Observer
+from strategies.protocols import Observer
 
 
 class Traces(Observer):

@@ -27,7 +27,6 @@ from planner.plan_io import plan_from_dict, plan_to_dict
 from planner.request import Request
 from planner.search import describe, recommend
 from strategies.agree import on_rank_zero
-from strategies.base import Engine
 from strategies.environment import Environment
 from strategies.launch.agreed import current
 from strategies.launch.standing import Standing
@@ -36,8 +35,9 @@ from strategies.live_plan import live_request
 from strategies.machine_rates import machine_rates
 from strategies.metrics import WARM_UP_STEPS
 from strategies.next_plan import without
-from strategies.observer import Observer
 from strategies.planning import Wishes
+from strategies.protocols import Observer
+from strategies.supervised.automatic import SupervisedEngine
 from strategies.supervised.supervision import stop_here
 
 FASTER_BY = 0.1
@@ -134,7 +134,7 @@ class Tuner(Observer):
     It comes behind the supervision of the engine, so that a step at which all stop was counted and written down.
     """
 
-    def __init__(self, engine: Engine, request: Request | None, before: Tuning, run_directory: Path) -> None:
+    def __init__(self, engine: SupervisedEngine, request: Request | None, before: Tuning, run_directory: Path) -> None:
         """`request` is what the plan was made for; only rank 0 needs it."""
         self._engine, self._request, self._before = engine, request, before
         self._run_directory = run_directory
@@ -202,7 +202,7 @@ class Prospect:
     before: Tuning
     request: Request | None
 
-    def watch(self, engine: Engine) -> None:
+    def watch(self, engine: SupervisedEngine) -> None:
         """Let the engine be tuned, where a supervisor starts it again."""
         if engine.supervision is not None:
             engine.observers.append(Tuner(engine, self.request, self.before, self.run_directory))

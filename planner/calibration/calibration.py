@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.calibration.linear import Matrix, quadratic
+from planner.cluster import Cluster
 from planner.factors import Factors
+
+if TYPE_CHECKING:
+    from hardware_db.calibration_record import HardwareKind
+    from hardware_db.store.contract import Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,3 +66,21 @@ class Calibration:
         known = set(asdict(found.factors)) >= set(found.names)
         square = len(found.covariance) == len(found.names) == len({*found.names})
         return found if usable and known and square else None
+
+
+def hardware_kind(cluster: Cluster) -> HardwareKind:
+    """What a calibration of this cluster holds for. A processor is told by its model: all are called cpu."""
+    from hardware_db.calibration_record import HardwareKind
+
+    device = cluster.device
+    return HardwareKind(
+        device=device.architecture if device.is_cpu else device.name,
+        intra_link=cluster.intra_link.name if cluster.intra_link else "",
+        inter_link=cluster.inter_link.name if cluster.inter_link else "",
+    )
+
+
+def calibration_of(store: Store, cluster: Cluster) -> Calibration | None:
+    """The calibration in force for such a cluster; None where there is none."""
+    record = store.calibration(hardware_kind(cluster))
+    return None if record is None else Calibration.from_document(record.document, record.created_at)

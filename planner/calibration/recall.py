@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hardware_db.paths import database_path
-from planner.calibration.calibration import Calibration
+from planner.calibration.calibration import calibration_of
 from planner.calibration.experience import Experience
 from planner.cluster import NOTHING_MEASURED, Cluster
 from planner.described import described
@@ -15,7 +15,6 @@ from planner.request import Request
 
 if TYPE_CHECKING:
     # Imported where they are used: most questions are asked where there is no database, and start faster without.
-    from hardware_db.calibration_record import HardwareKind
     from hardware_db.measurement import Measurement, Outcome
     from hardware_db.store.contract import Store
     from planner.calibration.known import KnownRun
@@ -68,24 +67,6 @@ def with_rates(store: Store, request: Request) -> Cluster:
     ranks = cluster.gpus_per_node
     rates = rates_from_measurements(measured, ranks=ranks, precision=request.workload.precision)
     return replace(cluster, rates=rates)
-
-
-def hardware_kind(cluster: Cluster) -> HardwareKind:
-    """What a calibration of this cluster holds for. A processor is told by its model: all are called cpu."""
-    from hardware_db.calibration_record import HardwareKind
-
-    device = cluster.device
-    return HardwareKind(
-        device=device.architecture if device.is_cpu else device.name,
-        intra_link=cluster.intra_link.name if cluster.intra_link else "",
-        inter_link=cluster.inter_link.name if cluster.inter_link else "",
-    )
-
-
-def calibration_of(store: Store, cluster: Cluster) -> Calibration | None:
-    """The calibration in force for such a cluster; None where there is none."""
-    record = store.calibration(hardware_kind(cluster))
-    return None if record is None else Calibration.from_document(record.document, record.created_at)
 
 
 def _made(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement, ...]:

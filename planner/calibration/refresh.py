@@ -10,8 +10,8 @@ from hardware_db.canonical import canonical_json
 from hardware_db.measurement import Measurement
 from hardware_db.probe import Machine
 from hardware_db.store.contract import Store
+from planner.calibration.calibration import calibration_of, hardware_kind
 from planner.calibration.learn import Lesson, learn
-from planner.calibration.recall import calibration_of, hardware_kind
 from planner.calibration.rows import Rebuilder, Row
 
 MOST_ROWS = 300

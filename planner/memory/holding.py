@@ -13,12 +13,11 @@ from typing import Protocol
 from planner.job import Job
 from planner.memory.fsdp import FsdpHolding, fsdp_holding
 from planner.memory.instants import Instant
-from planner.memory.ledger import Ledger
+from planner.memory.ledger import Ledger, States
 from planner.memory.native import NativeHolding
 from planner.memory.optimizer_step import step_temporaries
 from planner.memory.recipe import Recipe
 from planner.memory.replica import ReplicaHolding
-from planner.memory.states import States
 from planner.memory.zero import zero_holding
 from planner.vocabulary import FSDP_STRATEGIES
 

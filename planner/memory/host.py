@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from hardware_db.units import MIB
 from planner.job import Job
+from planner.memory.ledger import States
 from planner.memory.load import MADE_BYTES
 from planner.memory.native_offload import native_host_buffers
 from planner.memory.parked_inputs import parked_inputs
 from planner.memory.recipe import Recipe, recipe_of
 from planner.memory.saving import saving_of
-from planner.memory.states import States
 from planner.memory.units import Units, shards_of
 from planner.memory.zero_offload import swapping_buffers, zero_host_buffers
 from planner.verdict import host_limit

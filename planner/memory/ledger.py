@@ -33,3 +33,20 @@ class Ledger:
     def rounded(self) -> dict[str, int]:
         """Whole bytes by category."""
         return {item.name: round(getattr(self, item.name)) for item in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """Bytes of one rank between steps, gradients as they are when backward ends; `host` is what offload moved away.
+
+    `elements` are the parameters this rank computes with (its tp and pp part), `local` the elements whose optimizer it
+    runs.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    host: float
+    nvme: float
+    elements: float
+    local: float

@@ -9,9 +9,8 @@ weights of ZeRO-1 and 2 into one flat tensor (`stage_1_and_2.py`), and is handed
 from __future__ import annotations
 
 from planner.job import Job
-from planner.memory.ledger import Ledger
+from planner.memory.ledger import Ledger, States
 from planner.memory.recipe import Recipe
-from planner.memory.states import States
 from planner.vocabulary import FSDP_STRATEGIES
 from planner.zero_buckets import zero_buckets
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from planner.job import Job
 from planner.memory.holding import holding_of
 from planner.memory.instants import Instant, instants_of
-from planner.memory.ledger import Ledger
+from planner.memory.ledger import Ledger, States
 from planner.memory.recipe import Recipe
-from planner.memory.states import States
 
 
 def largest_moments(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:

@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from planner.job import Job
+from planner.memory.ledger import States
 from planner.memory.recipe import Recipe
 from planner.memory.undivided import largest_share
 from planner.memory.zero_offload import HostBuffers
 from planner.memory.zero_partition import tensors_of
 from planner.zero_buckets import native_buckets
-
-if TYPE_CHECKING:
-    from planner.memory.states import States
 
 IN_MEMORY = 3
 """Buckets whose states are in memory at once under NVMe: one is read, one is stepped, one is written."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from planner.job import Job
+from planner.memory.ledger import States
 from planner.memory.recipe import Recipe
-from planner.memory.states import States
 from planner.memory.units import Units, rounded, shards_of
 
 

@@ -9,13 +9,13 @@ from planner.job import Job
 from planner.memory.evaluation import evaluation_ledger
 from planner.memory.figures import buffer_bytes
 from planner.memory.host import host_bytes, host_load_bytes
-from planner.memory.ledger import Ledger
+from planner.memory.ledger import Ledger, States
 from planner.memory.load import load_ledger
 from planner.memory.moments import largest_moments
 from planner.memory.overhead import closed_form_margin, device_use, library_workspace
 from planner.memory.recipe import Recipe, recipe_of
 from planner.memory.saving import saving_of
-from planner.memory.states import States, nominal_states_of, states_of
+from planner.memory.states import nominal_states_of, states_of
 from planner.plan import MemoryEstimate
 
 PHASES = ("forward", "loss", "backward", "step")

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.job import Job
-from planner.memory.ledger import Ledger
+from planner.memory.ledger import Ledger, States
 from planner.memory.recipe import Recipe
-from planner.memory.states import States
 from planner.vocabulary import FSDP_STRATEGIES
 
 

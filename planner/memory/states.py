@@ -7,9 +7,10 @@ al. 2020, figure 1); the 2s become 4s where weights and gradients are fp32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.job import Job
+from planner.memory.ledger import States
 from planner.memory.native_offload import native_states
 from planner.memory.optimizer_states import optimizer_state_bytes
 from planner.memory.recipe import Recipe
@@ -17,23 +18,6 @@ from planner.memory.undivided import largest_share
 from planner.memory.units import shards_of, units_of
 from planner.memory.zero_offload import swapping_buffers, zero_host_buffers
 from planner.vocabulary import FSDP_STRATEGIES
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class States:
-    """Bytes of one rank between steps, gradients as they are when backward ends; `host` is what offload moved away.
-
-    `elements` are the parameters this rank computes with (its tp and pp part), `local` the elements whose optimizer it
-    runs.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    host: float
-    nvme: float
-    elements: float
-    local: float
 
 
 def elements_on_stage(job: Job) -> float:

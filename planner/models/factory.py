@@ -12,6 +12,18 @@ from typing import Any
 
 from planner.errors import DsplanError, UnknownName
 from planner.models.facts import ModelFacts
+from planner.models.resolve import is_factory, resolve_model
+
+
+def any_model(name: str | None, *, model_size: str | None = None) -> ModelFacts:
+    """As `resolve_model`, and what `package.module:factory` makes.
+
+    Raises:
+        DsplanError: as `resolve_model` and `facts_from_factory`.
+    """
+    if name is not None and model_size is None and is_factory(name):
+        return facts_from_factory(name.strip())
+    return resolve_model(name, model_size=model_size)
 
 
 def facts_from_factory(spec: str) -> ModelFacts:

@@ -16,8 +16,8 @@ _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w
 def resolve_model(name: str | None, *, model_size: str | None = None) -> ModelFacts:
     """The model that `name` or `model_size` stands for.
 
-    A path of a config.json or of a directory that holds one comes first, then `package.module:factory`, then the
-    catalogue, then a size such as `6.7B`.
+    A path of a config.json or of a directory that holds one comes first, then the catalogue, then a size such as
+    `6.7B`. `package.module:factory` is code: `any_model` beside the tracer runs it.
 
     Raises:
         ContradictoryRequest: both or neither are given.
@@ -50,9 +50,7 @@ def _named(name: str) -> ModelFacts:
     if _is_config(path) or (_exists(path) and not knows_model(name)) or path.suffix == ".json":
         return _from_file(path)
     if _FACTORY.fullmatch(name):
-        from planner.models.factory import facts_from_factory
-
-        return facts_from_factory(name)
+        raise DsplanError(f"{name} is code, which only dsplan runs; `from dsplan import` what plans, or name a config.json")
     if not knows_model(name):
         from planner.models.sizes import looks_like_a_size
 

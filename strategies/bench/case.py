@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.models.factory import any_model
 from planner.models.facts import ModelFacts
 from planner.models.hf_config import facts_from_config
-from planner.models.resolve import resolve_model
 from planner.plan import Configuration
 from planner.vocabulary import Task
 
@@ -40,7 +40,7 @@ class TrainingCase:
         Raises:
             DsplanError: nothing is known by its name.
         """
-        return facts_from_config(self.config, self.model) if self.config else resolve_model(self.model)
+        return facts_from_config(self.config, self.model) if self.config else any_model(self.model)
 
     def __str__(self) -> str:
         chosen = self.configuration

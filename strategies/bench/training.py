@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from planner.models.resolve import resolve_model
+from planner.models.factory import any_model
 from planner.models.transformers_config import hf_config
 from planner.plan_io import plan_from_dict
 from strategies.base import Engine
@@ -34,7 +34,7 @@ def train(trainee: Trainee) -> None:
     _forget_earlier_runs(device)
     plan = plan_from_dict(trainee.plan)
     chosen = plan.configuration
-    config = trainee.config or hf_config(resolve_model(trainee.model)).to_dict()
+    config = trainee.config or hf_config(any_model(trainee.model)).to_dict()
     model = build_model(config, trainee.task, chosen.attention, device)
     batch = batch_for(model, trainee.task, chosen.micro_batch_size, chosen.sequence_length, device)
     os.environ[RUN_DIRECTORY] = trainee.run_directory

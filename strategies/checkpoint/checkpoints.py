@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,16 +18,25 @@ from strategies.checkpoint.content import Content, text_of
 from strategies.checkpoint.export import export_checkpoint
 from strategies.checkpoint.loading import load
 from strategies.checkpoint.saving import Saved, SaveOptions, Saver
+from strategies.checkpoint.states import States
 from strategies.checkpoint.writing import unwritable
+from strategies.protocols import TrainingEngine
 
-if TYPE_CHECKING:
-    from strategies.base import Engine
+
+class CheckpointedEngine(TrainingEngine, Protocol):
+    """An engine whose state can be written down and gone back to."""
+
+    def _states(self) -> States: ...
+
+    def _progress(self) -> dict[str, Any]: ...
+
+    def _resume(self, progress: Mapping[str, Any]) -> None: ...
 
 
 class Checkpoints:
     """Saves and restores one engine; every rank calls every method together."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CheckpointedEngine) -> None:
         self._engine = engine
         self._saver = Saver(engine.environment)
 
@@ -106,7 +115,7 @@ class Checkpoints:
         self._saver.wait()
 
 
-def custom_of(save: Callable[..., object] | None, engine: Engine) -> Callable[[Path], object] | None:
+def custom_of(save: Callable[..., object] | None, engine: CheckpointedEngine) -> Callable[[Path], object] | None:
     """A script's save function, bound to its engine."""
     return None if save is None else lambda folder: save(engine, folder)
 
@@ -123,7 +132,7 @@ def model_files_of(module: nn.Module) -> dict[str, dict[str, Any]]:
     return files
 
 
-def _surroundings(engine: Engine) -> dict[str, Any]:
+def _surroundings(engine: CheckpointedEngine) -> dict[str, Any]:
     """The scheduler, and the place in the data."""
     return {
         "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
@@ -131,7 +140,7 @@ def _surroundings(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _written_by(engine: Engine) -> dict[str, Any]:
+def _written_by(engine: CheckpointedEngine) -> dict[str, Any]:
     chosen = engine.configuration
     return {
         "strategy": chosen.strategy,

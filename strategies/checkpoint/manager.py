@@ -10,7 +10,7 @@ from typing import Any
 from strategies.base import Engine
 from strategies.checkpoint import folder
 from strategies.errors import CannotRun, DsplanError
-from strategies.observer import Observer
+from strategies.protocols import Observer
 
 
 class CheckpointManager:

@@ -13,8 +13,8 @@ from strategies.launch.endings import STOPS
 from strategies.launch.events import OutputLine
 from strategies.launch.launcher import Launcher, make_launcher
 from strategies.launch.memory_kills import memory_kills
-from strategies.launch.recognise import SAVING
 from strategies.launch.run_files import RunFiles
+from strategies.launch.settings import SAVING
 from strategies.launch.spec import LaunchSpec
 from strategies.launch.stop_requests import StopRequests
 from strategies.monitoring.alerts import Alert

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from strategies.launch.causes import Ending, ending_of
 from strategies.launch.launchers.process import signal_ranks
 from strategies.launch.memory_kills import memory_kills
-from strategies.launch.recognise import SAVING
 from strategies.launch.round_endings import NodeEnding, RoundEndings
+from strategies.launch.settings import SAVING
 from strategies.launch.spec import RESULT_FILE, LaunchSpec, write_json
 
 _SIGNAL_SECONDS = 1.0

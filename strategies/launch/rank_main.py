@@ -18,7 +18,7 @@ from typing import NoReturn
 from hardware_db.errors import DsplanError
 from strategies.launch.agreed import agree, let_the_waiting_go, narrow, wait_for_the_others
 from strategies.launch.place import take_place
-from strategies.launch.recognise import ScriptKind
+from strategies.launch.settings import ScriptKind
 from strategies.launch.spec import LaunchSpec, log_path
 from strategies.supervised.failures import described, exit_status, failure_of, write_failure
 from strategies.supervised.process import begin

@@ -5,13 +5,9 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from hardware_db.errors import BrokenFile
-
-ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "plain"]
-SAVING: tuple[ScriptKind, ...] = ("dsplan", "huggingface")
-"""Scripts whose ranks save and stop when they are asked to; others are ended, and may answer SIGTERM themselves."""
+from strategies.launch.settings import ScriptKind
 
 _TRAINER_NAMES = frozenset({"Trainer", "TrainingArguments", "Seq2SeqTrainer", "Seq2SeqTrainingArguments"})
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "plain"]
+SAVING: tuple[ScriptKind, ...] = ("dsplan", "huggingface")
+"""Scripts whose ranks save and stop when they are asked to; others are ended, and may answer SIGTERM themselves."""
 LauncherName = Literal["local", "slurm", "mpi", "deepspeed", "accelerate"]
 LAUNCHER_NAMES: tuple[LauncherName, ...] = get_args(LauncherName)
 

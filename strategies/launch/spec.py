@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from strategies.launch.recognise import ScriptKind
-from strategies.launch.settings import Placement, Supervision
+from strategies.launch.settings import Placement, ScriptKind, Supervision
 
 SPEC_FILE = "launch.json"
 RESULT_FILE = "result.json"

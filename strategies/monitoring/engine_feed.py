@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from strategies.monitoring.step_rows import StepRows
-from strategies.observer import Observer
-
-if TYPE_CHECKING:
-    from strategies.base import Engine
+from strategies.protocols import Observer, TrainingEngine
 
 
 class EngineFeed(Observer):
     """Hands the row of every step to `take`, with the learning rate and the norm of the gradients."""
 
-    def __init__(self, engine: Engine, take: Callable[[Mapping[str, Any]], object], end: Callable[[], object]) -> None:
+    def __init__(
+        self, engine: TrainingEngine, take: Callable[[Mapping[str, Any]], object], end: Callable[[], object]
+    ) -> None:
         self._engine, self._take, self._end = engine, take, end
         self._rate = engine.get_lr()[0]
         self._rows = StepRows(

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,10 +28,8 @@ from strategies.monitoring.sampler import Sampler
 from strategies.monitoring.settings import MonitorSettings, Threshold
 from strategies.monitoring.watch import Thresholds, Watch
 from strategies.process_variables import own_place
+from strategies.protocols import TrainingEngine
 from strategies.variables import RUN_DIRECTORY
-
-if TYPE_CHECKING:
-    from strategies.base import Engine
 
 Metrics = Mapping[str, float]
 _DETECTED_BY_RUN: tuple[AlertKind, ...] = ("not_finite", "loss_spike", "slowdown", "memory_creep", "throttled")
@@ -104,7 +102,7 @@ class TrainingMonitor:
             self._write()
         self._pending.setdefault(step, {})[name] = held
 
-    def watch(self, engine: Engine, *, owned: bool = False) -> None:
+    def watch(self, engine: TrainingEngine, *, owned: bool = False) -> None:
         """Follow an engine too: loss, seconds, rate, learning rate and memory of its steps, with all detectors. An
         engine that owns its monitor closes it."""
         engine.observers.append(EngineFeed(engine, self._engine_step, self.close if owned else self.flush))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import psutil
 import torch.distributed as dist
@@ -16,14 +16,12 @@ import torch.distributed as dist
 from hardware_db.errors import DsplanError
 from hardware_db.probe.cgroup import cgroup_limits
 from strategies.checkpoint import folder
+from strategies.checkpoint.checkpoints import CheckpointedEngine, Checkpoints
 from strategies.checkpoint.saving import SaveOptions
 from strategies.monitoring.alerts import Alert
 from strategies.monitoring.post import post
 from strategies.supervised import lineage
 from strategies.supervised.save_clock import Interval, SaveClock
-
-if TYPE_CHECKING:
-    from strategies.base import Engine
 
 KEPT = 2
 _SPARE = 2.0
@@ -51,6 +49,15 @@ class SavePlace:
     attempt: int = 0
 
 
+class SupervisedEngine(CheckpointedEngine, Protocol):
+    """An engine that is saved, resumed and stopped from outside its script."""
+
+    supervision: Any
+
+    @property
+    def _checkpoints(self) -> Checkpoints: ...
+
+
 class AutomaticSaves:
     """Saves one engine's checkpoints when it is time. Every rank has one and calls its methods together.
 
@@ -60,7 +67,7 @@ class AutomaticSaves:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: SupervisedEngine,
         place: SavePlace,
         *,
         run_directory: Path,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,9 +15,7 @@ from strategies.agree import on_rank_zero
 from strategies.checkpoint import folder
 from strategies.checkpoint.content import read_content
 from strategies.supervised import lineage
-
-if TYPE_CHECKING:
-    from strategies.base import Engine
+from strategies.supervised.automatic import SupervisedEngine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +34,7 @@ class Resumed:
         return self.made.step
 
 
-def resume(engine: Engine, run_directory: Path) -> Resumed | None:
+def resume(engine: SupervisedEngine, run_directory: Path) -> Resumed | None:
     """Restore the newest checkpoint of the run that is whole; None where the run has none. Every rank calls this.
 
     Raises:
@@ -76,7 +74,7 @@ def step_of(directory: Path) -> int | None:
     return on_rank_zero(look)
 
 
-def _candidates(engine: Engine, run_directory: Path) -> Sequence[lineage.Made]:
+def _candidates(engine: SupervisedEngine, run_directory: Path) -> Sequence[lineage.Made]:
     """The complete checkpoints that any node knows of, newest first; what rank 0 finds."""
     own = [one for one in lineage.read(run_directory) if one.by != "huggingface"]
     everyones: list[Any] = [own]

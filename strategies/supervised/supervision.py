@@ -17,8 +17,8 @@ from hardware_db.errors import DsplanError
 from strategies.agree import on_rank_zero
 from strategies.launch.endings import EndingKind
 from strategies.launch.orders import Orders
-from strategies.observer import Observer
-from strategies.supervised.automatic import AutomaticSaves, SavePlace
+from strategies.protocols import Observer
+from strategies.supervised.automatic import AutomaticSaves, SavePlace, SupervisedEngine
 from strategies.supervised.board import open_board
 from strategies.supervised.leaving import leave, stopped
 from strategies.supervised.not_finite import FiniteWatch
@@ -33,7 +33,6 @@ from strategies.variables import RUN_DIRECTORY
 if TYPE_CHECKING:
     import torch
 
-    from strategies.base import Engine
 
 _MARGIN = 1.5
 """A save is begun in the time left where the last one took no more than this part of it; the first one always is."""
@@ -45,7 +44,7 @@ class Supervision(Observer):
     Every rank has one. The script's own calls of `save_checkpoint` and `load_checkpoint` come through it.
     """
 
-    def __init__(self, engine: Engine, orders: Orders, run_directory: Path) -> None:
+    def __init__(self, engine: SupervisedEngine, orders: Orders, run_directory: Path) -> None:
         self._engine, self._orders, self._run_directory = engine, orders, run_directory
         self._finite = FiniteWatch(engine)
         environment = engine.environment
@@ -203,7 +202,7 @@ class Supervision(Observer):
         """Whether an automatic checkpoint holds all that the script needs to go on; rank 0's answer counts."""
         return self._trains_alone and (not self._script_reads_state or bool(self._engine.client_state))
 
-    def give_up(self, second: Engine) -> None:
+    def give_up(self, second: SupervisedEngine) -> None:
         """Leave saving to the script, which trains a second engine: a checkpoint of one of them is not the run."""
         self._trains_alone = False
         if second.is_main:
@@ -214,7 +213,7 @@ class Supervision(Observer):
         self._watch.end()
 
 
-def supervise(engine: Engine) -> None:
+def supervise(engine: SupervisedEngine) -> None:
     """Let a run's orders rule an engine: resume it, and add what saves and stops it; nothing where there are none.
 
     Every rank calls this together, at the end of `initialize`. The orders are those of one engine per process: a script
@@ -240,7 +239,7 @@ def supervise(engine: Engine) -> None:
 _supervised: Supervision | None = None
 
 
-def stop_here(engine: Engine, kind: EndingKind) -> None:
+def stop_here(engine: SupervisedEngine, kind: EndingKind) -> None:
     """Save and leave with status 75; every rank calls this together at the end of a step.
 
     Raises:

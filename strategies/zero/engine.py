@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from strategies.activations import apply_plan
-from strategies.base import Engine, Strategy, TrainingParts
+from strategies.base import Engine, Strategy
 from strategies.environment import ensure_group
 from strategies.loss_scale import LossScale
 from strategies.optimizer_needs import undivided
 from strategies.optimizers import trainable_parameters
 from strategies.precision import narrowed
+from strategies.protocols import TrainingParts
 from strategies.torch_engine import scheduler_of, tensors_in
 from strategies.zero.checkpoint import ZeroStates
 from strategies.zero.compress import wires

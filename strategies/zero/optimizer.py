@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.base import TrainingParts
 from strategies.checkpoint.states import SCALARS
 from strategies.errors import CannotRun
 from strategies.optimizer_needs import needs_whole_tensors, takes_sparse_gradients_only
 from strategies.optimizers import OPTIMIZERS
+from strategies.protocols import TrainingParts
 from strategies.zero.partition import Bucket, Slot
 from strategies.zero.rows import TouchedRows
 from strategies.zero.wire import Wire

@@ -10,10 +10,10 @@ import torch
 from planner.plan import Configuration
 from planner.vocabulary import Offload
 from planner.zero_buckets import native_buckets
-from strategies.base import TrainingParts
 from strategies.compression import GradientTravel, gradient_travel
 from strategies.errors import CannotRun
 from strategies.loss_scale import ScaleSettings, scale_settings
+from strategies.protocols import TrainingParts
 from strategies.variables import NVME_PATH
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

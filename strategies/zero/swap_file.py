@@ -10,21 +10,15 @@ import tempfile
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
 
 from hardware_db.units import format_bytes
 from strategies.errors import CannotRun
+from strategies.reachable import MAPPED_FILES
 
 _ALIGNMENT = 64
 """Bytes; that of torch's own memory."""
-_MAPS: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-
-
-def on_disk(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view of such a file, so that the kernel may take its memory back at any time."""
-    return tensor.untyped_storage().data_ptr() in _MAPS
 
 
 class SwapFile:
@@ -67,7 +61,7 @@ class SwapFile:
     def mapped(self, start: int, size: int) -> torch.Tensor:
         """Bytes of the file as a tensor, [size]."""
         view = torch.frombuffer(mmap.mmap(self._file.fileno(), size, offset=start), dtype=torch.uint8)
-        _MAPS[view.untyped_storage().data_ptr()] = view
+        MAPPED_FILES[view.untyped_storage().data_ptr()] = view
         return view
 
     def read(self, start: int, memory: torch.Tensor) -> None:

@@ -15,9 +15,9 @@ from hardware_db.canonical import canonical_json
 from hardware_db.fingerprint import Versions
 from hardware_db.measurement import Measurement
 from hardware_db.store import MemoryStore
-from planner.calibration.calibration import Calibration
+from planner.calibration.calibration import Calibration, hardware_kind
 from planner.calibration.learn import FEWEST, learn
-from planner.calibration.recall import hardware_kind, recalled_from
+from planner.calibration.recall import recalled_from
 from planner.calibration.refresh import refresh
 from planner.calibration.rows import Rebuilder
 from planner.estimate import estimate, timed

@@ -18,10 +18,10 @@ from planner.errors import DsplanError
 from planner.trace import parked
 from planner.trace.checkpointing import recomputed_modules
 from strategies.activations import apply_plan, checkpoint_activations
-from strategies.base import TrainingParts
 from strategies.config import limits, read_config
 from strategies.engine import initialize
 from strategies.errors import CannotRun
+from strategies.protocols import TrainingParts
 
 SPREAD = ("ddp", "fsdp", "zero1", "zero2", "zero3", "native zero1", "native zero2", "native zero3")
 PoolOf = Callable[[str], RankPool]

@@ -13,10 +13,10 @@ from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
 from planner.compression import ERROR_BYTES
-from strategies.base import TrainingParts
 from strategies.compression import gradient_travel
 from strategies.config import read_config
 from strategies.errors import CannotRun
+from strategies.protocols import TrainingParts
 from strategies.zero.codec import Codec
 from strategies.zero.compress import EightBits, Memory, wires
 from strategies.zero.partition import Ranks

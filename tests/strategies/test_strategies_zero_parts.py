@@ -14,11 +14,11 @@ from torch import nn
 from training_bodies import Recipe
 
 from planner.zero_buckets import NATIVE_CPU_BUCKET
-from strategies.base import TrainingParts
 from strategies.checkpoint.parts import PartOfTensor, boxes
 from strategies.config import read_config
 from strategies.errors import CannotRun
 from strategies.loss_scale import LossScale, ScaleSettings
+from strategies.protocols import TrainingParts
 from strategies.zero.partition import Bucket, Layout, Ranks, Slot, buckets_of
 from strategies.zero.settings import ZeroSettings, read_settings
 from strategies.zero.units import members_of

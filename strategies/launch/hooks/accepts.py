@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hardware_db.errors import DsplanError
 from planner import vocabulary as words
-from strategies.launch.recognise import ScriptKind
+from strategies.launch.settings import ScriptKind
 
 _WHO: dict[str, str] = {
     "huggingface": "HF Trainer",

@@ -27,7 +27,7 @@ from strategies.errors import CannotRun
 from strategies.launch.agreed import current
 from strategies.launch.hooks.accepts import accepted
 from strategies.launch.hooks.say import say
-from strategies.launch.recognise import ScriptKind
+from strategies.launch.settings import ScriptKind
 from strategies.live_plan import with_measured_rates
 from strategies.machine_rates import machine_rates
 from strategies.monitor import RunMonitor

@@ -1,0 +1,112 @@
+"""What the parts of `strategies` know of each other: what a script brought, the engine, its observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from planner.plan import Configuration, Plan
+from strategies.config import ScriptConfig
+from strategies.config.values import CheckpointSection
+from strategies.environment import Environment
+
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+Scheduler = torch.optim.lr_scheduler.LRScheduler
+SchedulerFactory = Callable[[torch.optim.Optimizer], Scheduler]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingParts:
+    """What the script brought to `initialize`, plus the plan that was settled on.
+
+    `model_parameters` are what the optimizer may change (parameters or parameter groups), None for all that require
+    gradients. `script` is what the script's config says.
+    """
+
+    model: nn.Module
+    plan: Plan
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None
+    model_parameters: Iterable[Any] | None = None
+    lr_scheduler: Scheduler | SchedulerFactory | None = None
+    gradient_clipping: float = 0.0
+    script: ScriptConfig = field(default_factory=ScriptConfig)
+
+
+class Observer:
+    """Watches an engine train; each method does nothing unless a kind of observer says otherwise."""
+
+    def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
+        """A training forward pass of `module` is about to begin with positional and named `inputs`."""
+
+    def loss_is(self, loss: torch.Tensor) -> None:
+        """A micro-batch's loss, before its backward pass."""
+
+    def starts(self, section: str) -> None:
+        """`forward`, `backward`, `step` or a section of the script begins."""
+
+    def ends(self, section: str) -> None:
+        """The section has ended."""
+
+    def step_ended(self) -> None:
+        """An optimizer step is over."""
+
+    def close(self) -> None:
+        """Training is over: finish files."""
+
+
+class TrainingEngine(Protocol):
+    """The engine as what watches, saves and supervises it sees it; `strategies.base.Engine` describes each part."""
+
+    client_state: dict[str, Any]
+    counted_peak_bytes: int | None
+    observers: list[Observer]
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def lr_scheduler(self) -> Scheduler | None: ...
+
+    @property
+    def dataloader(self) -> Any: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def configuration(self) -> Configuration: ...
+
+    @property
+    def checkpointing(self) -> CheckpointSection: ...
+
+    @property
+    def environment(self) -> Environment: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def is_main(self) -> bool: ...
+
+    @property
+    def global_steps(self) -> int: ...
+
+    @property
+    def gradient_norm(self) -> float | None: ...
+
+    @property
+    def skipped_steps(self) -> int: ...
+
+    @property
+    def loss_scale(self) -> float: ...
+
+    def get_lr(self) -> list[float]: ...
+
+    def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]: ...
