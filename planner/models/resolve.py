@@ -50,7 +50,7 @@ def _named(name: str) -> ModelFacts:
     if _is_config(path) or (_exists(path) and not knows_model(name)) or path.suffix == ".json":
         return _from_file(path)
     if _FACTORY.fullmatch(name):
-        raise DsplanError(f"{name} is code, which only dsplan runs; `from dsplan import` what plans, or name a config.json")
+        raise DsplanError(f"{name} is code, which only dsplan itself runs; ask `import dsplan`, or name a config.json")
     if not knows_model(name):
         from planner.models.sizes import looks_like_a_size
 
