@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.cluster import Cluster
-from planner.models.count import ParameterCounts
 from planner.models.facts import ModelFacts
+from planner.models.parameter_counts import ParameterCounts
 from planner.plan import Configuration
 from planner.workload import Workload
 

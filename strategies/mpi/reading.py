@@ -12,12 +12,12 @@ import numpy as np
 from strategies.errors import BrokenFile, CannotRun
 from strategies.mpi import files
 from strategies.mpi.arrays import Array, form_of, is_array
+from strategies.mpi.layout import Json
 from strategies.mpi.parts import Part, Region
 from strategies.mpi.tree import Tree, leaves, name_of, rebuilt
 
 INDEX = "index.json"
 VERSION = 1
-Json = Any
 
 
 class SavedTree:
