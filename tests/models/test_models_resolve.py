@@ -14,7 +14,7 @@ from hardware_db.units import parse_count
 from planner.errors import ContradictoryRequest, DsplanError
 from planner.models import transformers_config as builder
 from planner.models.count import count_parameters
-from planner.models.resolve import resolve_model
+from planner.models.factory import any_model
 from planner.models.sizes import model_of_size
 from planner.models.tasks import default_sequence_length, default_task
 
@@ -72,14 +72,14 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["my-llama", "my-llama/config.json", "./my-llama"])
 def test_files_come_first(directory: Path, name: str) -> None:
-    assert resolve_model(name).name == "my-llama"
+    assert any_model(name).name == "my-llama"
 
 
 def test_a_directory_named_like_a_model_but_without_config_does_not_hide_it(directory: Path) -> None:
     (directory / "gpt2").mkdir()
-    assert resolve_model("gpt2").name == "openai-community/gpt2"
+    assert any_model("gpt2").name == "openai-community/gpt2"
     (directory / "gpt2" / "config.json").write_text(json.dumps(LLAMA))
-    assert resolve_model("gpt2").hidden_size == 64
+    assert any_model("gpt2").hidden_size == 64
 
 
 @pytest.mark.parametrize(
@@ -91,17 +91,17 @@ def test_a_directory_named_like_a_model_but_without_config_does_not_hide_it(dire
     ],
 )
 def test_factories_are_called_on_the_meta_device(directory: Path, name: str, parameters: int) -> None:
-    assert resolve_model(name).parameters == parameters
+    assert any_model(name).parameters == parameters
 
 
 def test_a_factory_may_return_a_transformers_config(directory: Path) -> None:
-    facts = resolve_model("factories:config")
+    facts = any_model("factories:config")
     assert (facts.model_type, facts.hidden_size, facts.name) == ("llama", 64, "factories:config")
 
 
 def test_a_size_stands_for_a_generic_decoder() -> None:
-    assert resolve_model("6.7B") == resolve_model(None, model_size="6.7B")
-    assert resolve_model("6.7b").name == "generic-6.7B"
+    assert any_model("6.7B") == any_model(None, model_size="6.7B")
+    assert any_model("6.7b").name == "generic-6.7B"
 
 
 BAD_NAMES = [
@@ -127,7 +127,7 @@ BAD_NAMES = [
 @pytest.mark.parametrize(("name", "message"), BAD_NAMES, ids=[name[:30] for name, _ in BAD_NAMES])
 def test_bad_names_are_one_sentence(directory: Path, name: str, message: str) -> None:
     with pytest.raises(DsplanError) as caught:
-        resolve_model(name)
+        any_model(name)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
@@ -135,24 +135,24 @@ def test_bad_names_are_one_sentence(directory: Path, name: str, message: str) ->
 
 def test_the_working_directory_does_not_stay_on_the_path(directory: Path) -> None:
     before = list(sys.path)
-    resolve_model("factories:Zoo.tiny")
+    any_model("factories:Zoo.tiny")
     assert sys.path == before
 
 
 def test_name_and_size_exclude_each_other() -> None:
     with pytest.raises(ContradictoryRequest, match="both given; drop one"):
-        resolve_model("gpt2", model_size="7B")
+        any_model("gpt2", model_size="7B")
     with pytest.raises(DsplanError, match="no model is named"):
-        resolve_model(None)
+        any_model(None)
 
 
 def test_a_factory_without_torch_may_return_a_dict(directory: Path) -> None:
     (directory / "plain.py").write_text("def model():\n    return " + repr(LLAMA) + "\n")
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from planner.models.resolve import resolve_model\n"
-        "print(resolve_model('plain:model').parameters)\n"
-        "try:\n    resolve_model('factories:Zoo.tiny')\n"
+        "from planner.models.factory import any_model\n"
+        "print(any_model('plain:model').parameters)\n"
+        "try:\n    any_model('factories:Zoo.tiny')\n"
         "except Exception as error:\n    print(type(error).__name__, error)\n"
     )
     root = str(Path(__file__).resolve().parents[2])
@@ -192,7 +192,7 @@ def test_a_generic_decoder_is_what_transformers_builds() -> None:
 @pytest.mark.parametrize("size", ["0", "-3B", "999K", "11T", "seven", "7Q", "1e9", ""])
 def test_impossible_sizes_are_one_sentence(size: str) -> None:
     with pytest.raises(DsplanError) as caught:
-        resolve_model(None, model_size=size)
+        any_model(None, model_size=size)
     assert "\n" not in str(caught.value)
 
 
@@ -210,7 +210,7 @@ def test_impossible_sizes_are_one_sentence(size: str) -> None:
     ],
 )
 def test_each_kind_has_its_usual_task_and_length(name: str, task: str, length: int) -> None:
-    facts = resolve_model(name)
+    facts = any_model(name)
     assert (default_task(facts), default_sequence_length(facts)) == (task, length)
 
 
@@ -218,4 +218,4 @@ def test_a_classifier_is_planned_as_one(directory: Path) -> None:
     (directory / "bert.json").write_text(
         json.dumps({**LLAMA, "model_type": "bert", "architectures": ["BertForSequenceClassification"]})
     )
-    assert default_task(resolve_model("bert.json")) == "seq-cls"
+    assert default_task(any_model("bert.json")) == "seq-cls"
