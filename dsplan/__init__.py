@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dsplan.api import HardwareSelector, estimate, plan, recommend
+    from dsplan.api import estimate, plan, recommend
     from planner.errors import DsplanError
+    from planner.selector import HardwareSelector
     from strategies.activations import checkpoint_activations
     from strategies.checkpoint.export import export_checkpoint
     from strategies.checkpoint.manager import CheckpointManager
@@ -39,7 +40,7 @@ __all__ = [
 _HOMES = {
     "CheckpointManager": "strategies.checkpoint.manager",
     "DsplanError": "hardware_db.errors",
-    "HardwareSelector": "dsplan.api",
+    "HardwareSelector": "planner.selector",
     "TrainingMonitor": "strategies.monitoring.training_monitor",
     "checkpoint_activations": "strategies.activations",
     "estimate": "dsplan.api",

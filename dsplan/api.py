@@ -8,21 +8,11 @@ from typing import Any
 from dsplan.estimating import estimated
 from dsplan.goal import Goal
 from dsplan.question import Question
-from planner import search, selector
+from planner import search
 from planner.errors import NothingFits
 from planner.exact import ExactOptions
 from planner.kept_traces.ask import silent
-from planner.models.facts import ModelFacts
 from planner.plan import Plan
-
-
-class HardwareSelector(selector.HardwareSelector):
-    __doc__ = selector.HardwareSelector.__doc__
-
-    def _facts(self, model_name: str) -> ModelFacts:
-        from planner.models.factory import any_model
-
-        return any_model(model_name)
 
 
 def recommend(**asked: Any) -> search.Recommendation:

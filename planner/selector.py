@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest, NothingFits, UnknownName
+from planner.models.factory import any_model
 from planner.models.facts import ModelFacts
-from planner.models.resolve import resolve_model
 from planner.plan import Plan
 from planner.request import SAMPLES_PER_GPU, WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
@@ -145,14 +145,11 @@ class HardwareSelector:
             assumed="; ".join(answer.request.defaults),
         )
 
-    def _facts(self, model_name: str) -> ModelFacts:
-        return resolve_model(model_name)
-
     def _plans(self, job: _Job) -> tuple[Recommendation, tuple[Plan, ...]]:
         """The recommendation and those of its plans that scripts can follow, best first, at least one."""
         _check_count("gpu_count", job.gpu_count)
         _check_count("batch_size", job.batch_size)
-        facts = self._facts(job.model_name)
+        facts = any_model(job.model_name)
         _check_family(job.model_family, facts)
         hardware = HardwareRequest(
             gpus=job.gpu_count, gpu=self._gpu, node_type=self._node_type, memory_gb=job.max_memory_gb

@@ -70,7 +70,14 @@ class TrainingConfig(Mapping[str, Any]):
             ContradictoryRequest: the plan is not FSDP.
             DsplanError: torch is not installed.
         """
-        return _fully_shard_kwargs(self.plan)
+        configuration = self.plan.configuration
+        if configuration.strategy not in words.FSDP_STRATEGIES:
+            raise refuse(self.plan, "fully_shard arguments", "", "see its distributed_strategy")
+        try:
+            from strategies.fsdp import fully_shard_arguments
+        except ImportError:
+            raise DsplanError("fully_shard arguments need torch 2.6 or newer; pip install dsplan[train]") from None
+        return fully_shard_arguments(configuration)
 
 
 def distributed_strategy(plan: Plan) -> str:
@@ -131,23 +138,3 @@ def _values(plan: Plan) -> dict[str, Any]:
             "activation_checkpointing": recomputes,
         }
     return values
-
-
-def _fully_shard_kwargs(plan: Plan) -> dict[str, Any]:
-    configuration = plan.configuration
-    if configuration.strategy not in words.FSDP_STRATEGIES:
-        raise refuse(plan, "fully_shard arguments", "", "see its distributed_strategy")
-    try:
-        import torch
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-    except ImportError:
-        raise DsplanError("fully_shard arguments need torch 2.6 or newer; pip install dsplan[train]") from None
-    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(configuration.precision)
-    policy = MixedPrecisionPolicy() if narrow is None else MixedPrecisionPolicy(narrow, torch.float32)
-    kwargs: dict[str, Any] = {"mp_policy": policy}
-    if configuration.strategy == "fsdp-grad-op":
-        # Left out otherwise: torch then reshards every block and keeps the root, which backward needs first.
-        kwargs["reshard_after_forward"] = False
-    if configuration.offload == "all":
-        kwargs["offload_policy"] = CPUOffloadPolicy()
-    return kwargs

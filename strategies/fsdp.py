@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from planner.plan import Configuration
 from planner.trace.blocks import repeated_blocks
 from strategies.compression import gradient_travel
 from strategies.environment import ensure_group
@@ -137,3 +138,16 @@ def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
         dist.broadcast(here, 0)
         if here.device != tensor.device:
             tensor.data.copy_(here)
+
+
+def fully_shard_arguments(configuration: Configuration) -> dict[str, Any]:
+    """What a script of its own hands to `fully_shard` for the same precision, resharding and offload."""
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(configuration.precision)
+    policy = MixedPrecisionPolicy() if narrow is None else MixedPrecisionPolicy(narrow, torch.float32)
+    kwargs: dict[str, Any] = {"mp_policy": policy}
+    if configuration.strategy == "fsdp-grad-op":
+        # Left out otherwise: torch then reshards every block and keeps the root, which backward needs first.
+        kwargs["reshard_after_forward"] = False
+    if configuration.offload == "all":
+        kwargs["offload_policy"] = CPUOffloadPolicy()
+    return kwargs
