@@ -11,6 +11,7 @@ from hardware_db.measurement import Record, RecordError
 from hardware_db.store.contract import Store
 from hardware_db.store.documents import from_document, to_document
 
+_FILE_REMEDY = "name a file that `dsplan db export` wrote"
 _REMEDY = "correct or remove the line; nothing was imported"
 
 
@@ -44,19 +45,21 @@ def read_export(path: Path) -> tuple[Record, ...]:
     """The records of an export file; blank lines are skipped.
 
     Raises:
-        BrokenFile: the file cannot be read, or a line (number, key and remedy are named) is no record.
+        BrokenFile: the file cannot be read, holds nothing, or a line (number, key and remedy are named) is no record.
     """
     try:
+        # A pipe would be waited for, and some devices never end.
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise BrokenFile(path, "is not a regular file", _FILE_REMEDY)
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise BrokenFile(
-            path, f"cannot be read ({error.strerror})", "name a file that `dsplan db export` wrote"
-        ) from error
+        raise BrokenFile(path, f"cannot be read ({error.strerror})", _FILE_REMEDY) from error
     except UnicodeDecodeError as error:
-        raise BrokenFile(
-            path, f"is not UTF-8 text (byte {error.start})", "name a file that `dsplan db export` wrote"
-        ) from error
-    return tuple(_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip())
+        raise BrokenFile(path, f"is not UTF-8 text (byte {error.start})", _FILE_REMEDY) from error
+    records = tuple(_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip())
+    if not records:
+        raise BrokenFile(path, "holds no records", _FILE_REMEDY)
+    return records
 
 
 def _read_line(line: str, where: str) -> Record:

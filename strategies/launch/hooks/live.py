@@ -109,7 +109,7 @@ def plan_live(job: LiveJob) -> Plan:
     """The plan for a script's model on this machine, the same on every rank; every rank must call this together.
 
     Raises:
-        DsplanError: the model cannot be read, nothing fits, or the database is broken; the same on every rank.
+        DsplanError: the model cannot be read, or nothing fits; the same on every rank.
     """
     measured = machine_rates(fingerprint(probe()), own_device())
     return on_rank_zero(lambda: _plan(job, measured))
