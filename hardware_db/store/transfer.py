@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hardware_db.measurement import Record, RecordError
 from hardware_db.store.contract import Store
 from hardware_db.store.documents import from_document, to_document
 
+_DEEPEST = 100
 _FILE_REMEDY = "name a file that `dsplan db export` wrote"
 _REMEDY = "correct or remove the line; nothing was imported"
 
@@ -65,6 +67,7 @@ def read_export(path: Path) -> tuple[Record, ...]:
 def _read_line(line: str, where: str) -> Record:
     try:
         document = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+        _check_values(document)
         # Half a surrogate pair is legal in JSON and in nothing that stores or prints text.
         json.dumps(document, ensure_ascii=False).encode()
         return from_document(document)
@@ -76,6 +79,20 @@ def _read_line(line: str, where: str) -> Record:
         raise BrokenFile(where, "is nested too deep", _REMEDY) from error
     except RecordError as error:
         raise BrokenFile(where, str(error), _REMEDY) from error
+    except ValueError as error:  # a whole number of thousands of digits
+        raise BrokenFile(where, "holds a number that is too long", _REMEDY) from error
+
+
+def _check_values(document: object) -> None:
+    """Refuses what one Python can read and the next, or SQLite, cannot."""
+    level = [document]
+    for _ in range(_DEEPEST):
+        if any(isinstance(item, float) and not math.isfinite(item) for item in level):
+            raise RecordError("a number", "is beyond any floating-point number")
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
+        level = [item for items in inner for item in items]
+    if level:
+        raise RecursionError
 
 
 def _refuse_constant(name: str) -> float:
