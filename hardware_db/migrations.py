@@ -137,10 +137,10 @@ def check_schema(connection: sqlite3.Connection, path: object) -> bool:
         kind, name, _ = foreign[0]
         raise BrokenFile(
             path,
-            f"holds a {kind} {reprlib.repr(name)} that dsplan did not make, and is not used",
-            "move it away, and ask who gave it to you for a `dsplan db export` of it",
+            f"holds the {kind} {reprlib.repr(name)}, which dsplan did not make",
+            "move it away, and ask whoever gave it to you for a `dsplan db export` of it",
         )
-    return 0 <= version and found == schemas[version]
+    return version >= 0 and found == schemas[version]
 
 
 @cache

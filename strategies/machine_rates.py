@@ -41,5 +41,5 @@ def _read(fingerprint: Fingerprint, wanted: tuple[Point, ...]) -> tuple[_Rates, 
 
 
 def _store(measured: _Rates, stored: _Rates) -> _Rates:
-    ask_store(lambda store: store.add(*measured), 0, make=True)
+    ask_store(lambda store: store.add(*measured), 0)
     return (*reversed(measured), *stored)

@@ -35,8 +35,8 @@ def list_measurements(
     from hardware_db.errors import UnknownName
     from hardware_db.paths import database_path
     from hardware_db.store import open_store
-    from hardware_db.store.repair import set_aside_files
     from hardware_db.store.documents import SCHEMA_VERSION, to_document
+    from hardware_db.store.repair import set_aside_files
     from planner.vocabulary import STRATEGIES
 
     if strategy is not None and strategy not in STRATEGIES:

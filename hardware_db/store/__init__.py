@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,14 +32,9 @@ def open_store(path: str | Path | None = None, *, thorough: bool = False) -> Sto
     return SqliteStore(database_path() if path is None else Path(path), thorough=thorough)
 
 
-def ask_store(question: Callable[[Store], Answer], without: Answer, *, make: bool = False) -> Answer:
-    """What the user's database answers, for work that goes on where there is none: `without` then, and where it cannot
-    be used, which one line on standard error says, once in a process.
-
-    A database that is not there is made with `make` alone; else this costs one look at the disk.
-    """
-    if not make and not _is_there(database_path()):
-        return without
+def ask_store(question: Callable[[Store], Answer], without: Answer) -> Answer:
+    """What the user's database answers, for work that goes on without: where it cannot be used the answer is `without`,
+    and one line on standard error says why, once in a process."""
     try:
         with open_store() as store:
             return question(store)
@@ -50,14 +44,3 @@ def ask_store(question: Callable[[Store], Answer], without: Answer, *, make: boo
             _reported.add(line)
             print(f"dsplan: going on without the database: {line}", file=sys.stderr, flush=True)
         return without
-
-
-def _is_there(path: Path) -> bool:
-    """Whether anything has the name; also where it cannot be looked at, or is a link that leads nowhere."""
-    try:
-        os.lstat(path)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return True

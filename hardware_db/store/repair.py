@@ -71,7 +71,6 @@ def repair(path: Path, opened: int | None = None) -> bool:
     """
     if is_read_only(path):
         raise BrokenFile(path, "the database is damaged, and cannot be set aside on a read-only disk", _COPY_REMEDY)
-    rebuilt = path.with_name(f".{path.name}.{os.getpid()}.rebuilt")
     try:
         with _alone(path), clear_errors(path):
             if opened is not None and path.exists() and path.stat().st_ino != opened:
@@ -81,17 +80,13 @@ def repair(path: Path, opened: int | None = None) -> bool:
             kept = [record for record in found.records if any(table.holds(record) for table in _TABLES)]
             if not kept and not _is_ours(database):
                 return False
-            rebuilt.unlink(missing_ok=True)
-            counts, unread = _rebuild(rebuilt, kept, found)
-            aside = _set_aside(path)
-            os.replace(rebuilt, path)
+            with _new_file(path) as rebuilt:
+                counts, unread = _rebuild(rebuilt, kept, found)
+                aside = _set_aside(path)
+                os.replace(rebuilt, path)
     except OSError as error:
         problem = f"the database is damaged, and cannot be set aside ({error.strerror})"
         raise BrokenFile(path, problem, _COPY_REMEDY) from error
-    finally:
-        for name in (rebuilt.name, f"{rebuilt.name}-journal"):
-            with suppress(OSError):
-                rebuilt.with_name(name).unlink()
     print(f"dsplan: {_told(path, aside, counts, unread)}", file=sys.stderr)
     return True
 
@@ -101,6 +96,24 @@ def _is_ours(database: bytes) -> bool:
     but zeros, which is what a crash of the machine leaves."""
     ours = database.startswith(MAGIC) and APPLICATION_ID.to_bytes(4, "big").startswith(database[68:72])
     return ours or (len(database) > 0 and not database.strip(b"\x00"))
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """Where the new file is made: beside the damaged one, and gone again where it did not take its place. What a repair
+    that was killed left there goes first."""
+    rebuilt = path.with_name(f".{path.name}.rebuilt")
+
+    def clear() -> None:
+        for name in (rebuilt.name, f"{rebuilt.name}-journal"):
+            rebuilt.with_name(name).unlink(missing_ok=True)
+
+    clear()
+    try:
+        yield rebuilt
+    finally:
+        with suppress(OSError):
+            clear()
 
 
 def _rebuild(path: Path, records: Sequence[Record], found: Found) -> tuple[dict[str, int], int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hardware_db.store import ask_store
+from hardware_db.paths import database_is_there
 from planner.calibration.calibration import Calibration
 from planner.calibration.experience import Experience
 from planner.cluster import NOTHING_MEASURED, Cluster
@@ -32,6 +32,10 @@ def recalled(request: Request) -> Request:
     request stays as it is. Rates and earlier runs are those of the probed machine; a calibration holds for every
     cluster of the same devices and links.
     """
+    if not database_is_there():
+        return request
+    from hardware_db.store import ask_store
+
     return ask_store(lambda store: recalled_from(store, request), request)
 
 

@@ -179,11 +179,20 @@ def _under_a_file(path: Path) -> None:
         (Path.mkdir, "dsplan.db: is a directory, not a database; move it away"),
         (os.mkfifo, "dsplan.db: is no regular file, not a database; move it away"),
         (lambda path: path.symlink_to(path), "dsplan.db: cannot be opened (Too many levels of symbolic links)"),
-        (_with("CREATE TRIGGER spy AFTER INSERT ON rates BEGIN DELETE FROM rates; END"), "holds a trigger 'spy' that"),
-        (_with("CREATE VIEW all_rates AS SELECT * FROM rates"), "holds a view 'all_rates' that dsplan did not make"),
-        (_with("CREATE TABLE notes (text TEXT)"), "holds a table 'notes' that dsplan did not make"),
-        (_with("CREATE INDEX odd ON rates (abs(value))"), "holds a index 'odd' that dsplan did not make"),
-        (_with("ALTER TABLE rates ADD COLUMN twice AS (value * 2)"), "holds a table 'rates' that dsplan did not make"),
+        (
+            _with("CREATE TRIGGER spy AFTER INSERT ON rates BEGIN DELETE FROM rates; END"),
+            "holds the trigger 'spy', which",
+        ),
+        (
+            _with("CREATE VIEW all_rates AS SELECT * FROM rates"),
+            "holds the view 'all_rates', which dsplan did not make",
+        ),
+        (_with("CREATE TABLE notes (text TEXT)"), "holds the table 'notes', which dsplan did not make"),
+        (_with("CREATE INDEX odd ON rates (abs(value))"), "holds the index 'odd', which dsplan did not make"),
+        (
+            _with("ALTER TABLE rates ADD COLUMN twice AS (value * 2)"),
+            "holds the table 'rates', which dsplan did not make",
+        ),
         (_of_another_program, "dsplan.db: is the SQLite database of another program; move it away"),
         (_of_another_application_id, "dsplan.db: is the SQLite database of another program; move it away"),
         (_newer, "schema 99 was written by a newer dsplan, this one knows up to 3; upgrade dsplan"),
@@ -218,7 +227,7 @@ def test_what_a_handed_over_database_brings_along_never_runs(tmp_path: Path) -> 
     )
     _with_trigger.close()
     before = path.read_bytes()
-    with pytest.raises(BrokenFile, match="that dsplan did not make"), open_store(path) as store:
+    with pytest.raises(BrokenFile, match="which dsplan did not make"), open_store(path) as store:
         store.add(measurement(9))
     assert path.read_bytes() == before
 
