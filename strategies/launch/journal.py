@@ -1,11 +1,13 @@
 """The journal of a run, `run.jsonl`: one JSON object per line for every attempt, ending, decision and alert. No torch.
 
-    {"event": "attempt", "attempt": k, "time": ..., "ranks": ..., "resumes": ...}
+    {"event": "attempt", "attempt": k, "time": ..., "ranks": ..., "resumes": ..., "saved": ...}
+                                                   `saved`: the step of the newest checkpoint by then, 0 for none
     {"event": "plan", "attempt": k, "time": ..., "plan": ...}     the plan in use, as the JSON contract has it
     {"event": "ending", "attempt": k, "time": ..., "kind": a word of `endings`, "rank": ..., "host": ..., "step": ...,
      "reason": ..., "log": ..., "exit_status": ..., "first_step": ..., "last_step": ...}
                                                    for an attempt that did not complete
     {"event": "decision", "attempt": k, "time": ..., "action": a word of `policy`, "why": ..., "delay_seconds": ...}
+    {"event": "saved", "attempt": k, "time": ..., "step": ..., "path": ..., ...}     a checkpoint is complete
     {"event": "back", "attempt": k, "time": ..., "step": ..., "seconds_lost": ...}   the run is where it was before
     {"event": "alert", "attempt": k, "time": ..., ...}        what a rank noticed
     {"event": "end", "attempt": k, "time": ..., "outcome": ..., "exit_code": ..., "first_step": ..., "last_step": ...}
@@ -38,7 +40,7 @@ class Journal:
         row: dict[str, object] = {"event": event, "attempt": attempt, "time": round(time.time(), 3), **fields}
         line = (json.dumps(row) + "\n").encode()
         try:
-            _append(self._path, line)
+            append_line(self._path, line)
         except OSError as problem:
             # The run matters more than its story, which the last page tells from memory too.
             if not self._has_told:
@@ -46,7 +48,7 @@ class Journal:
             self._has_told = True
 
 
-def _append(path: Path, line: bytes) -> None:
+def append_line(path: Path, line: bytes) -> None:
     """Write a line at once, as appending in one call keeps it whole among those of others. What a full disk or a lost
     machine cut short keeps a line of its own.
 
