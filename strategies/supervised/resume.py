@@ -89,8 +89,9 @@ def resume(engine: Engine, run_directory: Path, orders: Orders) -> Resumed | Non
             if made.is_automatic:
                 engine.client_state.update(state)
             behind = found.furthest - made.step
-            again = f"{behind} step{'s' if behind > 1 else ''} after it {'are' if behind > 1 else 'is'} made again"
-            why = f"the newer one of step {found.furthest} {'cannot be loaded' if refusal else 'is gone'}: {again}"
+            again = "1 step is made again" if behind == 1 else f"{behind} steps are made again"
+            what = "cannot be loaded" if refusal else "is gone"
+            why = f"the newer one of step {found.furthest} {what}, so {again}"
             return Resumed(made=made, client_state=state, passed_over=why if behind > 0 else "")
     if refusal is not None:
         raise refusal
@@ -156,11 +157,11 @@ def _choose(everyones: Sequence[lineage.Known], run_directory: Path, orders: Ord
     counted = [one for one in noted if one not in foreign and one.attempt >= orders.since]
     places = {path.parent for path in (Path(one.path) for one in noted if one not in foreign)}
     own = _own_folders(run_directory, orders)
-    found = _unlisted({*own, *places}, {one.path for one in noted}, runs, run_directory)
-    found = [one for one in found if one.attempt >= orders.since]
-    if found:
-        _mend(found, everyones[0], run_directory)
-    candidates = lineage.newest_first([*counted, *found])
+    found = _unnoted({*own, *places}, {one.path for one in noted}, runs, run_directory)
+    candidates = lineage.newest_first([*counted, *(one for one in found if one.attempt >= orders.since)])
+    listed = {one.path for known in everyones for one in known.listed}
+    if missing := [one for one in candidates if one.path not in listed]:
+        _mend(missing, everyones, run_directory)
     if not candidates and orders.base:
         candidates = [one for one in [_made_at(Path(orders.base))] if one is not None]
     complete = [one for known in everyones for one in known.journalled if one.attempt >= orders.since]
@@ -178,15 +179,15 @@ def _is_foreign(one: lineage.Made, runs: set[str]) -> bool:
     return bool(one.run) and one.run not in runs
 
 
-def _unlisted(places: Iterable[Path], listed: set[str], runs: set[str], run_directory: Path) -> list[lineage.Made]:
-    """The checkpoints of this run that lie in some directories without being in the list.
+def _unnoted(places: Iterable[Path], noted: set[str], runs: set[str], run_directory: Path) -> list[lineage.Made]:
+    """The checkpoints of this run that lie in some directories and neither list nor journal names.
 
     One that does not say whose it is counts where only this run saves.
     """
     usual, found = (run_directory / CHECKPOINTS).absolute(), []
     for place in sorted(places):
         for path in folder.published(place):
-            if str(path.absolute()) in listed or (made := _made_at(path)) is None:
+            if str(path.absolute()) in noted or (made := _made_at(path)) is None:
                 continue
             if made.run in runs if made.run else place == usual:
                 found.append(made)
@@ -214,13 +215,15 @@ def _mark(content: Content) -> dict[str, Any]:
     return {name: mark[name] for name, kind in kinds.items() if isinstance(mark.get(name), kind)}
 
 
-def _mend(found: Sequence[lineage.Made], known: lineage.Known, run_directory: Path) -> None:
+def _mend(missing: Sequence[lineage.Made], everyones: Sequence[lineage.Known], run_directory: Path) -> None:
     """Say that the list lacks checkpoints that are there, and add them to it, so that they are cleared away in time."""
     path = run_directory / lineage.LINEAGE_FILE
-    what = "cannot be read to its end" if known.damaged_lines else "is not complete" if known.has_list else "is gone"
-    steps = ", ".join(str(one.step) for one in sorted(found, key=lambda one: one.step)[-4:])
-    _say(f"{path} {what}: {len(found)} checkpoints are there that it does not name (step {steps}); they count")
-    for one in found:
+    what = "is not complete" if any(known.has_list for known in everyones) else "is gone"
+    if damaged := sum(known.damaged_lines for known in everyones):
+        what = f"has {damaged} line{'s' if damaged > 1 else ''} that cannot be read"
+    steps = ", ".join(str(one.step) for one in sorted(missing, key=lambda one: one.step))
+    _say(f"{path} {what} and does not name the checkpoints of step {steps}, which are there; they count")
+    for one in reversed(missing):
         try:
             lineage.note(run_directory, one)
         except OSError:
