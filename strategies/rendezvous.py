@@ -91,6 +91,18 @@ def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
     return PrefixStore(f"group-{known.times}", known.store)
 
 
+def ended() -> None:
+    """This rank's script has ended with status 0: those that would wait for it at the next roll are told."""
+    if _met is None:
+        return
+    refusal = (
+        f"rank {_met.rank} on {socket.gethostname()} ended with status 0 before the others met it; let every rank call"
+        " dsplan.initialize, or start fewer ranks"
+    )
+    with contextlib.suppress(DistError, RuntimeError):
+        PrefixStore(f"roll-{_met.times + 1}", _met.store).set("refusal", refusal)
+
+
 def _own_presence(place: ProcessVariables, device: str, complaint: str) -> Presence:
     host, at = socket.gethostname(), place.meeting_point
     is_elsewhere = place.rank == 0 and at is not None and not _is_agents() and not is_own_address(at.host)

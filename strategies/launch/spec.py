@@ -66,6 +66,11 @@ def failure_path(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.failure.json"
 
 
+def success_path(directory: Path, rank: int) -> Path:
+    """Where rank `rank` says that it has ended with status 0, and at which step."""
+    return directory / f"rank{rank}.success.json"
+
+
 def pid_path(directory: Path, rank: int) -> Path:
     """Where rank `rank` leaves its process id, once it takes signals."""
     return directory / f"rank{rank}.pid"
