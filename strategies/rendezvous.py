@@ -157,21 +157,24 @@ def _store(own: Presence, at: Address, patience: Patience) -> Store:
             return TCPStore(host, at.port, is_master=True, timeout=_ANSWER, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as problem:
         # Where another process is rank 0 too, the roll in its store tells both of them.
-        if store := _answered(at, READ_SECONDS):
+        if store := find_store(at, READ_SECONDS):
             return store
         raise CannotMeet(_no_host(own, at, problem)) from None
 
 
 def _joined(own: Presence, at: Address, patience: Patience) -> Store:
-    store = _answered(at, patience.left)
+    store = find_store(at, patience.left)
     if store is None:
         raise CannotMeet(_unreachable(own, at, patience))
     return store
 
 
-def _answered(at: Address, seconds: float) -> Store | None:
-    """The store at an address; in a thread, for torch waits for ever where another program says nothing. Where one says
-    something else torch asks again, by seconds longer than it was told to: so it is asked for a few at a time."""
+def find_store(at: Address, seconds: float) -> Store | None:
+    """The store at an address, None where none answers in time.
+
+    In a thread, for torch waits for ever where another program says nothing. Where one says something else torch asks
+    again, by seconds longer than it was told to: so it is asked for a few at a time.
+    """
     found: list[Store] = []
     until = time.monotonic() + seconds
 

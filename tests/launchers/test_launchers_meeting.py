@@ -39,11 +39,11 @@ def test_a_node_that_loses_another_while_they_meet_gives_its_place_up(
         def run(self) -> None:
             raise error
 
-    def place_of(handler: object) -> _Place:
+    def place_of(handler: object, waits_for: str) -> _Place:
         places.append(_Place())
         return places[-1]
 
-    monkeypatch.setattr(nodes, "answers", lambda at: True)
+    monkeypatch.setattr(nodes, "_unreached", lambda at: "")
     monkeypatch.setattr(nodes, "_handler", lambda spec, at: None)
     monkeypatch.setattr(nodes, "NodePlace", place_of)
     monkeypatch.setattr(nodes, "_agent", _Agent)
