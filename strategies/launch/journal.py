@@ -1,7 +1,8 @@
 """The journal of a run, `run.jsonl`: one JSON object per line for every attempt, ending, decision and alert. No torch.
 
-    {"event": "attempt", "attempt": k, "time": ..., "ranks": ..., "resumes": ..., "saved": ...}
-                                                   `saved`: the step of the newest checkpoint by then, 0 for none
+    {"event": "attempt", "attempt": k, "time": ..., "ranks": ..., "resumes": ..., "saved": ...,
+     "since": ..., "base": ...}                    `saved`: the step of the newest checkpoint by then, 0 for none;
+                                                   `since` and `base` as the orders have them
     {"event": "plan", "attempt": k, "time": ..., "plan": ...}     the plan in use, as the JSON contract has it
     {"event": "ending", "attempt": k, "time": ..., "kind": a word of `endings`, "rank": ..., "host": ..., "step": ...,
      "reason": ..., "log": ..., "exit_status": ..., "first_step": ..., "last_step": ...}
@@ -74,8 +75,8 @@ def read_journal(directory: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue  # cut short by the end of its process
-        if isinstance(row, dict):
+        if isinstance(row, dict) and isinstance(row.get("attempt", 0), int):
             rows.append(row)
     return rows

@@ -42,7 +42,7 @@ class RunState:
         if resumes and plan is None and (directory / PLAN_FILE).exists():
             plan = load_plan(directory / PLAN_FILE)
         self.plan: Plan | None = None
-        self.orders = _orders(spec, earlier)
+        self.orders = replace(_orders(spec, earlier), **_begun_anew(rows, earlier))
         if resume_from:
             self.orders = replace(self.orders, since=self.first, base="" if resume_from == BEGIN_ANEW else resume_from)
         known = lineage.known(directory) if resumes else lineage.Known()
@@ -168,9 +168,15 @@ def _orders(spec: LaunchSpec, earlier: Orders | None) -> Orders:
         global_batch_size=earlier.global_batch_size if earlier else None,
         failed_plans=earlier.failed_plans if earlier else (),
         run_id=spec.run_id,
-        since=earlier.since if earlier else 0,
-        base=earlier.base if earlier else "",
     )
+
+
+def _begun_anew(rows: list[dict[str, Any]], earlier: Orders | None) -> dict[str, Any]:
+    """From where the run's checkpoints count, of its last orders or else of its journal."""
+    if earlier is not None:
+        return {"since": earlier.since, "base": earlier.base}
+    began = [row for row in rows if row.get("event") == "attempt"]
+    return {"since": _number(began[-1], "since"), "base": str(began[-1].get("base") or "")} if began else {}
 
 
 def _next_attempt(directory: Path, rows: list[dict[str, Any]], earlier: Orders | None) -> int:

@@ -103,8 +103,16 @@ class Supervisor:
         ranks = self._spec.processes * placement.most_nodes
         self._note_saves(self._state.saves_to_note)
         self._state.saves_to_note = []
-        saved, resumes = self._state.saved, self._state.orders.resumes
-        self._journal.append("attempt", self._number, ranks=ranks, resumes=resumes, saved=saved)
+        orders = self._state.orders
+        self._journal.append(
+            "attempt",
+            self._number,
+            ranks=ranks,
+            resumes=orders.resumes,
+            saved=self._state.saved,
+            since=orders.since,
+            base=orders.base,
+        )
         if self._state.plan is not None:
             self._journal.append("plan", self._number, plan=plan_to_dict(self._state.plan))
         self._attempts.append(AttemptReport(attempt=self._number, began=time.time(), seconds=0.0, ranks=ranks))

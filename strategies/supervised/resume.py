@@ -73,7 +73,7 @@ def resume(engine: Engine, run_directory: Path, orders: Orders) -> Resumed | Non
     """Restore the newest checkpoint of the run that is whole; None where the run has none. Every rank calls this.
 
     Raises:
-        DsplanError: there are checkpoints and none of them can be loaded; the newest one's reason.
+        DsplanError: there are checkpoints and none of them can be loaded; the newest one's reason, and what to do.
     """
     refusal: DsplanError | None = None
     found = _find(engine, run_directory, orders)
@@ -93,6 +93,11 @@ def resume(engine: Engine, run_directory: Path, orders: Orders) -> Resumed | Non
             what = "cannot be loaded" if refusal else "is gone"
             why = f"the newer one of step {found.furthest} {what}, so {again}"
             return Resumed(made=made, client_state=state, passed_over=why if behind > 0 else "")
+    if refusal is not None and refusal.exit_code == DsplanError.exit_code:
+        raise CannotRun(
+            f"{refusal}; no checkpoint of the run can be loaded: put a whole one back, or begin anew with dsplan run"
+            f" --resume {run_directory} --resume-from start"
+        )
     if refusal is not None:
         raise refusal
     return None

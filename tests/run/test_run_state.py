@@ -165,6 +165,9 @@ def test_what_resume_from_names_is_kept_for_the_attempts_that_follow(spec: Launc
     for resume_from in ("start", ""):  # the second goes on with what was begun anew
         orders = _resumed(spec, resume_from)
         assert (orders.since, orders.base, orders.reached, orders.may_begin_anew) == (1, "", 0, True)
+    Journal(spec.directory).append("attempt", 2, saved=0, since=1, base="")
+    (spec.directory / "orders.json").unlink()
+    assert _resumed(spec).since == 1
     named = _resumed(spec, "/some/step-00000002")
     assert (named.base, named.since, named.may_begin_anew) == ("/some/step-00000002", named.attempt, False)
 

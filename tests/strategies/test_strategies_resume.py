@@ -128,6 +128,15 @@ def test_a_run_of_which_nothing_is_left_never_begins_anew_without_a_word(
             assert words in found[1]
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_says_what_to_do(run: Path, ranks: RankPool) -> None:
+    for path in run.glob("checkpoints/step-*/rank-00000.safetensors"):
+        path.write_bytes(b"")
+    for step, _, refusal in ranks.run(supervised_bodies.goes_on, DDP, str(run), LATER):
+        assert step == -1
+        assert "step-00000006" in refusal
+        assert refusal.endswith(f"or begin anew with dsplan run --resume {run} --resume-from start")
+
+
 def test_a_script_that_loads_its_own_checkpoint_is_not_refused(run: Path, ranks: RankPool) -> None:
     own = run.parent / "own"
     (run / "checkpoints").rename(own)
