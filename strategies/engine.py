@@ -29,6 +29,7 @@ from strategies.monitoring.settings import MonitorSettings
 from strategies.optimizer_needs import fitting
 from strategies.planning import Wishes, another_model, describe, settled_plan
 from strategies.registry import find_strategy
+from strategies.same_model import require_same_model
 from strategies.supervised.supervision import supervise
 from strategies.told_plainly import tell_plainly
 from strategies.variables import RUN_DIRECTORY
@@ -76,6 +77,7 @@ def initialize(
     tell_plainly()
     script = read_config(config)
     environment = join()
+    require_same_model(model)
     wishes = Wishes(
         plan=plan, strategy=strategy, backend=backend, config=script, optimizer=optimizer, training_data=training_data
     )

@@ -139,4 +139,5 @@ def _written_by(engine: Engine) -> dict[str, Any]:
         "ranks": engine.environment.world_size,
         "precision": chosen.precision,
         "torch": torch.__version__,
+        "made": {} if engine.supervision is None else engine.supervision.mark,
     }

@@ -8,7 +8,9 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from hardware_db.errors import DsplanError
 from strategies.launch.endings import STOPPED, EndingKind
 from strategies.launch.orders import Orders
-from strategies.launch.spec import failure_path, write_json
+from strategies.launch.spec import failure_path, success_path, write_json
 from strategies.supervised.pulse import PULSE
 
 _MOST_CHARACTERS = 500
@@ -125,6 +127,13 @@ def write_failure(directory: Path, rank: int, failure: Failure) -> None:
             write_json(path, asdict(failure))
         except OSError as problem:
             print(f"dsplan: why rank {rank} ended could not be written: {problem}", file=sys.stderr, flush=True)
+
+
+def write_success(directory: Path, rank: int) -> None:
+    """Leave word that a rank ends with status 0, after which step and when: too early, where the others fail for it."""
+    word = {"step": PULSE.step or None, "host": socket.gethostname(), "time": time.time()}
+    with suppress(OSError):
+        write_json(success_path(directory, rank), word)
 
 
 def read_failure(directory: Path, rank: int) -> dict[str, Any] | None:
