@@ -104,9 +104,7 @@ def fill_the_disk_and_kill(run: FaultyRun, when: When, chance: random.Random) ->
     return _fill(run, when, chance, lambda: _kill_one(run, chance, signal.SIGKILL))
 
 
-def _fill(
-    run: FaultyRun, when: When, chance: random.Random, meanwhile: Callable[[], Moment | None]
-) -> Moment | None:
+def _fill(run: FaultyRun, when: When, chance: random.Random, meanwhile: Callable[[], Moment | None]) -> Moment | None:
     if not _arrives(run, when, chance):
         return None
     began, killed = time.time(), None
@@ -131,14 +129,17 @@ def damage_a_checkpoint(run: FaultyRun, when: When, chance: random.Random) -> Mo
 
 
 def damage_the_list(run: FaultyRun, when: When, chance: random.Random) -> Moment | None:
-    """The last line of the list of checkpoints is cut as by a lost machine, and at once a rank is killed."""
+    """The list of checkpoints is lost, or its last line cut as by a machine that failed, and at once a rank is killed."""
 
     def spoil(whole: list[Path]) -> Moment:
         path = run.run_directory / LINEAGE_FILE
         lines = path.read_bytes().splitlines(keepends=True)
-        os.truncate(path, sum(map(len, lines)) - chance.randrange(2, len(lines[-1])))
-        listed = newest_first(read(run.run_directory))[0]
-        return Moment(time=time.time(), goes_on_from=(_step_of(whole[0]), listed.step))
+        if chance.random() < 0.25:
+            path.unlink()
+        else:
+            os.truncate(path, sum(map(len, lines)) - chance.randrange(2, len(lines[-1])))
+        listed = [made.step for made in newest_first(read(run.run_directory))[:1]] or [0]
+        return Moment(time=time.time(), goes_on_from=(_step_of(whole[0]), *listed))
 
     return _spoil_and_kill(run, when, chance, spoil)
 
@@ -161,8 +162,9 @@ def _spoil_and_kill(
 
 
 def _is_between_checkpoints(run: FaultyRun) -> bool:
-    whole, listed = _whole(run), run.run_directory / LINEAGE_FILE
-    return len(whole) > 1 and not _unfinished(run) and str(whole[0]) in listed.read_text() and len(run.ranks()) == 2
+    whole, path = _whole(run), run.run_directory / LINEAGE_FILE
+    listed = path.read_text() if path.exists() else ""
+    return len(whole) > 1 and not _unfinished(run) and str(whole[0]) in listed and len(run.ranks()) == 2
 
 
 @contextmanager
