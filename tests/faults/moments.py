@@ -129,7 +129,7 @@ def damage_a_checkpoint(run: FaultyRun, when: When, chance: random.Random) -> Mo
 
 
 def damage_the_list(run: FaultyRun, when: When, chance: random.Random) -> Moment | None:
-    """The list of checkpoints is lost, or its last line cut as by a machine that failed, and at once a rank is killed."""
+    """The list of checkpoints is lost or its last line cut, as by a machine that failed, and a rank is killed."""
 
     def spoil(whole: list[Path]) -> Moment:
         path = run.run_directory / LINEAGE_FILE
