@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -38,7 +39,7 @@ class Moment:
     rank: int | None = None  # to which rank, None: to no single one
     hit: bool = True  # whether it did what it should
     goes_on_from: tuple[int, ...] = ()  # the steps from one of which the next attempt has to go on; empty: any
-    named: str = ""  # what the command has to print because of it
+    told: str = ""  # a regular expression for the line that the command has to print because of it
 
 
 Inflict = Callable[[FaultyRun, When, random.Random], "Moment | None"]
@@ -123,7 +124,8 @@ def damage_a_checkpoint(run: FaultyRun, when: When, chance: random.Random) -> Mo
         path = chance.choice(sorted(path for path in whole[0].rglob("*") if path.is_file() and path.stat().st_size))
         chance.choice((_flip, _cut, _empty, _lose))(path, chance)
         run.damaged.add(whole[0].stat().st_ino)
-        return Moment(time=time.time(), goes_on_from=(_step_of(whole[1]),), named=str(whole[0]))
+        told = rf"{re.escape(str(whole[0]))}(?![-\d]).*; trying the one before"
+        return Moment(time=time.time(), goes_on_from=(_step_of(whole[1]),), told=told)
 
     return _spoil_and_kill(run, when, chance, spoil)
 

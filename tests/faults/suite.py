@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 import random
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -292,13 +294,15 @@ def _inflict(planned: Planned, run: FaultyRun, chance: random.Random) -> list[Mo
     return [moment for moment in happened if moment is not None]
 
 
-def _unmet(moment: Moment, run: FaultyRun, starts: list[Start]) -> Iterator[str]:
+def _unmet(happened: Sequence[Moment], run: FaultyRun, starts: list[Start]) -> Iterator[str]:
     """What should have followed a fault and did not."""
-    after = next((start for start in starts if start.began > moment.time), None)
-    if after is not None and moment.goes_on_from and after.resumed_at not in moment.goes_on_from:
-        yield f"the run went on from step {after.resumed_at} and not from {moment.goes_on_from}"
-    if moment.named not in run.out:
-        yield f"the command does not name {moment.named}"
+    for moment in happened:
+        after = next((start for start in starts if start.began > moment.time), None)
+        if after is not None and moment.goes_on_from and after.resumed_at not in moment.goes_on_from:
+            yield f"the run went on from step {after.resumed_at} and not from {moment.goes_on_from}"
+    for told, times in Counter(moment.told for moment in happened if moment.told).items():
+        if (count := len(re.findall(told, run.out))) < times:
+            yield f"the command told {count} and not {times} times: {told}"
 
 
 def _figures(
@@ -324,7 +328,7 @@ def _figures(
         endings=[row["kind"] for row in run.events("ending")],
         blamed=[row.get("rank") for row in run.events("ending")],
         hurt=[moment.rank for moment in happened],
-        unmet=[text for moment in happened for text in _unmet(moment, run, starts)],
+        unmet=list(_unmet(happened, run, starts)),
         seconds_lost=[
             lost
             for number, start in enumerate(starts)
