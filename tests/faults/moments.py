@@ -19,7 +19,7 @@ from ledger import progress
 
 from strategies.checkpoint.folder import published
 from strategies.launch.endings import STOPPED
-from strategies.supervised.lineage import LINEAGE_FILE, newest_first, read
+from strategies.supervised.lineage import LINEAGE_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Moment:
     time: float  # seconds since 1970
     rank: int | None = None  # to which rank, None: to no single one
     hit: bool = True  # whether it did what it should
-    goes_on_from: tuple[int, ...] = ()  # the steps from one of which the next attempt has to go on; empty: any
+    goes_on_from: int | None = None  # the step from which the next attempt has to go on, None: any
     told: str = ""  # a regular expression for the line that the command has to print because of it
 
 
@@ -125,7 +125,7 @@ def damage_a_checkpoint(run: FaultyRun, when: When, chance: random.Random) -> Mo
         chance.choice((_flip, _cut, _empty, _lose))(path, chance)
         run.damaged.add(whole[0].stat().st_ino)
         told = rf"{re.escape(str(whole[0]))}(?![-\d]).*; trying the one before"
-        return Moment(time=time.time(), goes_on_from=(_step_of(whole[1]),), told=told)
+        return Moment(time=time.time(), goes_on_from=_step_of(whole[1]), told=told)
 
     return _spoil_and_kill(run, when, chance, spoil)
 
@@ -140,8 +140,8 @@ def damage_the_list(run: FaultyRun, when: When, chance: random.Random) -> Moment
             path.unlink()
         else:
             os.truncate(path, sum(map(len, lines)) - chance.randrange(2, len(lines[-1])))
-        listed = [made.step for made in newest_first(read(run.run_directory))[:1]] or [0]
-        return Moment(time=time.time(), goes_on_from=(_step_of(whole[0]), *listed))
+        told = rf"{re.escape(str(path))} .*of step [\d, ]*\b{_step_of(whole[0])}\b.* are there; they count"
+        return Moment(time=time.time(), goes_on_from=_step_of(whole[0]), told=told)
 
     return _spoil_and_kill(run, when, chance, spoil)
 

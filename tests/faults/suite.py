@@ -298,7 +298,7 @@ def _unmet(happened: Sequence[Moment], run: FaultyRun, starts: list[Start]) -> I
     """What should have followed a fault and did not."""
     for moment in happened:
         after = next((start for start in starts if start.began > moment.time), None)
-        if after is not None and moment.goes_on_from and after.resumed_at not in moment.goes_on_from:
+        if after is not None and moment.goes_on_from not in (None, after.resumed_at):
             yield f"the run went on from step {after.resumed_at} and not from {moment.goes_on_from}"
     for told, times in Counter(moment.told for moment in happened if moment.told).items():
         if (count := len(re.findall(told, run.out))) < times:
