@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from suite import FAULTS, PLANS, Case, Plan, Reference, check, play, settings_of
 
-SHORT = {"steps": 21, "samples": 40, "pause": 0.03}
+SHORT = {"steps": 21, "pause": 0.03}
 
 
 @pytest.mark.parametrize(
