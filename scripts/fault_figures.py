@@ -43,7 +43,7 @@ def _sum(runs: Runs, name: str) -> int:
 
 def main(path: str) -> int:
     runs = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    faults = list(dict.fromkeys(run["fault"] for run in sorted(runs, key=lambda run: run["fault"].lower())))
+    faults = sorted({run["fault"] for run in runs}, key=str.lower)
     table = [row(fault, [run for run in runs if run["fault"] == fault]) for fault in faults]
     for cells in (HEADINGS, ("---",) * len(HEADINGS), *table, row("all", runs)):
         print("| " + " | ".join(cells) + " |")

@@ -7,6 +7,6 @@
 source "$(dirname "$0")/setup.sh"
 FAULT_FIGURES=${FAULT_FIGURES:-$(mktemp)}
 export FAULT_FIGURES
-python -m pytest -m slow tests/faults "$@" < /dev/null && passed=0 || passed=$?
+python -m pytest -m slow tests/faults/test_faults_many.py "$@" < /dev/null && passed=0 || passed=$?
 python scripts/fault_figures.py "$FAULT_FIGURES"
 exit "$passed"
