@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import DsplanError
-from strategies.launch.endings import STOPPED, EndingKind
+from planner.errors import NothingFits
+from strategies.launch.endings import EndingKind, exit_status_of
 from strategies.launch.orders import Orders
 from strategies.launch.spec import failure_path, success_path, write_json
 from strategies.supervised.pulse import PULSE
@@ -85,6 +86,8 @@ def kind_of(error: BaseException) -> EndingKind:
             return "disk_full"
         if isinstance(one, ConnectionError) or (isinstance(one, RuntimeError) and _says(text, _LOST)):
             return "lost"
+    if isinstance(error, NothingFits):
+        return "refused"
     # Peers of a rank that failed in a joint doing carry its exit status, which is not that of a refusal.
     return "refused" if isinstance(error, DsplanError) and error.exit_code == DsplanError.exit_code else "failed"
 
@@ -147,9 +150,7 @@ def read_failure(directory: Path, rank: int) -> dict[str, Any] | None:
 
 def exit_status(failure: Failure) -> int:
     """The status with which a rank ends."""
-    if failure.kind in ("preempted", "switch"):
-        return STOPPED
-    return 2 if failure.kind == "refused" else 1
+    return exit_status_of(failure.kind, failure.type)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
