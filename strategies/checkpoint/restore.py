@@ -245,9 +245,9 @@ def _like_mapping(live: Mapping[Any, Any], value: Any) -> Any:
     if not live:
         return value
     by_text = {str(key): key for key in live}
-    public = [{key for key in keys if not key.startswith("_")} for keys in (value, by_text)]
     if all(isinstance(key, int) for key in live):
         return type(live)({int(key): one for key, one in value.items()})  # type: ignore[call-arg]
+    public = [{key for key in keys if not key.startswith("_")} for keys in (value, by_text)]
     if public[0] != public[1]:
         raise ValueError(f"has {shown(min(public[0] ^ public[1]))} on one side alone")
     found = {}
