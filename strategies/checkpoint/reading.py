@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise, starmap
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -26,6 +26,8 @@ LONGEST_TEXT = 2**30
 DEEPEST = 200
 """How deep lists and dicts of a checkpoint's JSON may be nested."""
 _LONGEST_HEADER = 100_000_000
+_SLICE = 2**24
+_FEW = 64
 _MOST_DIMENSIONS = 64
 _LARGEST = 2**63
 _ITEM_BYTES = {
@@ -113,15 +115,15 @@ def read_bytes(folder: Path, name: str, limit: int = LONGEST_TEXT) -> bytes:
     return data
 
 
-def json_object(path: Path, data: bytes) -> dict[str, Any]:
-    """The JSON object that bytes of `path` are.
+def json_object(path: Path, data: bytes, deepest: int = DEEPEST) -> dict[str, Any]:
+    """The JSON object that bytes of `path` are, nested at most `deepest` deep.
 
     Raises:
         Damaged: they are none, have a key twice, or are nested too deep.
     """
     try:
         values = json.loads(data.decode("utf-8"), object_pairs_hook=_with_unique_keys)
-        too_deep = is_deep(values)
+        too_deep = is_deep(values, deepest)
     except RecursionError:
         values, too_deep = None, True
     except UnicodeDecodeError:
@@ -129,16 +131,16 @@ def json_object(path: Path, data: bytes) -> dict[str, Any]:
     except ValueError as problem:
         raise Damaged(path, f"is damaged: it is not JSON ({problem})" if data else "is empty") from None
     if too_deep:
-        raise Damaged(path, f"is nested more than {DEEPEST} deep")
+        raise Damaged(path, f"is nested more than {deepest} deep")
     if not isinstance(values, dict):
         raise Damaged(path, "does not hold a JSON object")
     return values
 
 
-def is_deep(values: Any) -> bool:
-    """Whether lists and dicts are nested too deep to be a checkpoint's."""
+def is_deep(values: Any, deepest: int = DEEPEST) -> bool:
+    """Whether lists and dicts are nested deeper than that."""
     level = [values]
-    for _ in range(DEEPEST):
+    for _ in range(deepest):
         inner = [one for one in level if isinstance(one, (dict, list, tuple))]
         level = [below for one in inner for below in (one.values() if isinstance(one, dict) else one)]
         if not level:
@@ -197,16 +199,21 @@ def cover_problem(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Seq
 
 
 def _come_apart(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], dimensions: int) -> bool:
-    """Whether boxes can be parted by straight cuts, as the grids and runs that strategies write can; none overlap then.
+    """Whether no boxes overlap: straight cuts part them, as they do the grids and runs that strategies write.
 
-    Overlapping boxes never can. The number of cuts within cuts has a limit, so that the time has one.
+    Overlapping boxes cannot be parted. What is left when the number of cuts within cuts has reached its limit is
+    compared each with each, where it is little: so the time has a limit too.
     """
     groups = [boxes]
     for _ in range(2 * dimensions + 2):
         groups = [part for group in groups if len(group) > 1 for part in _cut(group, dimensions)]
         if not groups:
             return True
-    return False
+    return all(len(group) <= _FEW and not any(starmap(_overlap, combinations(group, 2))) for group in groups)
+
+
+def _overlap(one: tuple[tuple[int, ...], tuple[int, ...]], two: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+    return all(a < b + long_b and b < a + long_a for a, long_a, b, long_b in zip(*one, *two, strict=True))
 
 
 def _cut(
@@ -236,13 +243,23 @@ def _stored(path: Path, key: str, one: Any, data_begins: int) -> Stored:
     return Stored(dtype=dtype, shape=shape, begin=data_begins + span[0], end=data_begins + span[1])
 
 
-def _exactly(file: BinaryIO, path: Path, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = file.read(size - len(data))
-        if not piece:
+def fill(file: BinaryIO, path: Path, buffer: memoryview) -> None:
+    """Read the next bytes of an open file, as many as the buffer takes.
+
+    Raises:
+        Damaged: there are not as many.
+    """
+    filled = 0
+    while filled < len(buffer):
+        length = file.readinto(buffer[filled : filled + _SLICE])  # type: ignore[attr-defined]
+        if not length:
             raise Damaged(path, "was cut while it was read")
-        data += piece
+        filled += length
+
+
+def _exactly(file: BinaryIO, path: Path, size: int) -> bytes:
+    data = bytearray(size)
+    fill(file, path, memoryview(data))
     return bytes(data)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from strategies.checkpoint.content import Index
-from strategies.checkpoint.reading import Damaged, header_of, opened, shown
+from strategies.checkpoint.reading import Damaged, fill, header_of, opened, shown
 from strategies.checkpoint.safefile import DTYPES, Entry, FileSum, bytes_of, lay_out, write
 from strategies.errors import BrokenFile, DsplanError
 from strategies.supervised.pulse import beat
@@ -229,13 +229,10 @@ class BoxFile:
         return values != 0 if is_bool else values  # other bytes than 0 and 1 are no bool
 
     def _fill(self, begin: int, values: torch.Tensor) -> None:
-        buffer, filled = bytes_of(values), 0
+        buffer = bytes_of(values)
         self._file.seek(begin)
-        while filled < len(buffer):
-            length = self._file.readinto(buffer[filled : filled + _SLAB_BYTES])  # type: ignore[attr-defined]
-            if not length:
-                raise Damaged(self._path, "was cut while it was read")
-            filled += length
+        for start in range(0, len(buffer), _SLAB_BYTES):
+            fill(self._file, self._path, buffer[start : start + _SLAB_BYTES])
             beat()
 
 

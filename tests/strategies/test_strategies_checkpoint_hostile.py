@@ -206,6 +206,7 @@ def test_if_one_rank_refuses_all_do_and_train_on_as_if_nothing_had_been(
             "",
         ),
         ((2, 3), [((0, 0), (2, 3)), ((2, 0), (0, 3))], ""),
+        ((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))], ""),
         ((), [], "its boxes hold 0 elements of 1"),
         ((64, 2), [((0, 0), (40, 2))], "its boxes hold 80 elements of 128"),
         ((4, 4), [((0, 0), (4, 2)), ((0, 1), (4, 2))], "its boxes overlap"),
