@@ -6,7 +6,7 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ import pytest
 import torch
 import training_bodies
 from conftest import PoolOf
-from hostile_bodies import KINDS, ON_RANKS
+from hostile_bodies import KINDS, ON_RANKS, UP
 from training_bodies import Recipe
 
 import dsplan
+from strategies.checkpoint import storage
 from strategies.checkpoint.reading import cover_problem
 from strategies.checkpoint.restore import as_live
 from strategies.errors import BrokenFile, CannotRun, DsplanError
@@ -163,6 +164,22 @@ def test_a_module_that_refuses_its_state_has_it_back(run: Path) -> None:
         engine.load_checkpoint(run)
     assert engine.lr_scheduler.last_epoch == 2
     assert engine.module.calls == 2
+
+
+def test_a_disk_that_fails_after_all_was_read_says_that_the_engine_has_a_part(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = storage.BoxFile.read
+
+    def fails(self: storage.BoxFile, key: str, offsets: Sequence[int], target: torch.Tensor) -> None:
+        if key == UP:
+            raise OSError(5, "Input/output error")
+        original(self, key, offsets, target)
+
+    monkeypatch.setattr(storage.BoxFile, "read", fails)
+    line = r"read a second time \(.*rank-00000.safetensors: cannot be read \(Input/output error\).*has a part of it: load"
+    with pytest.raises(BrokenFile, match=line):
+        hostile_bodies.make_engine(RECIPE).load_checkpoint(run)
 
 
 @pytest.mark.parametrize(
