@@ -24,6 +24,7 @@ from strategies.checkpoint.reading import Damaged, shown
 from strategies.checkpoint.restore import as_live
 from strategies.checkpoint.saving import Saved, SaveOptions, Saver
 from strategies.checkpoint.writing import unwritable
+from strategies.errors import BrokenFile
 
 if TYPE_CHECKING:
     from strategies.base import Engine
@@ -174,7 +175,8 @@ class _OwnState:
         try:
             state = as_live(self._scheduler.state_dict(), saved)
         except ValueError as problem:
-            raise Damaged(path / STATE, f"its scheduler is not this one: {problem}") from None
+            remedy = "build the one that was saved, or set engine.lr_scheduler = None before load_checkpoint"
+            raise BrokenFile(path / STATE, f"its scheduler is not this one: {problem}", remedy) from None
         steps = state.get("last_epoch", 0)
         if type(steps) is not int or not -1 <= steps < 2**53:
             raise Damaged(path / STATE, f"its scheduler has made {shown(steps)} steps")

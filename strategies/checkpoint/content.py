@@ -76,8 +76,8 @@ def text_of(content: Content) -> str:
     Raises:
         CannotRun: the script's part of it is not JSON, or more than a checkpoint may have.
     """
-    if any(map(is_deep, (content.client_state, content.progress, content.extra))):
-        raise CannotRun(f"client_state and the scheduler's state must not be nested more than {DEEPEST - 2} deep")
+    if any(is_deep(one, DEEPEST - 1) for one in (content.client_state, content.progress, content.extra)):
+        raise CannotRun(f"client_state and the scheduler's state must not be nested more than {DEEPEST - 1} deep")
     try:
         text = json.dumps({"format": FORMAT, **asdict(content)}, indent=1) + "\n"
     except TypeError as problem:

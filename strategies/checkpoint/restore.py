@@ -21,6 +21,8 @@ from strategies.errors import BrokenFile
 Saved = Mapping[str, TensorStorageMetadata]
 _PER_GROUP = frozenset({"base_lrs", "_last_lr", "starting"})
 """What torch's schedulers and ours keep for each parameter group."""
+_GONE = frozenset({"verbose"})
+"""What schedulers of an older torch kept."""
 _SAME_STATES: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
     (frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}), frozenset({"exp_avg", "exp_avg_sq"})),
     (frozenset({"Lion", "FusedLion", "DeepSpeedCPULion"}), frozenset({"exp_avg"})),
@@ -247,7 +249,7 @@ def _like_mapping(live: Mapping[Any, Any], value: Any) -> Any:
     by_text = {str(key): key for key in live}
     if all(isinstance(key, int) for key in live):
         return type(live)({int(key): one for key, one in value.items()})  # type: ignore[call-arg]
-    public = [{key for key in keys if not key.startswith("_")} for keys in (value, by_text)]
+    public = [{key for key in keys if not key.startswith("_")} - _GONE for keys in (value, by_text)]
     if public[0] != public[1]:
         raise ValueError(f"has {shown(min(public[0] ^ public[1]))} on one side alone")
     found = {}

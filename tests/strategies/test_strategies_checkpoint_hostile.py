@@ -21,7 +21,7 @@ from training_bodies import Recipe
 
 import dsplan
 from strategies.checkpoint import storage
-from strategies.checkpoint.reading import cover_problem
+from strategies.checkpoint.reading import DEEPEST, cover_problem
 from strategies.checkpoint.restore import as_live
 from strategies.errors import BrokenFile, CannotRun, DsplanError
 
@@ -177,7 +177,7 @@ def test_a_disk_that_fails_after_all_was_read_says_that_the_engine_has_a_part(
         original(self, key, offsets, target)
 
     monkeypatch.setattr(storage.BoxFile, "read", fails)
-    line = r"read a second time \(.*rank-00000.safetensors: cannot be read \(Input/output error\).*has a part of it: load"
+    line = r"read a second time \(.*safetensors: cannot be read \(Input/output error\).*has a part of it: load"
     with pytest.raises(BrokenFile, match=line):
         hostile_bodies.make_engine(RECIPE).load_checkpoint(run)
 
@@ -246,20 +246,36 @@ def test_many_boxes_take_no_long_time() -> None:
         assert cover_problem((300, 300), grid) == ""
 
 
+def test_another_scheduler_is_refused_with_what_to_do(run: Path) -> None:
+    engine = hostile_bodies.make_engine(RECIPE)
+    engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=2)
+    with pytest.raises(
+        BrokenFile, match=r"its scheduler is not this one: has 'base_lrs' on .*; build the one that was"
+    ):
+        engine.load_checkpoint(run)
+    engine.lr_scheduler = None
+    assert engine.load_checkpoint(run)[0] == run / "step-00000001"
+
+
 def test_milestones_of_a_scheduler_go_on_from_json() -> None:
     """JSON makes texts of the steps, at which no rate would fall again."""
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     live = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 3, 5]).state_dict()
     assert as_live(live, {**live, "milestones": {"3": 2, "5": 1}})["milestones"] == live["milestones"]
+    older = {**live, "verbose": False, "_of_another_torch": 1}
+    assert as_live({**live, "_of_this_torch": 2}, older) == live
     with pytest.raises(ValueError, match="'gamma' is 'x', and was"):
         as_live(live, {**live, "gamma": "x"})
 
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
-    deep: list[Any] = []
-    for _ in range(300):
-        deep = [deep]
-    with pytest.raises(CannotRun, match="must not be nested more than"):
-        hostile_bodies.make_engine(RECIPE).save_checkpoint(tmp_path, {"deep": deep})
+    engine = hostile_bodies.make_engine(RECIPE)
+    deepest: list[Any] = []
+    for _ in range(DEEPEST - 3):
+        deepest = [deepest]
+    with pytest.raises(CannotRun, match="must not be nested more than 199 deep"):
+        engine.save_checkpoint(tmp_path, {"deep": [deepest]})
     assert list(tmp_path.iterdir()) == []
+    path = engine.save_checkpoint(tmp_path, {"deep": deepest})
+    assert engine.load_checkpoint(tmp_path) == (path, {"deep": deepest})
