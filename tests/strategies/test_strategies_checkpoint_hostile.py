@@ -15,7 +15,6 @@ import hostile_bodies
 import pytest
 import torch
 import training_bodies
-from conftest import PoolOf
 from hostile_bodies import KINDS, ON_RANKS, UP
 from training_bodies import Recipe
 
@@ -191,7 +190,7 @@ def test_a_disk_that_fails_after_all_was_read_says_that_the_engine_has_a_part(
     ],
 )
 def test_if_one_rank_refuses_all_do_and_train_on_as_if_nothing_had_been(
-    strategy: str, backend: str, pool_of: PoolOf, request: pytest.FixtureRequest, tmp_path: Path
+    strategy: str, backend: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     pool = request.getfixturevalue("deepspeed_ranks" if backend == "deepspeed" else "ranks")
     recipe = Recipe(strategy=strategy, backend=backend, world_size=2)
