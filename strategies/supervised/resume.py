@@ -119,12 +119,10 @@ def step_of(directory: Path) -> int | None:
     there is none."""
 
     def look() -> int | None:
-        path = folder.named_latest(directory)
-        if path is None:
-            return None
         try:
-            return int(read_content(path).progress["global_steps"])
-        except (DsplanError, KeyError, ValueError):
+            path = folder.named_latest(directory)
+            return None if path is None else int(read_content(path).progress["global_steps"])
+        except (DsplanError, KeyError, ValueError, TypeError, OverflowError):
             return None  # loading it says what is wrong
 
     return on_rank_zero(look)
