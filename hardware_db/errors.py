@@ -32,10 +32,11 @@ class UnknownName(DsplanError):
 
 
 class BrokenFile(DsplanError):
-    """A file dsplan was told to read and cannot use."""
+    """A file dsplan was told to read and cannot use; one line, whatever is in its name."""
 
     def __init__(self, path: object, problem: str, remedy: str = "") -> None:
-        super().__init__(f"{path}: {problem}{'; ' + remedy if remedy else ''}")
+        line = f"{path}: {problem}{'; ' + remedy if remedy else ''}"
+        super().__init__("".join(one if one.isprintable() else ascii(one)[1:-1] for one in line))
 
 
 def _restored(kind: type[DsplanError], arguments: tuple[object, ...], attributes: dict[str, object]) -> DsplanError:

@@ -6,7 +6,9 @@ it goes to `tests/store/schemas/`.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from hardware_db.errors import BrokenFile
@@ -18,6 +20,7 @@ Migration: TypeAlias = "Callable[[sqlite3.Connection], None]"
 
 APPLICATION_ID = 0x6473706C
 """`dspl` in ASCII, in the header of every dsplan database, so that no other program's file is mistaken for one."""
+_MADE_BY_ANALYZE = (("table", "sqlite_stat1"), ("table", "sqlite_stat4"))
 
 
 def m001_measurements(connection: sqlite3.Connection) -> None:
@@ -108,21 +111,57 @@ def m003_calibrations(connection: sqlite3.Connection) -> None:
 MIGRATIONS: tuple[Migration, ...] = (m001_measurements, m002_traces, m003_calibrations)
 
 
-def check_owner(connection: sqlite3.Connection, path: object) -> None:
-    """Refuses the database of another program, before anything in it is changed. `path` is named in the error.
+def check_schema(connection: sqlite3.Connection, path: object) -> bool:
+    """Refuses the database of another program, or of somebody who put triggers, views or tables of their own into it,
+    before anything in it is run or changed. `path` is named in the error. False where the database is dsplan's and does
+    not hold what its version should, which is damage.
 
     Raises:
-        BrokenFile: the database is neither empty nor dsplan's.
+        BrokenFile: the database is neither empty nor dsplan's, holds what no migration made, or was written by a newer
+            dsplan.
     """
-    # One transaction, so that both answers describe one moment: another process may be making the tables just now.
+    # One transaction, so that all answers describe one moment: another process may be making the tables just now.
     connection.execute("BEGIN")
     owner = connection.execute("PRAGMA application_id").fetchone()[0]
-    is_empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    found = _objects(connection)
     connection.execute("COMMIT")
-    if owner != APPLICATION_ID and (owner != 0 or not is_empty):
+    if owner != APPLICATION_ID and (owner != 0 or found):
         raise BrokenFile(
             path, "is the SQLite database of another program", "move it away, or set DSPLAN_HOME to another directory"
         )
+    _refuse_newer(version, path, len(MIGRATIONS))
+    schemas = _schemas()
+    foreign = sorted(found - set().union(*schemas))
+    if foreign:
+        kind, name, _ = foreign[0]
+        raise BrokenFile(
+            path,
+            f"holds the {kind} {reprlib.repr(name)}, which dsplan did not make",
+            "move it away, and ask whoever gave it to you for a `dsplan db export` of it",
+        )
+    return version >= 0 and found == schemas[version]
+
+
+@cache
+def _schemas() -> tuple[frozenset[tuple[str, str, str]], ...]:
+    """What a database of each version holds; that of version 0 is empty."""
+    import sqlite3
+
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    found = [frozenset(_objects(connection))]
+    for migration in MIGRATIONS:
+        migration(connection)
+        found.append(frozenset(_objects(connection)))
+    connection.close()
+    return tuple(found)
+
+
+def _objects(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
+    """Kind, name and definition of all that was made in a database. What SQLite itself makes is left out: the indexes
+    of its primary keys, which have no definition, and what ANALYZE found."""
+    rows = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    return {(kind, name, " ".join(sql.split())) for kind, name, sql in rows if (kind, name) not in _MADE_BY_ANALYZE}
 
 
 def migrate(connection: sqlite3.Connection, path: object, migrations: Sequence[Migration] = MIGRATIONS) -> None:
@@ -149,10 +188,14 @@ def migrate(connection: sqlite3.Connection, path: object, migrations: Sequence[M
 
 def _version(connection: sqlite3.Connection, path: object, newest: int) -> int:
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    _refuse_newer(version, path, newest)
+    return version
+
+
+def _refuse_newer(version: int, path: object, newest: int) -> None:
     if version > newest:
         raise BrokenFile(
             path,
             f"database schema {version} was written by a newer dsplan, this one knows up to {newest}",
             "upgrade dsplan, or set DSPLAN_HOME to another directory",
         )
-    return version

@@ -25,6 +25,18 @@ def database_path() -> Path:
     return data_dir() / DATABASE_NAME
 
 
+def database_is_there() -> bool:
+    """Whether anything has the database's name; also where it cannot be looked at, or is a link that leads nowhere, so
+    that opening it says what is wrong."""
+    try:
+        os.lstat(database_path())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _platform_data_dir() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support"

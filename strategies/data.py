@@ -110,11 +110,11 @@ class ShardedLoader:
             "passes": self._passes,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a place that `state_dict` gave, on whatever number of ranks.
+    def require_state(self, state: Mapping[str, Any]) -> None:
+        """Check a place that `state_dict` gave, maybe on another number of ranks.
 
         Raises:
-            CannotRun: the place is in a dataset of another length.
+            CannotRun: the place is in a dataset of another length, or is none.
         """
         length = state.get("length", self._length)
         if length != self._length:
@@ -122,8 +122,24 @@ class ShardedLoader:
                 f"the checkpoint's place in the data is in {length} samples and training_data has {self._length}; pass"
                 " the same dataset, or set engine.dataloader = None before load_checkpoint to begin it anew"
             )
-        self.epoch, self.samples, self.seed = int(state["epoch"]), int(state["samples"]), int(state["seed"])
-        self._passes = int(state.get("passes", 0))
+        most = {"epoch": 2**31, "samples": self._length, "seed": 2**62, "passes": 2**31}
+        for name, largest in most.items():
+            value = state.get(name, 0 if name == "passes" else None)
+            if type(value) is not int or not 0 <= value <= largest:
+                raise CannotRun(
+                    f"the checkpoint's place in the data has {value!r} as {name}; name another checkpoint, or set"
+                    " engine.dataloader = None before load_checkpoint to begin it anew"
+                )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place that `state_dict` gave, on whatever number of ranks.
+
+        Raises:
+            CannotRun: as `require_state`.
+        """
+        self.require_state(state)
+        self.epoch, self.samples, self.seed = state["epoch"], state["samples"], state["seed"]
+        self._passes = state.get("passes", 0)
         self._continues = True
 
     def skip_trained_passes(self) -> None:

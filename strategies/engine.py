@@ -30,6 +30,7 @@ from strategies.optimizer_needs import fitting
 from strategies.planning import Wishes, another_model, describe, settled_plan
 from strategies.protocols import OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
 from strategies.registry import find_strategy
+from strategies.same_model import require_same_model
 from strategies.supervised.supervision import supervise
 from strategies.told_plainly import tell_plainly
 from strategies.variables import RUN_DIRECTORY
@@ -77,6 +78,7 @@ def initialize(
     tell_plainly()
     script = read_config(config)
     environment = join()
+    require_same_model(model)
     wishes = Wishes(
         plan=plan, strategy=strategy, backend=backend, config=script, optimizer=optimizer, training_data=training_data
     )

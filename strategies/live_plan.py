@@ -93,9 +93,6 @@ def _refuses_compression(request: Request, strategy: words.Strategy) -> bool:
 def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -> Request:
     """The request with the cluster's rates as they were measured here, for the precision it computes in, and with what
     earlier runs taught.
-
-    Raises:
-        BrokenFile: the database cannot be read.
     """
     rates = rates_from_measurements(measured, ranks=request.cluster.gpus, precision=request.workload.precision)
     return recalled(replace(request, cluster=replace(request.cluster, rates=rates)))

@@ -10,7 +10,7 @@ from hardware_db.microbench.point import Point
 from hardware_db.microbench.quick import quick_rates, wanted_points
 from hardware_db.microbench.rate import as_measurement, point_of
 from hardware_db.microbench.timer import ranks_at_work
-from hardware_db.store import open_store
+from hardware_db.store import ask_store
 from strategies.agree import on_rank_zero
 
 _Rates = tuple[RateMeasurement, ...]
@@ -21,9 +21,7 @@ def machine_rates(fingerprint: Fingerprint, device: torch.device) -> _Rates:
 
     Every rank must call this together. What rank 0 does not find stored for this machine, these versions and this
     number of ranks, all measure in two to three seconds, and rank 0 stores it. `dsplan bench` stores the same and more.
-
-    Raises:
-        DsplanError: the database cannot be read or written.
+    A database that cannot be read or written stops no training: one line says so.
     """
     wanted = wanted_points(device)
     stored, missing = on_rank_zero(lambda: _read(fingerprint, wanted))
@@ -36,13 +34,12 @@ def machine_rates(fingerprint: Fingerprint, device: torch.device) -> _Rates:
 
 def _read(fingerprint: Fingerprint, wanted: tuple[Point, ...]) -> tuple[_Rates, tuple[Point, ...]]:
     """The stored rates, and the points among those wanted that none of them measured."""
-    with open_store() as store:
-        stored = tuple(rate for rate in store.rates(fingerprint.key) if rate.ranks == ranks_at_work())
+    rates: _Rates = ask_store(lambda store: store.rates(fingerprint.key), ())
+    stored = tuple(rate for rate in rates if rate.ranks == ranks_at_work())
     known = {point_of(rate) for rate in stored}
     return stored, tuple(point for point in wanted if point not in known)
 
 
 def _store(measured: _Rates, stored: _Rates) -> _Rates:
-    with open_store() as store:
-        store.add(*measured)
+    ask_store(lambda store: store.add(*measured), 0)
     return (*reversed(measured), *stored)

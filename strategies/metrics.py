@@ -93,13 +93,13 @@ def read_metrics(directory: Path, ranks: int) -> list[list[dict[str, Any]]]:
 
 def of_attempt(metrics: Sequence[Sequence[Row]], attempt: int) -> list[list[Row]]:
     """The rows of one attempt, of the ranks that took part in it."""
-    found = [[row for index, row in _with_attempts(rows) if index == attempt] for rows in metrics]
+    found = [[row for index, row in with_attempts(rows) if index == attempt] for rows in metrics]
     return [rows for rows in found if rows]
 
 
 def last_attempt(metrics: Sequence[Sequence[Row]]) -> int:
     """The last attempt that wrote anything; 0 where none did."""
-    return max((index for rows in metrics for index, _ in _with_attempts(rows)), default=0)
+    return max((index for rows in metrics for index, _ in with_attempts(rows)), default=0)
 
 
 def lineage(rows: Sequence[Row]) -> list[Row]:
@@ -144,7 +144,7 @@ def summarise(metrics: Sequence[Sequence[Row]]) -> MeasuredRun:
     )
 
 
-def _with_attempts(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
+def with_attempts(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
     """Every row with the attempt that wrote it."""
     attempt = 0
     for row in rows:
@@ -167,7 +167,7 @@ def _last_settled(metrics: Sequence[Sequence[Row]]) -> list[list[Row]]:
     attempts: dict[int, list[list[Row]]] = {}
     for rows in metrics:
         by_attempt: dict[int, list[Row]] = {}
-        for attempt, row in _with_attempts(rows):
+        for attempt, row in with_attempts(rows):
             if row.get("event") == "step":
                 by_attempt.setdefault(attempt, []).append(row)
         for attempt, steps in by_attempt.items():

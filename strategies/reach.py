@@ -56,12 +56,37 @@ def answers(host: str, port: int) -> bool:
     Raises:
         gaierror: there is no such host.
     """
+    return unanswered(host, port) == ""
+
+
+def unanswered(host: str, port: int) -> str:
+    """Why nothing answers at a port of a host, in the system's words; empty where something listens there.
+
+    Raises:
+        gaierror: there is no such host.
+    """
+    why = "Connection refused"
     for address in addresses(host):
         try:
             with socket.create_connection((address, port), timeout=TRY_SECONDS) as answered:
                 # Linux connects a socket to itself where it happens to take the port that it calls.
                 if answered.getsockname() != answered.getpeername():
-                    return True
-        except OSError:
-            continue
-    return False
+                    return ""
+        except TimeoutError:
+            why = "no answer"
+        except OSError as problem:
+            why = problem.strerror or str(problem)
+    return why
+
+
+def speaks_http(host: str, port: int) -> bool | None:
+    """Whether what listens at a port is a web server; None where it says nothing at all."""
+    try:
+        with socket.create_connection((host, port), timeout=TRY_SECONDS) as asked:
+            asked.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            said = asked.recv(5)
+    except TimeoutError:
+        return None
+    except OSError:
+        return False
+    return said == b"HTTP/"

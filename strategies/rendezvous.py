@@ -91,6 +91,18 @@ def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
     return PrefixStore(f"group-{known.times}", known.store)
 
 
+def ended() -> None:
+    """This rank's script has ended with status 0: those that would wait for it at the next roll are told."""
+    if _met is None:
+        return
+    refusal = (
+        f"rank {_met.rank} on {socket.gethostname()} ended with status 0 before the others met it; let every rank call"
+        " dsplan.initialize, or start fewer ranks"
+    )
+    with contextlib.suppress(DistError, RuntimeError):
+        PrefixStore(f"roll-{_met.times + 1}", _met.store).set("refusal", refusal)
+
+
 def _own_presence(place: ProcessVariables, device: str, complaint: str) -> Presence:
     host, at = socket.gethostname(), place.meeting_point
     is_elsewhere = place.rank == 0 and at is not None and not _is_agents() and not is_own_address(at.host)
@@ -145,21 +157,24 @@ def _store(own: Presence, at: Address, patience: Patience) -> Store:
             return TCPStore(host, at.port, is_master=True, timeout=_ANSWER, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as problem:
         # Where another process is rank 0 too, the roll in its store tells both of them.
-        if store := _answered(at, READ_SECONDS):
+        if store := find_store(at, READ_SECONDS):
             return store
         raise CannotMeet(_no_host(own, at, problem)) from None
 
 
 def _joined(own: Presence, at: Address, patience: Patience) -> Store:
-    store = _answered(at, patience.left)
+    store = find_store(at, patience.left)
     if store is None:
         raise CannotMeet(_unreachable(own, at, patience))
     return store
 
 
-def _answered(at: Address, seconds: float) -> Store | None:
-    """The store at an address; in a thread, for torch waits for ever where another program says nothing. Where one says
-    something else torch asks again, by seconds longer than it was told to: so it is asked for a few at a time."""
+def find_store(at: Address, seconds: float) -> Store | None:
+    """The store at an address, None where none answers in time.
+
+    In a thread, for torch waits for ever where another program says nothing. Where one says something else torch asks
+    again, by seconds longer than it was told to: so it is asked for a few at a time.
+    """
     found: list[Store] = []
     until = time.monotonic() + seconds
 

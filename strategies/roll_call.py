@@ -187,6 +187,8 @@ def _await_verdict(roll: Store, own: Presence, patience: Patience) -> str:
     """The other ranks: what rank 0 says."""
     # Rank 0 may have begun later: its verdict, which names who is missing, is worth a moment more.
     while not roll.check(["verdict"]):
+        if not roll.check(["rank-0"]) and roll.check(["refusal"]):  # rank 0, which would say so, will not come
+            return str(roll.get("refusal").decode())
         if patience.is_over_by(_LATER_SECONDS if roll.check(["rank-0"]) else READ_SECONDS):
             return f"{_wait_text(own, [0])} within {patience.seconds:g} s; start it, with the same MASTER_ADDR"
         time.sleep(LOOK_SECONDS)

@@ -33,26 +33,36 @@ def list_measurements(
     from dsplan.render.measurements import measurement_table
     from dsplan.render.show import show, show_json
     from hardware_db.errors import UnknownName
+    from hardware_db.paths import database_path
     from hardware_db.store import open_store
     from hardware_db.store.documents import SCHEMA_VERSION, to_document
+    from hardware_db.store.repair import set_aside_files
     from planner.vocabulary import STRATEGIES
 
     if strategy is not None and strategy not in STRATEGIES:
         raise UnknownName("strategy", strategy, STRATEGIES, hint=f"the strategies are {', '.join(STRATEGIES)}")
-    with open_store() as store:
+    with open_store(thorough=True) as store:
         total = store.count()
         # One more than asked for, to know whether there are older ones.
         found = store.list(model=model, strategy=strategy, limit=limit + 1)
+    aside = set_aside_files(database_path())
     shown = found[:limit]
+    notes = [Text(text=_aside_text(aside), style="faint")] if aside else []
     if json:
         show_json({"schema_version": SCHEMA_VERSION, "measurements": [to_document(one) for one in shown]})
     elif not total:
-        show([Text(text=f"The database is empty: {_HOW_TO_FILL}")])
+        show([Text(text=f"The database is empty: {_HOW_TO_FILL}"), *notes])
     elif not shown:
-        show([Text(text=f"None of the {total} stored runs matches; `dsplan db list` shows all.")])
+        show([Text(text=f"None of the {total} stored runs matches; `dsplan db list` shows all."), *notes])
     else:
         older = [Text(text="There are older ones; --limit shows more.", style="faint")] if len(found) > limit else []
-        show([measurement_table(shown), *older])
+        show([measurement_table(shown), *older, *notes])
+
+
+def _aside_text(aside: tuple[Path, ...]) -> str:
+    """Where the damaged databases are that were set aside, however long ago that was said."""
+    others = f" and {len(aside) - 1} more" if len(aside) > 1 else ""
+    return f"A damaged database was set aside as {aside[-1]}{others}; delete it when you miss no run."
 
 
 @app.command("show")
@@ -65,7 +75,7 @@ def show_measurement(
     from hardware_db.store import open_store
     from hardware_db.store.documents import to_document
 
-    with open_store() as store:
+    with open_store(thorough=True) as store:
         measurement = store.get(id)
     if json:
         show_json(to_document(measurement))
@@ -80,7 +90,7 @@ def forget_measurement(
     """Remove one run, so that nothing is learnt from it and a plan that ran out of memory may be proposed again."""
     from hardware_db.store import open_store
 
-    with open_store() as store:
+    with open_store(thorough=True) as store:
         forgotten = store.forget(id)
     made = forgotten.created_at[:10]
     typer.echo(f"forgotten: {forgotten.id[:8]}, {forgotten.model} under {forgotten.strategy} on {made}")
@@ -95,7 +105,7 @@ def export_database(
     from hardware_db.store import open_store
     from hardware_db.store.transfer import export_text
 
-    with open_store() as store:
+    with open_store(thorough=True) as store:
         text = export_text(store)
     if file is None:
         typer.echo(text, nl=False)
@@ -110,7 +120,7 @@ def import_database(file: Annotated[Path, typer.Argument(help="A file that `dspl
     from hardware_db.store import open_store
     from hardware_db.store.transfer import import_file
 
-    with open_store() as store:
+    with open_store(thorough=True) as store:
         count = import_file(store, file)
     typer.echo(f"{count.added} records imported, {count.skipped} were there already")
 
@@ -128,7 +138,7 @@ def calibrate(
     from hardware_db.store import open_store
     from planner.calibration.refresh import refresh
 
-    with open_store() as store:
+    with open_store(thorough=True) as store:
         refreshed = refresh(store, probe_hardware(), keep=not dry_run)
     if json:
         show_json(calibration_json(refreshed, kept=not dry_run))

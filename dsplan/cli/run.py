@@ -47,7 +47,7 @@ def run_script(
     launch = prepare(_request(script, arguments, planning, placement, supervision))
     for notice in filter(None, (launch.notice, _behind_the_script(launch.script.path, launch.spec.arguments))):
         print(f"dsplan: {notice}", file=sys.stderr)
-    session = Supervisor(launch.spec, launch.plan, resumes=launch.resumes)
+    session = Supervisor(launch.spec, launch.plan, resumes=launch.resumes, resume_from=launch.resume_from)
     with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:
         for event in session.events():
             view.show(event)
@@ -106,6 +106,7 @@ def _request(
         strategy=planning.strategy,
         run_directory=planning.run_dir,
         resume=supervision.resume,
+        resume_from=supervision.resume_from or "",
         placement=asked_placement(
             launcher=placement.launcher,
             nodes=placement.nodes,

@@ -80,6 +80,13 @@ class SupervisionFlags:
         Path | None,
         typer.Option(metavar="DIR", help="Go on with the run in this run directory; SCRIPT may be left out."),
     ] = None
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CHECKPOINT|start",
+            help="With --resume: go on from this checkpoint instead of the newest, or begin anew.",
+        ),
+    ] = None
     retries: Annotated[
         int | None,
         _count(0, _MOST_RETRIES, "Restarts in a row without progress; 3, or 0 where nothing can be resumed.", "N"),

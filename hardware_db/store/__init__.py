@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+from hardware_db.errors import BrokenFile
 from hardware_db.paths import database_path
 from hardware_db.store.contract import Store
 from hardware_db.store.memory import MemoryStore
 
-__all__ = ["MemoryStore", "Store", "open_store"]
+__all__ = ["MemoryStore", "Store", "ask_store", "open_store"]
+
+Answer = TypeVar("Answer")
+
+_reported: set[str] = set()
 
 
-def open_store(path: str | Path | None = None) -> Store:
-    """The store in the file at `path`, by default the user's; made where missing, upgraded where old.
+def open_store(path: str | Path | None = None, *, thorough: bool = False) -> Store:
+    """The store in the file at `path`, by default the user's; made where missing, upgraded where old, only to be read
+    where the disk allows no more. `thorough` looks for damage in the whole file, however large.
 
     Raises:
         BrokenFile: the file cannot be opened or written, is no dsplan database, or comes from a newer dsplan.
@@ -20,4 +29,18 @@ def open_store(path: str | Path | None = None) -> Store:
     # Imported here: most commands never open the database, and sqlite3 costs milliseconds of their start.
     from hardware_db.store.sqlite import SqliteStore
 
-    return SqliteStore(database_path() if path is None else Path(path))
+    return SqliteStore(database_path() if path is None else Path(path), thorough=thorough)
+
+
+def ask_store(question: Callable[[Store], Answer], without: Answer) -> Answer:
+    """What the user's database answers, for work that goes on without: where it cannot be used the answer is `without`,
+    and one line on standard error says why, once in a process."""
+    try:
+        with open_store() as store:
+            return question(store)
+    except BrokenFile as problem:
+        line = " ".join(str(problem).split())
+        if line not in _reported:
+            _reported.add(line)
+            print(f"dsplan: going on without the database: {line}", file=sys.stderr, flush=True)
+        return without

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sqlite3
+import stat
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile
-from hardware_db.migrations import check_owner, migrate
+from hardware_db.migrations import MIGRATIONS, check_schema, migrate
 
 BUSY_SECONDS = 60.0
 _CHECKED_BYTES = 1 << 20
@@ -68,38 +73,133 @@ class DamagedFile(BrokenFile):
         return cls(path, "the database is damaged", _BROKEN_REMEDY)
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Opens the database in autocommit mode at the newest schema, making directory and file where they are missing.
+def connect(path: Path, *, thorough: bool = False) -> sqlite3.Connection:
+    """Opens the database in autocommit mode at the newest schema, making directory and file where they are missing;
+    only to be read where the disk or its permissions allow no more. `thorough` checks every page and index, however
+    many there are.
 
     Raises:
+        DamagedFile: it is dsplan's, and something is not where it should be.
         BrokenFile: the file cannot be opened or written, is no dsplan database, or comes from a newer dsplan.
     """
+    _check_file(path)
+    if is_read_only(path):
+        return _connect_read_only(path, thorough)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BrokenFile(path.parent, f"cannot be created ({error.strerror})", _HOME_REMEDY) from error
     with clear_errors(path):
-        connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+        connection = open_untrusting(path)
         try:
-            check_owner(connection, path)
+            if not check_schema(connection, path):
+                raise DamagedFile.record(path)
             connection.execute("PRAGMA foreign_keys = ON")
             _set_journal(connection, "delete" if _file_system(path) in NETWORK_FILE_SYSTEMS else "wal")
             migrate(connection, path)
-            _check(connection, path)
+            _check(connection, path, thorough)
         except BaseException:
             connection.close()
             raise
     return connection
 
 
-def _check(connection: sqlite3.Connection, path: Path) -> None:
+def open_untrusting(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
+    """A connection in autocommit mode in which nothing that a file's own schema defines may call functions with effects
+    or change the schema."""
+    connection = sqlite3.connect(database, timeout=BUSY_SECONDS, isolation_level=None, uri=uri)
+    connection.execute("PRAGMA trusted_schema = OFF")
+    if sys.version_info >= (3, 12):
+        connection.setconfig(sqlite3.SQLITE_DBCONFIG_DEFENSIVE, True)
+    return connection
+
+
+def is_read_only(path: Path) -> bool:
+    """Whether the database is there and can only be read: a change needs its directory too, where the logs lie."""
+    return path.exists() and not all(os.access(one, os.W_OK) for one in (path, path.resolve().parent))
+
+
+def _check_file(path: Path) -> None:
+    """Refuses what SQLite would answer with a riddle, or would wait for.
+
+    Raises:
+        BrokenFile: it is no regular file, or cannot be looked at.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise BrokenFile(path, f"cannot be opened ({error.strerror})", _HOME_REMEDY) from error
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+        raise BrokenFile(path, f"is {kind}, not a database", "move it away, or set DSPLAN_HOME to another directory")
+
+
+def _connect_read_only(path: Path, thorough: bool) -> sqlite3.Connection:
+    """A connection that writes nothing. An older schema is upgraded in a copy in memory."""
+    with clear_errors(path):
+        connection = _open_read_only(path)
+        try:
+            if not check_schema(connection, path):
+                raise DamagedFile.record(path)
+            _check(connection, path, thorough)
+            if connection.execute("PRAGMA user_version").fetchone()[0] < len(MIGRATIONS):
+                connection = _copy_in_memory(connection)
+                migrate(connection, path)
+            connection.execute("PRAGMA query_only = ON")
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def _open_read_only(path: Path) -> sqlite3.Connection:
+    """Without the files of the write-ahead log, which cannot be made there, SQLite opens only what it is promised that
+    nobody changes. A log that holds transactions is read in a copy."""
+    address = path.resolve().as_uri()  # with every character escaped that means something in an address
+    connection = open_untrusting(f"{address}?mode=ro", uri=True)
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        return connection
+    except sqlite3.OperationalError:
+        connection.close()
+    log = Path(f"{path.resolve()}-wal")
+    if not log.exists() or not log.stat().st_size:
+        return open_untrusting(f"{address}?mode=ro&immutable=1", uri=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="dsplan-") as directory:
+            for file in (path, log):
+                shutil.copyfile(file, Path(directory, "copy.db" if file is path else "copy.db-wal"))
+            return _copy_in_memory(open_untrusting(Path(directory, "copy.db")))
+    except OSError as error:
+        raise BrokenFile(path, f"cannot be copied to be read ({error.strerror})", _HOME_REMEDY) from error
+
+
+def _copy_in_memory(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """The database of a connection in memory; the connection is closed."""
+    copy = open_untrusting(":memory:")
+    try:
+        connection.backup(copy)
+    except BaseException:
+        copy.close()
+        raise
+    finally:
+        connection.close()
+    return copy
+
+
+def _check(connection: sqlite3.Connection, path: Path, thorough: bool) -> None:
     """Walks all pages of a database that is small enough for that not to be felt: SQLite reports only what it trips
     over, and leaves rows out of an answer whose pages are not where they should be.
 
     Raises:
         DamagedFile: something is not where it should be.
     """
-    if path.stat().st_size <= _CHECKED_BYTES and connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+    if not thorough and path.stat().st_size > _CHECKED_BYTES:
+        return
+    check = "integrity_check(1)" if thorough else "quick_check(1)"
+    if connection.execute(f"PRAGMA {check}").fetchone()[0] != "ok":
         raise DamagedFile.record(path)
 
 

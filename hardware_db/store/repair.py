@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -12,15 +13,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from hardware_db.errors import BrokenFile
 from hardware_db.measurement import RecordError
 from hardware_db.migrations import APPLICATION_ID, migrate
 from hardware_db.store import rows
+from hardware_db.store.connection import clear_errors, is_read_only, open_untrusting
 from hardware_db.store.pages import MAGIC, Found, Record, read_pages
 
 _LOCK_SECONDS = 120.0
 _LOGS = ("-wal", "-shm", "-journal")
 _ID = re.compile(r"[0-9a-f]{32}")
+_COPY_REMEDY = "copy it to a directory that you can write to, and set DSPLAN_HOME to that"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,21 +65,28 @@ def repair(path: Path, opened: int | None = None) -> bool:
     """Replaces the damaged database at `path` and says so in one line; False where it is no database of dsplan's.
 
     `opened` is the inode that was found damaged: where another process has replaced it meanwhile, nothing is done.
+
+    Raises:
+        BrokenFile: there is no room for a new file, or no right to make one; the damaged one is as it was.
     """
-    with _alone(path):
-        if opened is not None and path.exists() and path.stat().st_ino != opened:
-            return True
-        database, log = _read(path), _read(path.with_name(path.name + "-wal"))
-        found = read_pages(database, log)
-        kept = [record for record in found.records if any(table.holds(record) for table in _TABLES)]
-        if not kept and not _is_ours(database):
-            return False
-        rebuilt = path.with_name(f".{path.name}.{os.getpid()}.rebuilt")
-        with suppress(FileNotFoundError):
-            rebuilt.unlink()
-        counts, unread = _rebuild(rebuilt, kept, found)
-        aside = _set_aside(path)
-        os.replace(rebuilt, path)
+    if is_read_only(path):
+        raise BrokenFile(path, "the database is damaged, and cannot be set aside on a read-only disk", _COPY_REMEDY)
+    try:
+        with _alone(path), clear_errors(path):
+            if opened is not None and path.exists() and path.stat().st_ino != opened:
+                return True
+            database, log = _read(path), _read(path.with_name(path.name + "-wal"))
+            found = read_pages(database, log)
+            kept = [record for record in found.records if any(table.holds(record) for table in _TABLES)]
+            if not kept and not _is_ours(database):
+                return False
+            with _new_file(path) as rebuilt:
+                counts, unread = _rebuild(rebuilt, kept, found)
+                aside = _set_aside(path)
+                os.replace(rebuilt, path)
+    except OSError as error:
+        problem = f"the database is damaged, and cannot be set aside ({error.strerror})"
+        raise BrokenFile(path, problem, _COPY_REMEDY) from error
     print(f"dsplan: {_told(path, aside, counts, unread)}", file=sys.stderr)
     return True
 
@@ -86,9 +98,27 @@ def _is_ours(database: bytes) -> bool:
     return ours or (len(database) > 0 and not database.strip(b"\x00"))
 
 
+@contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """Where the new file is made: beside the damaged one, and gone again where it did not take its place. What a repair
+    that was killed left there goes first."""
+    rebuilt = path.with_name(f".{path.name}.rebuilt")
+
+    def clear() -> None:
+        for name in (rebuilt.name, f"{rebuilt.name}-journal"):
+            rebuilt.with_name(name).unlink(missing_ok=True)
+
+    clear()
+    try:
+        yield rebuilt
+    finally:
+        with suppress(OSError):
+            clear()
+
+
 def _rebuild(path: Path, records: Sequence[Record], found: Found) -> tuple[dict[str, int], int]:
     """A database of the records, at `path`: how many of each table are in it, and how many are known that are not."""
-    connection = sqlite3.connect(path, isolation_level=None)
+    connection = open_untrusting(path)
     try:
         migrate(connection, path)
         connection.execute("BEGIN")
@@ -158,6 +188,12 @@ def _set_aside(path: Path) -> Path:
     return aside
 
 
+def set_aside_files(path: Path) -> tuple[Path, ...]:
+    """The damaged files that were set aside for the database at `path`, oldest first."""
+    found = path.parent.glob(f"{glob.escape(path.name)}.damaged-*")
+    return tuple(sorted(file for file in found if not file.name.endswith(_LOGS)))
+
+
 def _told(path: Path, aside: Path, counts: dict[str, int], unread: int) -> str:
     kept = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nothing"
     lost = f", {unread} more could not be read" if unread else ""
@@ -173,20 +209,43 @@ def _read(path: Path) -> bytes:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process repairs; the others wait. A lock that its owner left behind is broken after two minutes."""
+    """One process repairs; the others wait. The lock is the operating system's, which lets go of it however its holder
+    ends. Where there is none (Windows), two that repair at once both set the file aside.
+
+    Raises:
+        BrokenFile: another process has not come to an end for two minutes.
+    """
     lock = path.with_name(f".{path.name}.repair")
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
-        try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            break
-        except FileExistsError:
-            if time.monotonic() > deadline:
-                with suppress(FileNotFoundError):
-                    lock.unlink()
-            time.sleep(0.02)
+        with lock.open("w", encoding="utf-8") as file:
+            if _locked(file) and _is_at(file, lock):
+                try:
+                    yield
+                finally:
+                    with suppress(OSError):
+                        lock.unlink()
+                return
+        if time.monotonic() > deadline:
+            raise BrokenFile(path, "another process is still repairing the database", "end it and try again")
+        time.sleep(0.02)
+
+
+def _locked(file: IO[str]) -> bool:
     try:
-        yield
-    finally:
-        with suppress(FileNotFoundError):
-            lock.unlink()
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether the file that was locked is still the one of this name: whoever held it before has removed it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -25,14 +25,16 @@ class SqliteStore(Store):
     """One connection to the file at `path`; see Store for what holds.
 
     A damaged file is repaired wherever it shows, and what was asked is done again with the new one. The same happens
-    where another process has put a new file into the place of the one that is open.
+    where another process has put a new file into the place of the one that is open. `thorough` looks for damage in the
+    whole file, however large.
 
     Raises:
         BrokenFile: on opening, the file cannot be used; the message says why and what to do.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, thorough: bool = False) -> None:
         self.path = path
+        self._thorough = thorough
         self._connection = self._open()
 
     def add(self, *records: Record) -> int:
@@ -168,11 +170,11 @@ class SqliteStore(Store):
     def _open(self) -> sqlite3.Connection:
         self._inode = _inode(self.path)
         try:
-            connection = connect(self.path)
+            connection = connect(self.path, thorough=self._thorough)
         except DamagedFile:
             if not self._repaired():
                 raise
-            connection = connect(self.path)
+            connection = connect(self.path, thorough=self._thorough)
         self._inode = _inode(self.path)
         return connection
 

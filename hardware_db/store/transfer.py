@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from hardware_db.measurement import Record, RecordError
 from hardware_db.store.contract import Store
 from hardware_db.store.documents import from_document, to_document
 
+_DEEPEST = 100
+_FILE_REMEDY = "name a file that `dsplan db export` wrote"
 _REMEDY = "correct or remove the line; nothing was imported"
 
 
@@ -44,24 +47,27 @@ def read_export(path: Path) -> tuple[Record, ...]:
     """The records of an export file; blank lines are skipped.
 
     Raises:
-        BrokenFile: the file cannot be read, or a line (number, key and remedy are named) is no record.
+        BrokenFile: the file cannot be read, holds nothing, or a line (number, key and remedy are named) is no record.
     """
     try:
+        # A pipe would be waited for, and some devices never end.
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise BrokenFile(path, "is not a regular file", _FILE_REMEDY)
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise BrokenFile(
-            path, f"cannot be read ({error.strerror})", "name a file that `dsplan db export` wrote"
-        ) from error
+        raise BrokenFile(path, f"cannot be read ({error.strerror})", _FILE_REMEDY) from error
     except UnicodeDecodeError as error:
-        raise BrokenFile(
-            path, f"is not UTF-8 text (byte {error.start})", "name a file that `dsplan db export` wrote"
-        ) from error
-    return tuple(_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip())
+        raise BrokenFile(path, f"is not UTF-8 text (byte {error.start})", _FILE_REMEDY) from error
+    records = tuple(_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip())
+    if not records:
+        raise BrokenFile(path, "holds no records", _FILE_REMEDY)
+    return records
 
 
 def _read_line(line: str, where: str) -> Record:
     try:
         document = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+        _check_values(document)
         # Half a surrogate pair is legal in JSON and in nothing that stores or prints text.
         json.dumps(document, ensure_ascii=False).encode()
         return from_document(document)
@@ -73,6 +79,20 @@ def _read_line(line: str, where: str) -> Record:
         raise BrokenFile(where, "is nested too deep", _REMEDY) from error
     except RecordError as error:
         raise BrokenFile(where, str(error), _REMEDY) from error
+    except ValueError as error:  # a whole number of thousands of digits
+        raise BrokenFile(where, "holds a number that is too long", _REMEDY) from error
+
+
+def _check_values(document: object) -> None:
+    """Refuses what one Python can read and the next, or SQLite, cannot."""
+    level = [document]
+    for _ in range(_DEEPEST):
+        if any(isinstance(item, float) and not math.isfinite(item) for item in level):
+            raise RecordError("a number", "is beyond any floating-point number")
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
+        level = [item for items in inner for item in items]
+    if level:
+        raise RecursionError
 
 
 def _refuse_constant(name: str) -> float:

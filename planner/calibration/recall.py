@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hardware_db.paths import database_path
+from hardware_db.paths import database_is_there
 from planner.calibration.calibration import calibration_of
 from planner.calibration.experience import Experience
 from planner.cluster import NOTHING_MEASURED, Cluster
@@ -27,18 +27,15 @@ _NEWEST = 200
 def recalled(request: Request) -> Request:
     """The request with everything that the user's database has for its hardware and its work.
 
-    Where there is no database this costs one look at the disk. Rates and earlier runs are those of the probed machine;
-    a calibration holds for every cluster of the same devices and links.
-
-    Raises:
-        BrokenFile: the database cannot be read.
+    Where there is no database this costs one look at the disk; where it cannot be used, one line says so and the
+    request stays as it is. Rates and earlier runs are those of the probed machine; a calibration holds for every
+    cluster of the same devices and links.
     """
-    if not database_path().exists():
+    if not database_is_there():
         return request
-    from hardware_db.store import open_store
+    from hardware_db.store import ask_store
 
-    with open_store() as store:
-        return recalled_from(store, request)
+    return ask_store(lambda store: recalled_from(store, request), request)
 
 
 def recalled_from(store: Store, request: Request) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -12,19 +13,26 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from strategies.agree import on_rank_zero
+from strategies.agree import everywhere, on_rank_zero
 from strategies.checkpoint import rng
 from strategies.checkpoint.content import Content, text_of
 from strategies.checkpoint.export import export_checkpoint
-from strategies.checkpoint.loading import load
+from strategies.checkpoint.folder import STATE
+from strategies.checkpoint.loading import check
+from strategies.checkpoint.names import load_extra
+from strategies.checkpoint.reading import Damaged, shown
+from strategies.checkpoint.restore import as_live
 from strategies.checkpoint.saving import Saved, SaveOptions, Saver
 from strategies.checkpoint.states import States
 from strategies.checkpoint.writing import unwritable
+from strategies.errors import BrokenFile
 from strategies.protocols import TrainingEngine
 
 
 class CheckpointedEngine(TrainingEngine, Protocol):
     """An engine whose state can be written down and gone back to."""
+
+    supervision: Any
 
     def _states(self) -> States: ...
 
@@ -67,20 +75,28 @@ class Checkpoints:
         return self._saver.save(directory, what, options)
 
     def load(self, directory: Path) -> tuple[Path | None, dict[str, Any]]:
-        """Restore the latest checkpoint; its path and client state, or (None, {}) where there is none."""
+        """Restore the latest checkpoint; its path and client state, or (None, {}) where there is none.
+
+        All is read and checked on all ranks before anything of the engine changes.
+        """
         self._saver.wait()
         engine = self._engine
-        found = load(directory, engine._states(), engine.environment)
+        states = engine._states()
+        own = _OwnState(engine, states.names.extra)
+        found = check(directory, states, engine.environment, own.require)
         if found is None:
             return None, {}
-        path, content = found
-        progress = content.progress
+        try:
+            everywhere(lambda: own.take_over(found.path, found.content))
+        except BaseException:
+            own.give_back()
+            raise
+        found.take_over()
+        progress = found.content.progress
         engine._resume(progress)
-        if engine.lr_scheduler is not None and progress.get("scheduler") is not None:
-            engine.lr_scheduler.load_state_dict(progress["scheduler"])
         if engine.dataloader is not None and progress.get("data") is not None:
             engine.dataloader.load_state_dict(progress["data"])
-        return path, content.client_state
+        return found.path, found.content.client_state
 
     def export(self, directory: Path, dtype: str | None, max_shard_bytes: int | None) -> list[Path]:
         """Write the weights alone, from every rank, and turn them into a transformers folder on rank 0."""
@@ -113,6 +129,69 @@ class Checkpoints:
     def wait(self) -> None:
         """Return when the checkpoint that is being written in the background is complete."""
         self._saver.wait()
+
+
+class _OwnState:
+    """What objects of the script's take over by themselves, and may refuse: the scheduler's and the modules' states."""
+
+    def __init__(self, engine: CheckpointedEngine, extra: Mapping[str, Any]) -> None:
+        self._engine, self._scheduler = engine, engine.lr_scheduler
+        self._extra_before = extra
+        self._before: dict[str, Any] | None = None
+
+    def require(self, path: Path, content: Content) -> None:
+        """Check what can be checked before it is handed over.
+
+        Raises:
+            DsplanError: the scheduler is another one, or the data is.
+        """
+        self._scheduler_state(path, content)
+        data = content.progress.get("data")
+        if self._engine.dataloader is not None and data is not None:
+            self._engine.dataloader.require_state(data)
+
+    def take_over(self, path: Path, content: Content) -> None:
+        """Hand over the states.
+
+        Raises:
+            Damaged: one of them is refused.
+        """
+        new = self._scheduler_state(path, content)
+        before = None if new is None or self._scheduler is None else self._scheduler.state_dict()
+        self._before = copy.deepcopy({"scheduler": before, "extra": dict(self._extra_before) if content.extra else {}})
+        what = "the scheduler"
+        try:
+            if new is not None and self._scheduler is not None:
+                self._scheduler.load_state_dict(new)
+            what = "set_extra_state of a module"
+            load_extra(self._engine.module, content.extra)
+        except Exception as problem:
+            # Whatever the script's own code raises about a state that it once gave.
+            line = f"{type(problem).__name__}: {problem}"
+            raise Damaged(path / STATE, f"{what} does not take its state ({line})") from problem
+
+    def give_back(self) -> None:
+        """Undo `take_over`: another state was refused, or another rank refused its own."""
+        if self._before is None:
+            return
+        if self._before["scheduler"] is not None and self._scheduler is not None:
+            self._scheduler.load_state_dict(self._before["scheduler"])
+        load_extra(self._engine.module, self._before["extra"])
+
+    def _scheduler_state(self, path: Path, content: Content) -> dict[str, Any] | None:
+        """The scheduler's state in the form of the live one's; None where there is none."""
+        saved = content.progress.get("scheduler")
+        if self._scheduler is None or saved is None:
+            return None
+        try:
+            state = as_live(self._scheduler.state_dict(), saved)
+        except ValueError as problem:
+            remedy = "build the one that was saved, or set engine.lr_scheduler = None before load_checkpoint"
+            raise BrokenFile(path / STATE, f"its scheduler is not this one: {problem}", remedy) from None
+        steps = state.get("last_epoch", 0)
+        if type(steps) is not int or not -1 <= steps < 2**53:
+            raise Damaged(path / STATE, f"its scheduler has made {shown(steps)} steps")
+        return dict(state)
 
 
 def custom_of(save: Callable[..., object] | None, engine: CheckpointedEngine) -> Callable[[Path], object] | None:
@@ -148,4 +227,5 @@ def _written_by(engine: CheckpointedEngine) -> dict[str, Any]:
         "ranks": engine.environment.world_size,
         "precision": chosen.precision,
         "torch": torch.__version__,
+        "made": {} if engine.supervision is None else engine.supervision.mark,
     }

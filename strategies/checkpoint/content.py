@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from strategies.checkpoint.folder import STATE
+from strategies.checkpoint.reading import (
+    DEEPEST,
+    LONGEST_TEXT,
+    Box,
+    Damaged,
+    counts,
+    cover_problem,
+    is_count,
+    is_deep,
+    json_object,
+    read_bytes,
+    shown,
+)
 from strategies.errors import BrokenFile, CannotRun
 
 TENSORS = "tensors.json"
 FORMAT = 2
+MODEL_FILES = frozenset({"config.json", "generation_config.json"})
+"""What transformers writes beside a model's weights, and an export may write therefore."""
+_PARTS = {"model": 2, "optimizer": 3, "rng": 3}
+"""Kinds of tensors and how many parts a name has: `model/<name>`, `optimizer/<state>/<name>`, `rng/<kind>/<rank>`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,18 +58,35 @@ class Content:
     is_custom: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensor:
+    """A tensor of a checkpoint: its dtype (a word of safetensors), its shape, and the boxes that make it up."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+Index = Mapping[str, SavedTensor]
+
+
 def text_of(content: Content) -> str:
     """The text of a `state.json`.
 
     Raises:
-        CannotRun: the script's part of it is not JSON.
+        CannotRun: the script's part of it is not JSON, or more than a checkpoint may have.
     """
+    if any(is_deep(one, DEEPEST - 1) for one in (content.client_state, content.progress, content.extra)):
+        raise CannotRun(f"client_state and the scheduler's state must not be nested more than {DEEPEST - 1} deep")
     try:
-        return json.dumps({"format": FORMAT, **asdict(content)}, indent=1) + "\n"
+        text = json.dumps({"format": FORMAT, **asdict(content)}, indent=1) + "\n"
     except TypeError as problem:
         raise CannotRun(
             f"client_state and the scheduler's state must be JSON (numbers, texts, lists, dicts): {problem}"
         ) from None
+    if len(text) > LONGEST_TEXT:
+        raise CannotRun(f"client_state makes {len(text)} bytes of JSON; keep what is long in a file of its own")
+    return text
 
 
 def read_content(folder: Path) -> Content:
@@ -59,31 +95,140 @@ def read_content(folder: Path) -> Content:
     Raises:
         BrokenFile: it is not one, or of another format.
     """
+    require_no_pickles(folder)
+    return content_of(folder, read_bytes(folder, STATE))
+
+
+def require_no_pickles(folder: Path) -> None:
+    """
+    Raises:
+        BrokenFile: a checkpoint was written before this format.
+    """
     if (folder / ".metadata").is_file():
         raise BrokenFile(folder, "was written by dsplan before its checkpoints had no pickle", "start from the weights")
-    values = _object(folder / STATE)
-    if values.pop("format", None) != FORMAT:
-        raise BrokenFile(folder / STATE, f"is not of format {FORMAT}", "load it with the dsplan that wrote it")
-    try:
-        return Content(**values)
-    except TypeError as problem:
-        raise BrokenFile(folder / STATE, f"is not a checkpoint's state ({problem})", "name another one") from None
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """Where every tensor of a checkpoint lies.
+def content_of(folder: Path, data: bytes) -> Content:
+    """The bytes of a `state.json`, each part of it of the kind that it has to be.
 
     Raises:
-        BrokenFile: there is no such list.
+        BrokenFile: it is not one, or of another format.
     """
-    return _object(folder / TENSORS)
+    path = folder / STATE
+    values = json_object(path, data)
+    if values.pop("format", None) != FORMAT:
+        raise BrokenFile(path, f"is not of format {FORMAT}", "load it with the dsplan that wrote it")
+    kinds = {one.name: bool if one.name == "is_custom" else dict for one in fields(Content)}
+    for name, value in values.items():
+        if name not in kinds:
+            raise Damaged(path, f"is not a checkpoint's state: it has {shown(name)}")
+        if not isinstance(value, kinds[name]):
+            raise Damaged(path, f"is not a checkpoint's state: its {name} is {_kind(value)}")
+    for name in ("progress", "client_state"):
+        if name not in values:
+            raise Damaged(path, f"is not a checkpoint's state: it has no {name}")
+    content = Content(**values)
+    for problem in (_optimizer_problem(content.optimizer), _names_problem(content)):
+        if problem:
+            raise Damaged(path, problem)
+    return content
 
 
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as problem:
-        raise BrokenFile(path, f"cannot be read ({problem})", "name another checkpoint") from None
-    if not isinstance(values, dict):
-        raise BrokenFile(path, "does not hold a JSON object", "name another checkpoint")
-    return values
+def require_progress(folder: Path, progress: Mapping[str, Any]) -> None:
+    """Check what an engine goes on from: counters, loss scale, and the kinds of the scheduler's and the data's states.
+
+    Raises:
+        Damaged: something is missing, or is what no engine saves.
+    """
+    path = folder / STATE
+    for name in ("global_steps", "skipped_steps", "scaler"):
+        if name not in progress:
+            raise Damaged(path, f"its progress has no {name}")
+    for name in ("global_steps", "skipped_steps"):
+        if not is_count(progress[name]):
+            raise Damaged(path, f"its {name} is {_kind(progress[name])}, which counts nothing")
+    for name, kinds in (("scaler", (dict,)), ("scheduler", (dict, type(None))), ("data", (dict, type(None)))):
+        if not isinstance(progress.get(name), kinds):
+            raise Damaged(path, f"its progress has {_kind(progress.get(name))} as {name}")
+    scaler = progress["scaler"]
+    if not scaler:
+        return
+    scale, good, left = (scaler.get(name, 0) for name in ("scale", "_growth_tracker", "overflows_left"))
+    if not is_number(scale) or not 0 < scale < math.inf or not is_count(good) or type(left) is not int:
+        raise Damaged(path, "its loss scale is none")
+
+
+def read_index(folder: Path, data: bytes) -> dict[str, SavedTensor]:
+    """Where every tensor of a checkpoint lies: the bytes of its `tensors.json`.
+
+    Raises:
+        Damaged: it does not say that, or the boxes of a tensor are not all of it, each element once.
+    """
+    path = folder / TENSORS
+    found = {name: _saved(path, name, one) for name, one in json_object(path, data).items()}
+    taken: set[tuple[str, str]] = set()
+    for name, one in found.items():
+        problem = cover_problem(one.shape, ((box.offsets, box.sizes) for box in one.boxes))
+        if problem:
+            raise Damaged(path, f"{shown(name)}: {problem}")
+        for box in one.boxes:
+            if (box.file, box.key) in taken:
+                raise Damaged(path, f"{shown(name)}: {shown(box.key)} of {shown(box.file)} is there twice")
+            taken.add((box.file, box.key))
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number, maybe an infinite one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def _saved(path: Path, name: str, one: Any) -> SavedTensor:
+    parts = name.split("/", 2)
+    if len(parts) < _PARTS.get(parts[0], math.inf) or not all(parts):
+        raise Damaged(path, f"{shown(name)} is no tensor of a model, of an optimizer or of random numbers")
+    described = one if isinstance(one, dict) else {}
+    dtype, shape, boxes = described.get("dtype"), counts(described.get("shape")), described.get("boxes")
+    if not isinstance(dtype, str) or shape is None or not isinstance(boxes, list):
+        raise Damaged(path, f"does not say what {shown(name)} is")
+    return SavedTensor(dtype=dtype, shape=shape, boxes=tuple(_box(path, name, box) for box in boxes))
+
+
+def _box(path: Path, name: str, one: Any) -> Box:
+    described = one if isinstance(one, dict) else {}
+    offsets, sizes = counts(described.get("offsets")), counts(described.get("sizes"))
+    file, key = described.get("file"), described.get("key")
+    if offsets is None or sizes is None or not isinstance(file, str) or not isinstance(key, str):
+        raise Damaged(path, f"does not say where {shown(name)} lies")
+    return Box(offsets=offsets, sizes=sizes, file=file, key=key)
+
+
+def _optimizer_problem(optimizer: Mapping[str, Any]) -> str:
+    """What is not as `States.described` makes it; empty where all is."""
+    if not isinstance(optimizer.get("class", ""), str):
+        return "its optimizer has no class"
+    if not _are(optimizer.get("numbers", []), lambda one: isinstance(one, str)):
+        return "its optimizer's numbers have no names"
+    groups = optimizer.get("groups", [])
+    if not _are(groups, lambda one: isinstance(one, dict) and isinstance(one.get("options"), dict)):
+        return "its optimizer's groups have no options"
+    if not all(_are(one.get("parameters"), lambda name: isinstance(name, str)) for one in groups):
+        return "its optimizer's groups have no parameters"
+    return ""
+
+
+def _names_problem(content: Content) -> str:
+    if not all(isinstance(name, str) for name in content.aliases.values()):
+        return "its aliases are no names"
+    for name, values in content.model_files.items():
+        if name not in MODEL_FILES or not isinstance(values, dict):
+            return f"its model_files has {shown(name)}, which no model has beside its weights"
+    return ""
+
+
+def _are(values: Any, is_one: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list) and all(map(is_one, values))
+
+
+def _kind(value: Any) -> str:
+    return shown(value) if isinstance(value, (bool, int, float, str)) or value is None else f"a {type(value).__name__}"

@@ -10,16 +10,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from strategies.checkpoint import folder
-from strategies.checkpoint.content import Content, read_content, read_index
-from strategies.checkpoint.loading import require_whole
+from strategies.checkpoint.content import Content
+from strategies.checkpoint.loading import Opened, open_whole
 from strategies.checkpoint.safefile import DTYPES, Entry, bytes_of, lay_out, write
 from strategies.checkpoint.states import MODEL
+from strategies.checkpoint.storage import BoxFile
 from strategies.errors import BrokenFile, CannotRun
 
 _DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,27 +41,26 @@ def export_checkpoint(
         BrokenFile: there is no checkpoint, or it is damaged.
         CannotRun: there is no such dtype.
     """
+    wanted = _wanted(dtype)
     path = folder.named_latest(Path(checkpoint))
     if path is None:
         raise BrokenFile(checkpoint, "holds no checkpoint", "name the directory that save_checkpoint wrote to")
-    require_whole(path)
-    content = read_content(path)
-    weights = _Weights(path, _wanted(dtype))
+    found = open_whole(path)
+    if found.content.is_custom:
+        raise BrokenFile(path, "was written by a save function of the script's", "export it as that function wrote it")
+    weights = _Weights(found, wanted)
     Path(directory).mkdir(parents=True, exist_ok=True)
     with weights:
-        return _write_all(weights, content, Path(directory), max_shard_bytes)
+        return _write_all(weights, found.content, Path(directory), max_shard_bytes)
 
 
 class _Weights:
     """The weights of a checkpoint, put together from their boxes when they are asked for."""
 
-    def __init__(self, path: Path, dtype: torch.dtype | None) -> None:
-        self._path, self._dtype = path, dtype
-        index = read_index(path)
-        self._index: dict[str, Any] = {
-            name.removeprefix(MODEL): one for name, one in index.items() if name.startswith(MODEL)
-        }
-        self._open: dict[str, Any] = {}
+    def __init__(self, found: Opened, dtype: torch.dtype | None) -> None:
+        self._path, self._dtype = found.path, dtype
+        self._index = {name.removeprefix(MODEL): one for name, one in found.index.items() if name.startswith(MODEL)}
+        self._open: dict[str, BoxFile] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> _Weights:
@@ -73,26 +71,24 @@ class _Weights:
 
     def described(self) -> list[tuple[str, torch.dtype, Sequence[int]]]:
         """Name, dtype and shape of every weight as it will be written."""
-        return [(name, self._written(DTYPES[one["dtype"]]), one["shape"]) for name, one in self._index.items()]
+        return [(name, self._written(DTYPES[one.dtype]), one.shape) for name, one in self._index.items()]
 
     def read(self, name: str) -> torch.Tensor:
         """One whole weight."""
         one = self._index[name]
-        saved = DTYPES[one["dtype"]]
-        whole = torch.empty(one["shape"], dtype=saved)
-        for box in one["boxes"]:
-            begins = zip(box["offsets"], box["sizes"], strict=True)
-            whole[tuple(slice(begin, begin + size) for begin, size in begins)] = self._file(box["file"]).get_tensor(
-                box["key"]
-            )
+        saved = DTYPES[one.dtype]
+        whole = torch.empty(one.shape, dtype=saved)
+        for box in one.boxes:
+            part = whole[tuple(slice(low, low + long) for low, long in zip(box.offsets, box.sizes, strict=True))]
+            self._file(box.file).read(box.key, (0,) * len(box.sizes), part)
         return whole.to(self._written(saved))
 
     def _written(self, saved: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and saved.is_floating_point else saved
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> BoxFile:
         if name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(self._path / name, framework="pt"))
+            self._open[name] = self._stack.enter_context(BoxFile.open(self._path, name))
         return self._open[name]
 
 

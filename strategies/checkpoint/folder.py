@@ -13,8 +13,12 @@ import shutil
 from difflib import get_close_matches
 from pathlib import Path
 
+from strategies.checkpoint.reading import read_bytes, shown
+from strategies.errors import BrokenFile
+
 LATEST = "latest"
 STATE = "state.json"
+_LONGEST_NAME = 4096
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
@@ -69,13 +73,22 @@ def published(directory: Path) -> list[Path]:
 
 
 def named_latest(directory: Path) -> Path | None:
-    """The checkpoint to resume from: what `latest` names, or the newest there is where `latest` is not there yet."""
-    if (directory / STATE).is_file() or (directory / ".metadata").is_file():
+    """The checkpoint to resume from: what `latest` names, or the newest there is where `latest` is not there yet.
+
+    Raises:
+        BrokenFile: `latest` names no checkpoint below the directory.
+    """
+    if any(os.path.lexists(directory / name) for name in (STATE, ".metadata", "checksums.json")):
         return directory
-    latest = directory / LATEST
-    if latest.is_file():
-        return directory / latest.read_text(errors="replace").strip()
-    return next(iter(published(directory)), None)
+    if os.path.lexists(directory / LATEST):
+        name = read_bytes(directory, LATEST, _LONGEST_NAME).decode(errors="replace").strip()
+        if not is_checkpoints_name(name):
+            others = ", ".join(path.name for path in published(directory)[:3]) or "none"
+            problem = f"names {shown(name)}, which is no checkpoint's name"
+            raise BrokenFile(directory / LATEST, problem, f"name a checkpoint's folder; there are: {others}")
+        return _inside(directory, directory / name)
+    newest = next(iter(published(directory)), None)
+    return newest if newest is None else _inside(directory, newest)
 
 
 def is_checkpoints_name(name: str) -> bool:
@@ -134,6 +147,17 @@ def remove(path: Path) -> None:
     hidden = path.with_name(f".{path.name}.old")
     os.rename(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _inside(directory: Path, path: Path) -> Path:
+    """A checkpoint that was not named but found, and so has to lie below the directory.
+
+    Raises:
+        BrokenFile: a link leads out of it.
+    """
+    if path.is_symlink() and directory.resolve() not in path.resolve().parents:
+        raise BrokenFile(path, f"is a link out of {directory}", "name what it leads to, if that is meant")
+    return path
 
 
 def _order(path: Path) -> tuple[int, int]:

@@ -1,28 +1,88 @@
-"""Loading: find the checkpoint, prove that its files are as they were written, read what this rank needs of them."""
+"""Loading: find the checkpoint, read and check all of it on all ranks, and only then let the engine have it."""
 
 from __future__ import annotations
 
+import os
 import sys
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from strategies.agree import everywhere, on_rank_zero
 from strategies.checkpoint import checksums, folder, rng
-from strategies.checkpoint.content import Content, read_content, read_index
+from strategies.checkpoint.content import (
+    TENSORS,
+    Content,
+    Index,
+    SavedTensor,
+    content_of,
+    read_index,
+    require_no_pickles,
+    require_progress,
+)
 from strategies.checkpoint.parts import ALL, LoadPlanner
+from strategies.checkpoint.reading import Damaged, header_of, opened, shown
 from strategies.checkpoint.restore import Restore
+from strategies.checkpoint.safefile import DTYPES, FileSum
 from strategies.checkpoint.states import MODEL, OPTIMIZER, States
-from strategies.checkpoint.storage import Index, Reader, carried_out
+from strategies.checkpoint.storage import Reader, carried_out, is_ranks_file
 from strategies.environment import Environment
-from strategies.errors import BrokenFile
+from strategies.errors import BrokenFile, DsplanError
 
 
-def load(directory: Path, states: States, environment: Environment) -> tuple[Path, Content] | None:
-    """Restore the latest checkpoint below `directory`, or the one that it is; None where there is none.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A checkpoint whose lists are in order: what they say, and the size and checksum of every file."""
 
-    Every rank calls it together. Nothing of the engine changes before all files have been found whole.
+    path: Path
+    content: Content
+    index: Index
+    sums: Mapping[str, FileSum]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """A checkpoint that every rank can load: all that can be wrong with it has been looked for.
+
+    Attributes:
+        small: what has been read already: states that are one number, and random states.
+    """
+
+    path: Path
+    content: Content
+    reader: Reader
+    restore: Restore
+    small: Mapping[str, torch.Tensor]
+    rank: int
+
+    def take_over(self) -> None:
+        """Read the tensors into the engine; every rank calls it together.
+
+        Raises:
+            BrokenFile: the disk failed after all had been read once.
+        """
+        values = self.restore.room()
+        try:
+            _read(self.path, self.reader, values)
+        except DsplanError as problem:
+            half = "the engine has a part of it: load another checkpoint before it trains on"
+            raise BrokenFile(self.path, f"could not be read a second time ({problem})", half) from None
+        self.restore.finish({**values, **self.small})
+        rng.restore(self.small, self.rank)
+
+
+def check(
+    directory: Path, states: States, environment: Environment, require: Callable[[Path, Content], None]
+) -> Checked | None:
+    """Find the latest checkpoint below `directory`, or the one that it is, and check all of it; None where there is
+    none.
+
+    Every rank calls it together. Nothing of the engine changes. `require` raises where the engine cannot take what is
+    no tensor.
 
     Raises:
         BrokenFile: a file is damaged or missing, the checkpoint is of another model or optimizer, or `directory` has
@@ -31,19 +91,107 @@ def load(directory: Path, states: States, environment: Environment) -> tuple[Pat
     path = on_rank_zero(lambda: _latest(directory))
     if path is None:
         return None
-    require_whole(path, environment.rank, environment.world_size)
-    content = read_content(path)
+    rank, ranks = environment.rank, environment.world_size
+
+    def look() -> tuple[Opened, Reader, Restore]:
+        found = open_checkpoint(path, rank, ranks)
+        if found.content.is_custom:
+            require_bytes(found, rank, ranks)
+            raise BrokenFile(
+                path, "was written by a save function of the script's", "read it as that function wrote it"
+            )
+        reader = Reader(path, with_aliases(found.index, found.content))
+        restore = Restore(path, found.content, states, _saved(reader))
+        restore.check()
+        require_progress(path, found.content.progress)
+        require(path, found.content)
+        require_bytes(found, rank, ranks)
+        return found, reader, restore
+
+    found, reader, restore = everywhere(lambda: _with_remedy(path, look))
+    small = {**restore.numbers_room(), **rng.room(rank, _saved(reader))}
+    _read(path, reader, small)
+
+    def look_at_small() -> None:
+        restore.check_numbers(small)
+        try:
+            rng.require(small, rank)
+        except ValueError as problem:
+            raise Damaged(path, str(problem)) from None
+
+    everywhere(lambda: _with_remedy(path, look_at_small))
+    if environment.is_main:
+        _name_strays(found)
+    return Checked(path=path, content=found.content, reader=reader, restore=restore, small=small, rank=rank)
+
+
+def open_checkpoint(path: Path, share: int = 0, shares: int = 1) -> Opened:
+    """Read a checkpoint's lists, and compare them with each other and with the files, which are not read yet.
+
+    Looks at every `shares`-th file, beginning with `share`: ranks divide the work.
+
+    Raises:
+        BrokenFile: something of it is missing, damaged, or not as dsplan writes it.
+    """
+    if not path.is_dir():
+        raise Damaged(path, "is missing")
+    require_no_pickles(path)
+    sums = checksums.read(path)
+    content = content_of(path, checksums.bytes_of(path, folder.STATE, sums))
     if content.is_custom:
-        raise BrokenFile(path, "was written by a save function of the script's", "read it as that function wrote it")
-    reader = Reader(path, with_aliases(read_index(path), content))
-    saved: Any = reader.read_metadata().state_dict_metadata
-    restore = Restore(path, content, states)
-    values = everywhere(lambda: restore.room(saved))
-    values |= rng.room(environment.rank, saved)
-    carried_out(path, lambda: read_tensors({ALL: values}, storage_reader=reader, planner=LoadPlanner()))
-    restore.finish(values)
-    rng.restore(values, environment.rank)
-    return path, content
+        found = Opened(path=path, content=content, index={}, sums=sums)
+        for name in _data_files(found)[share::shares]:
+            checksums.require_size(path, name, sums[name])
+        return found
+    index = read_index(path, checksums.bytes_of(path, TENSORS, sums))
+    found = Opened(path=path, content=content, index=index, sums=sums)
+    boxes = _boxes_by_file(found)
+    for name in _data_files(found)[share::shares]:
+        checksums.require_size(path, name, sums[name])
+        _require_boxes(path, name, boxes[name])
+    return found
+
+
+def require_bytes(found: Opened, share: int = 0, shares: int = 1) -> None:
+    """Read every `shares`-th file once, from `share` on.
+
+    Raises:
+        Damaged: one of them is not as it was written.
+    """
+    for name in _data_files(found)[share::shares]:
+        checksums.require_bytes(found.path, name, found.sums[name])
+
+
+def open_whole(path: Path) -> Opened:
+    """A checkpoint that is whole; one process looks at all of it.
+
+    Raises:
+        BrokenFile: naming the file, what is wrong with it, and the newest checkpoint next to it that is whole.
+    """
+
+    def look() -> Opened:
+        found = open_checkpoint(path)
+        require_bytes(found)
+        return found
+
+    found: Opened = _with_remedy(path, look)
+    return found
+
+
+def with_aliases(index: Index, content: Content) -> Index:
+    """An index in which tied tensors are found under all of their names."""
+    further: dict[str, SavedTensor] = {}
+    by_name: dict[str, list[str]] = {}
+    for full in index:
+        kind, _, rest = full.partition("/")
+        if f"{kind}/" == MODEL:
+            by_name.setdefault(rest, []).append(full)
+        elif f"{kind}/" == OPTIMIZER:
+            by_name.setdefault(rest.partition("/")[2], []).append(full)
+    for alias, name in content.aliases.items():
+        for full in by_name.get(name, ()):
+            further[full.removesuffix(name) + alias] = index[full]
+    return {**index, **further}
 
 
 def _latest(directory: Path) -> Path | None:
@@ -64,44 +212,82 @@ def _latest(directory: Path) -> Path | None:
     return None
 
 
-def require_whole(path: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Check a checkpoint's files against their checksums; each of `ranks` ranks looks at a part of them.
+def _read(path: Path, reader: Reader, values: dict[str, Any]) -> None:
+    carried_out(path, lambda: read_tensors({ALL: values}, storage_reader=reader, planner=LoadPlanner()))
+
+
+def _saved(reader: Reader) -> Any:
+    return reader.read_metadata().state_dict_metadata
+
+
+def _data_files(found: Opened) -> list[str]:
+    return sorted(name for name in found.sums if name not in (folder.STATE, TENSORS))
+
+
+def _boxes_by_file(found: Opened) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+    """Key, dtype and shape of what each file has to hold.
 
     Raises:
-        BrokenFile: naming the file, what is wrong with it, and the newest checkpoint next to it that is whole.
+        Damaged: the list of tensors and that of checksums are not of the same files.
     """
-    if (path / ".metadata").is_file():
-        read_content(path)
+    path = found.path / TENSORS
+    files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in _data_files(found)}
+    for name, one in found.index.items():
+        if one.dtype not in DTYPES:
+            raise Damaged(path, f"{shown(name)} is of dtype {shown(one.dtype)}, which dsplan does not know")
+        for box in one.boxes:
+            if box.file not in files:
+                raise Damaged(path, f"{shown(name)} lies in {shown(box.file)}, which {checksums.FILE} does not list")
+            files[box.file][box.key] = (one.dtype, box.sizes)
+    stray = next((name for name, held in files.items() if not held and not is_ranks_file(name)), None)
+    if stray is not None:
+        raise Damaged(found.path / checksums.FILE, f"lists {shown(stray)}, which holds nothing of the checkpoint")
+    return files
 
-    def check() -> None:
-        found = checksums.damage(path, rank, ranks) if path.is_dir() else (path, "is missing")
-        if found is not None:
-            raise BrokenFile(*found, _remedy(path))
 
-    if ranks == 1:
-        check()  # maybe by one rank of many, which the others do not check with
-    else:
-        everywhere(check)
+def _require_boxes(path: Path, name: str, expected: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    with opened(path, name) as file:
+        stored = header_of(file, path / name)
+    for key in {**expected, **stored}:
+        if key not in stored:
+            raise Damaged(path / name, f"has no {shown(key)}, which {TENSORS} places in it")
+        if key not in expected:
+            raise Damaged(path / name, f"has {shown(key)}, which {TENSORS} does not know")
+        held = (stored[key].dtype, stored[key].shape)
+        if held != expected[key]:
+            (dtype, shape), (listed, sizes) = held, expected[key]
+            problem = f"has {shown(key)} as {dtype} {list(shape)}, and {TENSORS} as {listed} {list(sizes)}"
+            raise Damaged(path / name, problem)
 
 
-def with_aliases(index: Index, content: Content) -> Index:
-    """An index in which tied tensors are found under all of their names."""
-    further = {}
-    by_name: dict[str, list[str]] = {}
-    for full in index:
-        kind, _, rest = full.partition("/")
-        if f"{kind}/" == MODEL:
-            by_name.setdefault(rest, []).append(full)
-        elif f"{kind}/" == OPTIMIZER:
-            by_name.setdefault(rest.partition("/")[2], []).append(full)
-    for alias, name in content.aliases.items():
-        for full in by_name.get(name, ()):
-            further[full.removesuffix(name) + alias] = index[full]
-    return {**index, **further}
+def _with_remedy(path: Path, look: Callable[[], Any]) -> Any:
+    """What `look` returns; where it finds damage, the newest checkpoint that can be loaded instead is named."""
+    try:
+        return look()
+    except Damaged as damaged:
+        raise BrokenFile(damaged.path, damaged.problem, _remedy(path)) from None
 
 
 def _remedy(path: Path) -> str:
     """What to load instead of a damaged checkpoint."""
     others = [other for other in folder.published(path.parent) if other != path]
-    good = next((other for other in others if checksums.damage(other) is None), None)
+    good = next((other for other in others if _is_whole(other)), None)
     return "no checkpoint next to it is whole" if good is None else f"load {good}, the newest that is whole"
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        require_bytes(open_checkpoint(path))
+    except DsplanError:
+        return False
+    return True
+
+
+def _name_strays(found: Opened) -> None:
+    """Say which files lie in a checkpoint's folder that are not the checkpoint's; nobody opens them."""
+    own = {checksums.FILE, *(PurePosixPath(name).parts[0] for name in found.sums)}
+    strays = sorted(name for name in os.listdir(found.path) if name not in own and not name.startswith("."))
+    if strays:
+        others = f" and {len(strays) - 1} more are" if len(strays) > 1 else " is"
+        line = f"{found.path}: {shown(strays[0])}{others} none of its files and not read; move it out of the folder"
+        print(f"dsplan: {line}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,67 +11,126 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from strategies.checkpoint.content import Content
-from strategies.checkpoint.names import load_extra
+from strategies.checkpoint.content import Content, is_number
+from strategies.checkpoint.folder import STATE
 from strategies.checkpoint.parts import PartOfTensor
-from strategies.checkpoint.states import IMPLEMENTATION, MODEL, OPTIMIZER, Place, States
+from strategies.checkpoint.reading import Damaged, shown
+from strategies.checkpoint.states import IMPLEMENTATION, MODEL, OPTIMIZER, SCALARS, Place, States
 from strategies.errors import BrokenFile
 
 Saved = Mapping[str, TensorStorageMetadata]
-_SAME_STATES = (
-    {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"},
-    {"Lion", "FusedLion", "DeepSpeedCPULion"},
-    {"Adagrad", "DeepSpeedCPUAdagrad"},
+_PER_GROUP = frozenset({"base_lrs", "_last_lr", "starting"})
+"""What torch's schedulers and ours keep for each parameter group."""
+_GONE = frozenset({"verbose"})
+"""What schedulers of an older torch kept."""
+_SAME_STATES: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
+    (frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}), frozenset({"exp_avg", "exp_avg_sq"})),
+    (frozenset({"Lion", "FusedLion", "DeepSpeedCPULion"}), frozenset({"exp_avg"})),
+    (frozenset({"Adagrad", "DeepSpeedCPUAdagrad"}), frozenset()),
 )
+"""Optimizers that go on from each other's states, and the states in a parameter's shape that all of them need."""
 
 
 class Restore:
-    """One reading of one checkpoint into one engine: `room` says what is read, `finish` takes it over."""
+    """One reading of one checkpoint into one engine.
 
-    def __init__(self, path: Path, content: Content, states: States) -> None:
-        self._path, self._content, self._states = path, content, states
+    `check` compares both, `numbers_room` and `room` say what is read, `finish` takes it over. The engine changes in
+    `room` at the earliest.
+    """
+
+    def __init__(self, path: Path, content: Content, states: States, saved: Saved) -> None:
+        self._path, self._content, self._states, self._saved = path, content, states, saved
         self._numbers = frozenset(content.optimizer.get("numbers", ()))
+        self._by_parameter = _states_by_parameter(saved)
+        self._weights: dict[str, Any] = {}
+        self._options: list[tuple[dict[str, Any], str, Any]] = []
 
-    def room(self, saved: Saved) -> dict[str, Any]:
-        """Where each tensor is read to: weights in place, optimizer states to what becomes the optimizer's.
-
-        Raises:
-            BrokenFile: the checkpoint is of another model, or of another optimizer.
+    def check(self) -> None:
         """
-        self._require_optimizer()
-        target = self._states.weights()
-        self._require_model(target, saved)
-        by_parameter = _states_by_parameter(saved)
-        for place in self._states.places():
-            if place.is_absent:
-                continue
-            for key, name in by_parameter.get(place.name, {}).items():
-                target |= self._state_room(place, key, name, saved[name])
+        Raises:
+            BrokenFile: the checkpoint is of another model, or of another optimizer, or holds what neither can be.
+        """
+        needed = self._require_optimizer()
+        self._weights = self._states.weights()
+        self._require_model()
+        for place in self._places():
+            found = self._by_parameter.get(place.name, {})
+            missing = sorted(needed - found.keys()) if found else []
+            if missing:
+                raise self._broken(f"has no {missing[0]} of {place.name}", "name another checkpoint")
+            for key, name in found.items():
+                self._require_state(place, key, self._saved[name], is_needed=key in needed)
+        self._options = self._checked_options()
+
+    def numbers_room(self) -> dict[str, torch.Tensor]:
+        """Where the states are read to that are one number for a parameter."""
+        return {
+            name: torch.empty((), dtype=self._saved[name].properties.dtype)
+            for place in self._places()
+            for key, name in self._by_parameter.get(place.name, {}).items()
+            if self._is_number(place, key, self._saved[name].size)
+        }
+
+    def check_numbers(self, values: Mapping[str, torch.Tensor]) -> None:
+        """
+        Raises:
+            BrokenFile: a state is a number that its optimizer cannot have.
+        """
+        for place in self._places():
+            old = self._states.states_of(place)
+            for key, name in self._by_parameter.get(place.name, {}).items():
+                if name not in values:
+                    continue
+                number = values[name].item()
+                is_counted = key != "step" or (isinstance(number, (int, float)) and 0 <= number < 2**53)
+                try:
+                    is_one = key not in SCALARS or (math.isfinite(number) and is_counted)
+                    self._formed(place, key, values[name], old.get(key))
+                except (ValueError, OverflowError, TypeError, RuntimeError):
+                    is_one = False
+                if not is_one:
+                    raise self._broken(f"has {key} {number} of {place.name}", "name another checkpoint")
+
+    def room(self) -> dict[str, Any]:
+        """Where all other tensors are read to: weights in place, optimizer states to what becomes the optimizer's."""
+        target = self._weights
+        for place in self._places():
+            for key, name in self._by_parameter.get(place.name, {}).items():
+                if not self._is_number(place, key, self._saved[name].size):
+                    target |= self._state_room(place, key, name, self._saved[name])
         return target
 
     def finish(self, values: Mapping[str, Any]) -> None:
-        """Take over what was read, the options of groups, and what modules keep beside tensors."""
+        """Take over what was read, and the options of groups."""
         by_parameter = _states_by_parameter(values)
-        for place in self._states.places():
-            if not place.is_absent:
-                found = by_parameter.get(place.name, {})
-                old = dict(self._states.states_of(place))
-                new = {key: self._formed(place, key, values[name], old.get(key)) for key, name in found.items()}
-                self._states.keep(place, new)
-        self._restore_options()
-        load_extra(self._states.module, self._content.extra)
+        for place in self._places():
+            found = by_parameter.get(place.name, {})
+            old = dict(self._states.states_of(place))
+            new = {key: self._formed(place, key, values[name], old.get(key)) for key, name in found.items()}
+            self._states.keep(place, new)
+        for group, key, value in self._options:
+            live = group[key]
+            group[key] = live.fill_(value) if isinstance(live, torch.Tensor) else value
         self._states.updated()
+
+    def _places(self) -> Iterable[Place]:
+        return (place for place in self._states.places() if not place.is_absent)
 
     def _state_room(self, place: Place, key: str, name: str, saved: TensorStorageMetadata) -> dict[str, Any]:
         dtype = saved.properties.dtype
-        if self._is_number(place, key, saved.size):
-            return {name: torch.empty((), dtype=dtype)}
         if saved.size == place.shape:
             return {name: place.saved(self._states.room_for(place, key, dtype))}
-        if place.is_partial:
-            problem = f"has {key} {list(saved.size)} for all of {place.name}"
-            raise self._broken(problem, "resume on one rank, or under ddp")
         return {name: torch.empty(saved.size, dtype=dtype, device=place.tensor.device)}
+
+    def _require_state(self, place: Place, key: str, saved: TensorStorageMetadata, *, is_needed: bool) -> None:
+        shape, is_shaped = list(saved.size), is_needed and key not in SCALARS
+        if is_shaped and (saved.size != place.shape or not _same_kind(saved.properties.dtype, place.tensor.dtype)):
+            problem = f"has {key} of {place.name} as {saved.properties.dtype} {shape}"
+            raise self._broken(f"{problem}, and the parameter is {place.tensor.dtype} {list(place.shape)}", _SAME_MODEL)
+        if shape and (key in self._numbers or (is_needed and key in SCALARS)):
+            raise self._broken(f"has {key} of {place.name} as {shape}, which is no number", "name another checkpoint")
+        if place.is_partial and saved.size != place.shape and not self._is_number(place, key, saved.size):
+            raise self._broken(f"has {key} {shape} for all of {place.name}", "resume on one rank, or under ddp")
 
     def _is_number(self, place: Place, key: str, shape: torch.Size) -> bool:
         return place.is_number(key, shape) or key in self._numbers
@@ -93,35 +153,55 @@ class Restore:
             return value.to(place.tensor.device if on_device else "cpu", torch.float32)
         return value.item() if key in self._numbers else value
 
-    def _restore_options(self) -> None:
+    def _checked_options(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """The options of every live group that the checkpoint has, in the form in which the group has them."""
         groups = self._content.optimizer.get("groups", ())
         saved: dict[str, dict[str, Any]] = {name: one["options"] for one in groups for name in one["parameters"]}
+        found = []
         for names, group in self._states.groups():
             options = next((saved[name] for name in names if name in saved), dict[str, Any]())
             for key, value in options.items():
                 if key in group and key not in IMPLEMENTATION:
-                    group[key] = _like(group[key], value)
+                    try:
+                        found.append((group, key, as_live(group[key], value)))
+                    except ValueError as problem:
+                        raise Damaged(self._path / STATE, f"its optimizer's {shown(key)} {problem}") from None
+        return found
 
-    def _require_optimizer(self) -> None:
+    def _require_optimizer(self) -> frozenset[str]:
+        """The states that every parameter of this optimizer has, if it has any."""
         before, now = self._content.optimizer.get("class", ""), type(self._states.optimizer).__name__
-        if before != now and not any({before, now} <= same for same in _SAME_STATES):
+        same = next((needed for names, needed in _SAME_STATES if {before, now} <= names), None)
+        if before != now and same is None:
             raise self._broken(f"was trained with optimizer {before}, not {now}", f"resume with {before}")
+        needed = same or frozenset()
+        is_torchs_adam = "exp_avg_sq" in needed and type(self._states.optimizer).__module__.startswith("torch.")
+        return needed | {"step"} if is_torchs_adam else needed
 
-    def _require_model(self, target: Iterable[str], saved: Saved) -> None:
-        """Every weight of the model is there in its shape, and no other."""
-        tensors = self._states.names.tensors
-        live = {name: self._states.shape_of(tensors[name]) for name in (one.removeprefix(MODEL) for one in target)}
-        there = {name.removeprefix(MODEL): one.size for name, one in saved.items() if name.startswith(MODEL)}
+    def _require_model(self) -> None:
+        """Every weight of the model is there in its shape, and no other; no states of other weights either."""
+        tensors, saved = self._states.names.tensors, self._saved
+        live = {
+            name: self._states.shape_of(tensors[name]) for name in (one.removeprefix(MODEL) for one in self._weights)
+        }
+        there = {name.removeprefix(MODEL): one for name, one in saved.items() if name.startswith(MODEL)}
         for name, shape in live.items():
             if name not in there:
                 near = difflib.get_close_matches(name, there, n=1)
                 raise self._broken(f"has no weight {name}{f' (nearest: {near[0]})' if near else ''}", _SAME_MODEL)
-            if there[name] != shape:
-                raise self._broken(f"has {name} as {list(there[name])} and the model as {list(shape)}", _SAME_MODEL)
-        known = {*live, *self._states.names.aliases, *self._content.aliases}
+            if there[name].size != shape:
+                problem = f"has {name} as {list(there[name].size)} and the model as {list(shape)}"
+                raise self._broken(problem, _SAME_MODEL)
+            if not _same_kind(there[name].properties.dtype, tensors[name].dtype):
+                problem = f"has {name} as {there[name].properties.dtype} and the model as {tensors[name].dtype}"
+                raise self._broken(problem, _SAME_MODEL)
+        known = {*live, *tensors, *self._states.names.aliases, *self._content.aliases}
         for name in there:
             if name not in known:
-                raise self._broken(f"has a weight {name} that the model has not", _SAME_MODEL)
+                raise self._broken(f"has a weight {shown(name)[1:-1]} that the model has not", _SAME_MODEL)
+        for name, states in self._by_parameter.items():
+            if name not in known:
+                raise self._broken(f"has {shown(next(iter(states.values())))} and no such weight", _SAME_MODEL)
 
     def _broken(self, problem: str, remedy: str) -> BrokenFile:
         return BrokenFile(self._path, problem, remedy)
@@ -140,8 +220,66 @@ def _states_by_parameter(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _like(live: Any, value: Any) -> Any:
-    """A saved option in the form in which the live group has it."""
-    if isinstance(live, torch.Tensor):
-        return live.fill_(value)
+def as_live(live: Any, value: Any) -> Any:
+    """A value of JSON in the form of the one that it replaces, with its tuples and with its whole numbers as keys.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    if value is None or live is None:
+        return value
+    if isinstance(live, Mapping):
+        return _like_mapping(live, value)
+    if isinstance(live, (list, tuple)):
+        return _like_list(live, value)
+    is_alike = (
+        is_number(value) if _is_numeric(live) else type(value) is type(live) if isinstance(live, (bool, str)) else True
+    )
+    if not is_alike:
+        raise ValueError(f"is {shown(value)}, and was {shown(live)}")
+    return value
+
+
+def _like_mapping(live: Mapping[Any, Any], value: Any) -> Any:
+    """Names with an underscore come and go between versions of torch; others have to be the same."""
+    if not isinstance(value, dict):
+        raise ValueError(f"is {shown(value)}, which has no names")
+    if not live:
+        return value
+    by_text = {str(key): key for key in live}
+    if all(isinstance(key, int) for key in live):
+        return type(live)({int(key): one for key, one in value.items()})  # type: ignore[call-arg]
+    public = [{key for key in keys if not key.startswith("_")} - _GONE for keys in (value, by_text)]
+    if public[0] != public[1]:
+        raise ValueError(f"has {shown(min(public[0] ^ public[1]))} on one side alone")
+    found = {}
+    for key, one in value.items():
+        if key in by_text:
+            try:
+                found[key] = as_live(live[key], one)
+                if key in _PER_GROUP and len(live[key]) != len(found[key]):
+                    raise ValueError(f"has {len(one)} members, and not {len(live[key])}")
+            except (ValueError, TypeError) as problem:
+                raise ValueError(f"{shown(key)} {problem}") from None
+    return found
+
+
+def _like_list(live: Any, value: Any) -> Any:
+    if not isinstance(value, list):
+        raise ValueError(f"is {shown(value)}, which is no list")
+    if live and all(map(_is_numeric, live)):
+        value = [as_live(live[0], one) for one in value]
+    if isinstance(live, tuple) or any(isinstance(one, Mapping) for one in live):
+        if len(live) != len(value):
+            raise ValueError(f"has {len(value)} members, and not {len(live)}")
+        value = [as_live(one, other) for one, other in zip(live, value, strict=True)]
     return tuple(value) if isinstance(live, tuple) else value
+
+
+def _is_numeric(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
+    return is_tensor or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _same_kind(one: torch.dtype, two: torch.dtype) -> bool:
+    return (one.is_floating_point, one.is_complex) == (two.is_floating_point, two.is_complex)

@@ -1,7 +1,7 @@
 """One safetensors file, written piece by piece while its checksum is made.
 
 The safetensors library writes from a copy of all its bytes and makes no checksum; this writes the same format
-(8 bytes length, JSON header, data without gaps) holding one tensor at a time. Reading is the library's.
+(8 bytes length, JSON header, data without gaps) holding one tensor at a time. `strategies.checkpoint.reading` reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -109,12 +109,22 @@ def sum_of(path: Path) -> FileSum:
     Raises:
         OSError: it cannot be read.
     """
-    size = crc = 0
     with open(path, "rb") as file:
-        for slab in iter(lambda: file.read(_SLICE), b""):
-            crc = zlib.crc32(slab, crc)
-            size += len(slab)
-            beat()
+        return sum_of_open(file)
+
+
+def sum_of_open(file: BinaryIO) -> FileSum:
+    """Size and checksum of an open file, from where it stands.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = crc = 0
+    buffer = memoryview(bytearray(_SLICE))
+    while length := file.readinto(buffer):  # type: ignore[attr-defined]
+        crc = zlib.crc32(buffer[:length], crc)
+        size += length
+        beat()
     return FileSum(bytes=size, crc32=crc)
 
 

@@ -7,14 +7,16 @@ be written later, by another thread, from a copy.
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,17 +29,25 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from strategies.checkpoint.content import Index
+from strategies.checkpoint.reading import Damaged, fill, header_of, opened, shown
 from strategies.checkpoint.safefile import DTYPES, Entry, FileSum, bytes_of, lay_out, write
 from strategies.errors import BrokenFile, DsplanError
 from strategies.supervised.pulse import beat
 
-Index = dict[str, Any]
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
+_SLAB_BYTES = 2**25
+"""How much of a file is in memory at a time where it cannot be read in place."""
 
 
 def file_of(rank: int) -> str:
     """The name of a rank's file in a checkpoint's folder."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def is_ranks_file(name: str) -> bool:
+    """Whether a file has the name of a rank's."""
+    return re.fullmatch(r"rank-\d{5,}\.safetensors", name) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +89,7 @@ class Writer(StorageWriter):
 
     def __init__(self, rank: int) -> None:
         self.file = RankFile(name=file_of(rank))
-        self.index: Index = {}
+        self.index: dict[str, Any] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items = {}
@@ -144,12 +154,12 @@ class Reader(StorageReader):
             name, key = self._metadata.storage_data[item.storage_index]
             by_file.setdefault(name, []).append((key, item))
         for name, wanted in by_file.items():
-            try:
-                with safe_open(self._folder / name, framework="pt") as file:
-                    for key, item in wanted:
-                        _read(file, key, item, planner)
-            except (OSError, SafetensorError) as problem:
-                raise BrokenFile(self._folder / name, f"cannot be read ({problem})", "load another one") from None
+            with BoxFile.open(self._folder, name) as file:
+                for key, item in wanted:
+                    target = planner.resolve_tensor(item).detach()
+                    file.read(key, tuple(item.storage_offsets), target)
+                    planner.commit_tensor(item, target)
+                    beat()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -169,18 +179,83 @@ class Reader(StorageReader):
         return True
 
 
+class BoxFile:
+    """A rank's file, open to be read box by box."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path = file, path
+        self._stored = header_of(file, path)
+
+    @classmethod
+    @contextmanager
+    def open(cls, folder: Path, name: str) -> Iterator[BoxFile]:
+        """
+        Raises:
+            Damaged: it is no safetensors file.
+        """
+        with opened(folder, name) as file:
+            yield cls(file, folder / name)
+
+    def read(self, key: str, offsets: Sequence[int], target: torch.Tensor) -> None:
+        """Read the part of a box that begins at `offsets` and has the target's shape, a few rows at a time.
+
+        Raises:
+            Damaged: the file has no such box, or no longer.
+        """
+        stored = self._stored.get(key)
+        if stored is None or len(stored.shape) != target.dim():
+            raise Damaged(self._path, f"has no {shown(key)}")
+        dtype, shape = DTYPES[stored.dtype], stored.shape
+        if shape == target.shape and target.dtype == dtype and _is_plain(target):
+            self._fill(stored.begin, target)
+            return
+        if not shape:
+            target.copy_(self._rows(stored.begin, (), dtype))
+            return
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        rows = max(1, _SLAB_BYTES // max(1, row_bytes))
+        spans = zip(offsets[1:], target.shape[1:], strict=True)
+        inner = (slice(None), *(slice(low, low + long) for low, long in spans))
+        for row in range(0, target.shape[0], rows):
+            part = target[row : row + rows]
+            begin = stored.begin + (offsets[0] + row) * row_bytes
+            part.copy_(self._rows(begin, (part.shape[0], *shape[1:]), dtype)[inner])
+
+    def _rows(self, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Elements of the file from a byte on, in host memory."""
+        is_bool = dtype == torch.bool
+        values = torch.empty(shape, dtype=torch.uint8 if is_bool else dtype)
+        self._fill(begin, values)
+        return values != 0 if is_bool else values  # other bytes than 0 and 1 are no bool
+
+    def _fill(self, begin: int, values: torch.Tensor) -> None:
+        buffer = bytes_of(values)
+        self._file.seek(begin)
+        for start in range(0, len(buffer), _SLAB_BYTES):
+            fill(self._file, self._path, buffer[start : start + _SLAB_BYTES])
+            beat()
+
+
+def _is_plain(target: torch.Tensor) -> bool:
+    """Whether a tensor's memory can take a file's bytes as they are."""
+    is_bare = target.device.type == "cpu" and type(target) is torch.Tensor
+    return (
+        is_bare and target.is_contiguous() and target.dtype != torch.bool and not (target.is_conj() or target.is_neg())
+    )
+
+
 def metadata_of(index: Index) -> Metadata:
     """An index in torch's terms."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, tuple[str, str]] = {}
     for name, one in index.items():
         chunks = []
-        for box in one["boxes"]:
-            offsets = torch.Size(box["offsets"])
-            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(box["sizes"])))
-            places[MetadataIndex(name, offsets)] = (box["file"], box["key"])
-        properties = TensorProperties(dtype=DTYPES[one["dtype"]])
-        tensors[name] = TensorStorageMetadata(properties=properties, size=torch.Size(one["shape"]), chunks=chunks)
+        for box in one.boxes:
+            offsets = torch.Size(box.offsets)
+            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(box.sizes)))
+            places[MetadataIndex(name, offsets)] = (box.file, box.key)
+        properties = TensorProperties(dtype=DTYPES[one.dtype])
+        tensors[name] = TensorStorageMetadata(properties=properties, size=torch.Size(one.shape), chunks=chunks)
     return Metadata(state_dict_metadata=tensors, storage_data=places)
 
 
@@ -201,21 +276,9 @@ def _later(planner: SavePlanner, item: Any) -> Callable[[], torch.Tensor]:
     return resolve
 
 
-def _described(name: str, chunk: ChunkStorageMetadata, places: Mapping[MetadataIndex, tuple[str, str]]) -> Index:
+def _described(name: str, chunk: ChunkStorageMetadata, places: Mapping[MetadataIndex, tuple[str, str]]) -> Any:
     file, key = places[MetadataIndex(name, chunk.offsets)]
     return {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "key": key}
-
-
-def _read(file: Any, key: str, item: ReadItem, planner: LoadPlanner) -> None:
-    target = planner.resolve_tensor(item).detach()
-    if item.storage_offsets:
-        begins = zip(item.storage_offsets, item.lengths, strict=True)
-        found = file.get_slice(key)[tuple(slice(begin, begin + length) for begin, length in begins)]
-    else:
-        found = file.get_tensor(key)
-    target.copy_(found)
-    planner.commit_tensor(item, target)
-    beat()
 
 
 def carried_out(path: Path, move: Callable[[], object]) -> None:

@@ -49,6 +49,8 @@ class Attempt:
         with make_launcher(self._spec) as launcher:
             while (status := launcher.poll()) is None and not self._is_over(launcher):
                 yield from self._news(final=False)
+                for text in launcher.remarks():
+                    yield OutputLine(rank=0, stream="stderr", text=text)
                 time.sleep(_POLL_SECONDS)
         yield from self._news(final=True)
         self._conclude(status, memory_killed=memory_kills() > kills)

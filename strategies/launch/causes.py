@@ -16,6 +16,7 @@ from strategies.launch.spec import RESULT_FILE, log_path
 AGENT_LOG = "agent.log"
 """What the launcher itself printed."""
 _FAILURE = re.compile(r"rank(\d+)\.failure\.json")
+_SUCCESS = re.compile(r"rank(\d+)\.success\.json")
 _OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 # What gloo, NCCL and the store say on the ranks that are left when a peer is gone.
 _ECHO_WORDS = (
@@ -79,13 +80,15 @@ def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> E
     """
     result = _read(directory / RESULT_FILE)
     codes = {int(rank): int(code) for rank, code in result.get("failures", {}).items()}
-    failures = _failures(directory)
+    failures = _words_of(directory, _FAILURE)
     own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
     silent = {
         rank: code for rank, code in (own or ({} if failures else codes)).items() if code and rank not in failures
     }
     found = [_said(directory, rank, failure, codes.get(rank)) for rank, failure in failures.items()]
     found += [_silent(directory, rank, code, memory_killed=memory_killed) for rank, code in silent.items()]
+    if (deserter := _who_ended_early(directory, found)) is not None:
+        found = [deserter]
     found.sort(key=lambda one: (FIRST.index(one.kind), _is_echo(one), one.rank is None, one.rank or 0))
     if result.get("kind") in ENDING_KINDS:
         return _as_launcher_says(result, found, directory)
@@ -94,7 +97,7 @@ def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> E
 
 def forget_last_attempt(directory: Path) -> None:
     """Remove what the last attempt left to say why it ended, before the next one begins."""
-    for pattern in ("rank*.failure.json", "rank*.pid", "rank*.heartbeat", RESULT_FILE):
+    for pattern in ("rank*.failure.json", "rank*.success.json", "rank*.pid", "rank*.heartbeat", RESULT_FILE):
         for path in directory.glob(pattern):
             path.unlink(missing_ok=True)
 
@@ -109,10 +112,37 @@ def with_stacks_kept(ending: Ending, directory: Path, attempt: int) -> Ending:
     return replace(ending, log=stacks) if stacks.exists() else ending
 
 
-def _failures(directory: Path) -> dict[int, dict[str, Any]]:
+def _words_of(directory: Path, kind: re.Pattern[str]) -> dict[int, dict[str, Any]]:
     """What ranks wrote of their own ends; a file cut short says nothing."""
-    named = ((_FAILURE.fullmatch(path.name), path) for path in directory.glob("rank*.failure.json"))
-    return {int(match[1]): failure for match, path in named if match and (failure := _read(path))}
+    named = ((kind.fullmatch(path.name), path) for path in directory.glob("rank*.json"))
+    return {int(match[1]): word for match, path in named if match and (word := _read(path))}
+
+
+def _who_ended_early(directory: Path, found: Sequence[Ending]) -> Ending | None:
+    """The rank that ended with status 0 while others trained, where they ended for nothing else."""
+    ended = _words_of(directory, _SUCCESS)
+    if not ended or not found or not all(_may_miss(one, ended) for one in found):
+        return None
+    rank = min(ended, key=lambda one: float(ended[one].get("time") or 0))
+    step = ended[rank].get("step")
+    where = "before its first step" if step is None else f"at step {step}"
+    return Ending(
+        kind="failed",
+        rank=rank,
+        host=str(ended[rank].get("host") or ""),
+        step=step,
+        type="EndedEarly",
+        reason=f"ended with status 0 {where} while the others were training",
+        log=log_path(directory, rank, "stderr"),
+        exit_status=0,
+    )
+
+
+def _may_miss(one: Ending, ended: Mapping[int, object]) -> bool:
+    """Whether a rank may have ended only because another one did: its collectives failed, or waited for that one."""
+    if one.kind == "hung":
+        return one.rank in ended
+    return _is_echo(one) or one.exit_status == -signal.SIGABRT
 
 
 def _said(directory: Path, rank: int, failure: Mapping[str, Any], exit_status: int | None) -> Ending:

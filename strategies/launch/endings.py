@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from planner.errors import NothingFits
+
 EndingKind = Literal[
     "failed",  # the script raised, or ended with a status of its own
     "refused",  # what was asked for cannot be run: an expected failure that no repetition mends
@@ -24,3 +26,10 @@ STOPS: tuple[EndingKind, ...] = ("preempted", "switch", "regrouped")
 STOPPED = 75
 """Exit status of a rank that saved and stopped on purpose, and of `dsplan run` when it was preempted: EX_TEMPFAIL of
 sysexits.h, "try again later". `rank{N}.failure.json` has the kind."""
+
+
+def exit_status_of(kind: EndingKind, error_type: str) -> int:
+    """The exit status of a rank or a run that ended so: 2 cannot be run, 1 failed or no plan fits."""
+    if kind in ("preempted", "switch"):
+        return STOPPED
+    return 2 if kind == "refused" and error_type != NothingFits.__name__ else 1

@@ -1,11 +1,14 @@
 """The journal of a run, `run.jsonl`: one JSON object per line for every attempt, ending, decision and alert. No torch.
 
-    {"event": "attempt", "attempt": k, "time": ..., "ranks": ..., "resumes": ...}
+    {"event": "attempt", "attempt": k, "time": ..., "ranks": ..., "resumes": ..., "saved": ...,
+     "since": ..., "base": ...}                    `saved`: the step of the newest checkpoint by then, 0 for none;
+                                                   `since` and `base` as the orders have them
     {"event": "plan", "attempt": k, "time": ..., "plan": ...}     the plan in use, as the JSON contract has it
     {"event": "ending", "attempt": k, "time": ..., "kind": a word of `endings`, "rank": ..., "host": ..., "step": ...,
      "reason": ..., "log": ..., "exit_status": ..., "first_step": ..., "last_step": ...}
                                                    for an attempt that did not complete
     {"event": "decision", "attempt": k, "time": ..., "action": a word of `policy`, "why": ..., "delay_seconds": ...}
+    {"event": "saved", "attempt": k, "time": ..., "step": ..., "path": ..., ...}     a checkpoint is complete
     {"event": "back", "attempt": k, "time": ..., "step": ..., "seconds_lost": ...}   the run is where it was before
     {"event": "alert", "attempt": k, "time": ..., ...}        what a rank noticed
     {"event": "end", "attempt": k, "time": ..., "outcome": ..., "exit_code": ..., "first_step": ..., "last_step": ...}
@@ -38,7 +41,7 @@ class Journal:
         row: dict[str, object] = {"event": event, "attempt": attempt, "time": round(time.time(), 3), **fields}
         line = (json.dumps(row) + "\n").encode()
         try:
-            _append(self._path, line)
+            append_line(self._path, line)
         except OSError as problem:
             # The run matters more than its story, which the last page tells from memory too.
             if not self._has_told:
@@ -46,7 +49,7 @@ class Journal:
             self._has_told = True
 
 
-def _append(path: Path, line: bytes) -> None:
+def append_line(path: Path, line: bytes) -> None:
     """Write a line at once, as appending in one call keeps it whole among those of others. What a full disk or a lost
     machine cut short keeps a line of its own.
 
@@ -72,8 +75,8 @@ def read_journal(directory: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue  # cut short by the end of its process
-        if isinstance(row, dict):
+        if isinstance(row, dict) and isinstance(row.get("attempt", 0), int):
             rows.append(row)
     return rows

@@ -40,6 +40,9 @@ class Launcher(Protocol):
     def poll(self) -> int | None:
         """The exit status: 0 when every rank ended with 0; None while any runs."""
 
+    def remarks(self) -> list[str]:
+        """What it has to say itself since the last call, line by line."""
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every rank that is ready for it. Called again and again until they end."""
 

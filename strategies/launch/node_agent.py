@@ -8,6 +8,7 @@ run has room for, the ranks are asked to save before all start again with it.
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from strategies.launch.spec import RESULT_FILE, LaunchSpec, write_json
 _SIGNAL_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 _LEAVE_SECONDS = 5.0
+_REMARK_SECONDS = 15.0
 
 
 class NodePlace(RendezvousHandler):
@@ -39,8 +41,10 @@ class NodePlace(RendezvousHandler):
     the ranks of one fail.
     """
 
-    def __init__(self, rendezvous: DynamicRendezvousHandler) -> None:
+    def __init__(self, rendezvous: DynamicRendezvousHandler, waits_for: str) -> None:
+        """`waits_for` follows the number of nodes that are there, in what is said where the others take long."""
         self.rendezvous = rendezvous
+        self._waits_for = waits_for
 
     @property
     def use_agent_store(self) -> bool:
@@ -50,7 +54,22 @@ class NodePlace(RendezvousHandler):
         return self.rendezvous.get_backend()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return self.rendezvous.next_rendezvous()
+        """Wait for the other nodes, and say how many are there where that takes long, and when it changes."""
+        is_over = threading.Event()
+        saying = threading.Thread(target=self._say_who_is_there, args=(is_over,), name="who is there", daemon=True)
+        saying.start()
+        try:
+            return self.rendezvous.next_rendezvous()
+        finally:
+            is_over.set()
+            saying.join()
+
+    def _say_who_is_there(self, is_over: threading.Event) -> None:
+        said = -1
+        while not is_over.wait(_REMARK_SECONDS):
+            if self.present != said:
+                said = self.present
+                print(f"dsplan: {said} {self._waits_for}", flush=True)
 
     def is_closed(self) -> bool:
         return self.rendezvous.is_closed()

@@ -6,6 +6,7 @@ reads. Between rounds it holds its place, so that the others, who start again so
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import sys
@@ -31,13 +32,15 @@ from hardware_db.errors import DsplanError
 from strategies.launch.local import rendezvous_of
 from strategies.launch.node_agent import NodeAgent, NodePlace
 from strategies.launch.place import address_towards
-from strategies.launch.rendezvous_store import answers
 from strategies.launch.spec import RESULT_FILE, LaunchSpec, write_json
 from strategies.process_variables import Address
+from strategies.reach import speaks_http, unanswered
+from strategies.rendezvous import find_store
 
 SECONDS = "DSPLAN_RENDEZVOUS_SECONDS"
 _JOIN_SECONDS = 600.0  # a cluster's nodes may start minutes apart
 _FIRST_REACH_SECONDS = 25.0
+_ANSWER_SECONDS = 10.0  # a store that is there answers in milliseconds, on a machine that is busy in seconds
 # A node that comes within this time after the least number is there belongs to the same round.
 _LAST_CALL_SECONDS = 5
 # A node is lost when it has not been heard of for ten seconds: a pause that no busy machine needs.
@@ -66,9 +69,9 @@ class Node:
         except RendezvousClosedError:
             self._write("refused", f"the run at {self._at} is over: its other nodes have finished it", status=2)
         except RendezvousTimeoutError:
-            least = self._spec.placement.least_nodes
+            least, seconds = self._spec.placement.least_nodes, _patience(_JOIN_SECONDS)
             remedy = "start dsplan run on the others, or lower --nodes"
-            self._write("lost", f"fewer than {least} nodes came to {self._at}; {remedy}")
+            self._write("lost", f"fewer than {least} nodes came to {self._at} within {seconds:g} s; {remedy}")
         except RendezvousConnectionError:
             self._place = None  # whoever serves the rendezvous next knows nothing of this place
             self._write("lost", f"the rendezvous at {self._at} is gone, and with it the node that has this address")
@@ -88,24 +91,32 @@ class Node:
     def _round(self) -> None:
         if self._place is None:
             self._await()
-            self._place = NodePlace(_handler(self._spec, self._at))
+            self._place = NodePlace(_handler(self._spec, self._at), self._waits_for())
         agent = _agent(self._spec, self._place)
         result = agent.run()
         if agent.conclude(result) == 0:
             self._place.rendezvous.shutdown()  # nodes that come late are told that the run is over
 
     def _await(self) -> None:
-        """Wait until the rendezvous answers; long only where it has answered before."""
+        """Wait until the rendezvous answers; long only where it has answered before.
+
+        Raises:
+            DsplanError: it does not; what is there instead, and what to do.
+        """
         patience = _patience(_JOIN_SECONDS if self._has_reached else _FIRST_REACH_SECONDS)
+        if self._has_reached:
+            print(f"dsplan: the rendezvous at {self._at} is gone; waiting up to {patience:g} s for it", flush=True)
         deadline = time.monotonic() + patience
-        while not answers(self._at):
+        while why := _unreached(self._at):
             if time.monotonic() > deadline:
-                raise DsplanError(
-                    f"nothing answers at the rendezvous {self._at} within {patience:g} s; start dsplan run on the node"
-                    " that has this address, and check that no firewall is between"
-                )
+                gone = f"the rendezvous at {self._at} was there and is gone: " if self._has_reached else ""
+                raise DsplanError(f"{gone}{why} (looked for {patience:g} s)")
             time.sleep(_LOOK_SECONDS)
         self._has_reached = True
+
+    def _waits_for(self) -> str:
+        placement, seconds = self._spec.placement, _patience(_JOIN_SECONDS)
+        return f"of at least {placement.least_nodes} nodes at {self._at}; waiting up to {seconds:g} s for the others"
 
     def _write(self, kind: str, reason: str, *, status: int = 1) -> None:
         print(f"error: {reason}", flush=True)
@@ -128,6 +139,28 @@ def serve(spec: LaunchSpec) -> int:
     finally:
         node.leave()
     return 0
+
+
+def _unreached(at: Address) -> str:
+    """Why this node does not reach a store at an address yet, and what to do; empty where it does.
+
+    Raises:
+        DsplanError: another program is there, for which nobody needs to wait.
+    """
+    try:
+        why = unanswered(at.host, at.port)
+    except OSError as problem:
+        return f"there is no host {at.host!r} ({problem.strerror}); give --rendezvous an address that every node knows"
+    if why == os.strerror(errno.ECONNREFUSED):
+        return f"nothing listens at the rendezvous {at}; start dsplan run first on the node that has this address"
+    if why:
+        return f"the rendezvous {at} cannot be reached ({why}); check the address, and that no firewall is between"
+    if find_store(at, _ANSWER_SECONDS) is not None:
+        return ""
+    is_web = speaks_http(at.host, at.port)
+    what = "something that never answers" if is_web is None else "a web server" if is_web else "another program"
+    remedy = "give --rendezvous a free port, the same on every node"
+    raise DsplanError(f"at the rendezvous {at} is {what} and no run of dsplan; {remedy}")
 
 
 def _lines_of_its_own() -> TextIO:

@@ -38,6 +38,11 @@ class Orders:
     Checkpoints go to `checkpoint_directory` every `checkpoint_minutes` and every `checkpoint_steps` (None: that one
     does not count), unless the script saves by itself. `hang_seconds` without progress end the attempt.
     `global_batch_size` is what the first attempt trained with (None before it): every later plan keeps it.
+
+    `run_id` marks the run's checkpoints. `reached` is the highest step that earlier attempts are known to have come to
+    (0: none), and `may_begin_anew` says that no checkpoint of the run was ever complete, so that nothing is lost. Only
+    checkpoints of attempts from `since` on count; before there is one, `base` does, a checkpoint that was named
+    (`--resume-from`; empty: none).
     """
 
     attempt: int = 0
@@ -49,6 +54,11 @@ class Orders:
     tunes: bool = False
     global_batch_size: int | None = None
     failed_plans: tuple[FailedPlan, ...] = field(default_factory=tuple)
+    run_id: str = ""
+    reached: int = 0
+    may_begin_anew: bool = True
+    since: int = 0
+    base: str = ""
 
     def save(self, run_directory: Path) -> None:
         """Replace the orders in a run directory."""

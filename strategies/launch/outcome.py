@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from strategies.launch.causes import Ending
-from strategies.launch.endings import STOPPED
+from strategies.launch.endings import STOPPED, exit_status_of
 
 OutcomeName = Literal["completed", "failed", "out_of_memory", "interrupted", "preempted"]
-
-REFUSED = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +33,7 @@ def outcome_of(ending: Ending) -> Outcome:
         return Outcome(name="preempted", exit_code=STOPPED)
     return Outcome(
         name="out_of_memory" if ending.kind == "out_of_memory" else "failed",
-        exit_code=REFUSED if ending.kind == "refused" else 1,
+        exit_code=exit_status_of(ending.kind, ending.type),
         rank=ending.rank,
         reason=ending.reason,
         log=ending.log,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from strategies.launch.hooks.accepts import check_strategy
 from strategies.launch.placing import check_placement
 from strategies.launch.recognise import Script, recognise
 from strategies.launch.resuming import resumed
+from strategies.launch.run_state import BEGIN_ANEW
 from strategies.launch.settings import Placement, Supervision
 from strategies.launch.spec import SPEC_FILE, LaunchSpec
 from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
@@ -33,8 +35,9 @@ _MOST_PROCESSES = 1024
 class RunRequest:
     """What `dsplan run` was asked: the script with its arguments, and a plan, a number of processes or a strategy.
 
-    `resume` is the directory of a run to go on with, which fills in what is left open; `earlier_processes` is what it
-    ran with. `placement` and `supervision` hold the fields of those values that were asked for.
+    `resume` is the directory of a run to go on with, which fills in what is left open: `earlier_processes` is what it
+    ran with, `run_id` what its checkpoints are marked with. `resume_from` is the checkpoint to go on from, or `start`;
+    empty: the newest. `placement` and `supervision` hold the fields of those values that were asked for.
     """
 
     script: Path | None = None
@@ -44,7 +47,9 @@ class RunRequest:
     strategy: str | None = None
     run_directory: Path | None = None
     resume: Path | None = None
+    resume_from: str = ""
     earlier_processes: int | None = None
+    run_id: str = ""
     placement: Asked = field(default_factory=dict)
     supervision: Asked = field(default_factory=dict)
 
@@ -57,6 +62,7 @@ class Launch:
     script: Script
     plan: Plan | None
     resumes: bool = False
+    resume_from: str = ""
 
     @property
     def ranks(self) -> int:
@@ -66,6 +72,8 @@ class Launch:
     @property
     def notice(self) -> str:
         """What to know before the ranks start; empty where nothing needs saying."""
+        if self.resumes and self.script.kind in ("accelerate", "deepspeed"):
+            return f"{self.script.path} goes on from what its own code loads: dsplan keeps no checkpoint of it"
         if self.script.kind != "plain":
             return ""
         return (
@@ -82,6 +90,8 @@ def prepare(request: RunRequest) -> Launch:
     """
     if request.resume is not None:
         request = resumed(request, request.resume)
+    elif request.resume_from:
+        raise ContradictoryRequest("--resume-from says where a run goes on that --resume names; add --resume DIR")
     if request.script is None:
         raise DsplanError("SCRIPT is missing; name the Python file that trains your model, or --resume a run")
     script = recognise(request.script)
@@ -103,7 +113,31 @@ def prepare(request: RunRequest) -> Launch:
     if placement.launcher == "local" and supervision.checkpoint_directory:
         _check_writable(Path(supervision.checkpoint_directory))
     spec = _spec(request, script, processes, gpus)
-    return Launch(spec=replace(spec, placement=placement), script=script, plan=plan, resumes=request.resume is not None)
+    return Launch(
+        spec=replace(spec, placement=placement),
+        script=script,
+        plan=plan,
+        resumes=request.resume is not None,
+        resume_from=_resume_from(request, script),
+    )
+
+
+def _resume_from(request: RunRequest, script: Script) -> str:
+    """The checkpoint to go on from, absolute, as ranks may be elsewhere; `start` and empty stay."""
+    named = request.resume_from
+    if not named:
+        return ""
+    if script.kind not in ("dsplan", "huggingface"):
+        raise ContradictoryRequest(
+            f"--resume-from: dsplan loads no checkpoint for {script.path}, whose own code does; leave it out"
+        )
+    if named == BEGIN_ANEW:
+        return named
+    path = Path(named).absolute()
+    state = "trainer_state.json" if script.kind == "huggingface" else "state.json"
+    if not (path / state).is_file():
+        raise DsplanError(f"--resume-from {named}: is no checkpoint ({state} is not there); name one, or {BEGIN_ANEW}")
+    return str(path)
 
 
 def _processes(request: RunRequest, plan: Plan | None, placement: Placement, gpus: int) -> int:
@@ -185,6 +219,7 @@ def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> Lau
         run_directory=str(directory),
         environment=environment,
         supervision=_supervision(request.supervision, script),
+        run_id=request.run_id or uuid.uuid4().hex,
     )
 
 

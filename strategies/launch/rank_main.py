@@ -20,7 +20,7 @@ from strategies.launch.agreed import agree, let_the_waiting_go, narrow, wait_for
 from strategies.launch.place import take_place
 from strategies.launch.settings import ScriptKind
 from strategies.launch.spec import LaunchSpec, log_path
-from strategies.supervised.failures import described, exit_status, failure_of, write_failure
+from strategies.supervised.failures import described, exit_status, failure_of, write_failure, write_success
 from strategies.supervised.process import begin
 
 _HOOKS: dict[ScriptKind, str] = {
@@ -44,7 +44,10 @@ def main(spec_path: str) -> int:
     try:
         _run_script(spec)
     except SystemExit as exit_request:
-        return _exit_status(exit_request, spec.directory, rank)
+        status = _exit_status(exit_request, spec.directory, rank)
+        if status == 0:
+            _leave_word(spec.directory, rank)
+        return status
     except BaseException as error:
         failure = failure_of(error, spec.directory)
         write_failure(spec.directory, rank, failure)
@@ -53,7 +56,16 @@ def main(spec_path: str) -> int:
         else:
             _print_traceback(error)
         return exit_status(failure)
+    _leave_word(spec.directory, rank)
     return 0
+
+
+def _leave_word(directory: Path, rank: int) -> None:
+    """This rank's script has ended well: for the command, and for ranks that still mean to meet this one."""
+    from strategies.rendezvous import ended
+
+    write_success(directory, rank)
+    ended()
 
 
 def _redirect(directory: Path, rank: int) -> None:

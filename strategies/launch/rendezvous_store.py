@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,10 +17,10 @@ from pathlib import Path
 from hardware_db.errors import DsplanError
 from strategies.launch.die_with_parent import die_with_parent
 from strategies.process_variables import Address
+from strategies.reach import addresses, answers, is_own_address
 
 STORE_LOG = "rendezvous.log"
 _START_SECONDS = 60.0  # importing torch takes seconds, on a loaded machine many
-_TRY_SECONDS = 3.0
 
 
 def main(port: str, parent: str) -> int:
@@ -45,7 +44,7 @@ def ensure_store(at: Address, directory: Path, environment: dict[str, str]) -> N
     Raises:
         DsplanError: there is no such host, or the store cannot be served at that port.
     """
-    if not is_here(at.host) or answers(at):
+    if not is_here(at.host) or _answers(at):
         return
     command = [sys.executable, "-m", "strategies.launch.rendezvous_store", str(at.port), str(os.getpid())]
     with (directory / STORE_LOG).open("wb") as log:
@@ -53,10 +52,10 @@ def ensure_store(at: Address, directory: Path, environment: dict[str, str]) -> N
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
     deadline = time.monotonic() + _START_SECONDS
-    while not answers(at):
+    while not _answers(at):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            if answers(at):  # another `dsplan run` of this machine was faster
+            if _answers(at):  # another `dsplan run` of this machine was faster
                 return
             reason = (directory / STORE_LOG).read_text().strip() or f"nothing within {_START_SECONDS:g} s"
             raise DsplanError(f"the nodes cannot meet at {at}: {reason}; give --rendezvous a free port on every node")
@@ -70,27 +69,19 @@ def is_here(host: str) -> bool:
         DsplanError: nobody knows such a host.
     """
     try:
-        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except socket.gaierror as problem:
+        addresses(host)
+    except OSError as problem:
         raise DsplanError(
             f"--rendezvous: there is no host {host!r} ({problem.strerror}); give a name or an address of one node that"
             " every node knows"
         ) from None
-    for family, kind, protocol, _, address in addresses:
-        with suppress(OSError), socket.socket(family, kind, protocol) as trying:
-            trying.bind(address)
-            return True
+    return is_own_address(host)
+
+
+def _answers(at: Address) -> bool:
+    with suppress(OSError):
+        return answers(at.host, at.port)
     return False
-
-
-def answers(at: Address) -> bool:
-    """Whether something listens at an address."""
-    try:
-        with socket.create_connection((at.host, at.port), timeout=_TRY_SECONDS) as answered:
-            # Linux connects a socket to itself where it happens to take the port that it calls.
-            return bool(answered.getsockname() != answered.getpeername())
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

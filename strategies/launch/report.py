@@ -10,7 +10,15 @@ from strategies.launch.causes import Ending
 from strategies.launch.outcome import Outcome
 from strategies.launch.policy import Decision
 from strategies.launch.spec import LaunchSpec
-from strategies.metrics import MeasuredRun, Row, last_attempt, of_attempt, read_metrics, summarise
+from strategies.metrics import (
+    MeasuredRun,
+    Row,
+    last_attempt,
+    of_attempt,
+    read_metrics,
+    summarise,
+    with_attempts,
+)
 
 REPORT_FILE = "report.md"
 
@@ -59,10 +67,17 @@ def measured_attempt(directory: Path, attempt: int) -> MeasuredRun:
     return summarise(of_attempt(_metrics(directory), attempt))
 
 
-def highest_step(directory: Path) -> int:
-    """The highest step that any rank ever reached, counted from 1; 0 where none did."""
-    steps = (row.get("global_step") for rows in _metrics(directory) for row in rows if row.get("event") == "step")
+def highest_step(directory: Path, since: int = 0) -> int:
+    """The highest step that any rank reached in attempts from `since` on, counted from 1; 0 where none did."""
+    rows = ((attempt, row) for of_rank in _metrics(directory) for attempt, row in with_attempts(of_rank))
+    steps = (row.get("global_step") for attempt, row in rows if attempt >= since and row.get("event") == "step")
     return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+def last_attempt_in(directory: Path) -> int:
+    """The number of the last attempt that any rank wrote metrics in; -1 where none did."""
+    metrics = _metrics(directory)
+    return last_attempt(metrics) if any(metrics) else -1
 
 
 def _metrics(directory: Path) -> list[list[Row]]:

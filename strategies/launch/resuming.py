@@ -46,6 +46,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         run_directory=directory,
         resume=directory,
         earlier_processes=earlier.processes,
+        run_id=earlier.run_id,
         placement=_placement(earlier.placement, request.placement),
         supervision=asdict(earlier.supervision) | request.supervision,
     )

@@ -28,6 +28,7 @@ class RunFiles:
         self._followers: dict[str, LineFollower] = {}
         self._seen: dict[str, int] = {}
         self._leader: int | None = None
+        self._refusals: set[str] = set()
         self._metrics_start: dict[str, int] = {}
         for name, size in self._sizes().items():
             if _OUTPUT.fullmatch(name):
@@ -37,11 +38,12 @@ class RunFiles:
     def begin_attempt(self) -> None:
         """Metrics from here on belong to a new attempt, whose first rank may be another."""
         self._leader = None
+        self._refusals.clear()
         self._metrics_start = {name: size for name, size in self._sizes().items() if _METRICS.fullmatch(name)}
 
     def news(self, *, final: bool = False) -> Iterator[OutputLine | dict[str, Any]]:
         """New rows of metrics, of the lowest rank that wrote any in this attempt; then new lines: stderr of every rank,
-        stdout of rank 0."""
+        stdout of rank 0. What all ranks refuse alike is given once."""
         sizes = self._sizes()
         yield from self._rows(sizes, final=final)
         for name in sorted(sizes):
@@ -49,6 +51,10 @@ class RunFiles:
             if match and (match[2] == "stderr" or match[1] == "0"):
                 stream: Literal["stdout", "stderr"] = "stdout" if match[2] == "stdout" else "stderr"
                 for line in self._lines(name, sizes[name], final=final):
+                    if line.startswith("error: "):
+                        if line in self._refusals:
+                            continue
+                        self._refusals.add(line)
                     yield OutputLine(rank=int(match[1]), stream=stream, text=line)
 
     def _rows(self, sizes: Mapping[str, int], *, final: bool) -> Iterator[dict[str, Any]]:

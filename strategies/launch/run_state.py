@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hardware_db.errors import BrokenFile, DsplanError
 from planner.plan import Plan
@@ -13,32 +13,46 @@ from planner.plan_io import load_plan, plan_to_dict, save_plan
 from strategies.launch.course import Course
 from strategies.launch.journal import read_journal
 from strategies.launch.orders import CHECKPOINTS, FailedPlan, Orders
-from strategies.launch.report import highest_step
+from strategies.launch.report import highest_step, last_attempt_in
 from strategies.launch.spec import LaunchSpec
+from strategies.supervised import lineage
 
 PLAN_FILE = "plan.yaml"
-_SAVES_FILE = "checkpoints.jsonl"
+BEGIN_ANEW = "start"
+"""`--resume-from start`: no checkpoint of the run counts."""
+_STEPS = ("step", "last_step")
+_BEGUN_AT_ONCE = 8
+"""No more saves than these are under way at once: whatever else was begun and is not there never came to be."""
 
 
 class RunState:
     """The plan in use, the orders of the attempt, and the course of the steps.
 
-    `first` is the number of the first attempt of this command, above 0 where it goes on with a run.
+    `first` is the number of the first attempt of this command, above 0 where it goes on with a run. `resume_from` is
+    what `--resume-from` names: a checkpoint, or `start`.
     """
 
-    def __init__(self, spec: LaunchSpec, plan: Plan | None, *, resumes: bool) -> None:
+    def __init__(self, spec: LaunchSpec, plan: Plan | None, *, resumes: bool, resume_from: str = "") -> None:
         self._spec = spec
+        self._resumes = resumes
         directory = spec.directory
         rows = read_journal(directory) if resumes else []
         earlier = Orders.load(directory) if resumes else None
-        self.first = 1 + max((int(row.get("attempt", 0)) for row in rows), default=-1)
+        self.first = _next_attempt(directory, rows, earlier) if resumes else 0
         if resumes and plan is None and (directory / PLAN_FILE).exists():
             plan = load_plan(directory / PLAN_FILE)
         self.plan: Plan | None = None
-        self.orders = _orders(spec, earlier)
-        self.course = Course(highest_step(directory) if resumes else 0)
-        if resumes:
-            self.notice_saves()
+        self.orders = replace(_orders(spec, earlier), **_begun_anew(rows, earlier))
+        if resume_from:
+            self.orders = replace(self.orders, since=self.first, base="" if resume_from == BEGIN_ANEW else resume_from)
+        known = lineage.known(directory) if resumes else lineage.Known()
+        self._journalled = {one.path for one in known.journalled}
+        self._saved = max((one.step for one in known.journalled if self._counts(one)), default=0)
+        self._has_full_story = not resumes or bool(resume_from) or _tells_of_every_save(rows, known)
+        self._seen, self._lines = (0, 0), 0
+        self._begun: dict[str, lineage.Made] = {}
+        self.course = Course(_highest_step(directory, rows, self.orders.since) if resumes else 0)
+        self.saves_to_note = self.notice_saves() if resumes else []
         if plan is not None:
             self._take(plan)
 
@@ -56,7 +70,13 @@ class RunState:
         """
         if self.plan is not None:
             self._keep_plan(self.plan)
-        self.orders = replace(self.orders, attempt=attempt, resumes=attempt > 0)
+        self.orders = replace(
+            self.orders,
+            attempt=attempt,
+            resumes=attempt > 0 or self._resumes,
+            reached=self.course.highest,
+            may_begin_anew=self._has_full_story and not self.saved and not self.orders.base,
+        )
         try:
             self.orders.save(self._spec.directory)
         except OSError as problem:
@@ -90,10 +110,40 @@ class RunState:
             )
             self.orders = replace(self.orders, failed_plans=(*self.orders.failed_plans, failed))
 
-    def notice_saves(self) -> None:
-        """Look which checkpoints there are."""
-        for step in _saved_steps(self._spec.directory / _SAVES_FILE):
-            self.course.saved(step)
+    @property
+    def saved(self) -> int:
+        """The furthest step of which there has been a complete checkpoint that counts; 0 where there was none."""
+        return self._saved
+
+    def notice_saves(self) -> list[lineage.Made]:
+        """Look which checkpoints there are, and return those that the journal has not."""
+        self._read_list()
+        found = [one for one in self._begun.values() if Path(one.path).exists()]
+        waiting = [one for one in self._begun.values() if one not in found]
+        self._begun = {one.path: one for one in waiting[-_BEGUN_AT_ONCE:]}
+        for one in found:
+            if self._counts(one):
+                self.course.saved(one.step)
+                self._saved = max(self._saved, one.step)
+        new = [one for one in found if one.path not in self._journalled]
+        self._journalled |= {one.path for one in new}
+        return new
+
+    def _read_list(self) -> None:
+        """Take over what the list names, where it has changed. A save that was only begun has no folder of its name."""
+        try:
+            state = (self._spec.directory / lineage.LINEAGE_FILE).stat()
+        except OSError:
+            return
+        if self._seen != (state.st_mtime_ns, state.st_size):
+            self._seen = (state.st_mtime_ns, state.st_size)
+            listed = lineage.read(self._spec.directory)
+            new = listed[self._lines :] if len(listed) >= self._lines else listed
+            self._lines = len(listed)
+            self._begun |= {one.path: one for one in new}
+
+    def _counts(self, one: lineage.Made) -> bool:
+        return one.attempt >= self.orders.since and one.run in ("", self.orders.run_id)
 
 
 def check_unfinished(directory: Path) -> None:
@@ -117,17 +167,37 @@ def _orders(spec: LaunchSpec, earlier: Orders | None) -> Orders:
         tunes=watched.tunes,
         global_batch_size=earlier.global_batch_size if earlier else None,
         failed_plans=earlier.failed_plans if earlier else (),
+        run_id=spec.run_id,
     )
 
 
-def _saved_steps(path: Path) -> list[int]:
-    """The steps of the checkpoints that are still there; a save that was only begun has no folder of its name."""
-    steps = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-            if Path(row["path"]).exists():
-                steps.append(int(row["step"]))
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
-            continue
-    return steps
+def _begun_anew(rows: list[dict[str, Any]], earlier: Orders | None) -> dict[str, Any]:
+    """From where the run's checkpoints count, of its last orders or else of its journal."""
+    if earlier is not None:
+        return {"since": earlier.since, "base": earlier.base}
+    began = [row for row in rows if row.get("event") == "attempt"]
+    return {"since": _number(began[-1], "since"), "base": str(began[-1].get("base") or "")} if began else {}
+
+
+def _next_attempt(directory: Path, rows: list[dict[str, Any]], earlier: Orders | None) -> int:
+    """One more than any that is known of; a journal that is gone or cut knows of fewer than there were."""
+    known = [_number(row, "attempt") for row in rows]
+    return 1 + max([*known, -1 if earlier is None else earlier.attempt, last_attempt_in(directory)])
+
+
+def _highest_step(directory: Path, rows: list[dict[str, Any]], since: int) -> int:
+    """The highest step that metrics or journal tell of in attempts from `since` on."""
+    counted = [row for row in rows if _number(row, "attempt") >= since]
+    return max([highest_step(directory, since), *(_number(row, name) for row in counted for name in _STEPS)])
+
+
+def _number(row: dict[str, Any], name: str) -> int:
+    value = row.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def _tells_of_every_save(rows: list[dict[str, Any]], known: lineage.Known) -> bool:
+    """Whether the journal is whole, so that no checkpoint that it does not tell of was ever complete."""
+    began = [row for row in rows if row.get("event") == "attempt"]
+    is_whole = [row.get("attempt") for row in began] == list(range(len(began)))
+    return bool(began) and is_whole and all("saved" in row for row in began) and not known.damaged_lines

@@ -19,7 +19,7 @@ class LaunchSpec:
     """One launch on this node: the script with its arguments, its processes, and where they write.
 
     `accumulates` says whether an accelerate script honours gradient accumulation; `processes` counts the ranks of one
-    node; `environment` is added to the processes' own.
+    node; `environment` is added to the processes' own. `run_id` tells this run's checkpoints from those of others.
     """
 
     script: str
@@ -31,6 +31,7 @@ class LaunchSpec:
     environment: dict[str, str] = field(default_factory=dict)
     placement: Placement = field(default_factory=Placement)
     supervision: Supervision = field(default_factory=Supervision)
+    run_id: str = ""
 
     @property
     def directory(self) -> Path:
@@ -62,6 +63,11 @@ def log_path(directory: Path, rank: int, stream: str) -> Path:
 def failure_path(directory: Path, rank: int) -> Path:
     """Where rank `rank` says why it failed."""
     return directory / f"rank{rank}.failure.json"
+
+
+def success_path(directory: Path, rank: int) -> Path:
+    """Where rank `rank` says that it has ended with status 0, and at which step."""
+    return directory / f"rank{rank}.success.json"
 
 
 def pid_path(directory: Path, rank: int) -> Path:

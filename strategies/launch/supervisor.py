@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 from hardware_db.probe import probe
@@ -26,6 +26,7 @@ from strategies.launch.spec import LaunchSpec
 from strategies.launch.stop_requests import StopRequests
 from strategies.monitoring.alerts import Alert
 from strategies.monitoring.follow import AlertFollower
+from strategies.supervised.lineage import Made
 
 _WAIT_SECONDS = 0.1
 
@@ -33,13 +34,16 @@ _WAIT_SECONDS = 0.1
 class Supervisor:
     """A launched run. Iterate `events()` to its end, then ask for the `report()`.
 
-    With `resumes`, the run directory holds a run to go on with. The plan in use is kept there as `plan.yaml`, to run
+    With `resumes`, the run directory holds a run to go on with, from what `resume_from` names or else its newest
+    checkpoint. The plan in use is kept there as `plan.yaml`, to run
     again with `--plan`.
     """
 
-    def __init__(self, spec: LaunchSpec, plan: Plan | None = None, *, resumes: bool = False) -> None:
+    def __init__(
+        self, spec: LaunchSpec, plan: Plan | None = None, *, resumes: bool = False, resume_from: str = ""
+    ) -> None:
         self._spec = spec
-        self._state = RunState(spec, plan, resumes=resumes)
+        self._state = RunState(spec, plan, resumes=resumes, resume_from=resume_from)
         self._policy = Policy(spec.supervision.retries)
         self._journal = Journal(spec.directory)
         self._earlier = earlier_attempts(spec.directory) if resumes else ()
@@ -97,7 +101,18 @@ class Supervisor:
         self._state.course.begin(time.monotonic())
         placement = self._spec.placement
         ranks = self._spec.processes * placement.most_nodes
-        self._journal.append("attempt", self._number, ranks=ranks, resumes=self._state.orders.resumes)
+        self._note_saves(self._state.saves_to_note)
+        self._state.saves_to_note = []
+        orders = self._state.orders
+        self._journal.append(
+            "attempt",
+            self._number,
+            ranks=ranks,
+            resumes=orders.resumes,
+            saved=self._state.saved,
+            since=orders.since,
+            base=orders.base,
+        )
         if self._state.plan is not None:
             self._journal.append("plan", self._number, plan=plan_to_dict(self._state.plan))
         self._attempts.append(AttemptReport(attempt=self._number, began=time.time(), seconds=0.0, ranks=ranks))
@@ -131,6 +146,7 @@ class Supervisor:
             peak_bytes=int(row.get("peak_bytes") or 0),
             rss_bytes=int(row.get("rss_bytes") or 0),
         )
+        self._note_saves(self._state.notice_saves())
         is_first = self._state.course.first is None
         lost = self._state.course.reached(step, time.monotonic())
         if is_first and len(self._attempts) > 1:
@@ -139,9 +155,15 @@ class Supervisor:
             self._journal.append("back", self._number, step=step, seconds_lost=lost)
             yield RunIsBack(step=step, seconds_lost=lost)
 
+    def _note_saves(self, saves: Iterable[Made]) -> None:
+        """Have the journal tell of checkpoints too: the list of them may be lost."""
+        for made in saves:
+            fields = {name: value for name, value in asdict(made).items() if name != "attempt"}
+            self._journal.append("saved", made.attempt, **fields)
+
     def _conclude(self, attempt: Attempt, requests: StopRequests) -> Decision | None:
         """Write down how an attempt ended and decide what follows; None where nothing has to be decided."""
-        self._state.notice_saves()
+        self._note_saves(self._state.notice_saves())
         course, ending = self._state.course, attempt.ending
         decision = None
         if ending is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from strategies.checkpoint.reading import Stored as Place
+from strategies.checkpoint.reading import fill, header_of, opened, shown
 from strategies.errors import BrokenFile
 from strategies.mpi.arrays import Array
 
@@ -83,28 +86,39 @@ def write(path: Path, arrays: Sequence[Stored]) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path, key: str, word: str, digest: str) -> Array:
+def header(folder: Path, name: str) -> dict[str, Place]:
+    """Where each array of a file lies, by its key.
+
+    Raises:
+        BrokenFile: the file is not there, or none that dsplan writes.
+    """
+    with opened(folder, name) as file:
+        return header_of(file, folder / name)
+
+
+def read(path: Path, key: str, place: Place, word: str, digest: str) -> Array:
     """The values of one array, flat.
 
     Raises:
         BrokenFile: the file is not there, or holds something else than was written.
     """
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            low, high = json.loads(file.read(length))[key]["data_offsets"]
-            file.seek(8 + length + low)
-            data = np.frombuffer(file.read(high - low), dtype=np.uint8)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as problem:
-        raise BrokenFile(path, f"{key} cannot be read ({problem})", "load another step") from None
+    data = np.empty(place.end - place.begin, dtype=np.uint8)
+    with opened(path.parent, path.name) as file:
+        file.seek(place.begin)
+        fill(file, path, data.data)
     if digest_of(data) != digest:
-        raise BrokenFile(path, f"{key} does not hold what was saved", "load another step")
+        raise BrokenFile(path, f"{shown(key)} does not hold what was saved", "load another step")
     if word == "bfloat16":
         widened: Array = (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
         return widened
     dtype = np.dtype(word)
     values: Array = data.view(dtype.newbyteorder("<")).astype(dtype, copy=True)
     return values
+
+
+def bytes_for(word: str, shape: Sequence[int]) -> int:
+    """Bytes that an array takes in a file."""
+    return _item_size(word) * math.prod(shape)
 
 
 def _item_size(word: str) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from strategies.checkpoint.reading import Stored, counts, cover_problem, is_count, json_object, read_bytes, shown
 from strategies.errors import BrokenFile, CannotRun
 from strategies.mpi import files
 from strategies.mpi.arrays import Array, form_of, is_array
@@ -18,6 +19,8 @@ from strategies.mpi.tree import Tree, leaves, name_of, rebuilt
 
 INDEX = "index.json"
 VERSION = 1
+_DEEPEST = 600
+"""Each level of a tree is three of the index."""
 
 
 class SavedTree:
@@ -31,6 +34,7 @@ class SavedTree:
         self._folder = folder
         index = _read_index(folder / INDEX)
         self._arrays: Json = index["arrays"]
+        self._headers: dict[str, dict[str, Stored]] = {}
         own = [index["structure_of_rank"][rank]] if ranks == index["world_size"] else range(len(index["structures"]))
         self._rank = rank if ranks == index["world_size"] else None
         self._saved_by, self._ranks = index["world_size"], ranks
@@ -106,13 +110,27 @@ class SavedTree:
     def _assembled(self, saved: Json, wanted: Region | None) -> Array:
         """The whole array; where only a region is wanted, elements outside of it may be left unset."""
         word, shape = saved["dtype"], tuple(saved["shape"])
+        regions = [(piece, _region(piece, shape)) for piece in saved["pieces"]]
+        needed = [
+            (piece, region, self._place(piece, word, region))
+            for piece, region in regions
+            if wanted is None or wanted.overlaps(region)
+        ]
         whole = np.empty(shape, dtype=np.float32 if word == "bfloat16" else word)
-        for piece in saved["pieces"]:
-            region = _region(piece, shape)
-            if wanted is None or wanted.overlaps(region):
-                values = files.read(self._folder / piece["file"], piece["key"], word, piece["digest"])
-                region.copy_to(whole, values.reshape(region.shape))
+        for piece, region, place in needed:
+            values = files.read(self._folder / piece["file"], piece["key"], place, word, piece["digest"])
+            region.copy_to(whole, values.reshape(region.shape))
         return whole
+
+    def _place(self, piece: Json, word: str, region: Region) -> Stored:
+        """Where a piece lies in its file, which holds as many bytes of it as it should."""
+        name, key = piece["file"], piece["key"]
+        if name not in self._headers:
+            self._headers[name] = files.header(self._folder, name)
+        place = self._headers[name].get(key)
+        if place is None or place.end - place.begin != files.bytes_for(word, region.shape):
+            raise BrokenFile(self._folder / name, f"does not hold all of {shown(key)}", "load another step")
+        return place
 
 
 class _Array:
@@ -128,20 +146,98 @@ class _Array:
 
 
 def _read_index(path: Path) -> Mapping[str, Json]:
-    try:
-        index: Mapping[str, Json] = json.loads(path.read_text(encoding="utf-8"))
-        version = index["version"]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise BrokenFile(path, f"cannot be read ({problem})", "load another step") from None
+    index = json_object(path, read_bytes(path.parent, path.name), _DEEPEST)
+    version = index.get("version")
     if version != VERSION:
-        raise BrokenFile(
-            path, f"is of version {version}, and this dsplan reads {VERSION}", "load it with the other one"
-        )
+        problem = f"is of version {shown(version)}, and this dsplan reads {VERSION}"
+        raise BrokenFile(path, problem, "load it with the other one")
+    problem = _trees_problem(index) or next(filter(None, map(_variants_problem, *_arrays_of(index))), "")
+    if problem:
+        raise BrokenFile(path, problem, "load another step")
     return index
 
 
+def _arrays_of(index: Mapping[str, Json]) -> tuple[list[str], list[Json]]:
+    arrays = index.get("arrays")
+    return (list(arrays), list(arrays.values())) if isinstance(arrays, dict) else (["arrays"], [None])
+
+
+def _trees_problem(index: Mapping[str, Json]) -> str:
+    """What is wrong with the nestings of the ranks' trees; empty where nothing is."""
+    structures, of_ranks, ranks = (index.get(key) for key in ("structures", "structure_of_rank", "world_size"))
+    if not isinstance(structures, list) or not isinstance(of_ranks, list) or ranks != len(of_ranks) or not of_ranks:
+        return "does not say what each rank held"
+    if not all(is_count(one) and one < len(structures) for one in of_ranks):
+        return "names a tree that it has not"
+    there = index.get("arrays")
+    for structure in structures:
+        names = _array_names(structure)
+        if names is None:
+            return "holds a tree of unknown kinds"
+        missing = [name for name in names if not isinstance(there, dict) or name not in there]
+        if missing:
+            return f"does not say where {shown(missing[0])} lies"
+    return ""
+
+
+def _array_names(structure: Json) -> list[str] | None:
+    """The names of a tree's arrays; None where it is no tree."""
+    names: list[str] = []
+    rest: list[tuple[tuple[str | int, ...], Json]] = [((), structure)]
+    while rest:
+        path, one = rest.pop()
+        if not isinstance(one, dict) or len(one) != 1:
+            return None
+        ((kind, content),) = one.items()
+        if kind == "array" and content in ("array", "scalar"):
+            names.append(name_of(path))
+        elif kind in ("list", "tuple") and isinstance(content, list):
+            rest += [((*path, place), member) for place, member in enumerate(content)]
+        elif kind == "dict" and isinstance(content, list) and all(map(_is_member, content)):
+            rest += [((*path, key), member) for key, member in content]
+        elif kind != "value" or isinstance(content, (dict, list)):
+            return None
+    return names
+
+
+def _is_member(one: Json) -> bool:
+    return isinstance(one, list) and len(one) == 2 and type(one[0]) in (str, int)
+
+
+def _variants_problem(name: str, variants: Json) -> str:
+    """What is wrong with the arrays of a name; empty where each element of each is in one piece."""
+    if not isinstance(variants, list):
+        return f"does not say where {shown(name)} lies"
+    for one in variants:
+        saved = one if isinstance(one, dict) else {}
+        shape, ranks, pieces = counts(saved.get("shape")), saved.get("ranks"), saved.get("pieces")
+        known = isinstance(saved.get("dtype"), str) and files.can_hold(saved["dtype"])
+        if not known or shape is None or not isinstance(ranks, list) or not isinstance(pieces, list):
+            return f"does not say what {shown(name)} is"
+        problem = _pieces_problem(shape, pieces)
+        if problem:
+            return f"{shown(name)}: {problem}"
+    return ""
+
+
+def _pieces_problem(shape: tuple[int, ...], pieces: list[Json]) -> str:
+    boxes, are_runs = [], set[bool]()
+    for piece in pieces:
+        if not isinstance(piece, dict) or not all(isinstance(piece.get(one), str) for one in ("file", "key", "digest")):
+            return "a piece has no file, key and digest"
+        start, size = piece.get("start", [0] * len(shape)), counts(piece.get("shape", list(shape)))
+        begin = (start,) if is_count(start) else counts(start)
+        if begin is None or size is None:
+            return "a piece lies nowhere"
+        are_runs.add(is_count(start))
+        boxes.append((begin, size))
+    if len(are_runs) > 1:
+        return "some of its pieces are boxes and some are runs"
+    return cover_problem((math.prod(shape),) if are_runs == {True} else shape, boxes)
+
+
 def _tree_of(structure: Json) -> Tree:
-    kind, content = next(iter(structure.items()))
+    ((kind, content),) = structure.items()
     if kind == "dict":
         return {key: _tree_of(value) for key, value in content}
     if kind in ("list", "tuple"):

@@ -42,17 +42,17 @@ class _Look:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavePlace:
-    """Where to save and how often, and the attempt that saves."""
+    """Where to save and how often, the run and the attempt that saves, and the first one whose checkpoints count."""
 
     directory: Path
     interval: Interval
     attempt: int = 0
+    run_id: str = ""
+    since: int = 0
 
 
 class SupervisedEngine(CheckpointedEngine, Protocol):
     """An engine that is saved, resumed and stopped from outside its script."""
-
-    supervision: Any
 
     @property
     def _checkpoints(self) -> Checkpoints: ...
@@ -79,9 +79,15 @@ class AutomaticSaves:
         self._clock = SaveClock(place.interval, step=engine.global_steps)
         self._told = False
         self._has_room: bool | None = None
+        self._is_saving = False
         self._begun: lineage.Made | None = None
         self.complete: lineage.Made | None = None
         self.seconds: float | None = None
+
+    @property
+    def mark(self) -> dict[str, Any]:
+        """What a checkpoint that is begun now says of its run, in the words of `lineage.Made`."""
+        return {"run": self._place.run_id, "attempt": self._place.attempt, "is_automatic": self._is_saving}
 
     def resumed(self, made: lineage.Made) -> None:
         """Training goes on from a checkpoint of the run."""
@@ -104,11 +110,14 @@ class AutomaticSaves:
         """Save now; None where that was not possible, which is told and does not end the training."""
         options = SaveOptions(asynchronous=asynchronous)
         begun = time.time()
+        self._is_saving = True
         try:
             path = self._engine._checkpoints.save(self._place.directory, self._engine.client_state, options)
         except DsplanError as problem:
             self.failed(problem)
             return None
+        finally:
+            self._is_saving = False
         self._begun = self.note(path, is_automatic=True, since=begun)
         self._clock.saved()
         if not asynchronous:
@@ -150,6 +159,7 @@ class AutomaticSaves:
             attempt=self._place.attempt,
             is_automatic=is_automatic,
             time=since or time.time(),
+            run=self._place.run_id,
         )
         if self._engine.environment.local_rank == 0:
             try:
@@ -170,7 +180,8 @@ class AutomaticSaves:
 
     def _clear_away(self) -> None:
         """Of this run's own automatic checkpoints the newest stay; what others have put there is not touched."""
-        for path in lineage.outdated(lineage.read(self._run_directory), KEPT):
+        made, place = lineage.read(self._run_directory), self._place
+        for path in lineage.outdated(made, KEPT, run=place.run_id, since=place.since):
             with suppress(OSError):
                 folder.remove(path)
 

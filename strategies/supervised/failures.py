@@ -8,15 +8,18 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import DsplanError
-from strategies.launch.endings import STOPPED, EndingKind
+from planner.errors import NothingFits
+from strategies.launch.endings import EndingKind, exit_status_of
 from strategies.launch.orders import Orders
-from strategies.launch.spec import failure_path, write_json
+from strategies.launch.spec import failure_path, success_path, write_json
 from strategies.supervised.pulse import PULSE
 
 _MOST_CHARACTERS = 500
@@ -83,6 +86,8 @@ def kind_of(error: BaseException) -> EndingKind:
             return "disk_full"
         if isinstance(one, ConnectionError) or (isinstance(one, RuntimeError) and _says(text, _LOST)):
             return "lost"
+    if isinstance(error, NothingFits):
+        return "refused"
     # Peers of a rank that failed in a joint doing carry its exit status, which is not that of a refusal.
     return "refused" if isinstance(error, DsplanError) and error.exit_code == DsplanError.exit_code else "failed"
 
@@ -127,6 +132,13 @@ def write_failure(directory: Path, rank: int, failure: Failure) -> None:
             print(f"dsplan: why rank {rank} ended could not be written: {problem}", file=sys.stderr, flush=True)
 
 
+def write_success(directory: Path, rank: int) -> None:
+    """Leave word that a rank ends with status 0, after which step and when: too early, where the others fail for it."""
+    word = {"step": PULSE.step or None, "host": socket.gethostname(), "time": time.time()}
+    with suppress(OSError):
+        write_json(success_path(directory, rank), word)
+
+
 def read_failure(directory: Path, rank: int) -> dict[str, Any] | None:
     """What a rank left as its last word; None where it left none that can be read."""
     try:
@@ -138,9 +150,7 @@ def read_failure(directory: Path, rank: int) -> dict[str, Any] | None:
 
 def exit_status(failure: Failure) -> int:
     """The status with which a rank ends."""
-    if failure.kind in ("preempted", "switch"):
-        return STOPPED
-    return 2 if failure.kind == "refused" else 1
+    return exit_status_of(failure.kind, failure.type)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

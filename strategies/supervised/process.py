@@ -7,7 +7,7 @@ import signal
 import threading
 from contextlib import suppress
 
-from strategies.launch.spec import LaunchSpec, failure_path, pid_path
+from strategies.launch.spec import LaunchSpec, failure_path, pid_path, success_path
 from strategies.supervised.failures import described, write_failure
 from strategies.supervised.signals import STOP_SIGNAL
 from strategies.supervised.stopping import Stopped
@@ -24,6 +24,7 @@ def begin(spec: LaunchSpec, rank: int) -> None:
     """
     directory = spec.directory
     failure_path(directory, rank).unlink(missing_ok=True)
+    success_path(directory, rank).unlink(missing_ok=True)
     if spec.kind in ("dsplan", "huggingface"):
         STOP_SIGNAL.listen(grace_seconds=_USABLE * spec.supervision.grace_seconds)
     elif threading.current_thread() is threading.main_thread():

@@ -24,7 +24,7 @@ from strategies.supervised.leaving import leave, stopped
 from strategies.supervised.not_finite import FiniteWatch
 from strategies.supervised.own_state import reads_client_state
 from strategies.supervised.pulse import PULSE
-from strategies.supervised.resume import Resumed, resume, step_of
+from strategies.supervised.resume import Resumed, agreed, is_left_behind, nothing_left, resume, step_of
 from strategies.supervised.save_clock import Interval
 from strategies.supervised.stopping import Stopping
 from strategies.supervised.watchdog import begin_watching
@@ -45,19 +45,21 @@ class Supervision(Observer):
     """
 
     def __init__(self, engine: SupervisedEngine, orders: Orders, run_directory: Path) -> None:
+        environment = engine.environment
+        orders = agreed(orders, environment)
         self._engine, self._orders, self._run_directory = engine, orders, run_directory
         self._finite = FiniteWatch(engine)
-        environment = engine.environment
         board = open_board(run_directory, environment)
         self._stopping = Stopping(board, environment.rank, environment.world_size)
         self._watch = begin_watching(run_directory, environment.rank, orders.hang_seconds)
         self._watch.attach(board, self._stopping, environment.world_size)
         self._resumed: Resumed | None = None
+        self._owed: DsplanError | None = None
         self._script_reads_state = reads_client_state(Path(sys.argv[0]))
         self._is_first_load = self._trains_alone = True
         self._saves = AutomaticSaves(
             engine,
-            on_rank_zero(lambda: _place_of(orders)),
+            _place_of(orders),
             run_directory=run_directory,
             is_clean=lambda: self._finite.is_clean,
             may_save=self._may_save,
@@ -65,27 +67,41 @@ class Supervision(Observer):
         atexit.register(self._close)
 
     def resume(self) -> None:
-        """Go on where an earlier attempt has saved.
+        """Go on where an earlier attempt has saved. Where nothing of it is left, training may begin once the script has
+        loaded something itself.
 
         Raises:
             BrokenFile: none of its checkpoints can be loaded.
         """
-        resumed = self._resumed = resume(self._engine, self._run_directory)
+        orders = self._orders
+        resumed = self._resumed = resume(self._engine, self._run_directory, orders)
         loader = self._engine.dataloader
         if resumed is None:
+            if orders.reached and not orders.may_begin_anew:
+                self._owed = nothing_left(self._run_directory, orders)
+            elif orders.reached and self._engine.is_main:
+                _say(f"no checkpoint was complete when the run was at step {orders.reached}: it begins at step 1 again")
             return
         PULSE.step = resumed.step
         self._saves.resumed(resumed.made)
         if loader is not None:
             loader.skip_trained_passes()
         if self._engine.is_main:
-            _say(f"resumed at step {resumed.step} from {resumed.path}")
+            passed_over = f"; {resumed.passed_over}" if resumed.passed_over else ""
+            _say(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
             if loader is None:
                 _say("the script reads its data itself, and begins with its first sample again; training_data= goes on")
 
     # What happens in a step.
 
     def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
+        """Training goes on.
+
+        Raises:
+            CannotRun: it would begin at its first step though the run had got further.
+        """
+        if self._owed is not None:
+            raise self._owed
         PULSE.call()
 
     def loss_is(self, loss: torch.Tensor) -> None:
@@ -131,6 +147,11 @@ class Supervision(Observer):
         word = stopped(kind, message, self._run_directory, path)
         leave(self._stopping, self._watch, self._run_directory, word)
 
+    @property
+    def mark(self) -> dict[str, Any]:
+        """What a checkpoint that is begun now says of its run."""
+        return self._saves.mark
+
     # The script's own checkpoints.
 
     def settle(self) -> None:
@@ -155,8 +176,14 @@ class Supervision(Observer):
                 if self._engine.dataloader is not None:
                     self._engine.dataloader.skip_nothing()
                 return self._resumed.path, dict(self._resumed.client_state)
+        if is_first and is_left_behind(directory, self._orders):
+            if self._engine.is_main:
+                _say(f"{directory} is not loaded: the run begins anew, as --resume-from said")
+            return None, {}
         self.settle()
         found = self._engine._checkpoints.load(directory)
+        if found[0] is not None:
+            self._owed = None
         PULSE.step = self._engine.global_steps
         return found
 
@@ -250,10 +277,16 @@ def stop_here(engine: SupervisedEngine, kind: EndingKind) -> None:
 
 
 def _place_of(orders: Orders) -> SavePlace:
-    """Where rank 0's orders say to save, and how often."""
+    """Where the orders say to save, and how often."""
     seconds = None if orders.checkpoint_minutes is None else 60 * orders.checkpoint_minutes
     interval = Interval(seconds=seconds, steps=orders.checkpoint_steps)
-    return SavePlace(directory=Path(orders.checkpoint_directory), interval=interval, attempt=orders.attempt)
+    return SavePlace(
+        directory=Path(orders.checkpoint_directory),
+        interval=interval,
+        attempt=orders.attempt,
+        run_id=orders.run_id,
+        since=orders.since,
+    )
 
 
 def _say(text: str) -> None:

@@ -75,6 +75,8 @@ class Watchdog(threading.Thread):
     def attach(self, board: Board, stopping: Stopping, world_size: int) -> None:
         """The ranks have met: from here on they are watched together."""
         self._board, self._stopping, self._world_size = board, stopping, world_size
+        # Peers can only end a rank that hangs from here on if they know its process.
+        self._publish(0.0)
 
     def expect_end(self, status: int) -> None:
         """The rank is about to leave; end it where that takes long, as in code that runs at the end."""

@@ -40,6 +40,7 @@ class FaultyRun:
         self.ledger.mkdir(parents=True)
         self.run_directory = directory / "run"
         self.met: set[int] = set()  # the ranks' processes when the last fault came
+        self.damaged: set[int] = set()  # the inodes of checkpoints that something was done to
         self.settings = dict(settings)
         self._options, self._token = tuple(options), uuid.uuid4().hex
         self._environment = {
@@ -47,6 +48,7 @@ class FaultyRun:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "LEDGER": str(self.ledger),
+            "CHECKPOINTS": str(self.checkpoints),
             "SETTINGS": json.dumps(self.settings),
             "FAULTS": json.dumps(list(faults)),
             TOKEN: self._token,
@@ -128,6 +130,10 @@ class FaultyRun:
     def agent(self) -> int | None:
         """The process that started the ranks."""
         return next((_parent(pid) for pid in self.ranks().values()), None)
+
+    def has_opened(self) -> bool:
+        """Whether ranks that run have come as far as the loop."""
+        return any(_command_line(Path(f"/proc/{pid}")) for start in self.starts()[-1:] for pid in start.processes)
 
     def left_running(self) -> list[str]:
         """What still runs a while after the command ended."""

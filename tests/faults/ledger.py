@@ -21,9 +21,22 @@ class Start:
     rows: dict[int, dict[int, dict[str, Any]]]
 
     @property
+    def began(self) -> float:
+        """Seconds since 1970."""
+        return self.number / 1e9
+
+    @property
     def last_step(self) -> int:
         """The highest step that a rank began to make, `resumed_at` where none did."""
         return max((step for rows in self.rows.values() for step in rows), default=self.resumed_at)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run was at some time: the last step that a rank had begun, and how many steps had been saved."""
+
+    step: int
+    checkpoints: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +76,14 @@ def read_starts(directory: Path) -> list[Start]:
         )
         for number, start in sorted(found.items())
     ]
+
+
+def progress(starts: list[Start], when: float) -> Progress:
+    """How far a run was at a time in seconds since 1970, as far as its ranks had written down by then."""
+    begun = [start for start in starts if start.began <= when]
+    rows = [[row for rows in start.rows.values() for row in rows.values() if row["time"] <= when] for start in begun]
+    step = max((row["step"] for row in rows[-1]), default=begun[-1].resumed_at) if begun else 0
+    return Progress(step=step, checkpoints=len({row["newest"] for of_start in rows for row in of_start} - {0}))
 
 
 def lineage(starts: list[Start]) -> list[Step]:

@@ -1,8 +1,9 @@
 """A training script that writes down what it trains on, and that fails where the environment says so.
 
 `LEDGER` is a folder. Before every optimizer step each rank appends a line to `rank{N}.jsonl` there: the step, the mean
-loss of its micro-batches, and the indices of their samples. `FAULTS` is a JSON list of {"kind", "rank", "step"}: what
-goes wrong inside that rank just before that step, once. `SETTINGS` is a JSON object; `suite.py` has it.
+loss of its micro-batches, the indices of their samples, and the step of the newest complete checkpoint in the folder
+`CHECKPOINTS`. `FAULTS` is a JSON list of {"kind", "rank", "step"}: what goes wrong inside that rank just before that
+step, once. `SETTINGS` is a JSON object; `suite.py` has it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import dsplan
 
 SETTINGS = json.loads(os.environ["SETTINGS"])
 LEDGER = Path(os.environ["LEDGER"])
+LATEST = Path(os.environ["CHECKPOINTS"]) / "latest"
 GIB = 1 << 30
 
 
@@ -85,6 +87,12 @@ def _without_memory_for(size: int) -> int:
     return size
 
 
+def newest_checkpoint() -> int:
+    """The step of the newest complete checkpoint, 0 where there is none."""
+    found = re.match(r"step-(\d+)", LATEST.read_text()) if LATEST.exists() else None
+    return int(found[1]) if found else 0
+
+
 class Ledger:
     """This rank's lines. `start` is the same number on every rank of an attempt, and grows from attempt to attempt."""
 
@@ -103,7 +111,8 @@ class Ledger:
 
     def step(self, step: int, epoch: int) -> None:
         loss = sum(self._losses) / len(self._losses)
-        self._append({"step": step, "epoch": epoch, "loss": loss, "samples": self._samples, "time": time.time()})
+        row = {"step": step, "epoch": epoch, "loss": loss, "samples": self._samples, "newest": newest_checkpoint()}
+        self._append({**row, "time": time.time()})
         self._losses, self._samples = [], []
 
     def _append(self, row: dict[str, Any]) -> None:

@@ -6,17 +6,31 @@ import json
 from pathlib import Path
 
 import pytest
-from ledger import lineage, misused_samples, read_starts, worst_difference
+from ledger import Progress, lineage, misused_samples, progress, read_starts, worst_difference
 
 LENGTH, BATCH = 8, 4
 
 
 def write(directory: Path, start: int, resumed_at: int, steps: dict[int, tuple[int, float, list[int]]]) -> None:
-    """One attempt of two ranks: by step its epoch, its loss, and the samples of its global batch."""
+    """One attempt of two ranks that began at second `start`: by step its epoch, its loss, and the samples of its global
+    batch. A step takes a tenth of a second, and every second one was saved before it."""
     for rank in range(2):
-        opening = {"start": start, "resumed_at": resumed_at, "pid": 10 * start + rank, "plan": ["ddp", "torch", 2]}
+        opening = {
+            "start": start * 10**9,
+            "resumed_at": resumed_at,
+            "pid": 10 * start + rank,
+            "plan": ["ddp", "torch", 2],
+        }
         rows = [
-            {"start": start, "step": step, "epoch": epoch, "loss": loss + rank, "samples": samples[rank::2], "time": 0}
+            {
+                "start": start * 10**9,
+                "step": step,
+                "epoch": epoch,
+                "loss": loss + rank,
+                "samples": samples[rank::2],
+                "newest": (step - 1) // 2 * 2,
+                "time": start + (step - resumed_at) / 10,
+            }
             for step, (epoch, loss, samples) in steps.items()
         ]
         with (directory / f"rank{rank}.jsonl").open("a") as file:
@@ -43,6 +57,17 @@ def test_steps_that_were_made_again_count_once(tmp_path: Path, reference: Path) 
     assert [step.loss for step in steps] == [1.5, 1.0, 0.75, 0.625]
     assert misused_samples(steps, LENGTH) == {}
     assert worst_difference(steps, lineage(read_starts(reference))) == 0
+
+
+def test_how_far_a_run_was_counts_saved_steps_once_over_all_attempts(tmp_path: Path) -> None:
+    write(tmp_path, 1, 0, ALL)
+    write(tmp_path, 2, 2, {3: ALL[3], 4: ALL[4], 5: ALL[1], 6: ALL[2]})
+    starts = read_starts(tmp_path)
+    assert progress(starts, 0.5) == Progress(step=0, checkpoints=0)
+    assert progress(starts, 1.25) == Progress(step=2, checkpoints=0)
+    assert progress(starts, 1.9) == Progress(step=4, checkpoints=1)
+    assert progress(starts, 2.05) == Progress(step=2, checkpoints=1)
+    assert progress(starts, 2.35) == Progress(step=5, checkpoints=2)
 
 
 def test_another_loss_a_lost_sample_and_one_used_twice_show(tmp_path: Path, reference: Path) -> None:

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-from suite import FAULTS, Case, Reference, check, play, settings_of
+from suite import FAULTS, PLANS, Case, Plan, Reference, check, play, settings_of
 
-SHORT = {"steps": 15, "samples": 40, "pause": 0.03}
+SHORT = {"steps": 21, "pause": 0.03}
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,8 @@ SHORT = {"steps": 15, "samples": 40, "pause": 0.03}
 )
 def test_a_run_survives(names: tuple[str, ...], tmp_path: Path, reference: Reference) -> None:
     faults = tuple(FAULTS[name] for name in names)
-    settings = {**settings_of(faults[0], 0), **SHORT}
+    plan = Plan() if faults[0].ending == "out_of_memory" else PLANS[0]
+    settings = {**settings_of(faults[0], plan), **SHORT}
     seed = random.SystemRandom().randrange(10**6)
-    check(*play(Case(faults=faults, seed=seed, settings=settings, reference=reference(settings)), tmp_path))
+    case = Case(faults=faults, seed=seed, settings=settings, plan=plan, reference=reference(settings))
+    check(*play(case, tmp_path))

@@ -25,6 +25,8 @@ class Role:
     device: str = "cpu"
     local_rank: int = 0
     late_seconds: float = 0.0
+    meets_again: bool = False
+    ends: bool = False
 
 
 def play(roles: Sequence[Role | None], port: int, seconds: float | None) -> tuple[str, float]:
@@ -46,11 +48,15 @@ def play(roles: Sequence[Role | None], port: int, seconds: float | None) -> tupl
     begun = time.monotonic()
     try:
         store = meet(place, role.device)
+        if role.ends:
+            rendezvous.ended()
+        if role.meets_again:
+            store = meet(place, role.device)
         store.set(f"shared-{role.rank}", "here")
-        for rank in range(role.world_size):
+        for rank in range(0 if role.ends else role.world_size):
             assert store.get(f"shared-{rank}") == b"here"
         store.add("read", 1)
-        while role.rank == 0 and store.add("read", 0) < role.world_size:  # its store ends with it
+        while role.rank == 0 and not role.ends and store.add("read", 0) < role.world_size:  # its store ends with it
             time.sleep(0.01)
     except DsplanError as refusal:
         return str(refusal), time.monotonic() - begun

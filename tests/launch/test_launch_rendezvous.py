@@ -63,6 +63,16 @@ def test_ranks_that_an_agent_started_are_waited_for(pool: RankPool) -> None:
     assert "rank 1 has not come within 0.5 s; start 2 processes" in lines[0][0]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_ended_before_the_others_met_it_again_is_named_at_once(pool: RankPool, first: int) -> None:
+    roles = [Role(rank=rank, world_size=2, ends=rank == first, meets_again=rank != first) for rank in range(2)]
+    played = pool.run(meeting_bodies.play_under_an_agent, [*roles, None], free_port(), 2)
+    said, seconds = played[1 - first]
+    assert f"rank {first} on" in said
+    assert "ended with status 0 before the others met it" in said
+    assert seconds < 10  # the patience of ranks that have met is 600
+
+
 @pytest.mark.parametrize(("hang_seconds", "waited"), [(5.0, 20.0), (90.0, 90.0), (900.0, 600.0), (0.0, 600.0)])
 def test_ranks_of_a_run_wait_no_longer_than_a_hang_takes(
     hang_seconds: float, waited: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

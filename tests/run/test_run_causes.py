@@ -10,7 +10,8 @@ import pytest
 from strategies.launch.causes import ending_of, forget_last_attempt, with_stacks_kept
 from strategies.launch.endings import EndingKind
 from strategies.launch.memory_kills import memory_kills
-from strategies.launch.spec import RESULT_FILE, failure_path, write_json
+from strategies.launch.policy import Policy, Situation
+from strategies.launch.spec import RESULT_FILE, failure_path, success_path, write_json
 
 ECHO = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3012"
 
@@ -50,6 +51,36 @@ def test_peers_that_only_lost_each_other_are_lost(tmp_path: Path) -> None:
     _result(tmp_path, {0: 1})
     _said(tmp_path, 0, "failed", ECHO)
     assert ending_of(tmp_path, 1).kind == "lost"
+
+
+@pytest.mark.parametrize(
+    ("codes", "said", "culprit"),
+    [
+        ({0: 1}, {"kind": "failed", "message": ECHO}, 1),
+        ({0: 1, 2: -6}, {"kind": "failed", "message": ECHO}, 1),
+        ({0: 1}, {"kind": "hung", "message": "rank 1 does not answer", "behind": [1]}, 1),
+        ({0: 1}, {"kind": "hung", "message": "rank 2 does not answer", "behind": [2]}, 2),
+        ({0: 1, 2: -9}, {"kind": "failed", "message": ECHO}, 2),
+        ({0: 1}, {"kind": "failed", "message": "bad thing"}, 0),
+    ],
+)
+def test_a_rank_that_ended_well_too_early_is_named_where_the_others_only_miss_it(
+    codes: dict[int, int], said: dict[str, Any], culprit: int, tmp_path: Path
+) -> None:
+    _result(tmp_path, codes)
+    _said(tmp_path, 0, step=8, **said)
+    write_json(success_path(tmp_path, 1), {"step": 7, "host": "node2", "time": 5.0})
+    write_json(success_path(tmp_path, 3), {"step": 8, "host": "node2", "time": 6.0})
+    ending = ending_of(tmp_path, 1)
+    assert ending.rank == culprit
+    if culprit == 1:
+        assert (ending.kind, ending.step, ending.host, ending.exit_status) == ("failed", 7, "node2", 0)
+        assert ending.reason == "ended with status 0 at step 7 while the others were training"
+        repeated = Policy(3)
+        decisions = [repeated.decide(ending, Situation(highest_step=8, progressed=at == 0)) for at in range(2)]
+        assert [one.action for one in decisions] == ["restart", "give_up"]
+    forget_last_attempt(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_connection_of_the_script_comes_before_the_peers_that_its_end_has_left(tmp_path: Path) -> None:

@@ -93,6 +93,19 @@ def test_files_are_followed_from_here_on_whoever_is_the_first_rank(tmp_path: Pat
     assert list(files.news(final=True)) == [OutputLine(rank=0, stream="stderr", text="cut")]
 
 
+def test_what_all_ranks_refuse_alike_is_shown_once_in_an_attempt(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    for rank in range(3):
+        (tmp_path / f"rank{rank}.stderr.log").write_text(f"error: nothing is left\nwarning of all\nerror: {rank % 2}\n")
+    shown = [(line.rank, line.text) for line in files.news() if isinstance(line, OutputLine)]
+    same = "warning of all"
+    assert shown == [(0, "error: nothing is left"), (0, same), (0, "error: 0"), (1, same), (1, "error: 1"), (2, same)]
+    files.begin_attempt()
+    with (tmp_path / "rank2.stderr.log").open("a") as log:
+        log.write("error: nothing is left\n")
+    assert [line.rank for line in files.news() if isinstance(line, OutputLine)] == [2]
+
+
 def test_one_command_at_a_time(tmp_path: Path) -> None:
     with RunLock(tmp_path), pytest.raises(DsplanError, match="another dsplan run"), RunLock(tmp_path):
         pass

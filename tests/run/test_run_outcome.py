@@ -60,6 +60,12 @@ def test_expected_failures_keep_their_exit_status_and_lose_their_type(tmp_path: 
     assert (outcome.exit_code, outcome.reason) == (2, "unknown strategy 'x'")
 
 
+def test_that_no_plan_fits_is_a_refusal_with_the_status_of_what_does_not_fit(tmp_path: Path) -> None:
+    _failed(tmp_path, {0: 1})
+    _said(tmp_path, 0, "NothingFits", "no plan fits this machine", expected=True)
+    assert judge(tmp_path, 1).exit_code == 1
+
+
 def test_the_last_line_of_the_log_speaks_for_a_rank_that_just_exited(tmp_path: Path) -> None:
     _failed(tmp_path, {0: 7})
     log_path(tmp_path, 0, "stderr").write_text("first\nlast words\n\n")

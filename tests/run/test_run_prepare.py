@@ -151,6 +151,23 @@ def test_a_run_to_go_on_with_that_is_not_there(tmp_path: Path) -> None:
     assert "holds no run to go on with" in _refusal(RunRequest(resume=tmp_path))
 
 
+def test_where_to_go_on_from(script: Path, tmp_path: Path) -> None:
+    assert "add --resume DIR" in _refusal(RunRequest(script=script, resume_from="start"))
+    launch = prepare(RunRequest(script=script, run_directory=tmp_path / "run"))
+    launch.spec.save()
+    request = RunRequest(resume=tmp_path / "run", resume_from="start")
+    again = prepare(request)
+    assert (again.resume_from, again.spec.run_id) == ("start", launch.spec.run_id)
+    named = replace(request, resume_from=str(tmp_path / "step-00000004"))
+    assert "is no checkpoint (state.json is not there); name one, or start" in _refusal(named)
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / "step-00000004" / "state.json").write_text("{}")
+    assert prepare(named).resume_from == str(tmp_path / "step-00000004")
+    script.write_text("from accelerate import Accelerator\nAccelerator()")
+    assert "dsplan loads no checkpoint for" in _refusal(request)
+    assert "dsplan keeps no checkpoint of it" in prepare(RunRequest(resume=tmp_path / "run")).notice
+
+
 def test_new_run_directories_differ(script: Path) -> None:
     directories = {prepare(RunRequest(script=script)).spec.run_directory for _ in range(3)}
     assert len(directories) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import time
@@ -117,6 +118,7 @@ def test_a_run_is_gone_on_with_after_a_kill_and_after_a_stop(tmp_path: Path) -> 
         begun.kill()
     finally:
         begun.communicate(timeout=60)
+    (directory / "checkpoints.jsonl").unlink()  # what lies in checkpoints/ counts
     resumed = start_run("--resume", directory, cwd=tmp_path)
     try:
         _at_step(resumed, directory, 7)
@@ -126,6 +128,8 @@ def test_a_run_is_gone_on_with_after_a_kill_and_after_a_stop(tmp_path: Path) -> 
     finally:
         resumed.kill()
     assert resumed.returncode == 75, err
+    assert "checkpoints.jsonl is gone and does not name the checkpoints of step" in err
+    assert "dsplan: resumed at step" in err
     assert f"and saved; go on with dsplan run --resume {directory}" in out
     assert read_journal(directory)[-1]["outcome"] == "preempted"
 
@@ -141,6 +145,38 @@ def test_a_run_is_gone_on_with_after_a_kill_and_after_a_stop(tmp_path: Path) -> 
     again = run("--resume", directory, cwd=tmp_path)
     assert (again.status, len(again.err.splitlines())) == (2, 1)
     assert "the run completed" in again.err
+
+
+LEAVES = """if engine.global_steps == 7 and os.environ["RANK"] == "1" and not pathlib.Path("mended").exists():
+        raise SystemExit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_is_named_and_a_run_without_checkpoints_is_not_begun_anew_unasked(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    first = run(
+        "--strategy", "ddp", "--checkpoint-steps", "3", "--run-dir", directory, _script(tmp_path, LEAVES), cwd=tmp_path
+    )  # fmt: skip
+    assert first.status == 1
+    left = "ended with status 0 at step 7 while the others were training"
+    assert [line for line in first.err.splitlines() if line.startswith("dsplan: rank 1: ")] == [
+        f"dsplan: rank 1: {left}; log: {directory}/rank1.stderr.log"
+    ]
+    endings = [row for row in read_journal(directory) if row["event"] in ("ending", "decision")]
+    assert [row.get("rank", row.get("action")) for row in endings] == [1, "restart", 1, "give_up"]
+
+    shutil.rmtree(directory / "checkpoints")
+    (directory / "checkpoints.jsonl").unlink()
+    (tmp_path / "mended").touch()
+    refused = run("--resume", directory, cwd=tmp_path)
+    assert refused.status == 2
+    assert f"the run came to step 7 and no checkpoint is left (looked in {directory}/checkpoints)" in refused.err
+    assert "Traceback" not in refused.err
+    assert _steps(directory)[-1] == 7
+    anew = run("--resume", directory, "--resume-from", "start", cwd=tmp_path)
+    assert anew.status == 0, anew.err
+    assert _steps(directory) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow

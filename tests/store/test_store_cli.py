@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -143,6 +146,69 @@ def test_a_broken_database_is_one_line_and_status_2(capsys: pytest.CaptureFixtur
     (home / "dsplan.db").write_text("no database " * 100)
     for command in (["list"], ["list", "--json"], ["show", "a"], ["export"]):
         assert "dsplan.db: is not a SQLite database; move it away" in _error(capsys, *command)
+
+
+@pytest.mark.usefixtures("filled")
+def test_a_database_that_was_set_aside_is_named_until_it_is_deleted(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    with sqlite3.connect(home / "dsplan.db") as connection:  # an index that misses a row, which no page check sees
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("CREATE TABLE empty (created_at TEXT)")
+        connection.execute("CREATE INDEX empty_by_time ON empty (created_at)")
+        root = "(SELECT rootpage FROM sqlite_master WHERE name = 'empty_by_time')"
+        connection.execute(f"UPDATE sqlite_master SET rootpage = {root} WHERE name = 'measurements_by_time'")
+        connection.execute("DELETE FROM sqlite_master WHERE name LIKE 'empty%'")
+    connection.close()
+    assert main(["db", "list"]) == 0
+    out, error = capsys.readouterr()
+    (aside,) = home.glob("dsplan.db.damaged-*")
+    assert out.count("opt-125m") == 2
+    assert "was damaged: 2 measurements, 1 rates read and kept; the damaged file is" in error
+    named = f"A damaged database was set aside as {aside}; delete it when you miss no run.\n"
+    assert out.endswith(named)
+    assert _out(capsys, "list").endswith(named)
+    aside.unlink()
+    assert "set aside" not in _out(capsys, "list")
+
+
+def _is_garbage(path: Path) -> None:
+    path.write_text("no database " * 100)
+
+
+def _is_newer(path: Path) -> None:
+    open_store(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+
+
+def _has_trigger(path: Path) -> None:
+    open_store(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TRIGGER spy AFTER INSERT ON rates BEGIN DELETE FROM rates; END")
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_is_garbage, _is_newer, _has_trigger, Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)],
+    ids=["garbage", "newer", "trigger", "directory", "pipe", "loop"],
+)
+def test_planning_goes_on_without_a_database_and_says_so(
+    capsys: pytest.CaptureFixture[str], home: Path, make: Callable[[Path], None]
+) -> None:
+    question = ["--model", "gpt2", "--gpu", "H100-SXM5-80GB", "--gpus", "2", "--json"]
+    assert main(["recommend", *question]) == 0
+    without = json.loads(capsys.readouterr().out)
+    home.mkdir()
+    make(home / "dsplan.db")
+    assert main(["recommend", *question]) == 0
+    out, error = capsys.readouterr()
+    assert json.loads(out) == without
+    (line,) = error.splitlines()
+    assert line.startswith(f"dsplan: going on without the database: {home / 'dsplan.db'}: ")
+    assert line.removeprefix("dsplan: going on without the database: ") in _error(capsys, "list")
 
 
 def test_a_run_with_nothing_measured_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 from store_records import A100, FROZEN, FROZEN_RATE, FROZEN_RUN, calibration, measurement, rate, trace
 
+from hardware_db.errors import BrokenFile
 from hardware_db.fingerprint import MachineIdentity
 from hardware_db.store import open_store
 from hardware_db.store.pages import read_pages
@@ -185,6 +188,36 @@ def test_nothing_but_zeros_is_set_aside(tmp_path: Path, capsys: pytest.CaptureFi
     with open_store(path) as store:
         assert store.count() == 0
     assert "nothing read and kept" in capsys.readouterr().err
+
+
+def test_a_repair_that_was_killed_stops_no_later_one(path: Path) -> None:
+    path.with_name(".dsplan.db.repair").touch()
+    path.with_name(".dsplan.db.rebuilt").write_bytes(path.read_bytes()[:PAGE])
+    path.with_name(".dsplan.db.rebuilt-journal").write_bytes(b"\x00" * PAGE)
+    _cut(path)
+    started = time.monotonic()
+    with open_store(path) as store:
+        assert store.count() > 0
+    assert time.monotonic() - started < 60
+    assert sorted(file.name for file in path.parent.iterdir() if file.name.startswith(".")) == []
+
+
+@pytest.mark.parametrize("failing", ["link", "replace"])
+def test_a_full_disk_leaves_the_damaged_file_as_it_was(
+    path: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _cut(path)
+    damaged = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, failing, full)
+    monkeypatch.setattr(shutil, "copy2", full)
+    with pytest.raises(BrokenFile, match=r"cannot be set aside \(No space left on device\); copy it to a directory"):
+        open_store(path)
+    assert path.read_bytes() == damaged
+    assert not [file for file in path.parent.iterdir() if file.name.startswith(".")]
 
 
 def test_the_pages_of_a_good_file_give_all_its_records(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -151,11 +152,19 @@ def _of_another_application_id(path: Path) -> None:
     connection.close()
 
 
-def _newer(path: Path) -> None:
-    open_store(path).close()
-    connection = _open(path)
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
+def _with(statement: str) -> Callable[[Path], None]:
+    """A database of dsplan's in which somebody else did something."""
+
+    def make(path: Path) -> None:
+        open_store(path).close()
+        connection = _open(path)
+        connection.execute(statement)
+        connection.close()
+
+    return make
+
+
+_newer = _with("PRAGMA user_version = 99")
 
 
 def _under_a_file(path: Path) -> None:
@@ -167,7 +176,23 @@ def _under_a_file(path: Path) -> None:
     ("make", "message"),
     [
         (_text, "dsplan.db: is not a SQLite database; move it away"),
-        (Path.mkdir, "dsplan.db: cannot be opened; set DSPLAN_HOME"),
+        (Path.mkdir, "dsplan.db: is a directory, not a database; move it away"),
+        (os.mkfifo, "dsplan.db: is no regular file, not a database; move it away"),
+        (lambda path: path.symlink_to(path), "dsplan.db: cannot be opened (Too many levels of symbolic links)"),
+        (
+            _with("CREATE TRIGGER spy AFTER INSERT ON rates BEGIN DELETE FROM rates; END"),
+            "holds the trigger 'spy', which",
+        ),
+        (
+            _with("CREATE VIEW all_rates AS SELECT * FROM rates"),
+            "holds the view 'all_rates', which dsplan did not make",
+        ),
+        (_with("CREATE TABLE notes (text TEXT)"), "holds the table 'notes', which dsplan did not make"),
+        (_with("CREATE INDEX odd ON rates (abs(value))"), "holds the index 'odd', which dsplan did not make"),
+        (
+            _with("ALTER TABLE rates ADD COLUMN twice AS (value * 2)"),
+            "holds the table 'rates', which dsplan did not make",
+        ),
         (_of_another_program, "dsplan.db: is the SQLite database of another program; move it away"),
         (_of_another_application_id, "dsplan.db: is the SQLite database of another program; move it away"),
         (_newer, "schema 99 was written by a newer dsplan, this one knows up to 3; upgrade dsplan"),
@@ -191,6 +216,60 @@ def test_the_database_of_another_program_is_left_as_it_was(tmp_path: Path) -> No
     with pytest.raises(BrokenFile):
         open_store(path)
     assert path.read_bytes() == before
+
+
+def test_what_a_handed_over_database_brings_along_never_runs(tmp_path: Path) -> None:
+    path = Path(shutil.copy(SCHEMAS / "schema-1.db", tmp_path / "dsplan.db"))
+    _with_trigger = _open(path)
+    _with_trigger.execute("CREATE TABLE spied (x)")
+    _with_trigger.execute(
+        "CREATE TRIGGER spy AFTER INSERT ON measurements BEGIN INSERT INTO spied VALUES (1); DELETE FROM rates; END"
+    )
+    _with_trigger.close()
+    before = path.read_bytes()
+    with pytest.raises(BrokenFile, match="which dsplan did not make"), open_store(path) as store:
+        store.add(measurement(9))
+    assert path.read_bytes() == before
+
+
+def test_a_schema_may_not_call_functions_with_effects(tmp_path: Path) -> None:
+    connection = connections.open_untrusting(tmp_path / "dsplan.db")
+    assert connection.execute("PRAGMA trusted_schema").fetchone() == (0,)
+    connection.close()
+
+
+@pytest.mark.parametrize("statement", ["PRAGMA user_version = 0", "PRAGMA user_version = -3", "DROP TABLE traces"])
+def test_a_version_that_does_not_match_the_tables_is_damage_that_costs_no_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], statement: str
+) -> None:
+    path = tmp_path / "dsplan.db"
+    with open_store(path) as store:
+        store.add(measurement(1), measurement(2))
+    _with(statement)(path)
+    with open_store(path) as store:
+        assert store.list() == (measurement(2), measurement(1))
+        assert store.add_trace(trace(1))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "was damaged: 2 measurements read and kept; the damaged file is dsplan.db.damaged-" in line
+
+
+def test_what_analyze_stores_is_no_stranger(tmp_path: Path) -> None:
+    path = tmp_path / "dsplan.db"
+    with open_store(path) as store:
+        store.add(measurement(1))
+    _with("ANALYZE")(path)
+    assert open_store(path).count() == 1
+
+
+@pytest.mark.parametrize("name", ["a b", "é?mode=ro&immutable=1#x%20", "file:x?mode=memory", "' OR 1"])
+def test_a_path_is_a_path_whatever_it_spells(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / name / "dsplan.db"
+    with open_store(path) as store:
+        store.add(measurement(1))
+    assert path.stat().st_size > 0
+    monkeypatch.setattr(connections, "is_read_only", lambda path: True)
+    with open_store(path) as store:
+        assert store.list() == (measurement(1),)
 
 
 def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -60,13 +61,10 @@ def test_a_run_from_elsewhere_becomes_an_import(store: Store, tmp_path: Path) ->
     assert store.rates()[0].source == "import"
 
 
-def test_blank_lines_windows_line_ends_and_empty_files_are_fine(store: Store, exported: Path, tmp_path: Path) -> None:
+def test_blank_lines_and_windows_line_ends_are_fine(store: Store, exported: Path, tmp_path: Path) -> None:
     windows = tmp_path / "windows.jsonl"
     windows.write_bytes(b"\r\n" + exported.read_bytes().replace(b"\n", b"\r\n") + b"\n\n")
     assert import_file(store, windows).added == 4
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    assert import_file(store, empty).added == 0
 
 
 def test_the_export_says_what_each_line_is() -> None:
@@ -80,6 +78,10 @@ def test_the_export_says_what_each_line_is() -> None:
 
 def _line(number: int = 0, /, **changes: Any) -> str:
     return json.dumps({**to_document(RECORDS[number]), **changes})
+
+
+def _in_plan(text: str) -> str:
+    return _line().replace('"plan": {', f'"plan": {{"x": {text}, ', 1)
 
 
 def _without(name: str) -> str:
@@ -112,6 +114,10 @@ BROKEN = {
     "twice": ('{"kind": "rate", "kind": "rate"}', "kind appears twice"),
     "surrogate": (_line(source="\ud800"), "holds half of a surrogate pair"),
     "deep": ("[" * 100_000, "is nested too deep"),
+    "deep and whole": ("[" * 5000 + "]" * 5000, "is nested too deep"),
+    "deep in the plan": (_in_plan("[" * 200 + "]" * 200), "is nested too deep"),
+    "beyond floats in the plan": (_in_plan("1e400"), "a number is beyond any floating-point number"),
+    "thousands of digits": (_in_plan("1" * 5000), "holds a number that is too long"),
     "no fingerprint": (_line(fingerprint={"machine": {}}), "fingerprint.versions is missing"),
 }
 
@@ -137,6 +143,14 @@ def test_files_that_cannot_be_read(store: Store, tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"abc\xff\xfe")
     with pytest.raises(BrokenFile, match=re.escape("is not UTF-8 text (byte 3)")):
         import_file(store, tmp_path / "binary")
+    for content in ("", "\n \n"):
+        (tmp_path / "empty").write_text(content)
+        with pytest.raises(BrokenFile, match="empty: holds no records; name a file"):
+            import_file(store, tmp_path / "empty")
+    os.mkfifo(tmp_path / "pipe")
+    for endless in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(BrokenFile, match=f"{endless.name}: is not a regular file"):
+            import_file(store, endless)
 
 
 def test_figures_left_out_take_their_defaults() -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import training_bodies
 from training_bodies import Recipe
 
 from strategies.engine import initialize
+from strategies.errors import CannotRun
 from strategies.timeline_svg import Timeline, draw
 
 RATE = 2e-3
@@ -220,3 +224,36 @@ def logged(recipe: Recipe, folder: str) -> list[float]:
         losses.append(loss.item())
     engine.close()
     return losses
+
+
+def models_that_differ(recipe: Recipe, how: str, odd: int) -> tuple[str, float]:
+    """What is said where one rank builds another model, and the seconds until then."""
+    torch.manual_seed(3)
+    model = training_bodies.TinyModel()
+    if dist.get_rank() == odd:
+        DIFFERENCES[how](model)
+    begun = time.monotonic()
+    try:
+        initialize(model=model, plan=recipe.plan())
+    except CannotRun as refusal:
+        return str(refusal), time.monotonic() - begun
+    return "trains", time.monotonic() - begun
+
+
+def _reshape(model: training_bodies.TinyModel) -> None:
+    model.positions = torch.nn.Parameter(torch.zeros(training_bodies.LENGTH + 1, training_bodies.WIDTH))
+
+
+def _rename(model: training_bodies.TinyModel) -> None:
+    model.layers = model._modules.pop("blocks")
+
+
+DIFFERENCES: dict[str, Callable[[training_bodies.TinyModel], object]] = {
+    "none": lambda model: None,
+    "shape": _reshape,
+    "dtype": lambda model: setattr(model.positions, "data", model.positions.data.to(torch.bfloat16)),
+    "name": _rename,
+    "more": lambda model: setattr(model, "more", torch.nn.Linear(2, 2)),
+    "frozen": lambda model: model.positions.requires_grad_(False),
+    "buffer": lambda model: model.register_buffer("mask", torch.ones(3)),
+}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import training_bodies
 from training_bodies import Recipe
 
+from hardware_db.errors import DsplanError
 from strategies.checkpoint import storage
 from strategies.data import LoaderSettings, ShardedLoader
 from strategies.launch.orders import Orders
@@ -66,9 +69,9 @@ def stopped(recipe: Recipe, directory: str, stop_at: int) -> list[tuple[int, flo
     return train(supervised(recipe, directory), 4, stop_at)
 
 
-def saving(recipe: Recipe, directory: str, passes: int, every: int) -> list[str]:
+def saving(recipe: Recipe, directory: str, passes: int, every: int, **orders: Any) -> list[str]:
     """The checkpoints that are there after some passes with one every `every` steps."""
-    engine = supervised(recipe, directory, checkpoint_steps=every)
+    engine = supervised(recipe, directory, checkpoint_steps=every, **orders)
     train(engine, passes)
     engine.wait_for_checkpoint()
     torch.distributed.barrier()
@@ -202,3 +205,24 @@ def wandering_random_state(recipe: Recipe, directory: str) -> list[float]:
     iterator = iter(engine.dataloader)
     next(iterator)
     return torch.rand(2).tolist()
+
+
+def goes_on(recipe: Recipe, directory: str, orders: dict[str, Any], own: str = "") -> tuple[int, str, str]:
+    """The step at which training begins in a run with these orders, what is said of it, and why it does not begin; the
+    script loads what it has in `own`."""
+    refusal = ""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            engine = supervised(recipe, directory, **orders)
+            if own:
+                engine.load_checkpoint(own)
+            step = int(engine.global_steps)
+            engine(*training_bodies.batch_of(0))
+        except DsplanError as problem:
+            step, refusal = -1, str(problem)
+    return step, said.getvalue(), refusal
+
+
+def run_saving(recipe: Recipe, directory: str, passes: int, every: int, run_id: str) -> list[str]:
+    """`saving` in a run that marks its checkpoints."""
+    return saving(recipe, directory, passes, every, run_id=run_id)

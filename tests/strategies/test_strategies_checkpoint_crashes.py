@@ -19,7 +19,7 @@ import training_bodies
 from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
-from strategies.checkpoint import checksums, folder, writing
+from strategies.checkpoint import checksums, folder, loading, writing
 from strategies.checkpoint.writing import Target, Writing
 from strategies.environment import Environment
 from strategies.errors import BrokenFile
@@ -107,7 +107,7 @@ def test_a_disk_that_is_full_is_one_line_and_the_old_checkpoint_stays(tmp_path: 
     assert os.waitpid(child, 0)[1] == 0
     assert said == f"{good}-2: cannot be written (File too large); make room, or name another directory"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", good.name]
-    assert checksums.damage(good) is None
+    assert loading.open_whole(good).path == good
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -148,3 +148,34 @@ def test_a_timeline_shows_the_peak_of_a_step(strategy: str, pool_of: PoolOf, tmp
         assert f"rank {rank} of 2" in texts[0]
         assert [text for text in texts if text in ("forward", "backward", "step")] == ["forward", "backward", "step"]
         assert f"peak {format_bytes(peak)}" in texts[1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how", "difference"),
+    [
+        ("native zero3", "shape", "positions: [7, 16] float32, trained on rank 1, [6, 16] float32, trained on rank 0"),
+        ("native zero1", "dtype", "positions: [6, 16] bfloat16, trained on rank 1"),
+        ("native zero2", "name", "its tensor 3 is layers.0."),
+        ("fsdp", "more", "that of rank 0 has no more.weight"),
+        ("ddp", "frozen", "positions: [6, 16] float32, frozen on rank 1"),
+        ("zero3", "buffer", "that of rank 0 has no mask"),
+        ("native zero3", "none", ""),
+    ],
+)
+def test_ranks_that_built_another_model_are_named(strategy: str, how: str, difference: str, pool_of: PoolOf) -> None:
+    found = pool_of(strategy).run(engine_bodies.models_that_differ, recipe_of(strategy), how, 1)
+    for said, seconds in found:
+        if how == "none":
+            assert said == "trains"
+            continue
+        assert said.startswith("rank 1 has another model than rank 0: ")
+        assert difference in said
+        assert "\n" not in said
+        assert seconds < 10
+    assert found[0][0] == found[1][0]
+
+
+def test_the_rank_that_differs_from_most_is_named(three_ranks: RankPool) -> None:
+    recipe = Recipe(strategy="zero3", backend="native", world_size=3)
+    for said, _ in three_ranks.run(engine_bodies.models_that_differ, recipe, "shape", 0):
+        assert said.startswith("rank 0 has another model than rank 1: positions: [7, 16]")

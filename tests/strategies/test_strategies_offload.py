@@ -16,8 +16,8 @@ from training_bodies import Recipe
 
 from hardware_db.spawn import RankError, RankPool
 from strategies.errors import CannotRun
-from strategies.zero.offload import Share
 from strategies.reachable import on_disk
+from strategies.zero.offload import Share
 from strategies.zero.swap_file import Shelf, SwapFile
 
 STAGES = ("zero1", "zero2", "zero3")

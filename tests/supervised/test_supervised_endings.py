@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hardware_db.errors import DsplanError
+from planner.errors import NothingFits
 from strategies.errors import BrokenFile, CannotRun
 from strategies.supervised import lineage, stopping
 from strategies.supervised.board import FileBoard
@@ -56,6 +57,7 @@ def _joint() -> DsplanError:
         (NotFinite("losses are NaN"), "not_finite"),
         (CannotRun("config: no"), "refused"),
         (CannotRun("a plan that would run out of memory"), "refused"),
+        (NothingFits("no plan fits this machine"), "refused"),
         (_joint(), "failed"),
         (ZeroDivisionError("division by zero"), "failed"),
         (KeyError("out of memory"), "failed"),

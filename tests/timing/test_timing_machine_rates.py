@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hardware_db.curve import Curve, constant_rate, curve_of
@@ -109,3 +111,20 @@ def test_less_work_takes_no_more_time() -> None:
     assert curve_of([(1.0, 5.0), (2.0, 9.0), (3.0, 4.0), (4.0, 6.0)]) == Curve(
         points=((1.0, 4.0), (2.0, 4.0), (3.0, 4.0), (4.0, 6.0))
     )
+
+
+def test_a_database_that_cannot_be_used_stops_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DSPLAN_HOME", str(tmp_path))
+    (tmp_path / "dsplan.db").write_text("no database")
+    torch = pytest.importorskip("torch")
+    from hardware_db.microbench.quick import quick_rates
+    from strategies import machine_rates
+
+    monkeypatch.setattr(machine_rates, "quick_rates", lambda points, device: quick_rates(points[:1], device))
+    found = machine_rates.machine_rates(LAPTOP, torch.device("cpu"))
+    assert found
+    assert all(rate.value > 0 for rate in found)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"dsplan: going on without the database: {tmp_path / 'dsplan.db'}: is not a SQLite")

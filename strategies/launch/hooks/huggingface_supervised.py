@@ -6,6 +6,7 @@ The checkpoints are the Trainer's own. Its callbacks see every step; saving is a
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import sys
@@ -23,12 +24,14 @@ from strategies.agree import on_rank_zero
 from strategies.environment import Environment
 from strategies.launch.hooks.patch import patch
 from strategies.launch.orders import Orders
+from strategies.launch.run_lock import LOCK_FILE
 from strategies.supervised import lineage
 from strategies.supervised.automatic import KEPT
 from strategies.supervised.board import open_board
 from strategies.supervised.leaving import leave, stopped
 from strategies.supervised.not_finite import FiniteWatch
 from strategies.supervised.pulse import PULSE
+from strategies.supervised.resume import nothing_left
 from strategies.supervised.save_clock import Interval, SaveClock
 from strategies.supervised.signals import Request
 from strategies.supervised.stopping import Stopping
@@ -50,7 +53,8 @@ def supervise(trainer: Any, plan: Plan) -> Callable[[Any], object]:
 
     @functools.wraps(original)
     def train(resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
-        found = _newest(directory, Path(trainer.args.output_dir).absolute()) if _is_first_train() else None
+        output, asks = Path(trainer.args.output_dir).absolute(), bool(resume_from_checkpoint)
+        found = _newest(directory, output, orders, script_asks=asks) if _is_first_train() else None
         asked = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else ""
         if found is not None and found.step >= _step_of(asked):
             resume_from_checkpoint = found.path
@@ -138,14 +142,22 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         if self._leaves is not None:
             self._leave(self._leaves, f"stopped at step {state.global_step} and saved", path)
         if self._environment.is_main:
-            for old in lineage.outdated(lineage.read(self._directory), KEPT):
+            made, run, since = lineage.read(self._directory), self._orders.run_id, self._orders.since
+            for old in lineage.outdated(made, KEPT, run=run, since=since):
                 shutil.rmtree(old, ignore_errors=True)
         self._saves_now = False
 
     def _note(self, path: Path, step: int) -> None:
         """Remember a checkpoint; a full disk makes a later resume begin earlier and ends nothing."""
         attempt, automatic = self._orders.attempt, self._saves_now
-        made = lineage.Made(path=str(path), step=step, attempt=attempt, by="huggingface", is_automatic=automatic)
+        made = lineage.Made(
+            path=str(path),
+            step=step,
+            attempt=attempt,
+            by="huggingface",
+            is_automatic=automatic,
+            run=self._orders.run_id,
+        )
         try:
             lineage.note(self._directory, made)
         except OSError as problem:
@@ -167,14 +179,62 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         leave(self._stopping, self._watch, self._directory, word)
 
 
-def _newest(directory: Path, output: Path) -> lineage.Made | None:
-    """The newest complete checkpoint of this run that is in a Trainer's output directory, as rank 0 finds it."""
+def _newest(directory: Path, output: Path, orders: Orders, *, script_asks: bool) -> lineage.Made | None:
+    """The newest complete checkpoint of this run that is in a Trainer's output directory, as rank 0 finds it.
+
+    Raises:
+        CannotRun: the run had got further and nothing of it is left, and the script does not say what to load.
+    """
 
     def look() -> lineage.Made | None:
-        made = [one for one in lineage.newest_first(lineage.read(directory)) if Path(one.path).parent == output]
-        return next((one for one in made if Path(one.path, _STATE).is_file()), None)
+        known = lineage.known(directory)
+        own = [one for one in known.all if one.run in ("", orders.run_id) and one.attempt >= orders.since]
+        made = [one for one in lineage.newest_first(own) if Path(one.path).parent == output and _is_whole(one)]
+        if orders.reached and not orders.since and (known.damaged_lines or not made):
+            made = [*_unlisted(directory, output, {one.path for one in known.all}), *made]
+            made.sort(key=lambda one: one.step, reverse=True)
+        if not made and orders.base:
+            made = [lineage.Made(path=orders.base, step=_step_of(orders.base), by="huggingface")]
+        if made:
+            gone = max((one.step for one in known.journalled if one in own), default=0)
+            if gone > made[0].step:
+                again = f"the steps after {made[0].step} are made again"
+                _say(f"the checkpoint of step {gone} is gone or not complete: {again}")
+            return made[0]
+        if script_asks or not orders.reached:
+            return None
+        if not orders.may_begin_anew:
+            raise nothing_left(directory, orders, [output])
+        _say(f"no checkpoint was complete when the run was at step {orders.reached}: it begins at step 1 again")
+        return None
 
     return on_rank_zero(look)
+
+
+def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.Made]:
+    """The checkpoints in a Trainer's output directory that were made since the run began and are in no list of it."""
+    try:
+        began = (directory / LOCK_FILE).stat().st_mtime  # made when the run was, and never written to
+    except OSError:
+        began = 0.0
+    found = []
+    for path in output.glob("checkpoint-*"):
+        made = lineage.Made(path=str(path), step=_step_of(str(path)), by="huggingface")
+        if made.path not in listed and made.step > 0 and _is_whole(made) and path.stat().st_mtime >= began:
+            found.append(made)
+    if found:
+        steps = ", ".join(str(step) for step in sorted(one.step for one in found)[-4:])
+        _say(f"{directory / lineage.LINEAGE_FILE} does not name checkpoints in {output} (step {steps}): they count")
+    return found
+
+
+def _is_whole(made: lineage.Made) -> bool:
+    """Whether a Trainer's checkpoint has its state, which is written last, and of the step in its name."""
+    try:
+        state = json.loads(Path(made.path, _STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(state, dict) and state.get("global_step", made.step) == made.step
 
 
 def _step_of(path: str) -> int:

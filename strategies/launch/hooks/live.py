@@ -33,6 +33,7 @@ from strategies.machine_rates import machine_rates
 from strategies.monitor import RunMonitor
 from strategies.next_plan import best_plan
 from strategies.planning import unfit
+from strategies.same_model import require_same_model
 from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
 
 _SAMPLES_LOOKED_AT = 16
@@ -109,8 +110,9 @@ def plan_live(job: LiveJob) -> Plan:
     """The plan for a script's model on this machine, the same on every rank; every rank must call this together.
 
     Raises:
-        DsplanError: the model cannot be read, nothing fits, or the database is broken; the same on every rank.
+        DsplanError: the model cannot be read or differs between ranks, or nothing fits; the same on every rank.
     """
+    require_same_model(job.module)
     measured = machine_rates(fingerprint(probe()), own_device())
     return on_rank_zero(lambda: _plan(job, measured))
 

@@ -16,6 +16,7 @@ from strategies.launch.causes import AGENT_LOG
 from strategies.launch.run_lock import launcher_lock
 from strategies.launch.settings import Placement
 from strategies.launch.spec import RESULT_FILE, LaunchSpec, keep_result
+from strategies.launch.tail import LineFollower
 
 RANK_MODULE = "strategies.launch.rank_main"
 # What is started gets this long to end with its ranks before it is killed; NCCL teardown takes a few seconds.
@@ -29,6 +30,7 @@ class ProcessLauncher(ABC):
         self.spec = spec
         self._process: subprocess.Popen[bytes] | None = None
         self._log_begins = 0
+        self._log: LineFollower | None = None
 
     @property
     def placement(self) -> Placement:
@@ -68,6 +70,8 @@ class ProcessLauncher(ABC):
         return {"failures": {}}
 
     def __enter__(self) -> ProcessLauncher:
+        path = self.spec.directory / AGENT_LOG
+        self._log = LineFollower(path, offset=path.stat().st_size if path.exists() else 0)
         self._process = self.begin()
         return self
 
@@ -106,6 +110,11 @@ class ProcessLauncher(ABC):
             if result is not None:
                 keep_result(self.spec.directory, result)
         return status
+
+    def remarks(self) -> list[str]:
+        """The lines of its log that are dsplan's own."""
+        lines = self._log.read_lines() if self._log is not None else []
+        return [line for line in lines if line.startswith("dsplan: ")]
 
     def hand_signal(self, number: signal.Signals) -> None:
         """Send a signal to the program, which hands it on to every rank, once any is ready for it."""
