@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from dsplan.cli.flags import read_strictly
 from hardware_db.errors import UnknownName
 
 COMMANDS: dict[str, str] = {
@@ -53,7 +54,7 @@ def load_command(name: str) -> Any:
     command.name = name
     # `dsplan db` alone is bad input like any other, told in one line.
     command.no_args_is_help = False
-    return command
+    return read_strictly(command)
 
 
 def build() -> Any:

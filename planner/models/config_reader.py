@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hardware_db.handed_in import shown
 from planner.errors import BrokenFile
+from planner.limits import Limit, model_figure
 from planner.models.architectures import Architecture, find_architecture
 
 FACTORY_REMEDY = "plan it from code instead: --model package.module:factory, a function that returns the model"
@@ -84,14 +86,14 @@ class ConfigReader:
         if value is None:
             return None
         expected, problem = _expectation(fact), ""
-        if expected is int and (isinstance(value, bool) or not isinstance(value, int) or value < _LEAST.get(fact, 1)):
-            problem = "a whole number" + ("" if fact in _LEAST else " above 0")
-        elif expected is float and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-            problem = "a number of at least 0"
+        if expected is int and not model_figure(fact).allows(value):
+            problem = str(model_figure(fact))
+        elif expected is float and not _SHARE.allows(value):
+            problem = str(_SHARE)
         elif expected in (bool, str) and not isinstance(value, expected):
             problem = "true or false" if expected is bool else "text"
         if problem:
-            raise self.problem(f"field {key!r} is {value!r}", f"write {problem}")
+            raise self.problem(f"field {key!r} is {shown(value)}", f"write {problem}")
         return value
 
     def problem(self, what: str, remedy: str) -> BrokenFile:
@@ -106,11 +108,8 @@ _BOOLS = {
     "tie_word_embeddings", "qkv_bias", "attn_out_bias", "mlp_bias", "lm_head_bias", "qk_norm", "parallel_residual",
     "new_decoder_architecture", "share_att_key",
 }  # fmt: skip
-_LEAST = {
-    "type_vocab_size": 0, "sliding_window": 0, "rotary_dim": 0, "num_ln_in_parallel_attn": 0, "num_shared_experts": 0,
-    "first_k_dense": 0, "num_nextn_predict_layers": 0, "position_buckets": -1, "shared_expert_intermediate_size": 0,
-    "num_experts": 0, "experts_per_token": 0,
-}  # fmt: skip
+_SHARE = Limit(least=0, most=1_000_000, fraction=True)
+"""Probabilities, shares of a head, and the caps of logits."""
 
 
 def _expectation(fact: str) -> type:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hardware_db.handed_in import read_json
 from planner.errors import BrokenFile
 from planner.models.config_reader import FACTORY_REMEDY, ConfigReader
 from planner.models.count import active_parameters, count_parameters
@@ -37,17 +37,9 @@ def read_config(path: Path) -> ModelFacts:
         UnknownName: its model_type is not known.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BrokenFile(path, "holds no config.json", "name a directory that `save_pretrained` wrote") from None
-    except OSError as error:
-        raise BrokenFile(file, f"cannot be read ({error.strerror})", "check its permissions") from error
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}: {error.msg}"
-        raise BrokenFile(file, f"is not JSON ({where})", "mend it or save the config again") from error
-    except ValueError as error:
-        raise BrokenFile(file, "is not text in UTF-8", "name the model's config.json") from error
+    if path.is_dir() and not file.exists():
+        raise BrokenFile(path, "holds no config.json", "name a directory that `save_pretrained` wrote")
+    config = read_json(file, "name the model's config.json, or save the config again")
     if not isinstance(config, dict):
         raise BrokenFile(file, f"holds a {type(config).__name__}, not an object", "name the model's config.json")
     facts = facts_from_config(config, str(file))
