@@ -53,8 +53,12 @@ def make_plan(
     return Plan(
         model=model or OPT_6_7B,
         cluster={
-            **{"device": "H100 SXM", "vendor": vendor, "capacity_bytes": 80_000_000_000},
-            **{"gpus": gpus, "nodes": nodes, "gpus_per_node": gpus // nodes},
+            "device": "H100 SXM",
+            "vendor": vendor,
+            "capacity_bytes": 80_000_000_000,
+            "gpus": gpus,
+            "nodes": nodes,
+            "gpus_per_node": gpus // nodes,
         },
         configuration=Configuration(strategy=strategy, **{**defaults, **fields}),  # type: ignore[arg-type]
         memory=_ZERO_MEMORY,
