@@ -18,6 +18,7 @@ COLLECT_AFTER = 100_000
 """New objects between two garbage collections. Python's 700 make 80 of them while modules are imported and a plan is
 searched, which take a tenth of the process's time, and there is next to nothing to collect."""
 
+_LONGEST_WORD = 300
 INTERRUPTED = 130
 READER_GONE = 141
 """What a shell says of a program that SIGPIPE ended."""
@@ -145,8 +146,9 @@ def _throw_output_away() -> None:
 def _fail(message: str, exit_code: int) -> int:
     import contextlib
 
+    words = (word if len(word) <= _LONGEST_WORD else f"{word[:_LONGEST_WORD]}…" for word in message.split())
     with contextlib.suppress(OSError):  # nobody can be told where even that is full
-        print(f"dsplan: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"dsplan: {' '.join(words)}", file=sys.stderr, flush=True)
     return exit_code
 
 

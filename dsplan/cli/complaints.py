@@ -45,5 +45,5 @@ def _wanted(parameter: Any) -> str:
     least, most = getattr(parameter.type, "min", None), getattr(parameter.type, "max", None)
     if least is not None and most is not None:
         return f"give {Limit(least=least, most=most, fraction='float' in parameter.type.name)}"
-    kinds = {"float": "give a number", "integer": "give a whole number"}
+    kinds = {"float": "give a number", "integer": "give a whole number", "int": "give a whole number"}
     return kinds.get(parameter.type.name, "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -183,8 +184,10 @@ def _spelled_out(group: Any) -> list[inspect.Parameter]:
     ]
 
 
+_WHOLE = re.compile(r"[-+]?[0-9]+")
 _SPELLINGS = {
-    "integer": re.compile(r"[-+]?[0-9]+"),
+    "int": _WHOLE,
+    "integer": _WHOLE,  # as older releases of typer call it
     "float": re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"),
 }
 _MOST_DIGITS = 300
@@ -228,8 +231,29 @@ def _check_word(parameter: Any, word: str) -> None:
         small = kind == "float" and spelling.fullmatch(word) and 0 < abs(float(word)) < SMALLEST
         if len(word) > _MOST_DIGITS or not spelling.fullmatch(word) or small:
             raise typer.BadParameter(f"{shown(word)} is not a number that it takes")
-    elif kind == "path" or parameter.param_type_name == "option":
-        if not word.strip():
-            raise typer.BadParameter(f"{shown(word)} is empty; give it a value or leave it out")
-        if "\0" in word:
-            raise typer.BadParameter(f"{shown(word)} has a NUL character; leave it out")
+        return
+    if not word.strip() and (kind == "path" or parameter.param_type_name == "option"):
+        raise typer.BadParameter(f"{shown(word)} is empty; give it a value or leave it out")
+    if kind == "path":
+        _check_path(word)
+    elif parameter.nargs != -1 and not _is_text(word):  # what follows a script is the script's own
+        raise typer.BadParameter(f"{shown(word)} is no text; write it in UTF-8 and without NUL characters")
+
+
+def _check_path(word: str) -> None:
+    """Refuse a path that the system cannot even look up; one that is not there may be made later."""
+    try:
+        os.stat(word)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise typer.BadParameter(f"{shown(word)} cannot be used ({error.strerror}); name another path") from None
+    except ValueError:
+        raise typer.BadParameter(f"{shown(word)} cannot be used (it has a NUL character); name another path") from None
+
+
+def _is_text(word: str) -> bool:
+    try:
+        return b"\0" not in word.encode()
+    except UnicodeEncodeError:
+        return False
