@@ -70,7 +70,7 @@ AMOUNT = Limit(least=0, most=10**30, fraction=True)
 _FIGURE = Limit(least=1, most=1_000_000_000)
 _FROM_NONE = Limit(least=0, most=1_000_000_000)
 _MODEL_FIGURES: Mapping[str, Limit] = {
-    **dict.fromkeys(("num_layers", "encoder_layers", "decoder_layers"), Limit(least=1, most=10_000)),
+    **dict.fromkeys(("num_layers", "encoder_layers", "decoder_layers"), Limit(least=1, most=1_000)),
     **dict.fromkeys(("num_heads", "num_kv_heads"), Limit(least=1, most=100_000)),
     **dict.fromkeys(
         ("hidden_size", "head_dim", "intermediate_size", "decoder_intermediate_size", "moe_intermediate_size"),
@@ -82,8 +82,9 @@ _MODEL_FIGURES: Mapping[str, Limit] = {
         ("type_vocab_size", "sliding_window", "rotary_dim", "num_ln_in_parallel_attn"),
         _FROM_NONE,
     ),
-    **dict.fromkeys(("first_k_dense", "num_nextn_predict_layers"), Limit(least=0, most=10_000)),
+    **dict.fromkeys(("first_k_dense", "num_nextn_predict_layers"), Limit(least=0, most=1_000)),
     "shared_expert_intermediate_size": Limit(least=0, most=10_000_000),
+    "vocab_size": Limit(least=1, most=100_000_000),
     "position_buckets": Limit(least=-1, most=1_000_000_000),
 }
 

@@ -204,7 +204,7 @@ def test_dense_layers_of_a_qwen_mixture_are_counted(sparse: Mapping[str, Any], d
         ({**LLAMA, "model_type": None}, "my.json: has no field 'model_type'; add it"),
         ({key: value for key, value in LLAMA.items() if key != "hidden_size"}, "my.json: has no field 'hidden_size'; "),
         ({**LLAMA, "num_hidden_layers": "two"}, "field 'num_hidden_layers' is 'two'; write a whole number from 1 to"),
-        ({**LLAMA, "num_hidden_layers": 0}, "field 'num_hidden_layers' is 0; write a whole number from 1 to 10,000"),
+        ({**LLAMA, "num_hidden_layers": 0}, "field 'num_hidden_layers' is 0; write a whole number from 1 to 1,000"),
         ({**LLAMA, "vocab_size": True}, "field 'vocab_size' is True; write a whole number"),
         ({**LLAMA, "tie_word_embeddings": "no"}, "field 'tie_word_embeddings' is 'no'; write true or false"),
         ({**LLAMA, "attention_dropout": -1}, "field 'attention_dropout' is -1; write a number from 0 to 1,000,000"),
