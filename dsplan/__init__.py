@@ -5,9 +5,8 @@ Everything public is a name of this package; each is imported when it is first u
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+# typing is slow to import, and an interrupt meanwhile would end the `dsplan` command in a traceback.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from dsplan.api import estimate, plan, recommend
     from planner.errors import DsplanError
@@ -56,6 +55,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'dsplan' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.probe import probe
+from planner import limits
 from planner.cluster import Cluster
 from planner.errors import ContradictoryRequest
 from planner.resolve_cluster import HardwareRequest, probed_cluster, resolve_cluster
@@ -56,8 +56,7 @@ class BenchQuestion:
         Raises:
             ContradictoryRequest: two of them cannot both hold, or a number is none.
         """
-        if self.minutes is not None and not (math.isfinite(self.minutes) and self.minutes > 0):
-            raise ContradictoryRequest(f"--minutes {self.minutes:g} is not a time; give minutes above 0")
+        limits.BENCH_MINUTES.check("--minutes", self.minutes)
         if self.plan is not None and (self.generate or self.quick or self.only or self.model or self.ranks):
             raise ContradictoryRequest(
                 "--plan says what to measure; drop --ranks, --quick, --only, --model and --generate, or drop --plan"

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hardware_db.errors import DsplanError
+from hardware_db.handed_in import shown
 from hardware_db.units import parse_count
+from planner import limits
 from planner import vocabulary as words
 from planner.budget import Budget
 from planner.errors import ContradictoryRequest
@@ -54,6 +56,8 @@ class Goal:
     def _budget(self) -> Budget:
         if self.deadline is not None and self.tokens is None:
             raise ContradictoryRequest(f"--deadline {self.deadline} needs the tokens of the training: --tokens 300B")
+        limits.USD_PER_HOUR.check("--price", self.price)
+        limits.PLANS.check("--top", self.top)
         return Budget(
             usd_per_gpu_hour=self.price,
             tokens=None if self.tokens is None else _tokens(self.tokens),
@@ -63,16 +67,19 @@ class Goal:
 
 def _tokens(given: str | float) -> float:
     try:
-        return float(parse_count(given) if isinstance(given, str) else given)
+        tokens = parse_count(given) if isinstance(given, str) else given
     except DsplanError:
-        raise ContradictoryRequest(f"--tokens {given} is not a number of tokens; write 20M, 300B or 1.5T") from None
+        tokens = 0
+    if not limits.TRAINING_TOKENS.allows(tokens):
+        raise ContradictoryRequest(f"--tokens {shown(given)} is not a number of tokens; write 20M, 300B or 1.5T")
+    return float(tokens)
 
 
 def _days(text: str) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([hdw])\s*", text)
     days = float(match[1]) * _DAYS[match[2]] if match else 0.0
-    if days <= 0:
+    if not limits.DAYS.allows(days):
         raise ContradictoryRequest(
-            f"--deadline {text} is not a length of time; write hours, days or weeks: 36h, 14d, 2w"
+            f"--deadline {shown(text)} is not a length of time; write hours, days or weeks: 36h, 14d, 2w"
         )
     return days

@@ -15,11 +15,11 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         BrokenFile: the directory is missing or not writable, the disk is full, or `path` is a directory or a device.
     """
-    target = path.resolve()
-    if target.exists() and not target.is_file():
-        raise BrokenFile(path, "is not a regular file", "name a file")
     temporary: str | None = None
     try:
+        target = path.resolve()
+        if target.exists() and not target.is_file():
+            raise BrokenFile(path, "is not a regular file", "name a file")
         descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)

@@ -5,9 +5,11 @@ GiB is 2**30 bytes (what `nvidia-smi` and torch print); GB is 1e9 bytes (what li
 
 from __future__ import annotations
 
+import math
 import re
 
 from hardware_db.errors import DsplanError
+from hardware_db.handed_in import shown
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -65,7 +67,8 @@ def parse_count(text: str) -> int:
         DsplanError: the text is not a positive count.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMbBtT]?)\s*", text)
-    count = round(float(match[1]) * _COUNT_SUFFIXES[match[2].lower()]) if match else 0
+    amount = float(match[1]) * _COUNT_SUFFIXES[match[2].lower()] if match else 0.0
+    count = round(amount) if math.isfinite(amount) else 0
     if count <= 0:
-        raise DsplanError(f"{text!r} is not a size; write a count such as 350M, 6.7B or 1.3T")
+        raise DsplanError(f"{shown(text)} is not a size; write a count such as 350M, 6.7B or 1.3T")
     return count

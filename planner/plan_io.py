@@ -5,21 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from hardware_db.files import replace_text
+from hardware_db.handed_in import read_yaml, shown
+from planner import limits
+from planner import vocabulary as words
 from planner.errors import BrokenFile, ContradictoryRequest
+from planner.models.facts import MlaFacts, ModelFacts, TowerFacts
 from planner.plan import SCHEMA_VERSION, Configuration, MemoryEstimate, Plan, StepTime, Throughput
 
 Value = TypeVar("Value")
 
 _PARTS: dict[str, type] = {
-    "plan": Configuration,
     "memory": MemoryEstimate,
     "time": StepTime,
     "throughput": Throughput,
 }
-_MAPPINGS = ("model", "cluster", "workload", "provenance")
+_SECTIONS: dict[str, dict[str, str]] = {
+    "model": {
+        **dict.fromkeys(("name", "family", "model_type", "kind", "block_class"), "str"),
+        **dict.fromkeys(("parameters", "trainable_parameters", "active_parameters"), "int"),
+        **dict.fromkeys(("hidden_size", "num_layers", "vocab_size"), "int"),
+    },
+    "cluster": {
+        **dict.fromkeys(("device", "vendor", "node_type", "assumed"), "str"),
+        **dict.fromkeys(("intra_link", "inter_link"), "str | None"),
+        **dict.fromkeys(("gpus", "nodes", "gpus_per_node", "nics_per_node"), "count"),
+        **dict.fromkeys(("capacity_bytes", "host_memory_bytes_per_node", "nvme_bytes_per_node"), "int"),
+        "probed": "bool",
+    },
+    "workload": {
+        **dict.fromkeys(("source_length", "evaluation_batch_size", "evaluation_steps_kept"), "int"),
+        **dict.fromkeys(("max_memory_bytes", "host_memory_bytes"), "int | None"),
+    },
+    "provenance": {},
+}
+"""The kinds of what a plan says of its job, of those keys that every plan of this schema has."""
+_NEEDED = {"cluster": ("device", "capacity_bytes")}
 _REMEDY = "write it anew with `dsplan recommend --out DIR`"
 
 
@@ -57,21 +80,26 @@ def plan_from_dict(raw: object, where: object = "plan") -> Plan:
         raise BrokenFile(where, f"has plan schema {version}, this dsplan reads up to {SCHEMA_VERSION}", "update dsplan")
     if version != SCHEMA_VERSION:
         raise BrokenFile(where, f"has no plan schema_version {SCHEMA_VERSION}", _REMEDY)
+    configuration = configuration_from_dict(raw.get("plan"), where)
     parts: dict[str, Any] = {name: _part(part, raw.get(name), f"{where}: {name}") for name, part in _PARTS.items()}
-    mappings: dict[str, Any] = {name: _mapping(raw.get(name), f"{where}: {name}") for name in _MAPPINGS}
-    try:
-        return Plan(
-            configuration=parts.pop("plan"),
-            **parts,
-            **mappings,
-            verdict=raw["verdict"],
-            limited_by=str(raw["limited_by"]),
-            runnable=bool(raw["runnable"]),
-            notes=tuple(raw.get("notes", ())),
-            alternatives=tuple(raw.get("alternatives", ())),
-        )
-    except KeyError as missing:
-        raise BrokenFile(where, f"lacks {missing.args[0]!r}", _REMEDY) from None
+    sections: dict[str, Any] = {name: _section(name, raw.get(name), f"{where}: {name}") for name in _SECTIONS}
+    for name, kind in (("verdict", "str"), ("limited_by", "str"), ("runnable", "bool")):
+        if name not in raw:
+            raise BrokenFile(where, f"lacks {name!r}", _REMEDY)
+        _check_type(raw[name], kind, f"{where}: {name}")
+    verdicts = get_args(words.Verdict)
+    if raw["verdict"] not in verdicts:
+        raise BrokenFile(where, f"has the verdict {shown(raw['verdict'])}, none of {', '.join(verdicts)}", _REMEDY)
+    return Plan(
+        configuration=configuration,
+        **parts,
+        **sections,
+        verdict=raw["verdict"],
+        limited_by=raw["limited_by"],
+        runnable=raw["runnable"],
+        notes=tuple(_texts(raw.get("notes", ()), f"{where}: notes")),
+        alternatives=tuple(_alternatives(raw.get("alternatives", ()), f"{where}: alternatives")),
+    )
 
 
 def configuration_from_dict(raw: object, where: object = "plan") -> Configuration:
@@ -80,7 +108,11 @@ def configuration_from_dict(raw: object, where: object = "plan") -> Configuratio
     Raises:
         BrokenFile: a key is missing, unknown or of the wrong type.
     """
-    return _part(Configuration, raw, f"{where}: plan")
+    configuration = _part(Configuration, raw, f"{where}: plan")
+    if not limits.GPUS.allows(configuration.world_size) or not limits.SAMPLES.allows(configuration.global_batch_size):
+        most = f"{limits.GPUS.most:,} ranks or {limits.SAMPLES.most:,} samples"
+        raise BrokenFile(f"{where}: plan", f"is for more than {most}", _REMEDY)
+    return configuration
 
 
 def plan_text(plan: Plan) -> str:
@@ -105,20 +137,7 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         BrokenFile: the file cannot be read, is not YAML, or is not a plan this version understands.
     """
-    import yaml
-
-    try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "it is not text"
-        raise BrokenFile(
-            path, f"cannot be read ({reason})", "give a plan that `dsplan recommend --out` wrote"
-        ) from None
-    except yaml.YAMLError as problem:
-        line = getattr(getattr(problem, "problem_mark", None), "line", None)
-        place = "" if line is None else f" at line {line + 1}"
-        raise BrokenFile(path, f"is not YAML{place}", _REMEDY) from None
-    return plan_from_dict(raw, path)
+    return plan_from_dict(read_yaml(path, "give a plan that `dsplan recommend --out` wrote"), path)
 
 
 def _part(part: type[Value], raw: object, where: str) -> Value:
@@ -126,7 +145,7 @@ def _part(part: type[Value], raw: object, where: str) -> Value:
     known = {item.name: item for item in fields(part)}  # type: ignore[arg-type]
     for name in values:
         if name not in known:
-            raise BrokenFile(where, f"has an unknown key {name!r}", _REMEDY)
+            raise BrokenFile(where, f"has an unknown key {shown(name)}", _REMEDY)
     for name, item in known.items():
         if name not in values and item.default is MISSING and item.default_factory is MISSING:
             raise BrokenFile(where, f"lacks {name!r}", _REMEDY)
@@ -138,15 +157,72 @@ def _part(part: type[Value], raw: object, where: str) -> Value:
         raise BrokenFile(where, str(problem), _REMEDY) from None
 
 
+def _section(name: str, raw: object, where: str) -> dict[str, Any]:
+    """What the plan says of its job; keys of a release that knew others stay as they are."""
+    values = _mapping(raw, where)
+    for key in _NEEDED.get(name, ()):
+        if key not in values:
+            raise BrokenFile(where, f"lacks {key!r}", _REMEDY)
+    for key, kind in _SECTIONS[name].items():
+        if key in values:
+            _check_type(values[key], kind, f"{where}.{key}")
+    if values.get("facts") is not None:
+        _check_facts(_mapping(values["facts"], f"{where}.facts"), f"{where}.facts")
+    return values
+
+
+def _check_facts(facts: Mapping[str, Any], where: str) -> None:
+    """Hold the architecture of a plan against the limits of a `config.json`."""
+    for name, value in facts.items():
+        kind = _FACTS.get(name, "")
+        if kind == "int" and not (value == 0 and type(value) is int):
+            limit = limits.BYTES if name.endswith("parameters") else limits.model_figure(name)
+            if not limit.allows(value):
+                raise BrokenFile(f"{where}.{name}", f"is {shown(value)}, not {limit}", _REMEDY)
+        elif kind.split(" ")[0] in ("bool", "float", "str") and "bool | str" not in kind:
+            _check_type(value, kind, f"{where}.{name}")
+        elif name in ("mla", "text", "vision") and value is not None:
+            _check_facts(_mapping(value, f"{where}.{name}"), f"{where}.{name}")
+
+
+_FACTS = {item.name: str(item.type) for part in (TowerFacts, MlaFacts, ModelFacts) for item in fields(part)}
+
+
+def _texts(raw: object, where: str) -> list[str] | tuple[str, ...]:
+    if not isinstance(raw, list | tuple) or not all(isinstance(text, str) for text in raw):
+        raise BrokenFile(where, f"is {shown(raw)}, not a list of sentences", _REMEDY)
+    return raw
+
+
+def _alternatives(raw: object, where: str) -> list[Mapping[str, str]]:
+    if not isinstance(raw, list | tuple):
+        raise BrokenFile(where, f"is {shown(raw)}, not a list", _REMEDY)
+    for one in raw:
+        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("strategy", "reason")):
+            raise BrokenFile(where, f"holds {shown(one)}, not a strategy and a reason", _REMEDY)
+    return list(raw)
+
+
 def _check_type(value: object, annotation: str, where: str) -> None:
-    if annotation == "bool" and not isinstance(value, bool):
-        raise BrokenFile(where, f"is {value!r}, not true or false", _REMEDY)
-    if value is None and annotation.endswith("| None"):
+    """Hold a value against the annotation of its field: a number is finite and at least 0, a text is a text."""
+    kind = annotation.removesuffix(" | None")
+    if value is None and kind != annotation:
         return
-    if annotation.removesuffix(" | None") in ("int", "float") and (
-        isinstance(value, bool) or not isinstance(value, int | float)
-    ):
-        raise BrokenFile(where, f"is {value!r}, not a number", _REMEDY)
+    if kind.startswith("Mapping"):
+        for name, part in _mapping(value, where).items():
+            _check_type(part, "int", f"{where}.{name}")
+        return
+    if kind in _NUMBERS:
+        wrong, wanted = not _NUMBERS[kind].allows(value), f"not {_NUMBERS[kind]}"
+    elif kind == "bool":
+        wrong, wanted = not isinstance(value, bool), "not true or false"
+    else:
+        wrong, wanted = not isinstance(value, str), "not text"
+    if wrong:
+        raise BrokenFile(where, f"is {shown(value)}, {wanted}", _REMEDY)
+
+
+_NUMBERS = {"int": limits.BYTES, "float": limits.AMOUNT, "count": limits.GPUS}
 
 
 def _mapping(raw: object, where: str) -> dict[str, Any]:

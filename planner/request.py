@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hardware_db.units import GB
+from planner import limits
 from planner import vocabulary as words
 from planner.budget import NO_BUDGET, Budget
 from planner.calibration.experience import NO_EXPERIENCE, Experience
@@ -78,6 +78,15 @@ class Request:
         return self.cluster.usd_per_gpu_hour if self.budget.usd_per_gpu_hour is None else self.budget.usd_per_gpu_hour
 
 
+_LIMITS = {
+    "seq_len": limits.TOKENS,
+    "source_len": limits.TOKENS,
+    "global_batch": limits.SAMPLES,
+    "eval_batch": limits.SAMPLES,
+    "eval_keep": limits.SAMPLES,
+}
+
+
 def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: Any) -> Request:
     """A request from what the user said; `ranking` are the fields of Request that say how to rank.
 
@@ -85,6 +94,8 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         ContradictoryRequest: a number is out of range, the sequence is longer than the model has positions for, or the
             task is not one of such a model's.
     """
+    for name, limit in _LIMITS.items():
+        limit.check(f"--{name.replace('_', '-')}", getattr(options, name))
     task = _task(facts, options)
     facts = facts_for_task(facts, task)
     defaults: list[str] = [cluster.assumed] if cluster.assumed else []
@@ -169,8 +180,5 @@ def _precision(cluster: Cluster, defaults: list[str]) -> words.Precision:
 
 
 def _bytes(flag: str, gigabytes: float | None) -> int | None:
-    if gigabytes is None:
-        return None
-    if not math.isfinite(gigabytes) or gigabytes <= 0:
-        raise ContradictoryRequest(f"{flag} {gigabytes} is not a memory size; give GB above 0")
-    return round(gigabytes * GB)
+    limits.GIGABYTES.check(flag, gigabytes)
+    return None if gigabytes is None else round(gigabytes * GB)

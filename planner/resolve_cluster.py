@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from hardware_db.datasheets import find_device, find_node_type
 from hardware_db.device import Device
 from hardware_db.probe import Machine, probe_hardware
+from planner import limits
 from planner.cluster import Cluster
 from planner.errors import ContradictoryRequest
 from planner.hardware.cluster_file import read_cluster_file
@@ -15,7 +16,6 @@ from planner.hardware.probed import CPU_RANKS, cpu_cluster, gpu_cluster, mig_clu
 
 __all__ = ["HardwareRequest", "probed_cluster", "resolve_cluster"]
 
-MAX_GPUS = 1 << 20
 ASSUMED_GPU = "A100-SXM4-80GB"
 ASSUMED_COUNT = 8
 
@@ -27,7 +27,7 @@ class HardwareRequest:
     `memory_gb` stands in for a datasheet that has no memory figure (1e9 bytes per device) and is ignored otherwise.
 
     Raises:
-        ContradictoryRequest: a count is not between 1 and 1,048,576.
+        ContradictoryRequest: a count is not between 1 and 1,000,000.
     """
 
     gpus: int | None = None
@@ -39,8 +39,8 @@ class HardwareRequest:
 
     def __post_init__(self) -> None:
         for flag, count in (("--gpus", self.gpus), ("--nodes", self.nodes)):
-            if count is not None and not 1 <= count <= MAX_GPUS:
-                raise ContradictoryRequest(f"{flag} is {count}; give a number from 1 to {MAX_GPUS:,}")
+            limits.GPUS.check(flag, count)
+        limits.GIGABYTES.check("--max-memory-gb", self.memory_gb)
 
 
 def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) -> Cluster:
@@ -69,8 +69,8 @@ def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) ->
         cluster = _from_machine(request, machine)
     if cluster.probed and machine is not None:
         cluster = of_machine(cluster, machine)
-    if cluster.gpus > MAX_GPUS:
-        raise ContradictoryRequest(f"{cluster.gpus:,} GPUs are more than {MAX_GPUS:,}; ask for fewer nodes")
+    if cluster.gpus > limits.GPUS.most:
+        raise ContradictoryRequest(f"{cluster.gpus:,} GPUs are more than {limits.GPUS.most:,}; ask for fewer nodes")
     return cluster
 
 

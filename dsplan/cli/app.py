@@ -5,13 +5,16 @@ A module of this package offers one command, either as a function named after it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from hardware_db.errors import UnknownName
+from dsplan.cli.complaints import complaint
+from dsplan.cli.flags import read_strictly
+from hardware_db.errors import DsplanError, UnknownName
 
 COMMANDS: dict[str, str] = {
     "probe": "dsplan.cli.probe:probe",
@@ -53,7 +56,33 @@ def load_command(name: str) -> Any:
     command.name = name
     # `dsplan db` alone is bad input like any other, told in one line.
     command.no_args_is_help = False
-    return command
+    return read_strictly(command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit status of one command line.
+
+    Raises:
+        DsplanError: it cannot be answered.
+    """
+    # UsageError, the base of every complaint about flags, which typer exports under no name of its own.
+    usage_error: Any = typer.BadParameter.__base__
+    command = build()
+    try:
+        # typer's own `main` would end the process where the reader of the output is gone.
+        with command.make_context("dsplan", list(arguments)) as context:
+            command.invoke(context)
+    except typer.Exit as ending:
+        return int(ending.exit_code)
+    except typer.Abort:
+        return 130
+    except usage_error as error:
+        raise WrongFlag(complaint(error)) from None
+    return 0
+
+
+class WrongFlag(DsplanError):
+    """A command line that cannot be read."""
 
 
 def build() -> Any:

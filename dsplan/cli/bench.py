@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from dsplan.cli.flags import HardwareFlags, JsonFlag, with_flags
+from dsplan.cli.flags import HardwareFlags, JsonFlag, number, with_flags
+from planner import limits
 
 
 @with_flags
@@ -24,7 +25,7 @@ def bench(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only the few rates that a first plan needs.")] = False,
     minutes: Annotated[
-        float | None, typer.Option(metavar="M", help="Begin nothing new after M minutes; the next call goes on.")
+        float | None, number(limits.BENCH_MINUTES, "Begin nothing new after M minutes; the next call goes on.", "M")
     ] = None,
     only: Annotated[
         str | None,

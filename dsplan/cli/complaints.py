@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.limits import Limit
+
 
 def complaint(error: Any) -> str:
     """One line for a usage error of typer, which exports its class under no name."""
@@ -42,7 +44,6 @@ def _wanted(parameter: Any) -> str:
         return f"give one of {', '.join(choices)}"
     least, most = getattr(parameter.type, "min", None), getattr(parameter.type, "max", None)
     if least is not None and most is not None:
-        kind = "a number" if "float" in parameter.type.name else "a whole number"
-        return f"give {kind} from {least:,} to {most:,}"
-    kinds = {"float": "give a number", "integer": "give a whole number"}
+        return f"give {Limit(least=least, most=most, fraction='float' in parameter.type.name)}"
+    kinds = {"float": "give a number", "integer": "give a whole number", "int": "give a whole number"}
     return kinds.get(parameter.type.name, "")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,41 +16,15 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from hardware_db.handed_in import shown
+from planner import limits
 from planner import vocabulary as words
 
-MOST_GPUS = 1_000_000
-MOST_TOKENS = 100_000_000
-MOST_SAMPLES = 1_000_000_000
-MOST_PLANS = 1000
-HIGHEST_PRICE = 1e6
 
-
-def _positive(value: float | None) -> float | None:
-    if value is not None and not (math.isfinite(value) and value > 0):
-        raise typer.BadParameter(f"{value} is not a size; write a number of GB above 0")
-    return value
-
-
-def _positive_price(value: float | None) -> float | None:
-    if value is not None and not 0 < value <= HIGHEST_PRICE:
-        raise typer.BadParameter(
-            f"{value:g} is not a price; write dollars per hour, above 0 and up to {HIGHEST_PRICE:g}"
-        )
-    return value
-
-
-def _share(value: float) -> float:
-    if not 0 < value <= 1:
-        raise typer.BadParameter(f"{value:g} is not a share; write a number above 0 and up to 1")
-    return value
-
-
-def _count(most: int, text: str) -> Any:
-    return typer.Option(min=1, max=most, metavar="N", help=text)
-
-
-def _gigabytes(text: str) -> Any:
-    return typer.Option(callback=_positive, metavar="GB", help=text)
+def number(limit: limits.Limit, text: str, metavar: str = "N") -> Any:
+    """The option of a number within a limit."""
+    least, most = (limit.least, limit.most) if limit.fraction else (int(limit.least), int(limit.most))
+    return typer.Option(min=least, max=most, metavar=metavar, help=text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +44,9 @@ class ModelFlags:
 class HardwareFlags:
     """Which devices; with none of these flags, the probed machine."""
 
-    gpus: Annotated[int | None, _count(MOST_GPUS, "GPUs in total.")] = None
+    gpus: Annotated[int | None, number(limits.GPUS, "GPUs in total.")] = None
     gpu: Annotated[str | None, typer.Option(metavar="NAME", help="GPU, as `dsplan devices` lists it.")] = None
-    nodes: Annotated[int | None, _count(MOST_GPUS, "Nodes the GPUs are spread over.")] = None
+    nodes: Annotated[int | None, number(limits.GPUS, "Nodes the GPUs are spread over.")] = None
     node_type: Annotated[
         str | None, typer.Option(metavar="NAME", help="Machine type, as `dsplan devices --nodes` lists it.")
     ] = None
@@ -82,20 +57,26 @@ class HardwareFlags:
 class WorkFlags:
     """The training job, independent of how it is spread over devices."""
 
-    seq_len: Annotated[int | None, _count(MOST_TOKENS, "Tokens per sample.")] = None
-    source_len: Annotated[int | None, _count(MOST_TOKENS, "Encoder tokens per sample, for encoder-decoders.")] = None
-    global_batch: Annotated[int | None, _count(MOST_SAMPLES, "Samples per optimizer step, over all GPUs.")] = None
+    seq_len: Annotated[int | None, number(limits.TOKENS, "Tokens per sample.")] = None
+    source_len: Annotated[int | None, number(limits.TOKENS, "Encoder tokens per sample, for encoder-decoders.")] = None
+    global_batch: Annotated[int | None, number(limits.SAMPLES, "Samples per optimizer step, over all GPUs.")] = None
     precision: Annotated[words.Precision | None, typer.Option(help="Types of arithmetic and storage.")] = None
     optimizer: Annotated[words.Optimizer, typer.Option(help="Optimizer, as torch runs it.")] = "adamw"
     attention: Annotated[words.Attention, typer.Option(help="Attention implementation.")] = "sdpa"
-    max_memory_gb: Annotated[float | None, _gigabytes("Memory one GPU may use, in 1e9 bytes.")] = None
-    host_memory_gb: Annotated[float | None, _gigabytes("Memory of one node's host, in 1e9 bytes.")] = None
+    max_memory_gb: Annotated[
+        float | None, number(limits.GIGABYTES, "Memory one GPU may use, in 1e9 bytes.", "GB")
+    ] = None
+    host_memory_gb: Annotated[
+        float | None, number(limits.GIGABYTES, "Memory of one node's host, in 1e9 bytes.", "GB")
+    ] = None
     eval_batch: Annotated[
-        int | None, _count(MOST_SAMPLES, "Count evaluation too, with so many samples per GPU and evaluation step.")
+        int | None, number(limits.SAMPLES, "Count evaluation too, with so many samples per GPU and evaluation step.")
     ] = None
     eval_keep: Annotated[
         int | None,
-        _count(MOST_SAMPLES, "Evaluation steps whose logits stay on the GPU at once, as metrics need them; else none."),
+        number(
+            limits.SAMPLES, "Evaluation steps whose logits stay on the GPU at once, as metrics need them; else none."
+        ),
     ] = None
     save: Annotated[
         words.Save,
@@ -111,19 +92,21 @@ class ConfigurationFlags:
         words.Strategy | None, typer.Option(help="How the states are spread; single on one GPU, ddp on several.")
     ] = None
     backend: Annotated[words.Backend | None, typer.Option(help="Who runs the strategy.")] = None
-    micro_batch: Annotated[int | None, _count(MOST_SAMPLES, "Samples per forward pass and GPU; 1 if left open.")] = None
-    grad_accum: Annotated[int | None, _count(MOST_SAMPLES, "Forward passes per optimizer step.")] = None
+    micro_batch: Annotated[
+        int | None, number(limits.SAMPLES, "Samples per forward pass and GPU; 1 if left open.")
+    ] = None
+    grad_accum: Annotated[int | None, number(limits.SAMPLES, "Forward passes per optimizer step.")] = None
     checkpointing: Annotated[words.Checkpointing, typer.Option(help="Activations that are computed twice.")] = "none"
     offload: Annotated[words.Offload, typer.Option(help="States that live in host memory or on NVMe.")] = "none"
     offload_ratio: Annotated[
-        float, typer.Option(callback=_share, metavar="R", help="Share of it that leaves the device, with native ZeRO.")
+        float, number(limits.SHARE, "Share of it that leaves the device, with native ZeRO.", "R")
     ] = 1.0
     gradient_compression: Annotated[words.Compression, typer.Option(help="What gradients are between ranks.")] = "none"
     activations_on_host: Annotated[
         bool, typer.Option("--activations-on-host", help="Keep in host memory what checkpointing keeps.")
     ] = False
-    tp: Annotated[int, _count(MOST_GPUS, "Tensor-parallel degree.")] = 1
-    pp: Annotated[int, _count(MOST_GPUS, "Pipeline-parallel degree.")] = 1
+    tp: Annotated[int, number(limits.GPUS, "Tensor-parallel degree.")] = 1
+    pp: Annotated[int, number(limits.GPUS, "Pipeline-parallel degree.")] = 1
 
 
 ExactFlag = Annotated[
@@ -141,12 +124,12 @@ class RankingFlags:
     """What is shown of the plans, and in which order."""
 
     objective: Annotated[words.Objective, typer.Option(help="What the first plan is best at.")] = "throughput"
-    top: Annotated[int, _count(MOST_PLANS, "How many plans to show.")] = 5
+    top: Annotated[int, number(limits.PLANS, "How many plans to show.")] = 5
     fastest: Annotated[
         bool, typer.Option("--fastest", help="By predicted figures alone, without putting simpler plans first.")
     ] = False
     price: Annotated[
-        float | None, typer.Option(callback=_positive_price, metavar="USD", help="What one GPU costs per hour.")
+        float | None, number(limits.USD_PER_HOUR, "What one GPU costs per hour.", "USD")
     ] = None
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Tokens of the whole training, such as 300B.")] = None
     deadline: Annotated[
@@ -199,3 +182,78 @@ def _spelled_out(group: Any) -> list[inspect.Parameter]:
         inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name])
         for item in fields(group)
     ]
+
+
+_WHOLE = re.compile(r"[-+]?[0-9]+")
+_SPELLINGS = {
+    "int": _WHOLE,
+    "integer": _WHOLE,  # as older releases of typer call it
+    "float": re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"),
+}
+_MOST_DIGITS = 300
+SMALLEST = 1e-6
+"""A number between this and 0 is a slip: no flag has a use for it."""
+
+
+def read_strictly(command: Any) -> Any:
+    """A command, or a group of them, whose flags take numbers in plain digits and refuse what is empty.
+
+    `int` and `float` also read other scripts' digits, underscores, NaN and infinity, and a path that is empty means
+    the working directory.
+    """
+    for parameter in command.params:
+        parameter.type_cast_value = functools.partial(_cast, parameter, parameter.type_cast_value)
+    for inner in getattr(command, "commands", {}).values():
+        read_strictly(inner)
+    return command
+
+
+def _cast(parameter: Any, cast: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
+    try:
+        for word in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(word, str):
+                _check_word(parameter, word)
+        return cast(context, value)
+    except typer.BadParameter as error:
+        error.ctx, error.param = error.ctx or context, error.param or parameter
+        raise
+
+
+def _check_word(parameter: Any, word: str) -> None:
+    """Refuse a word of the command line that no flag of its kind has a use for.
+
+    Raises:
+        BadParameter: it is no number in plain digits, or a path or a value that is empty or has a NUL character.
+    """
+    kind = parameter.type.name.removesuffix(" range")
+    spelling = _SPELLINGS.get(kind)
+    if spelling is not None:
+        small = kind == "float" and spelling.fullmatch(word) and 0 < abs(float(word)) < SMALLEST
+        if len(word) > _MOST_DIGITS or not spelling.fullmatch(word) or small:
+            raise typer.BadParameter(f"{shown(word)} is not a number that it takes")
+        return
+    if not word.strip() and (kind == "path" or parameter.param_type_name == "option"):
+        raise typer.BadParameter(f"{shown(word)} is empty; give it a value or leave it out")
+    if kind == "path":
+        _check_path(word)
+    elif parameter.nargs != -1 and not _is_text(word):  # what follows a script is the script's own
+        raise typer.BadParameter(f"{shown(word)} is no text; write it in UTF-8 and without NUL characters")
+
+
+def _check_path(word: str) -> None:
+    """Refuse a path that the system cannot even look up; one that is not there may be made later."""
+    try:
+        os.stat(word)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise typer.BadParameter(f"{shown(word)} cannot be used ({error.strerror}); name another path") from None
+    except ValueError:
+        raise typer.BadParameter(f"{shown(word)} cannot be used (it has a NUL character); name another path") from None
+
+
+def _is_text(word: str) -> bool:
+    try:
+        return b"\0" not in word.encode()
+    except UnicodeEncodeError:
+        return False

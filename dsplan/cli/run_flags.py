@@ -7,21 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from dsplan.cli.flags import number
+from planner import limits
 from strategies.launch.settings import LauncherName
-
-_MOST_NODES = 100_000
-_MOST_RETRIES = 1_000_000
-_MOST_STEPS = 1_000_000_000
-_MOST_MINUTES = 100_000
-_MOST_SECONDS = 86_400
-
-
-def _count(least: int, most: int, text: str, metavar: str) -> Any:
-    return typer.Option(min=least, max=most, metavar=metavar, help=text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +22,7 @@ class PlanningFlags:
 
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Run this plan instead of making one.")] = None
     nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes per node; by default one per GPU, two without a GPU.")
+        int | None, number(limits.PROCESSES, "Processes per node; by default one per GPU, two without a GPU.")
     ] = None
     strategy: Annotated[
         str | None, typer.Option(metavar="NAME", help="Plan within this strategy only, such as fsdp or zero2.")
@@ -62,7 +54,7 @@ class PlacementFlags:
     ] = None
     node_rank: Annotated[
         int | None,
-        _count(0, _MOST_NODES, "This node's number, for deepspeed without ssh and for accelerate.", "K"),
+        number(limits.NODE_RANK, "This node's number, for deepspeed without ssh and for accelerate.", "K"),
     ] = None
     launcher_option: Annotated[
         list[str] | None,
@@ -89,30 +81,24 @@ class SupervisionFlags:
     ] = None
     retries: Annotated[
         int | None,
-        _count(0, _MOST_RETRIES, "Restarts in a row without progress; 3, or 0 where nothing can be resumed.", "N"),
+        number(limits.RETRIES, "Restarts in a row without progress; 3, or 0 where nothing can be resumed."),
     ] = None
     checkpoint_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where ranks save by themselves; in the run directory by default."),
     ] = None
-    checkpoint_steps: Annotated[int | None, _count(1, _MOST_STEPS, "Save after every so many steps.", "K")] = None
+    checkpoint_steps: Annotated[int | None, number(limits.STEPS, "Save after every so many steps.", "K")] = None
     checkpoint_minutes: Annotated[
         float | None,
-        typer.Option(
-            min=0, max=_MOST_MINUTES, metavar="M", help="Save every so many minutes; 10, or 0 for not by the clock."
-        ),
+        number(limits.MINUTES, "Save every so many minutes; 10, or 0 for not by the clock.", "M"),
     ] = None
     hang_minutes: Annotated[
         float | None,
-        typer.Option(
-            min=0, max=_MOST_MINUTES, metavar="M", help="Restart after so long without progress; 15, or 0 for never."
-        ),
+        number(limits.MINUTES, "Restart after so long without progress; 15, or 0 for never.", "M"),
     ] = None
     grace_seconds: Annotated[
         float | None,
-        typer.Option(
-            min=1, max=_MOST_SECONDS, metavar="S", help="Time to save after SIGTERM or SIGUSR1; 30 by default."
-        ),
+        number(limits.GRACE_SECONDS, "Time to save after SIGTERM or SIGUSR1; 30 by default.", "S"),
     ] = None
     tune: Annotated[
         bool, typer.Option("--tune", help="Measure the first steps and switch to a better plan where one is found.")

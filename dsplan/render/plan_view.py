@@ -148,7 +148,8 @@ def verdict_line(plan: Plan) -> str:
 def limit_bytes(plan: Plan) -> int:
     """What one device may use: its capacity, or less where the user set a limit."""
     capacity = cast("int", plan.cluster["capacity_bytes"])
-    return min(capacity, cast("int | None", plan.workload.get("max_memory_bytes")) or capacity)
+    # A GPU that others have filled has none free, and shares of it are still to be shown.
+    return max(1, min(capacity, cast("int | None", plan.workload.get("max_memory_bytes")) or capacity))
 
 
 def _row(name: str, share: float, figure: str) -> list[Cell]:

@@ -10,21 +10,33 @@ host_memory_gb: 1500
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hardware_db.datasheets import find_device, find_link, find_node_type
 from hardware_db.device import NodeType
+from hardware_db.handed_in import read_yaml, shown
 from hardware_db.units import GB
+from planner import limits
 from planner.cluster import Cluster
 from planner.errors import BrokenFile, ContradictoryRequest, UnknownName
 from planner.hardware.nodes import Layout, cluster_of, default_node_type, price_per_gpu, usual_gpus_per_node
 
 _TEXT = ("gpu", "device", "node_type", "intra_link", "inter_link")
-_COUNTS = ("nodes", "gpus_per_node", "nics_per_node", "host_cores")
+_COUNTS = {
+    "nodes": limits.GPUS,
+    "gpus_per_node": limits.GPUS,
+    "nics_per_node": limits.NICS,
+    "host_cores": limits.HOST_CORES,
+}
 _SIZES = ("capacity_gb", "host_memory_gb", "nvme_gb")
 _PRICES = ("usd_per_gpu_hour",)
-KEYS = (*_TEXT, *_COUNTS, *_SIZES, *_PRICES)
+_NUMBERS = {
+    **_COUNTS,
+    **dict.fromkeys(_SIZES, limits.GIGABYTES),
+    **dict.fromkeys(_PRICES, limits.USD_PER_HOUR),
+}
+_UNITS = {**dict.fromkeys(_SIZES, " gigabytes (1e9 bytes)"), **dict.fromkeys(_PRICES, " dollars")}
+KEYS = (*_TEXT, *_NUMBERS)
 
 
 def read_cluster_file(path: str) -> Cluster:
@@ -41,32 +53,20 @@ def read_cluster_file(path: str) -> Cluster:
 
 
 def _mapping(path: str) -> dict[Any, Any]:
-    import yaml  # slow to import, and only cluster files need it
-
-    try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise BrokenFile(path, "cannot be read", "give the path of a YAML file") from error
-    except yaml.YAMLError as error:
-        raise BrokenFile(path, f"is not YAML ({' '.join(str(error).split())})", "fix that line") from error
+    data = read_yaml(path, "give a YAML file that describes a cluster, or correct it")
     if not isinstance(data, dict):
-        raise BrokenFile(path, "holds no keys", f"write {', '.join(KEYS[:1] + _COUNTS[:2])} as `key: value` lines")
+        raise BrokenFile(path, "holds no keys", "write gpu, nodes, gpus_per_node as `key: value` lines")
     return data
 
 
 def _checked(path: str, data: dict[Any, Any]) -> dict[str, Any]:
     for key, given in data.items():
-        number = isinstance(given, int | float) and not isinstance(given, bool)
         if key not in KEYS:
-            raise BrokenFile(path, f"unknown key {key!r}", f"keys are {', '.join(KEYS)}")
-        if key in _TEXT and not (isinstance(given, str | int) and not isinstance(given, bool)):
-            raise BrokenFile(path, f"{key} is {given!r}", "write a name")
-        if key in _COUNTS and not (number and isinstance(given, int) and given >= 1):
-            raise BrokenFile(path, f"{key} is {given!r}", "write a whole number of at least 1")
-        if key in _SIZES and not (number and given > 0):
-            raise BrokenFile(path, f"{key} is {given!r}", "write gigabytes (1e9 bytes) above 0")
-        if key in _PRICES and not (number and given > 0):
-            raise BrokenFile(path, f"{key} is {given!r}", "write dollars above 0")
+            raise BrokenFile(path, f"unknown key {shown(key)}", f"keys are {', '.join(KEYS)}")
+        if key in _TEXT and not (isinstance(given, str | int) and not isinstance(given, bool) and str(given).strip()):
+            raise BrokenFile(path, f"{key} is {shown(given)}", "write a name")
+        if key in _NUMBERS and not _NUMBERS[key].allows(given):
+            raise BrokenFile(path, f"{key} is {shown(given)}", f"write {_NUMBERS[key]}{_UNITS.get(key, '')}")
     if "gpu" in data and "device" in data:
         raise BrokenFile(path, "names both gpu and device", "keep one; they mean the same")
     return {"gpu" if key == "device" else key: str(given) if key in _TEXT else given for key, given in data.items()}

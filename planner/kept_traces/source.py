@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hardware_db.handed_in import read_json
 from planner.kept_traces.cache import TraceCache
 from planner.models.facts import ModelFacts
 from planner.models.resolve import config_file, is_factory, resolve_model
@@ -37,7 +37,7 @@ def model_source(name: str | None, model_size: str | None, cache: TraceCache) ->
         file = config_file(name)
         if file is not None:
             facts = resolve_model(name)
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = read_json(file, "name the model's config.json")
             return ModelSource(facts=facts, config=config, identity={"facts": facts_identity(facts), "config": config})
         if is_factory(name):
             from planner.kept_traces.factory_source import factory_source

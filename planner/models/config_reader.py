@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hardware_db.handed_in import shown
 from planner.errors import BrokenFile
+from planner.limits import Limit, model_figure
 from planner.models.architectures import Architecture, find_architecture
 
+_AS_TRANSFORMERS = "write it as transformers does"
 FACTORY_REMEDY = "plan it from code instead: --model package.module:factory, a function that returns the model"
 
 
@@ -52,8 +55,39 @@ class ConfigReader:
         """
         inner = self.config.get(key)
         if inner is not None and not isinstance(inner, Mapping):
-            raise self.problem(f"field {key!r} is {inner!r}, not an object", "write it as transformers does")
+            raise self.problem(f"field {key!r} is {shown(inner)}, not an object", _AS_TRANSFORMERS)
         return ConfigReader.of(inner or {}, f"{self.name} {key}", fallback=model_type, nested=True)
+
+    def number(self, key: str, limit: Limit, default: float | None = None, section: str = "") -> Any:
+        """The number under a key of the config, or of the object under `section`; null where it has none means
+        `default`.
+
+        Raises:
+            BrokenFile: it is no number within the limit.
+        """
+        holder, place = self.config, key
+        if section:
+            inner = self.config.get(section) or {}
+            if not isinstance(inner, Mapping):
+                raise self.problem(f"field {section!r} is {shown(inner)}, not an object", _AS_TRANSFORMERS)
+            holder, place = inner, f"{section}.{key}"
+        value = holder.get(key) if section else self.value(key)
+        if value is None:
+            value = default
+        if value is not None and not limit.allows(value):
+            raise self.problem(f"field {place!r} is {shown(value)}", f"write {limit}")
+        return value
+
+    def names(self, key: str) -> frozenset[Any]:
+        """The words or numbers in the list under a key.
+
+        Raises:
+            BrokenFile: it is no list of them.
+        """
+        value = self.value(key) or ()
+        if not isinstance(value, list | tuple) or not all(isinstance(one, str | int) for one in value):
+            raise self.problem(f"field {key!r} is {shown(value)}", "write a list")
+        return frozenset(value)
 
     def facts(self) -> dict[str, Any]:
         """Every field of ModelFacts that the architecture fixes or the config says; nulls are left out.
@@ -65,9 +99,10 @@ class ConfigReader:
             value = self.config.get(key, self._defaults.get(key, allowed[0]))
             if value not in allowed:
                 built = " or ".join(map(repr, allowed))
-                raise self.problem(f"field {key!r} is {value!r}; only {built} is counted", FACTORY_REMEDY)
+                raise self.problem(f"field {key!r} is {shown(value)}; only {built} is counted", FACTORY_REMEDY)
         read = {fact: self._read(fact, keys) for fact, keys in self.architecture.read.items()}
-        return {**self.architecture.facts, **{fact: value for fact, value in read.items() if value is not None}}
+        known = {fact: value for fact, value in read.items() if value is not None}
+        return Figures(self, {**self.architecture.facts, **known})
 
     def _read(self, fact: str, keys: tuple[str, ...]) -> Any:
         present = [key for key in keys if key in self.config]
@@ -81,22 +116,36 @@ class ConfigReader:
 
     def _checked(self, fact: str, key: str, value: Any) -> Any:
         """A value whose type fits the figure: sizes are whole and positive, probabilities and ratios at least 0."""
+        if value is None and fact in _NEVER_NULL:
+            raise self.problem(f"field {key!r} is null", f"write {model_figure(fact)}")
         if value is None:
             return None
         expected, problem = _expectation(fact), ""
-        if expected is int and (isinstance(value, bool) or not isinstance(value, int) or value < _LEAST.get(fact, 1)):
-            problem = "a whole number" + ("" if fact in _LEAST else " above 0")
-        elif expected is float and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-            problem = "a number of at least 0"
+        if expected is int and not model_figure(fact).allows(value):
+            problem = str(model_figure(fact))
+        elif expected is float and not _SHARE.allows(value):
+            problem = str(_SHARE)
         elif expected in (bool, str) and not isinstance(value, expected):
             problem = "true or false" if expected is bool else "text"
         if problem:
-            raise self.problem(f"field {key!r} is {value!r}", f"write {problem}")
+            raise self.problem(f"field {key!r} is {shown(value)}", f"write {problem}")
         return value
 
     def problem(self, what: str, remedy: str) -> BrokenFile:
         """The error that names this config, what is wrong with it, and what to do."""
         return BrokenFile(self.name, what, remedy)
+
+
+class Figures(dict[str, Any]):
+    """The figures of one config; one that is asked for and was null there is a broken config."""
+
+    def __init__(self, reader: ConfigReader, figures: Mapping[str, Any]) -> None:
+        super().__init__(figures)
+        self._reader = reader
+
+    def __missing__(self, fact: str) -> Any:
+        keys = self._reader.architecture.read.get(fact, (fact,))
+        raise self._reader.problem(f"field {keys[0]!r} is null or missing", f"write {model_figure(fact)}")
 
 
 _FLOATS = {
@@ -106,11 +155,11 @@ _BOOLS = {
     "tie_word_embeddings", "qkv_bias", "attn_out_bias", "mlp_bias", "lm_head_bias", "qk_norm", "parallel_residual",
     "new_decoder_architecture", "share_att_key",
 }  # fmt: skip
-_LEAST = {
-    "type_vocab_size": 0, "sliding_window": 0, "rotary_dim": 0, "num_ln_in_parallel_attn": 0, "num_shared_experts": 0,
-    "first_k_dense": 0, "num_nextn_predict_layers": 0, "position_buckets": -1, "shared_expert_intermediate_size": 0,
-    "num_experts": 0, "experts_per_token": 0,
-}  # fmt: skip
+_NEVER_NULL = frozenset(
+    {"hidden_size", "num_layers", "encoder_layers", "num_heads", "vocab_size", "image_size", "patch_size"}
+)
+_SHARE = Limit(least=0, most=1_000_000, fraction=True)
+"""Probabilities, shares of a head, and the caps of logits."""
 
 
 def _expectation(fact: str) -> type:

@@ -50,7 +50,7 @@ def _facts(document: Mapping[str, Any]) -> ModelFacts | None:
         if values.get("measured_counts") is not None:
             values["measured_counts"] = _counts(values["measured_counts"])
         return ModelFacts(**values)
-    except (TypeError, DsplanError):
+    except (TypeError, KeyError, DsplanError):
         return None  # of a release that knew other fields
 
 

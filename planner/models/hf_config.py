@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hardware_db.handed_in import read_json, shown
 from planner.errors import BrokenFile
+from planner.limits import Limit
 from planner.models.config_reader import FACTORY_REMEDY, ConfigReader
 from planner.models.count import active_parameters, count_parameters
 from planner.models.facts import ModelFacts
@@ -37,17 +38,9 @@ def read_config(path: Path) -> ModelFacts:
         UnknownName: its model_type is not known.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BrokenFile(path, "holds no config.json", "name a directory that `save_pretrained` wrote") from None
-    except OSError as error:
-        raise BrokenFile(file, f"cannot be read ({error.strerror})", "check its permissions") from error
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}: {error.msg}"
-        raise BrokenFile(file, f"is not JSON ({where})", "mend it or save the config again") from error
-    except ValueError as error:
-        raise BrokenFile(file, "is not text in UTF-8", "name the model's config.json") from error
+    if path.is_dir() and not file.exists():
+        raise BrokenFile(path, "holds no config.json", "name a directory that `save_pretrained` wrote")
+    config = read_json(file, "name the model's config.json, or save the config again")
     if not isinstance(config, dict):
         raise BrokenFile(file, f"holds a {type(config).__name__}, not an object", "name the model's config.json")
     facts = facts_from_config(config, str(file))
@@ -71,6 +64,8 @@ def facts_from_config(config: Mapping[str, Any], name: str) -> ModelFacts:
     figures["architecture"] = _built_class(reader)
     for quirk in QUIRKS.get(entry.model_type, ()):
         figures |= quirk(reader, figures)
+    if entry.kind == "vision" and "num_channels" not in figures:
+        raise reader.problem(f"{entry.model_type} is only counted as a part of another model", FACTORY_REMEDY)
     figures = _derived(reader, figures) | {"model_type": entry.model_type, "kind": entry.kind}
     facts = ModelFacts(
         name=name,
@@ -88,17 +83,17 @@ def facts_from_config(config: Mapping[str, Any], name: str) -> ModelFacts:
 def _built_class(reader: ConfigReader) -> str:
     named = reader.config.get("architectures") or [reader.architecture.architecture]
     if not isinstance(named, list | tuple) or not isinstance(named[0], str):
-        raise reader.problem(f"field 'architectures' is {named!r}", "write a list of class names")
+        raise reader.problem(f"field 'architectures' is {shown(named)}", "write a list of class names")
     endings = CLASS_ENDINGS[reader.architecture.kind]
     if not named[0].endswith(endings):
         raise reader.problem(f"architecture {named[0]!r} is none of *{', *'.join(endings)}", FACTORY_REMEDY)
     return named[0]
 
 
-def _derived(reader: ConfigReader, figures: dict[str, Any]) -> dict[str, Any]:
+def _derived(reader: ConfigReader, derived: dict[str, Any]) -> dict[str, Any]:
     """Figures that follow from others where the config leaves them open, as in the config classes."""
-    derived = dict(figures)
-    derived.setdefault("num_layers", derived.get("encoder_layers"))
+    if "num_layers" not in derived:
+        derived["num_layers"] = derived["encoder_layers"]
     derived.setdefault("intermediate_size", 4 * derived["hidden_size"])
     derived.setdefault("num_kv_heads", derived["num_heads"])
     if derived["hidden_size"] % derived["num_heads"] and "head_dim" not in derived:
@@ -106,14 +101,19 @@ def _derived(reader: ConfigReader, figures: dict[str, Any]) -> dict[str, Any]:
         raise reader.problem(f"hidden size {sizes}", "correct one of them")
     derived.setdefault("head_dim", derived["hidden_size"] // derived["num_heads"])
     if "num_labels" not in derived and derived["architecture"].endswith(("Classification", "ForQuestionAnswering")):
-        derived["num_labels"] = num_labels(reader.config)
+        derived["num_labels"] = _num_labels(reader)
     return derived
 
 
-def num_labels(config: Mapping[str, Any]) -> int:
+_LABELS = Limit(least=1, most=100_000_000)
+
+
+def _num_labels(reader: ConfigReader) -> int:
     """Outputs of a classifier: `num_labels`, or as many as `id2label` has, or transformers' default of 2."""
-    labels = config.get("id2label")
-    counted = config.get("num_labels", len(labels) if isinstance(labels, Mapping) else 2)
+    labels = reader.config.get("id2label")
+    counted = reader.config.get("num_labels", len(labels) if isinstance(labels, Mapping) else 2)
+    if not _LABELS.allows(counted):
+        raise reader.problem(f"field 'num_labels' is {shown(counted)}", f"write {_LABELS}")
     return int(counted)
 
 

@@ -9,10 +9,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from planner.limits import Limit
 from planner.models.config_reader import FACTORY_REMEDY, ConfigReader
 from planner.models.facts import MlaFacts, TowerFacts
 
 Figures = dict[str, Any]
+_RATIO = Limit(least=0, most=1000, fraction=True)
+_WIDTH = Limit(least=1, most=1_000_000)
+_STEP = Limit(least=0, most=10_000)
 Quirk = Callable[[ConfigReader, Figures], Figures]
 
 
@@ -23,8 +27,7 @@ def _window_switch(reader: ConfigReader, figures: Figures) -> Figures:
 
 def _rotary_share(reader: ConfigReader, figures: Figures) -> Figures:
     """transformers 5 moved the rotated share of a head into `rope_parameters`."""
-    parameters = reader.config.get("rope_parameters")
-    share = parameters.get("partial_rotary_factor") if isinstance(parameters, Mapping) else None
+    share = reader.number("partial_rotary_factor", _RATIO, section="rope_parameters")
     return {} if share is None else {"rotary_pct": float(share)}
 
 
@@ -51,12 +54,12 @@ def _falcon(reader: ConfigReader, figures: Figures) -> Figures:
 
 
 def _mpt(reader: ConfigReader, figures: Figures) -> Figures:
-    attention = reader.config.get("attn_config") or {}
-    if attention.get("qk_ln"):
+    dropout = reader.number("attn_pdrop", _RATIO, 0.0, section="attn_config")
+    if (reader.config.get("attn_config") or {}).get("qk_ln"):
         raise reader.problem("field 'attn_config' sets qk_ln, whose norms are not counted", FACTORY_REMEDY)
     return {
-        "intermediate_size": int(reader.value("expansion_ratio") * figures["hidden_size"]),
-        "attention_dropout": float(attention.get("attn_pdrop") or 0.0),
+        "intermediate_size": int(reader.number("expansion_ratio", _RATIO, 4) * figures["hidden_size"]),
+        "attention_dropout": float(dropout),
     }
 
 
@@ -84,17 +87,15 @@ def _latent_attention(reader: ConfigReader, figures: Figures) -> Figures:
     """DeepSeek's attention; `q_lora_rank` null means uncompressed queries, as in V2-Lite."""
     sizes: dict[str, Any] = {}
     for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        sizes[key] = reader.config.get(key)
-        if not isinstance(sizes[key], int) or sizes[key] < 1:
-            raise reader.problem(f"field {key!r} is {sizes[key]!r}", "write a whole number above 0")
-    mla = MlaFacts(q_lora_rank=reader.config.get("q_lora_rank"), **sizes)
+        sizes[key] = reader.number(key, _WIDTH, 0)
+    mla = MlaFacts(q_lora_rank=reader.number("q_lora_rank", _WIDTH), **sizes)
     return {"mla": mla, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
 
 
 def _sparse_steps(reader: ConfigReader, figures: Figures) -> Figures:
     """Qwen's MoE layers: every `decoder_sparse_step`-th, less those in `mlp_only_layers`."""
-    layers, step = range(figures["num_layers"]), int(reader.value("decoder_sparse_step") or 1)
-    dense = set(reader.value("mlp_only_layers") or ())
+    layers, step = range(figures["num_layers"]), int(reader.number("decoder_sparse_step", _STEP, 1) or 1)
+    dense = reader.names("mlp_only_layers")
     return {"first_k_dense": sum(1 for layer in layers if layer in dense or (layer + 1) % step)}
 
 
@@ -118,9 +119,10 @@ def _deberta(reader: ConfigReader, figures: Figures) -> Figures:
     """Disentangled attention has extra projections for each term of `pos_att_type` unless it shares the content's."""
     if figures["position_buckets"] < 1:
         raise reader.problem("field 'position_buckets' is not above 0", FACTORY_REMEDY)
-    terms = set(reader.value("pos_att_type") or ())
+    terms = reader.names("pos_att_type")
     if not figures["share_att_key"] and terms != {"c2p", "p2c"}:
-        raise reader.problem(f"field 'pos_att_type' is {sorted(terms)}; only c2p with p2c is counted", FACTORY_REMEDY)
+        given = sorted(map(str, terms))
+        raise reader.problem(f"field 'pos_att_type' is {given}; only c2p with p2c is counted", FACTORY_REMEDY)
     return {}
 
 
@@ -152,7 +154,7 @@ def _vit(reader: ConfigReader, figures: Figures) -> Figures:
 
 def _dinov2(reader: ConfigReader, figures: Figures) -> Figures:
     """With SwiGLU the width is two thirds of `mlp_ratio` times hidden, rounded up to a multiple of 8."""
-    width = int(figures["hidden_size"] * reader.value("mlp_ratio"))
+    width = int(figures["hidden_size"] * reader.number("mlp_ratio", _RATIO, 4))
     if not reader.value("use_swiglu_ffn"):
         return {"intermediate_size": width}
     return {"intermediate_size": math.ceil(int(width * 2 / 3) / 8) * 8, "gated_mlp": True}
@@ -171,17 +173,22 @@ def _clip(reader: ConfigReader, figures: Figures) -> Figures:
         "patch_size": seen["patch_size"],
         "vocab_size": words["vocab_size"],
         "max_position_embeddings": words["max_position_embeddings"],
-        "text": TowerFacts(**words),
+        "text": _tower(words),
         "vision": TowerFacts(**tower, patch_size=seen["patch_size"]),
     }
 
 
+def _tower(figures: Figures, **more: Any) -> TowerFacts:
+    needed = ("hidden_size", "num_layers", "num_heads", "intermediate_size")
+    return TowerFacts(**{**{name: figures[name] for name in needed}, **figures, **more})
+
+
 def _gemma3(reader: ConfigReader, figures: Figures) -> Figures:
     language, vision = reader.part("text_config", "gemma3_text"), reader.part("vision_config", "siglip_vision_model")
-    tower = TowerFacts(
-        **vision.facts(),
+    tower = _tower(
+        vision.facts(),
         model_type=vision.architecture.model_type,
-        mm_tokens_per_image=reader.config.get("mm_tokens_per_image", 256),
+        mm_tokens_per_image=reader.number("mm_tokens_per_image", _WIDTH, 256),
         pooling_head=bool(vision.value("vision_use_head")),
     )
     return {**language.facts(), "vision": tower}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hardware_db.errors import DsplanError, UnknownName
+from hardware_db.handed_in import shown
 from hardware_db.microbench.grid import CPU, GPU, KINDS, Block, Scale, all_points, quick_points
 from hardware_db.microbench.point import Point
+from planner import limits
 from planner.cluster import Cluster
 from planner.models.facts import ModelFacts
 from planner.models.tasks import default_sequence_length
@@ -65,8 +68,8 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         DsplanError: a part is no number from 1 to 1024.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= 1024 for part in parts):
-        raise DsplanError(f"--ranks {text!r} is not a number of processes; write 2, or several as 2,4 (1 to 1024)")
+    if not all(re.fullmatch("[0-9]{1,4}", part) and 1 <= int(part) <= limits.PROCESSES.most for part in parts):
+        raise DsplanError(f"--ranks {shown(text)} is not a number of processes; write 2, or several as 2,4 (1 to 1024)")
     return tuple(sorted({int(part) for part in parts}))
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from hardware_db.errors import BrokenFile
 from hardware_db.files import replace_text
+from hardware_db.handed_in import read_yaml
 from hardware_db.microbench.grid import unmeasurable
 from hardware_db.microbench.point import Point
 from planner.errors import ContradictoryRequest
@@ -72,17 +73,7 @@ def load_bench_plan(path: Path) -> BenchPlan:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    import yaml
-
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "it is not text"
-        raise BrokenFile(path, f"cannot be read ({reason})", _REMEDY) from None
-    except yaml.YAMLError as problem:
-        line = getattr(getattr(problem, "problem_mark", None), "line", None)
-        place = "" if line is None else f" at line {line + 1}"
-        raise BrokenFile(path, f"is not YAML{place}", _REMEDY) from None
+    raw = read_yaml(path, _REMEDY)
     if not isinstance(raw, Mapping):
         raise BrokenFile(path, "is not a benchmark plan", _REMEDY)
     return raw

@@ -1,6 +1,6 @@
 """The config of a script, as DeepSpeed writes it, understood without DeepSpeed."""
 
-from strategies.config.read import read_config, read_json
+from strategies.config.read import read_config, read_object
 from strategies.config.values import (
     ActivationSection,
     CheckpointSection,
@@ -28,5 +28,5 @@ __all__ = [
     "TensorboardSection",
     "ZeroSection",
     "read_config",
-    "read_json",
+    "read_object",
 ]

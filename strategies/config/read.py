@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hardware_db.handed_in import read_json
 from planner.vocabulary import Precision
 from strategies.config.fields import Fields
 from strategies.config.flat import in_deepspeeds_words
@@ -39,7 +38,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
     """
     if not (config is None or isinstance(config, (Mapping, str, Path))):
         raise CannotRun(f"config is {config!r}; it must be a dictionary or the path of a JSON file")
-    given = {} if config is None else dict(config) if isinstance(config, Mapping) else read_json(Path(config))
+    given = {} if config is None else dict(config) if isinstance(config, Mapping) else read_object(Path(config))
     top = Fields(in_deepspeeds_words(given))
     refuse_unknown(top)
     communication = communication_section(top)
@@ -69,30 +68,16 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The object in a DeepSpeed JSON file.
 
     Raises:
         BrokenFile: the file cannot be read or is not JSON with an object at the top.
     """
-    try:
-        values = json.loads(path.read_text(), object_pairs_hook=_once)
-    except OSError as problem:
-        raise BrokenFile(path, f"cannot be read ({problem.strerror})", "give a JSON file or a dictionary") from None
-    except ValueError as problem:
-        raise BrokenFile(path, f"is not JSON ({problem})", "correct it there") from None
+    values = read_json(path, "correct it, or give a dictionary")
     if not isinstance(values, dict):
         raise BrokenFile(path, "does not hold a JSON object", 'write it as {"train_batch_size": ...}')
     return values
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are there once; of two, JSON would take the last without a word."""
-    counts = Counter(key for key, _ in pairs)
-    twice = [key for key, count in counts.items() if count > 1]
-    if twice:
-        raise ValueError(f"{twice[0]} is there twice")
-    return dict(pairs)
 
 
 def _precision(top: Fields) -> Precision | None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import DsplanError
+from hardware_db.handed_in import shown
+from planner import limits
 from strategies.launch.settings import LauncherName
 
 Asked = dict[str, Any]
 """Fields of a value with what they are to be; those that nobody asked for are not in it."""
-_MOST_NODES = 100_000
 
 
 def asked_placement(
@@ -57,10 +57,11 @@ def asked_supervision(
         DsplanError: a time is no number.
     """
     directory, steps, minutes = checkpoints
-    times = {"--checkpoint-minutes": minutes, "--hang-minutes": hang_minutes, "--grace-seconds": grace_seconds}
-    for flag, value in times.items():
-        if value is not None and not math.isfinite(value):
-            raise DsplanError(f"{flag} is {value}; give a number")
+    limits.RETRIES.check("--retries", retries)
+    limits.STEPS.check("--checkpoint-steps", steps)
+    limits.MINUTES.check("--checkpoint-minutes", minutes)
+    limits.MINUTES.check("--hang-minutes", hang_minutes)
+    limits.GRACE_SECONDS.check("--grace-seconds", grace_seconds)
     found: Asked = {
         "retries": retries,
         "checkpoint_directory": None if directory is None else str(directory.resolve()),
@@ -78,15 +79,15 @@ def asked_supervision(
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= least <= most <= _MOST_NODES:
-        raise DsplanError(f"--nodes {text!r} is no number of nodes; write 4, or 2:4 for at least 2 and at most 4")
+    if not 1 <= least <= most <= limits.NODE_RANK.most:
+        raise DsplanError(f"--nodes {shown(text)} is no number of nodes; write 4, or 2:4 for at least 2 and at most 4")
     return least, most
 
 
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise DsplanError(f"--rendezvous {text!r} is no address; write HOST:PORT, such as node0:29400")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+        raise DsplanError(f"--rendezvous {shown(text)} is no address; write HOST:PORT, such as node0:29400")
     return text

@@ -54,8 +54,8 @@ def refuses(capsys: pytest.CaptureFixture[str]) -> Refuses:
     [
         (("--ranks", "x"), "--ranks 'x' is not a number of processes"),
         (("--ranks", "1024"), "needs 1024 processes at once"),
-        (("--minutes", "0"), "--minutes 0 is not a time"),
-        (("--minutes", "nan"), "--minutes nan is not a time"),
+        (("--minutes", "0"), "--minutes is 0.0; give a number from 0.001 to 100,000"),
+        (("--minutes", "nan"), "--minutes is 'nan'; give a number from 0.001 to 100,000"),
         (("--only", "matmull"), "nearest: matmul"),
         (("--gpus", "4"), "describe hardware to --generate a plan for"),
         (("--model", "no-such-model"), "unknown model 'no-such-model'"),

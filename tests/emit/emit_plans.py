@@ -52,7 +52,14 @@ def make_plan(
     defaults = {"sequence_length": 2048, "precision": "bf16", "optimizer": "adamw"}
     return Plan(
         model=model or OPT_6_7B,
-        cluster={"device": "H100 SXM", "vendor": vendor, "gpus": gpus, "nodes": nodes, "gpus_per_node": gpus // nodes},
+        cluster={
+            "device": "H100 SXM",
+            "vendor": vendor,
+            "capacity_bytes": 80_000_000_000,
+            "gpus": gpus,
+            "nodes": nodes,
+            "gpus_per_node": gpus // nodes,
+        },
         configuration=Configuration(strategy=strategy, **{**defaults, **fields}),  # type: ignore[arg-type]
         memory=_ZERO_MEMORY,
         time=_ZERO_TIME,

@@ -37,9 +37,9 @@ ESTIMATE = "estimate --model opt-125m --gpus 2 --gpu A100-SXM4-80GB"
         ("estimate opt-6.7b", ("opt-6.7b", "--model opt-6.7b")),
         (f"{RECOMMEND} --price 0", ("--price", "0")),
         (f"{RECOMMEND} --price inf", ("--price", "inf")),
-        (f"{RECOMMEND} --tokens many", ("--tokens many", "300B")),
+        (f"{RECOMMEND} --tokens many", ("--tokens 'many'", "300B")),
         (f"{RECOMMEND} --deadline 14d", ("--deadline 14d", "--tokens 300B")),
-        (f"{RECOMMEND} --tokens 1B --deadline soon", ("--deadline soon", "36h", "14d")),
+        (f"{RECOMMEND} --tokens 1B --deadline soon", ("--deadline 'soon'", "36h", "14d")),
         ("recommend --model opt-125m --gpus 0", ("--gpus", "0")),
         ("recommend --model opt-125m --gpus -8", ("--gpus", "-8")),
         ("recommend --model opt-125m --gpus 99999999999999999999", ("--gpus", "99999999999999999999")),
@@ -86,7 +86,10 @@ def test_bad_flags(cli: Cli, line: str, words: tuple[str, ...]) -> None:
     [
         ("estimate --gpus two", "--gpus is 'two'; give a whole number from 1 to 1,000,000; see dsplan estimate --help"),
         ("estimate --gpus 0", "--gpus is 0; give a whole number from 1 to 1,000,000; see dsplan estimate --help"),
-        (f"{RECOMMEND} --max-memory-gb x", "--max-memory-gb is 'x'; give a number; see dsplan recommend --help"),
+        (
+            f"{RECOMMEND} --max-memory-gb x",
+            "--max-memory-gb is 'x'; give a number from 0.001 to 1,000,000; see dsplan recommend --help",
+        ),
         (
             f"{RECOMMEND} --precision bf17",
             "--precision is 'bf17'; give one of fp32, bf16, fp16, bf16-pure; see dsplan recommend --help",
@@ -94,7 +97,7 @@ def test_bad_flags(cli: Cli, line: str, words: tuple[str, ...]) -> None:
         ("explain", "PLAN is missing; give it a value; see dsplan explain --help"),
         (
             f"{RECOMMEND} --host-memory-gb 0",
-            "--host-memory-gb: 0.0 is not a size; write a number of GB above 0; see dsplan recommend --help",
+            "--host-memory-gb is 0.0; give a number from 0.001 to 1,000,000; see dsplan recommend --help",
         ),
     ],
 )

@@ -167,11 +167,11 @@ def test_a_null_total_falls_back_to_the_nominal_size() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"gpus": 0}, r"--gpus is 0; give a number from 1 to 1,048,576"),
+        ({"gpus": 0}, r"--gpus is 0; give a whole number from 1 to 1,000,000"),
         ({"gpus": -8}, r"--gpus is -8"),
         ({"gpus": 10**12}, r"--gpus is 1000000000000"),
         ({"nodes": 0, "gpu": "h100"}, r"--nodes is 0"),
-        ({"node_type": "dgx-h100", "nodes": 1 << 20}, r"8,388,608 GPUs are more than 1,048,576"),
+        ({"node_type": "dgx-h100", "nodes": 1_000_000}, r"8,000,000 GPUs are more than 1,000,000"),
         ({"gpu": "h100", "gpus": 9}, r"9 GPUs do not divide evenly over 2 nodes; ask for 8 or 10 GPUs, or --nodes 3"),
         ({"gpu": "h100", "gpus": 8, "nodes": 3}, r"8 GPUs do not divide evenly over 3 nodes; ask for 6 or 9 GPUs"),
         ({"gpu": "h100", "gpus": 4, "nodes": 8}, r"4 GPUs cannot be spread over 8 nodes"),
@@ -346,9 +346,9 @@ def test_a_number_is_a_name_too(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("gpu: h100\nnodse: 2\n", r"unknown key 'nodse'; keys are gpu, device"),
-        ("gpu: h100\nnodes: two\n", r"nodes is 'two'; write a whole number of at least 1"),
+        ("gpu: h100\nnodes: two\n", r"nodes is 'two'; write a whole number from 1 to 1,000,000"),
         ("gpu: h100\nnodes: 0\n", r"nodes is 0; write a whole number"),
-        ("gpu: h100\ncapacity_gb: -1\n", r"capacity_gb is -1; write gigabytes"),
+        ("gpu: h100\ncapacity_gb: -1\n", r"capacity_gb is -1; write a number from 0.001 to 1,000,000 gigabytes"),
         ("gpu: [h100]\n", r"gpu is \['h100'\]; write a name"),
         ("gpu: h1000\n", r"unknown GPU 'h1000'; nearest"),
         ("gpu: h100\nintra_link: nvlink99\n", r"unknown link 'nvlink99'"),
@@ -369,5 +369,5 @@ def test_a_broken_cluster_file_is_one_line_with_the_remedy(tmp_path: Path, text:
 
 
 def test_a_missing_cluster_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(BrokenFile, match="cannot be read; give the path of a YAML file"):
+    with pytest.raises(BrokenFile, match="cannot be read \\(No such file or directory\\); give a YAML file"):
         resolve(cluster_file=str(tmp_path / "nowhere.yaml"))

@@ -34,7 +34,7 @@ def test_round_trip(tmp_path: Path, plan_dict: dict[str, object]) -> None:
         (("schema_version",), None, "has no plan schema_version 1"),
         (("plan", "strategy"), "zeroo", "strategy 'zeroo' is not one of"),
         (("plan", "micro_batch_size"), 0, "must be a whole number of at least 1"),
-        (("plan", "micro_batch_size"), "eight", "is 'eight', not a number"),
+        (("plan", "micro_batch_size"), "eight", "is 'eight', not a whole number"),
         (("plan", "gradient_accumulation_steps"), 7, "is not the global batch"),
         (("plan", "colour"), "red", "has an unknown key 'colour'"),
         (("memory",), None, "is missing or not a mapping"),
@@ -70,5 +70,5 @@ def test_missing_file_and_binary_file(tmp_path: Path) -> None:
     with pytest.raises(BrokenFile, match="cannot be read"):
         load_plan(tmp_path / "none.yaml")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x9c")
-    with pytest.raises(BrokenFile, match="it is not text"):
+    with pytest.raises(BrokenFile, match="is not text in UTF-8"):
         load_plan(tmp_path / "binary")

@@ -82,8 +82,8 @@ REFUSED = [
     (configured(model_family=None, gpu_count=0), "gpu_count is 0; it must be a whole number of at least 1, or None"),
     (configured(model_family=None, batch_size=-1), "batch_size is -1"),
     (configured(model_family=None, batch_size=2.5), "batch_size is 2.5"),
-    (configured(model_family=None, max_memory_gb=0), "0 is not a memory size"),
-    (configured(model_family=None, max_memory_gb=float("nan")), "nan is not a memory size"),
+    (configured(model_family=None, max_memory_gb=0), "--max-memory-gb is 0; give a number from 0.001 to 1,000,000"),
+    (configured(model_family=None, max_memory_gb=float("nan")), "--max-memory-gb is nan; give a number"),
     (selected(model_family=None, task_type="inference"), "task_type 'inference' cannot be planned for"),
     (selected(model_family=None, distributed=False, gpu_count=4), "gpu_count is 4 but distributed is False"),
 ]

@@ -118,7 +118,7 @@ def test_config_files(tmp_path: Path) -> None:
     path.write_text("{")
     assert "is not JSON" in refusal(read_config, path)
     path.write_text('{"bf16": {"enabled": true, "enabled": false}}')
-    assert "enabled is there twice" in refusal(read_config, path)
+    assert "has the key 'enabled' twice" in refusal(read_config, path)
     path.write_text("[]")
     assert "does not hold a JSON object" in refusal(read_config, path)
     path.write_text(json.dumps({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "fp16": {}}))

@@ -17,7 +17,7 @@ from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from planner.plan import Plan
-from strategies.config import read_json
+from strategies.config import read_object
 from strategies.launch.hooks.live import LiveJob, own_device, plan_live, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.say import say_replaced
@@ -83,7 +83,7 @@ def _script_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given = given or getattr(arguments.get("args"), "deepspeed_config", None)
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
-    return read_json(Path(str(given)))
+    return read_object(Path(str(given)))
 
 
 def _without_config(args: Any) -> Any:
