@@ -1,20 +1,49 @@
-"""Guards around every test: nothing it sets up may outlive it."""
+"""Guards around every test: nothing it sets up may outlive it. Also which cases the suite runs, and pools of ranks."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from hardware_db.spawn import RankPool
 
 # Variables through which one test could change what the next one does.
 _GUARDED = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "DSPLAN_", "DS_", "ACCELERATE_", "FSDP_")
 
 # Libraries tell the threads of a pool to end and do not wait for it (transformers, where it loads weights).
 _THREAD_SECONDS = 5.0
+
+# What every rank would import for itself, each in seconds of processor time.
+_PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "strategies.engine")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks slow what a sweep leaves to the long checks: the cases that its `suite` does not pick.
+
+    Raises:
+        pytest.UsageError: a `suite` picks no case, so that the suite would lose the behaviour.
+    """
+    picked: dict[str, int] = {}
+    for item in items:
+        sweep = item.get_closest_marker("sweep")
+        if sweep is not None and isinstance(item, pytest.Function):
+            suite = sweep.kwargs["suite"]
+            in_suite = suite(**{name: item.callspec.params[name] for name in inspect.signature(suite).parameters})
+            name = item.nodeid.partition("[")[0]
+            picked[name] = picked.get(name, 0) + bool(in_suite)
+            if not in_suite:
+                item.add_marker("slow")
+    empty = [name for name, cases in picked.items() if not cases]
+    if empty and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"no case is left in the suite of {', '.join(empty)}")
 
 
 def _guarded_environment() -> dict[str, str]:
@@ -49,3 +78,9 @@ def dsplan_home(_nothing_leaks: None, tmp_path: Path, monkeypatch: pytest.Monkey
     home = tmp_path / "dsplan-home"
     monkeypatch.setenv("DSPLAN_HOME", str(home))
     return home
+
+
+@pytest.fixture(scope="session")
+def new_pool() -> Callable[..., RankPool]:
+    """RankPool, with ranks that are forked from one process which has imported what all of them need."""
+    return partial(RankPool, preload=_PRELOAD)

@@ -27,9 +27,9 @@ RANKS = 2
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def pool(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
     variables = {"DS_ACCELERATOR": "cpu", "DSPLAN_QUIET": "1"}
-    with RankPool(RANKS, timeout_seconds=300, variables=variables) as ranks:
+    with new_pool(RANKS, timeout_seconds=300, variables=variables) as ranks:
         yield quiet(ranks)
 
 
