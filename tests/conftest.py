@@ -20,17 +20,22 @@ _GUARDED = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "DSPLAN_"
 # Libraries tell the threads of a pool to end and do not wait for it (transformers, where it loads weights).
 _THREAD_SECONDS = 5.0
 
+# Folders with tests of half a minute each.
+_STARTS_PROCESSES = ("run", "emit", "faults", "launchers", "launch", "bench")
+
 # What every rank would import for itself, each in seconds of processor time.
 _PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "strategies.engine")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks slow what a sweep leaves to the long checks: the cases that its `suite` does not pick.
+    """Marks slow what a sweep leaves to the long checks: the cases that its `suite` does not pick. Files whose tests
+    last longest come first, so that no worker is left alone with one.
 
     Raises:
         pytest.UsageError: a `suite` picks no case, so that the suite would lose the behaviour.
     """
+    items.sort(key=lambda item: item.path.parent.name not in _STARTS_PROCESSES)
     picked: dict[str, int] = {}
     for item in items:
         sweep = item.get_closest_marker("sweep")
