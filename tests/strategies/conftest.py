@@ -6,22 +6,12 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
-import torch
 
 from hardware_db.spawn import RankPool
 from planner.vocabulary import ZERO_STAGES
 
 PoolOf = Callable[..., RankPool]
 NewPool = Callable[..., RankPool]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models train 25 times slower on two threads than on one where other processes use the cores too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
