@@ -8,7 +8,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import meeting_bodies
@@ -23,8 +23,8 @@ from strategies.rendezvous import SECONDS
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(3) as ranks:
+def pool(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
+    with new_pool(3) as ranks:
         yield ranks
 
 

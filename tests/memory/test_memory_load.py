@@ -27,9 +27,9 @@ RANKS = 2
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def pool(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
     variables = {"DS_ACCELERATOR": "cpu", "DSPLAN_QUIET": "1"}
-    with RankPool(RANKS, timeout_seconds=300, variables=variables) as ranks:
+    with new_pool(RANKS, timeout_seconds=300, variables=variables) as ranks:
         yield quiet(ranks)
 
 
@@ -48,9 +48,11 @@ CASES: list[tuple[Strategy, Precision]] = [
     ("zero3", "fp32"),
     ("zero3", "bf16"),
 ]
+IN_SUITE = (("ddp", "fp32"), ("fsdp", "bf16"), ("zero2", "bf16"), ("zero3", "fp32"))
 
 
 @pytest.mark.parametrize(("strategy", "precision"), CASES)
+@pytest.mark.sweep(suite=lambda strategy, precision: (strategy, precision) in IN_SUITE)
 def test_the_peak_while_a_model_is_placed(
     strategy: Strategy, precision: Precision, pool: RankPool, tmp_path: Path
 ) -> None:

@@ -6,53 +6,44 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
-import torch
 
 from hardware_db.spawn import RankPool
 from planner.vocabulary import ZERO_STAGES
 
 PoolOf = Callable[..., RankPool]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models train 25 times slower on two threads than on one where other processes use the cores too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+NewPool = Callable[..., RankPool]
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
+def ranks(new_pool: NewPool) -> Iterator[RankPool]:
     """Two ranks over gloo."""
-    with RankPool(2) as pool:
+    with new_pool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def three_ranks() -> Iterator[RankPool]:
+def three_ranks(new_pool: NewPool) -> Iterator[RankPool]:
     """Three ranks over gloo: more than one peer, and shapes that divide by nothing."""
-    with RankPool(3) as pool:
+    with new_pool(3) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def deepspeed_ranks() -> Iterator[RankPool]:
+def deepspeed_ranks(new_pool: NewPool) -> Iterator[RankPool]:
     """Two ranks for DeepSpeed, whose engine leaves state behind in its process."""
-    yield from _deepspeed(2)
+    yield from _deepspeed(new_pool, 2)
 
 
 @pytest.fixture(scope="session")
-def deepspeed_three_ranks() -> Iterator[RankPool]:
+def deepspeed_three_ranks(new_pool: NewPool) -> Iterator[RankPool]:
     """Three ranks for DeepSpeed."""
-    yield from _deepspeed(3)
+    yield from _deepspeed(new_pool, 3)
 
 
-def _deepspeed(world_size: int) -> Iterator[RankPool]:
+def _deepspeed(new_pool: NewPool, world_size: int) -> Iterator[RankPool]:
     if find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    with RankPool(world_size, variables={"DS_ACCELERATOR": "cpu"}) as pool:
+    with new_pool(world_size, variables={"DS_ACCELERATOR": "cpu"}) as pool:
         yield pool
 
 

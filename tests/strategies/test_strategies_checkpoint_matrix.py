@@ -27,6 +27,16 @@ WRITERS: tuple[Who, ...] = (
     ("zero2", "deepspeed", 2),
     ("zero3", "deepspeed", 2),
 )
+READERS: tuple[Who, ...] = (
+    ("ddp", "torch", 2),
+    ("fsdp", "torch", 3),
+    ("zero1", "native", 3),
+    ("zero2", "native", 2),
+    ("zero3", "native", 3),
+    ("zero1", "deepspeed", 2),
+    ("zero3", "deepspeed", 3),
+)
+"""Those that the suite asks: every way of reading once."""
 
 
 def recipe_of(who: Who, precision: str = "fp32") -> Recipe:
@@ -73,6 +83,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ("strategy", "backend"),
     [*((name, "torch") for name in TORCH), *((name, engine) for engine in ("native", "deepspeed") for name in ZERO)],
 )
+@pytest.mark.sweep(suite=lambda strategy, backend, world_size: (strategy, backend, world_size) in READERS)
 def test_every_checkpoint_goes_on_under_every_strategy(
     strategy: str, backend: str, world_size: int, on: Ranks, written: dict[Who, tuple[str, object]]
 ) -> None:
