@@ -37,6 +37,7 @@ class DeepSpeedZero(Strategy):
     def engine(self, parts: TrainingParts) -> DeepSpeedEngine:
         library = _library(self.environment.device, self.configuration.strategy)
         torch.nn.functional.linear = torch._C._nn.linear  # an earlier stage-3 engine of this process replaced it
+        require_precision(self.configuration.precision)
         gradient_travel(parts)  # refuses what DeepSpeed does not do
         ensure_group(self.environment)
         apply_plan(parts)
@@ -187,6 +188,20 @@ def _require_known(optimizer: str) -> None:
         raise CannotRun(
             f"config: this DeepSpeed has no optimizer {optimizer}; use AdamW, or one of its own: {', '.join(known)}"
         )
+
+
+def require_precision(precision: str) -> None:
+    """Ask DeepSpeed whether it trains in a precision on this rank's device.
+
+    Raises:
+        CannotRun: it does not; naming its accelerator.
+    """
+    accelerator = import_module("deepspeed.accelerator").get_accelerator()
+    asked = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    kind = precision.partition("-")[0]
+    if kind in asked and not asked[kind]():
+        name = accelerator.device_name()
+        raise CannotRun(f"DeepSpeed has no {kind} on this machine's {name}; use backend 'native' or another precision")
 
 
 def _library(device: torch.device, strategy: str) -> Any:

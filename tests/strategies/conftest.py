@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
+import rank_bodies
 import torch
+from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
 from planner.vocabulary import ZERO_STAGES
@@ -49,10 +52,25 @@ def deepspeed_three_ranks() -> Iterator[RankPool]:
     yield from _deepspeed(3)
 
 
+class DeepSpeedRanks(RankPool):
+    """Skips a test that trains in a precision which DeepSpeed has not got on this machine."""
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        for recipe in (item for item in arguments if isinstance(item, Recipe)):
+            if recipe.plan().configuration.backend == "deepspeed" and (lacks := self.lacks(recipe.precision)):
+                pytest.skip(lacks)
+        return super().run(function, *arguments)
+
+    def lacks(self, precision: str) -> str:
+        """What DeepSpeed says of a precision here; empty where it has it."""
+        found: str = super().run(rank_bodies.deepspeed_lacks, precision)[0]
+        return found
+
+
 def _deepspeed(world_size: int) -> Iterator[RankPool]:
     if find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    with RankPool(world_size, variables={"DS_ACCELERATOR": "cpu"}) as pool:
+    with DeepSpeedRanks(world_size, variables={"DS_ACCELERATOR": "cpu"}) as pool:
         yield pool
 
 
