@@ -21,7 +21,7 @@ finish() {
     trap '' INT TERM HUP
     for process in $(left); do kill -KILL "$process" 2> /dev/null || true; done
     chmod -R u+w "$work" 2> /dev/null || true
-    rm -rf "$work"
+    rm -rf --one-file-system "$work"
 }
 trap finish EXIT
 trap 'exit 130' INT
@@ -59,21 +59,43 @@ sys.exit(subprocess.call(sys.argv[1:]))'
     inside+=("$root/.venv/bin/python" -c "$taken")
 fi
 
-user=${HOSTILE_USER:-nobody} why=
-if [ "$(id -u)" -ne 0 ]; then why="this is no root, so it is $(id -un) already"
+user=${HOSTILE_USER:-nobody} as_user=() closed=() why=
+if [ "$(id -u)" -ne 0 ]; then why="this is $(id -un) already"
 elif ! id "$user" > /dev/null 2>&1; then why="there is no user $user"
-else why=$(lacking setpriv); fi
+else
+    why=$(lacking setpriv)
+    as_user=(setpriv "--reuid=$user" "--regid=$(id -g "$user")" --clear-groups)
+    for path in "$root" "$(python -c 'import sys; print(sys.base_prefix)')"; do # each that the user may not reach
+        top=
+        for part in $(seq "$(tr -dc / <<< "$path" | wc -c)"); do
+            top=$(cut -d/ -f-$((part + 1)) <<< "$path")
+            if ! "${as_user[@]}" test -x "$top"; then closed+=("$top" "$path"); break; fi
+        done
+    done
+    if [ "${#closed[@]}" -gt 0 ] && ! unshare -m true 2> /dev/null; then why="$user may not enter ${closed[0]}"; fi
+fi
 if simulates user "$why" "another user than root: $user"; then
     chmod 755 "$work"
     chown -R "$user" "$place" "$place.tmp"
-    inside+=(setpriv "--reuid=$user" "--regid=$(id -g "$user")" --clear-groups)
     variables+=(USER="$user" LOGNAME="$user")
+    if [ "${#closed[@]}" -gt 0 ]; then
+        # In a mount namespace of the suite's own, an empty directory takes the place of the one that is closed to the
+        # user, with nothing in it but the tree or the interpreter.
+        opened='spare=$1; shift; closed=()
+            while [ "$1" != -- ]; do
+                mkdir -p "$spare$2"; mount --bind "$2" "$spare$2"; closed+=("$1" "$2"); shift 2
+            done
+            for ((at = 0; at < ${#closed[@]}; at += 2)); do
+                [ -d "${closed[at + 1]}" ] && [ -n "${seen-}" ] && [ "$seen" = "${closed[at]}" ] ||
+                    mount -t tmpfs -o mode=755 none "${closed[at]}"
+                seen=${closed[at]}; mkdir -p "${closed[at + 1]}"; mount --bind "$spare${closed[at + 1]}" "${closed[at + 1]}"
+            done
+            shift; exec "$@"'
+        inside+=(unshare -m bash -c "$opened" opened "$place.closed" "${closed[@]}" --)
+    fi
+    inside+=("${as_user[@]}")
 fi
-if [[ " ${inside[*]-} " == *" setpriv "* ]] && ! "${inside[@]}" test -x "$root/.venv/bin/python"; then
-    cp -a "$root/.venv" "$place/.venv" # the user may not go where the tree is
-else
-    ln -s "$root/.venv" "$place/.venv"
-fi
+ln -s "$root/.venv" "$place/.venv"
 
 why=; [ "$(id -u)" -ne 0 ] || [[ " ${inside[*]-} " == *" setpriv "* ]] || why="root may write everywhere"
 if simulates home "$why" "HOME that cannot be written"; then
