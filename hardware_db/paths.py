@@ -16,7 +16,7 @@ def data_dir() -> Path:
     `~/Library/Application Support` on macOS, `%LOCALAPPDATA%` on Windows. The directory may not exist yet.
     """
     if home := os.environ.get("DSPLAN_HOME"):
-        return Path(home).expanduser()
+        return Path(os.path.expanduser(home))
     return _platform_data_dir() / "dsplan"
 
 
@@ -26,9 +26,16 @@ def database_path() -> Path:
 
 
 def _platform_data_dir() -> Path:
+    home = _home()
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support"
+        return home / "Library" / "Application Support"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
     configured = Path(os.environ.get("XDG_DATA_HOME", ""))
-    return configured if configured.is_absolute() else Path.home() / ".local" / "share"
+    return configured if configured.is_absolute() else home / ".local" / "share"
+
+
+def _home() -> Path:
+    """The user's home directory, or the root where nobody knows of one, as for a user id without a name."""
+    home = Path(os.path.expanduser("~"))
+    return home if home.is_absolute() else Path(os.sep)

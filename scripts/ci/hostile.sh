@@ -33,7 +33,7 @@ mkdir "$place" "$place.tmp" "$place.home"
 tar --exclude=./.git --exclude=./.venv --exclude=__pycache__ --exclude='./.*_cache' -C "$root" -cf - . | tar -C "$place" -xf -
 
 inside=() # what pytest is started through, outermost first
-variables=("$mark" PYTHONPATH="$place" TMPDIR="$place.tmp" OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1)
+variables=("$mark" TMPDIR="$place.tmp" OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1)
 
 why=; [ "$(id -u)" -eq 0 ] && unshare -n true 2> /dev/null || why="this user may not make network namespaces"
 if simulates network "$why" "no network but loopback"; then
@@ -95,7 +95,22 @@ if simulates user "$why" "another user than root: $user"; then
     fi
     inside+=("${as_user[@]}")
 fi
-ln -s "$root/.venv" "$place/.venv"
+# An environment of the copy's own, as pip makes one at a path with a space, over the packages of the real one.
+packages=$("$root/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+own=$place/.venv${packages#"$root/.venv"}
+mkdir -p "$place/.venv/bin" "$own"
+cp "$root/.venv/pyvenv.cfg" "$place/.venv"
+printf '%s\n' "$place" "$packages" > "$own/hostile.pth"
+for command in "$root"/.venv/bin/*; do
+    copied=$place/.venv/bin/${command##*/}
+    if head -1 "$command" | grep -aq '^#!.*python'; then
+        printf '%s\n' '#!/bin/sh' "'''exec' \"$place/.venv/bin/python\" \"\$0\" \"\$@\"" "' '''" > "$copied"
+        tail -n +2 "$command" >> "$copied"
+        chmod 755 "$copied"
+    else
+        cp -P "$command" "$copied"
+    fi
+done
 
 why=; [ "$(id -u)" -ne 0 ] || [[ " ${inside[*]-} " == *" setpriv "* ]] || why="root may write everywhere"
 if simulates home "$why" "HOME that cannot be written"; then
@@ -104,8 +119,8 @@ if simulates home "$why" "HOME that cannot be written"; then
 fi
 
 if simulates precision "" "a processor without fp16 and bf16, of AVX2 at most"; then
-    mkdir "$place.site" && cp "$root/scripts/ci/old_processor.py" "$place.site/sitecustomize.py" && chmod -R a+rX "$place.site"
-    variables+=(PYTHONPATH="$place:$place.site")
+    cp "$root/scripts/ci/old_processor.py" "$own"
+    echo "import old_processor" >> "$own/hostile.pth"
     variables+=(ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2)
 fi
 

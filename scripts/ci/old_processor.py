@@ -1,4 +1,4 @@
-"""A processor without 16-bit units, as far as software asks: every Python process that finds this as `sitecustomize`.
+"""A processor without 16-bit units, as far as software asks: `site` imports this in every process of the suite.
 
 oneDNN, ATen and MKL are limited by variables that `hostile.sh` sets. What is left are those that do not ask them:
 DeepSpeed's CPU accelerator, which takes bf16 for granted, and the probe, which reads /proc/cpuinfo.

@@ -171,8 +171,10 @@ def _check_writable(directory: Path) -> None:
 
 
 def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> LaunchSpec:
-    directory = request.run_directory or run_directory(data_dir() / "runs", script.path)
+    directory = request.run_directory or data_dir() / "runs"
     try:
+        if request.run_directory is None:
+            directory = run_directory(directory, script.path)
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = error.strerror or "cannot be made"

@@ -51,6 +51,15 @@ def test_an_empty_dsplan_home_counts_as_unset(monkeypatch: pytest.MonkeyPatch, t
     assert data_dir() == tmp_path / ".local" / "share" / "dsplan"
 
 
+def test_a_user_without_a_home_keeps_it_under_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As containers do that run as a user id of which no system file knows."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", dict[int, object]().__getitem__)
+    assert data_dir() == Path("/.local/share/dsplan")
+    monkeypatch.setenv("DSPLAN_HOME", "~nobody-of-that-name/records")
+    assert data_dir() == Path("~nobody-of-that-name/records")
+
+
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     target.write_text("old")
