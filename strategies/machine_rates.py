@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
+
 import torch
 
+from hardware_db.errors import DsplanError
 from hardware_db.fingerprint import Fingerprint
 from hardware_db.measurement import RateMeasurement
 from hardware_db.microbench.point import Point
@@ -21,9 +25,7 @@ def machine_rates(fingerprint: Fingerprint, device: torch.device) -> _Rates:
 
     Every rank must call this together. What rank 0 does not find stored for this machine, these versions and this
     number of ranks, all measure in two to three seconds, and rank 0 stores it. `dsplan bench` stores the same and more.
-
-    Raises:
-        DsplanError: the database cannot be read or written.
+    Where there is no database that can be used, it says so, and measures again the next time.
     """
     wanted = wanted_points(device)
     stored, missing = on_rank_zero(lambda: _read(fingerprint, wanted))
@@ -36,13 +38,17 @@ def machine_rates(fingerprint: Fingerprint, device: torch.device) -> _Rates:
 
 def _read(fingerprint: Fingerprint, wanted: tuple[Point, ...]) -> tuple[_Rates, tuple[Point, ...]]:
     """The stored rates, and the points among those wanted that none of them measured."""
-    with open_store() as store:
-        stored = tuple(rate for rate in store.rates(fingerprint.key) if rate.ranks == ranks_at_work())
+    try:
+        with open_store() as store:
+            stored = tuple(rate for rate in store.rates(fingerprint.key) if rate.ranks == ranks_at_work())
+    except DsplanError as problem:
+        print(f"dsplan: {problem}; planned without what it knows", file=sys.stderr, flush=True)
+        return (), wanted
     known = {point_of(rate) for rate in stored}
     return stored, tuple(point for point in wanted if point not in known)
 
 
 def _store(measured: _Rates, stored: _Rates) -> _Rates:
-    with open_store() as store:
+    with suppress(DsplanError), open_store() as store:  # said when it was to be read
         store.add(*measured)
     return (*reversed(measured), *stored)
