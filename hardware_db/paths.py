@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import MutableMapping
 from pathlib import Path
 
 DATABASE_NAME = "dsplan.db"
@@ -23,6 +25,32 @@ def data_dir() -> Path:
 def database_path() -> Path:
     """The database that every command uses unless it is told another."""
     return data_dir() / DATABASE_NAME
+
+
+def provide_torch_extensions(variables: MutableMapping[str, str]) -> None:
+    """Have torch compile DeepSpeed's operators in a directory for temporary files where the usual cache cannot be
+    written, `~/.cache` as a rule; nothing where TORCH_EXTENSIONS_DIR names one."""
+    if "TORCH_EXTENSIONS_DIR" in variables:
+        return
+    cache = Path(variables.get("XDG_CACHE_HOME") or _home() / ".cache")
+    if _can_be_written(cache / "torch_extensions"):
+        return
+    # What is compiled there is loaded as code, so it must be nobody else's.
+    own = Path(tempfile.gettempdir(), f"torch_extensions-{os.getuid()}-py{sys.version_info[0]}{sys.version_info[1]}")
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        is_own = own.stat().st_uid == os.getuid() and not own.is_symlink()
+    except OSError:
+        is_own = False
+    variables["TORCH_EXTENSIONS_DIR"] = str(own) if is_own else tempfile.mkdtemp(prefix="torch_extensions-")
+
+
+def _can_be_written(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK | os.X_OK)
 
 
 def _platform_data_dir() -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hardware_db.paths import provide_torch_extensions
 from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from planner.trace.checkpointing import keeps_products
@@ -205,6 +206,7 @@ def require_precision(precision: str) -> None:
 
 
 def _library(device: torch.device, strategy: str) -> Any:
+    provide_torch_extensions(os.environ)
     if device.type == "cpu":
         # DeepSpeed looks for an accelerator when it is imported; without one it must be told.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

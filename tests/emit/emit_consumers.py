@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hardware_db.paths import provide_torch_extensions
+
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 # No GPU, whatever the machine has: the configs are read here, not run on it. The commands beside Python come last on
@@ -20,6 +22,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(REPOSITORY),
     "PATH": os.pathsep.join((os.environ["PATH"], str(Path(sys.executable).parent))),
 }
+provide_torch_extensions(ENVIRONMENT)
 
 
 def ask(script: str, question: object, *, directory: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_torchrun_starts_the_ranks_and_passes_the_arguments_on(tmp_path: Path) -
 def test_several_nodes_meet_at_master_addr(tmp_path: Path) -> None:
     """Two nodes of one rank each, both on this machine."""
     write(emit(make_plan("ddp", gpus=2, nodes=2), "torchrun"), tmp_path)
-    script = str(Path(__file__).parent / "torchrun_rank.py")
+    script = shlex.quote(str(Path(__file__).parent / "torchrun_rank.py"))
     meeting = f"MASTER_ADDR=localhost MASTER_PORT={free_port()}"
     both = f"export {meeting}; for node in 1 2; do bash torchrun.sh {script} & done; wait"
     ranks = launch(["bash", "-c", both], directory=tmp_path)
