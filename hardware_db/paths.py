@@ -46,11 +46,9 @@ def provide_torch_extensions(variables: MutableMapping[str, str]) -> None:
 
 
 def _can_be_written(directory: Path) -> bool:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(directory, os.W_OK | os.X_OK)
+    """Whether a directory, or the first above it that is there, takes new files."""
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def _platform_data_dir() -> Path:

@@ -24,7 +24,7 @@ class Printed:
 
 
 class Cli:
-    """`cli("recommend --model opt-125m")`: one command line; words with spaces are quoted, or go into extra arguments."""
+    """`cli("recommend --model opt-125m")`: one command line; words with spaces are quoted or extra arguments."""
 
     def __init__(self, captured: pytest.CaptureFixture[str]) -> None:
         self._captured = captured

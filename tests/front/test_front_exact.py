@@ -87,7 +87,8 @@ def test_a_second_question_is_answered_without_torch(cli: Cli, model: Path) -> N
         "import sys; from dsplan.__main__ import main; status = main(sys.argv[1:]);"
         " assert 'torch' not in sys.modules; sys.exit(status)"
     )
-    second = subprocess.run([sys.executable, "-c", again, *shlex.split(line)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", again, *shlex.split(line)]
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (second.returncode, second.stderr) == (0, "")
     assert second.stdout == first.out
     assert traced_rows() == 1
@@ -134,7 +135,8 @@ def test_another_micro_batch_follows_from_two(cli: Cli, model: Path, monkeypatch
 
 
 def test_another_length_follows_from_three(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = f"estimate {HARDWARE} --gpus 1 --attention eager --micro-batch 16 --exact --json --model {quoted(model)} --seq-len"
+    line = f"estimate {HARDWARE} --gpus 1 --attention eager --micro-batch 16 --exact --json --model {quoted(model)}"
+    line += " --seq-len"
     for length in (320, 352, 384):
         cli(line, length)
     printed = cli(line, 400)
