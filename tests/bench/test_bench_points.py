@@ -75,8 +75,8 @@ def test_a_sample_is_long_against_the_calls_it_is_made_of(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: calls * 2.0**-19))  # 2 us a call
     timing = time_calls(count, HOST, Budget(seconds=0.004, sample_seconds=0.001))
-    assert timing == Timing(seconds=2.0**-19, repeats=4, spread=0.0)
-    assert calls == 3 + 4 * 524, "a sample of 1 ms, after three calls to warm up"
+    assert timing == Timing(seconds=2.0**-19, repeats=5, spread=0.0)
+    assert calls == 3 + 5 * 524, "a sample of 1 ms, after three calls to warm up"
 
 
 def test_the_median_and_the_spread_are_those_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
