@@ -19,7 +19,10 @@ mark=HOSTILE_RUN=$work
 left() { grep -xzlsF "$mark" /proc/[0-9]*/environ | tr -dc '0-9\n' || true; } # what was started here and still runs
 finish() {
     trap '' INT TERM HUP
-    for process in $(left); do kill -KILL "$process" 2> /dev/null || true; done
+    for _ in 1 2 3 4 5; do # what is just being started is there the next time
+        for process in $(left); do kill -KILL "$process" 2> /dev/null || true; done
+        sleep 0.1
+    done
     chmod -R u+w "$work" 2> /dev/null || true
     rm -rf --one-file-system "$work"
 }
@@ -133,7 +136,7 @@ if simulates core "$(lacking taskset)" "one core"; then
 fi
 
 if simulates load "" "load on every core"; then
-    for _ in $(seq "$(nproc)"); do env "$mark" nice -n 10 bash -c 'while :; do :; done' & done
+    for _ in $(seq "$(nproc)"); do env "$mark" nice -n 10 bash -c 'while :; do :; done' & disown; done
 fi
 
 simulated+=("no terminal")
