@@ -150,6 +150,6 @@ for ((at = 0; at < ${#variables[@]}; at++)); do
 done
 cd "$place"
 env "${options[@]}" "${settings[@]}" PATH="$place/.venv/bin:$PATH" \
-    setsid --wait "${inside[@]}" python -m pytest -n 2 --dist loadfile -p no:cacheprovider "$@" < /dev/null &
+    setsid --wait "${inside[@]}" python -m pytest -n 2 --dist loadfile -p no:cacheprovider -o timeout=1200 "$@" < /dev/null &
 wait $! && status=0 || status=$?
 exit "$status"

@@ -1,5 +1,7 @@
-"""Reads configs from stdin, trains a two-layer model three steps under each on one CPU rank, prints the losses; none of a
-precision that DeepSpeed has not got here."""
+"""Reads configs from stdin, trains a two-layer model three steps under each on one CPU rank, prints the losses.
+
+There are none of a config in a precision that DeepSpeed has not got here.
+"""
 
 import json
 import os
@@ -10,8 +12,8 @@ from pathlib import Path
 os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 import deepspeed
-from deepspeed.accelerator import get_accelerator
 import torch
+from deepspeed.accelerator import get_accelerator
 
 
 def losses(config: dict[str, object]) -> list[float]:
