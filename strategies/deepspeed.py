@@ -191,18 +191,24 @@ def _require_known(optimizer: str) -> None:
         )
 
 
-def require_precision(precision: str) -> None:
-    """Ask DeepSpeed whether it trains in a precision on this rank's device.
-
-    Raises:
-        CannotRun: it does not; naming its accelerator.
-    """
+def lacking(precision: str) -> str:
+    """Why DeepSpeed cannot train in a precision on this rank's device, as its accelerator says; empty where it can."""
     accelerator = import_module("deepspeed.accelerator").get_accelerator()
     asked = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     kind = precision.partition("-")[0]
-    if kind in asked and not asked[kind]():
-        name = accelerator.device_name()
-        raise CannotRun(f"DeepSpeed has no {kind} on this machine's {name}; use backend 'native' or another precision")
+    if kind not in asked or asked[kind]():
+        return ""
+    name = accelerator.device_name()
+    return f"DeepSpeed has no {kind} on this machine's {name}; use backend 'native' or another precision"
+
+
+def require_precision(precision: str) -> None:
+    """
+    Raises:
+        CannotRun: DeepSpeed cannot train in it on this rank's device.
+    """
+    if problem := lacking(precision):
+        raise CannotRun(problem)
 
 
 def _library(device: torch.device, strategy: str) -> Any:

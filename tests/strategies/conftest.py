@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-import rank_bodies
 import torch
 from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
 from planner.vocabulary import ZERO_STAGES
+from strategies.deepspeed import lacking
 
 PoolOf = Callable[..., RankPool]
 
@@ -41,37 +41,38 @@ def three_ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def deepspeed_ranks() -> Iterator[RankPool]:
+def deepspeed_ranks() -> Iterator[DeepSpeedRanks]:
     """Two ranks for DeepSpeed, whose engine leaves state behind in its process."""
     yield from _deepspeed(2)
 
 
 @pytest.fixture(scope="session")
-def deepspeed_three_ranks() -> Iterator[RankPool]:
+def deepspeed_three_ranks() -> Iterator[DeepSpeedRanks]:
     """Three ranks for DeepSpeed."""
     yield from _deepspeed(3)
 
 
-class DeepSpeedRanks(RankPool):
-    """Skips a test that trains in a precision which DeepSpeed has not got on this machine."""
+class DeepSpeedRanks:
+    """A pool that skips a test which trains in a precision that DeepSpeed has not got on this machine."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self._pool = pool
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         for recipe in (item for item in arguments if isinstance(item, Recipe)):
-            if recipe.plan().configuration.backend == "deepspeed" and (lacks := self.lacks(recipe.precision)):
-                pytest.skip(lacks)
-        return super().run(function, *arguments)
-
-    def lacks(self, precision: str) -> str:
-        """What DeepSpeed says of a precision here; empty where it has it."""
-        found: str = super().run(rank_bodies.deepspeed_lacks, precision)[0]
-        return found
+            configuration = recipe.plan().configuration
+            if configuration.backend == "deepspeed" and configuration.precision != "fp32":
+                problem: str = self._pool.run(lacking, configuration.precision)[0]
+                if problem:
+                    pytest.skip(problem)
+        return self._pool.run(function, *arguments)
 
 
-def _deepspeed(world_size: int) -> Iterator[RankPool]:
+def _deepspeed(world_size: int) -> Iterator[DeepSpeedRanks]:
     if find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    with DeepSpeedRanks(world_size, variables={"DS_ACCELERATOR": "cpu"}) as pool:
-        yield pool
+    with RankPool(world_size, variables={"DS_ACCELERATOR": "cpu"}) as pool:
+        yield DeepSpeedRanks(pool)
 
 
 @pytest.fixture

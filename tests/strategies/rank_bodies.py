@@ -33,20 +33,6 @@ def hang_on(rank: int) -> None:
         time.sleep(0.05)
 
 
-def deepspeed_lacks(precision: str) -> str:
-    """What the engine says of a precision that DeepSpeed has not got here; empty where it has it."""
-    if precision == "fp32":
-        return ""
-    from strategies.deepspeed import require_precision
-    from strategies.errors import CannotRun
-
-    try:
-        require_precision(precision)
-    except CannotRun as problem:
-        return str(problem)
-    return ""
-
-
 def environment_of(name: str) -> str | None:
     return os.environ.get(name)
 
