@@ -259,13 +259,15 @@ def _join_group(rank: int, settings: PoolSettings, folder: str) -> None:
     os.environ.update(settings.variables)
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     torch.set_num_threads(1)
     if settings.backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
         settings.backend,
-        init_method=Path(folder, "rendezvous").as_uri(),
+        # torch takes a file:// address as it stands, quoted spaces and all.
+        store=FileStore(str(Path(folder, "rendezvous")), settings.world_size),
         rank=rank,
         world_size=settings.world_size,
         timeout=timedelta(seconds=max(settings.timeout_seconds, _START_SECONDS)),
