@@ -22,8 +22,8 @@ class Goal:
     """How plans are ranked and which are shown; a field is named as its flag.
 
     `price` is dollars per GPU-hour, `tokens` those of the whole training, as a number or such as 300B, `deadline` the
-    time for them, such as 36h, 14d or 2w. `backend` runs ZeRO; with `offload` only plans count that
-    offload so.
+    time for them, such as 36h, 14d or 2w. `backend` runs ZeRO, None leaves it to what the device
+    has; with `offload` only plans count that offload so.
     """
 
     objective: words.Objective = "throughput"
@@ -33,7 +33,7 @@ class Goal:
     tokens: str | float | None = None
     deadline: str | None = None
     pareto: bool = False
-    backend: words.Backend = "deepspeed"
+    backend: words.Backend | None = None
     offload: words.Offload | None = None
     all_plans: bool = False
 

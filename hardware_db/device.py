@@ -39,6 +39,7 @@ class Device:
     last_level_cache_mb: float | None = None
     sm_count: int | None = None
     devices_per_card: int | None = None
+    supports_fp16: bool = True
     supports_bf16: bool = False
     supports_fp8: bool = False
     supports_flash_attention2: bool = False

@@ -17,7 +17,7 @@ from planner.memory.overhead import NEAREST_FORM_ERROR, differs
 from planner.memory.recipe import recipe_of
 from planner.memory.states import states_of
 from planner.plan import Configuration, MemoryEstimate, Plan, StepTime
-from planner.request import Request
+from planner.request import WITHOUT_DEEPSPEED, Request, deepspeed_lacks
 from planner.timing import step_time, throughput
 from planner.verdict import Judgement, judge, limited_by
 
@@ -124,6 +124,9 @@ def impossible(request: Request, configuration: Configuration) -> str:
         return "--gradient-compression int8 is for ddp, and zero1-3 with --backend native; use bf16, which all can"
     if (configuration.backend == "torch") == (strategy in words.ZERO_STAGES):
         return f"backend {configuration.backend} does not run {strategy}; use {words.default_backend(strategy)}"
+    lacks = deepspeed_lacks(request.cluster.device, configuration.precision)
+    if lacks and configuration.backend == "deepspeed":
+        return f"{lacks}; {WITHOUT_DEEPSPEED}"
     if strategy in words.FSDP_STRATEGIES and configuration.optimizer == "adafactor":
         return f"torch's Adafactor cannot step on the shards of {strategy}; use zero1-3, ddp, or another optimizer"
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":

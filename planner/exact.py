@@ -47,7 +47,7 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
     workload = replace(request.workload, global_batch_size=batch)
     configuration = Configuration(
         strategy=strategy,
-        backend=options.backend or words.default_backend(strategy),
+        backend=options.backend or words.default_backend(strategy, zero=request.zero_backend),
         dp_replicate=replicate,
         dp_shard=shard,
         tp=options.tp,

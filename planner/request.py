@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hardware_db.device import Device
 from hardware_db.units import GB
 from planner import limits
 from planner import vocabulary as words
@@ -20,6 +21,8 @@ from planner.workload import Workload
 
 SAMPLES_PER_GPU = 8
 """Global batch per GPU that is planned for when none is asked."""
+WITHOUT_DEEPSPEED = "use backend native, whose ZeRO shards the same, or precision fp32 or bf16"
+"""What to do where DeepSpeed has not got a precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,11 +91,12 @@ _LIMITS = {
 
 
 def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: Any) -> Request:
-    """A request from what the user said; `ranking` are the fields of Request that say how to rank.
+    """A request from what the user said; `ranking` are the fields of Request that say how to rank. Without a
+    `zero_backend` DeepSpeed runs ZeRO where it has the precision, and our own elsewhere.
 
     Raises:
-        ContradictoryRequest: a number is out of range, the sequence is longer than the model has positions for, or the
-            task is not one of such a model's.
+        ContradictoryRequest: a number is out of range, the sequence is longer than the model has positions for, the
+            task is not one of such a model's, or `zero_backend` has not got the precision.
     """
     for name, limit in _LIMITS.items():
         limit.check(f"--{name.replace('_', '-')}", getattr(options, name))
@@ -113,6 +117,7 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         evaluation_steps_kept=_steps_kept(options),
         save=options.save,
     )
+    ranking["zero_backend"] = _zero_backend(ranking.get("zero_backend"), cluster.device, workload.precision, defaults)
     request = Request(
         facts=facts, counts=count_parameters(facts), workload=workload, cluster=cluster, defaults=tuple(defaults)
     )
@@ -177,6 +182,33 @@ def _precision(cluster: Cluster, defaults: list[str]) -> words.Precision:
         precision = "fp16" if (device.peak_flops("fp16") or 0) > (device.peak_flops("fp32") or 0) else "fp32"
     defaults.append(f"precision {precision} (--precision)")
     return precision
+
+
+def deepspeed_lacks(device: Device, precision: words.Precision) -> str:
+    """Why DeepSpeed cannot train in a precision on a device, in one sentence; empty where it can.
+
+    Its accelerators are asked before it trains (DeepSpeed 0.19, accelerator/cpu_accelerator.py and
+    cuda_accelerator.py): fp16 takes oneDNN's fp16 or compute capability 7.0, bf16 is everywhere.
+    """
+    if precision != "fp16":
+        return ""
+    capability = tuple(int(part) for part in (device.compute_capability or "7.0").split("."))
+    if device.is_cpu and not device.supports_fp16:
+        return f"DeepSpeed has no fp16 on this processor ({device.architecture}), which lacks AVX512-FP16"
+    if capability < (7, 0):
+        return f"DeepSpeed has no fp16 on {device.name}, of compute capability {device.compute_capability}, below 7.0"
+    return ""
+
+
+def _zero_backend(
+    asked: words.Backend | None, device: Device, precision: words.Precision, defaults: list[str]
+) -> words.Backend:
+    lacks = deepspeed_lacks(device, precision)
+    if lacks and asked == "deepspeed":
+        raise ContradictoryRequest(f"{lacks}; {WITHOUT_DEEPSPEED}")
+    if lacks and asked is None:
+        defaults.append(f"ZeRO by backend native, since {lacks} (--backend)")
+    return asked or ("native" if lacks else "deepspeed")
 
 
 def _bytes(flag: str, gigabytes: float | None) -> int | None:

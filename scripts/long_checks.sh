@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
-# What takes minutes and is not part of the suite: tests marked slow, start-up times, the time model on published runs.
+# What takes minutes and is not part of the suite: tests marked slow (among them all cases of the tables of which the
+# suite runs some, see CONTRIBUTING.md), start-up times, the time model on published runs. scripts/faults.sh runs the
+# many faults, for an hour.
 source "$(dirname "$0")/setup.sh"
-python -m pytest -m slow --ignore=tests/faults/test_faults_many.py < /dev/null # scripts/faults.sh runs those, for an hour
+unset PYTHONDONTWRITEBYTECODE
+python -m pytest -m slow -n 3 --dist loadfile --ignore=tests/faults/test_faults_many.py --ignore=tests/launchers < /dev/null
+python -m pytest -m slow tests/launchers < /dev/null # each with the machine to itself
 python scripts/bench_startup.py
 python scripts/check_published.py

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Sets up .venv, then lint, types and the whole suite, two files at a time; pytest's summary is the last line.
+# Sets up .venv, then lint, types and the whole suite, three files at a time (tests wait for processes: that is what two
+# cores can do); how many tests were skipped, and why, stands above pytest's summary, which is the last line.
 # Arguments go to pytest: scripts/test.sh tests/front -k cli
 source "$(dirname "$0")/setup.sh"
 ruff check .
 mypy
-exec python -m pytest -n 2 --dist loadfile "$@" < /dev/null
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile all that they import
+exec python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" < /dev/null

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hardware_db.paths import provide_torch_extensions
 from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from planner.trace.checkpointing import keeps_products
@@ -38,6 +39,7 @@ class DeepSpeedZero(Strategy):
     def engine(self, parts: TrainingParts) -> DeepSpeedEngine:
         library = _library(self.environment.device, self.configuration.strategy)
         torch.nn.functional.linear = torch._C._nn.linear  # an earlier stage-3 engine of this process replaced it
+        require_precision(self.configuration.precision)
         gradient_travel(parts)  # refuses what DeepSpeed does not do
         ensure_group(self.environment)
         apply_plan(parts)
@@ -190,7 +192,28 @@ def _require_known(optimizer: str) -> None:
         )
 
 
+def lacking(precision: str) -> str:
+    """Why DeepSpeed cannot train in a precision on this rank's device, as its accelerator says; empty where it can."""
+    accelerator = import_module("deepspeed.accelerator").get_accelerator()
+    asked = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    kind = precision.partition("-")[0]
+    if kind not in asked or asked[kind]():
+        return ""
+    name = accelerator.device_name()
+    return f"DeepSpeed has no {kind} on this machine's {name}; use backend 'native' or another precision"
+
+
+def require_precision(precision: str) -> None:
+    """
+    Raises:
+        CannotRun: DeepSpeed cannot train in it on this rank's device.
+    """
+    if problem := lacking(precision):
+        raise CannotRun(problem)
+
+
 def _library(device: torch.device, strategy: str) -> Any:
+    provide_torch_extensions(os.environ)
     if device.type == "cpu":
         # DeepSpeed looks for an accelerator when it is imported; without one it must be told.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

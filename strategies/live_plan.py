@@ -115,28 +115,28 @@ def _request(model: nn.Module, wishes: Wishes, environment: Environment, strateg
     )
     cluster = limits.with_disk(probed_cluster(probe(), ranks=environment.world_size), wishes.config.zero)
     candidates = _candidates(strategy, wishes.backend)
-    request = make_request(facts, cluster, options, strategies=candidates)
     zero = _zero_backend(wishes.backend)
-    request = replace(request, zero_backend=zero, **limits.offload(wishes.config.zero, strategy, zero))
+    request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
+    request = replace(request, **limits.offload(wishes.config.zero, strategy, request.zero_backend))
     request = replace(request, **limits.travel(wishes.config), **limits.activations(wishes.config, model))
     return replace(request, facts=traced(request.facts, model, wishes.training_data, request.workload.precision))
 
 
 def _candidates(strategy: words.Strategy | None, backend: words.Backend | None) -> tuple[words.Strategy, ...]:
     """What the search may choose from: what was asked for, or all that a backend runs."""
+    zero = _zero_backend(backend) or "deepspeed"
     if strategy is not None:
-        if backend not in (None, words.default_backend(strategy, zero=_zero_backend(backend))):
+        if backend not in (None, words.default_backend(strategy, zero=zero)):
             raise CannotRun(f"backend {backend!r} does not run strategy {strategy!r}; leave backend= out")
         return (strategy,)
-    zero = _zero_backend(backend)
     return tuple(name for name in words.STRATEGIES if backend in (None, words.default_backend(name, zero=zero)))
 
 
-def _zero_backend(backend: words.Backend | None) -> words.Backend:
-    """Which ZeRO runs: the one asked for, else DeepSpeed where it is installed and our own elsewhere."""
+def _zero_backend(backend: words.Backend | None) -> words.Backend | None:
+    """Which ZeRO runs: the one asked for, our own where DeepSpeed is not installed, None where it is for the device."""
     if backend in ("deepspeed", "native"):
         return backend
-    return "deepspeed" if find_spec("deepspeed") is not None else "native"
+    return None if find_spec("deepspeed") is not None else "native"
 
 
 def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import distributed as data_parallel
 
@@ -29,11 +30,11 @@ def quiet(pool: RankPool) -> RankPool:
     """The pool with its ranks joined anew."""
     folder = tempfile.mkdtemp(prefix="dsplan-ranks-")
     weakref.finalize(pool, shutil.rmtree, folder, ignore_errors=True)  # groups that ranks make later meet in it too
-    pool.run(_rejoin, Path(folder, "rendezvous").as_uri())
+    pool.run(_rejoin, str(Path(folder, "rendezvous")))
     return pool
 
 
-def _rejoin(meeting: str) -> None:
+def _rejoin(file: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     torch_c10d: Any = c10d
@@ -42,7 +43,7 @@ def _rejoin(meeting: str) -> None:
     # DDP waits for what it broadcasts in C++.
     replicas: Any = data_parallel
     replicas._sync_module_states = _settled(replicas._sync_module_states)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    dist.init_process_group("gloo", store=FileStore(file, ranks), rank=rank, world_size=ranks, timeout=_TIMEOUT)
 
 
 class _OneThread(c10d.ProcessGroupGloo):

@@ -25,6 +25,14 @@ def is_own_address(host: str) -> bool:
     return False
 
 
+def free_port() -> int:
+    """A port of this host that nothing has now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
+        tried.bind(("", 0))
+        port: int = tried.getsockname()[1]
+    return port
+
+
 def addresses(host: str) -> list[str]:
     """The addresses behind a name.
 

@@ -1,20 +1,54 @@
-"""Guards around every test: nothing it sets up may outlive it."""
+"""Guards around every test: nothing it sets up may outlive it. Also which cases the suite runs, and pools of ranks."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from hardware_db.spawn import RankPool
 
 # Variables through which one test could change what the next one does.
 _GUARDED = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "DSPLAN_", "DS_", "ACCELERATE_", "FSDP_")
 
 # Libraries tell the threads of a pool to end and do not wait for it (transformers, where it loads weights).
 _THREAD_SECONDS = 5.0
+
+# Folders with tests of half a minute each.
+_STARTS_PROCESSES = ("run", "emit", "faults", "launchers", "launch", "bench")
+
+# What every rank would import for itself, each in seconds of processor time.
+_PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "strategies.engine")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks slow what a sweep leaves to the long checks: the cases that its `suite` does not pick. Files whose tests
+    last longest come first, so that no worker is left alone with one.
+
+    Raises:
+        pytest.UsageError: a `suite` picks no case, so that the suite would lose the behaviour.
+    """
+    items.sort(key=lambda item: item.path.parent.name not in _STARTS_PROCESSES)
+    picked: dict[str, int] = {}
+    for item in items:
+        sweep = item.get_closest_marker("sweep")
+        if sweep is not None and isinstance(item, pytest.Function):
+            suite = sweep.kwargs["suite"]
+            in_suite = suite(**{name: item.callspec.params[name] for name in inspect.signature(suite).parameters})
+            name = item.nodeid.partition("[")[0]
+            picked[name] = picked.get(name, 0) + bool(in_suite)
+            if not in_suite:
+                item.add_marker("slow")
+    empty = [name for name, cases in picked.items() if not cases]
+    if empty and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"no case is left in the suite of {', '.join(empty)}")
 
 
 def _guarded_environment() -> dict[str, str]:
@@ -28,6 +62,13 @@ def _lasting_threads() -> set[threading.Thread]:
 def _process_group_is_up() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    """Tiny models train 25 times slower on two threads than on one where other processes use the cores too."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +90,9 @@ def dsplan_home(_nothing_leaks: None, tmp_path: Path, monkeypatch: pytest.Monkey
     home = tmp_path / "dsplan-home"
     monkeypatch.setenv("DSPLAN_HOME", str(home))
     return home
+
+
+@pytest.fixture(scope="session")
+def new_pool() -> Callable[..., RankPool]:
+    """RankPool, with ranks that are forked from one process which has imported what all of them need."""
+    return partial(RankPool, preload=_PRELOAD)

@@ -138,7 +138,10 @@ class RankingFlags:
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Show every plan that no other beats in time, memory and GPUs at once.")
     ] = False
-    backend: Annotated[Literal["deepspeed", "native"], typer.Option(help="Who runs ZeRO.")] = "deepspeed"
+    backend: Annotated[
+        Literal["deepspeed", "native"] | None,
+        typer.Option(help="Who runs ZeRO; deepspeed where it has the precision, else native."),
+    ] = None
     offload: Annotated[words.Offload | None, typer.Option(help="Only plans with this offload; by default any.")] = None
     all_plans: Annotated[
         bool, typer.Option("--all-plans", help="Rank plans that `dsplan run` cannot run yet (tp, pp) by merit alone.")

@@ -15,6 +15,8 @@ from hardware_db.units import GB, GIB, MIB
 # only and reach half of the first.
 _FP32_PER_CYCLE = ((("avx512f",), 64), (("avx2", "fma"), 32), (("avx",), 16), (("asimd",), 16), (("sse2",), 8))
 _AVX512_BF16_GAIN = 2  # VDPBF16PS multiplies twice as many lanes as the fp32 instruction
+# Either of these is what oneDNN, and torch with it, asks of a processor for fp16: avx512_core_fp16 and avx2_vnni_2.
+_FP16_UNITS = ({"avx512_fp16"}, {"avx_ne_convert", "avx_vnni_int8"})
 _AMX_BF16_PER_CYCLE = 1024  # TDPBF16PS: 16 x 16 x 32 multiply-adds in 16 cycles
 _SAME_MEMORY = 0.03  # a datasheet total this near the driver's is the same card
 
@@ -41,6 +43,7 @@ def cpu_device(host: Host) -> Device:
         memory_total_mib=memory / MIB,
         torch_total_gib=memory / GIB,
         peak_tflops_dense={"fp32": fp32, "fp16": fp32, "bf16": cycles_per_s * bf16 / 1e12 or None},
+        supports_fp16=any(flags >= units for units in _FP16_UNITS),
         supports_bf16=True,
         note=f"peak of {cores} cores at {host.cpu_max_mhz or 0:.0f} MHz and {per_cycle} FLOP per cycle, derived",
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hardware_db.errors import BrokenFile
+from hardware_db.errors import DsplanError
 from hardware_db.paths import database_path
 from hardware_db.store.contract import Store
 from hardware_db.store.memory import MemoryStore
@@ -38,7 +38,7 @@ def ask_store(question: Callable[[Store], Answer], without: Answer) -> Answer:
     try:
         with open_store() as store:
             return question(store)
-    except BrokenFile as problem:
+    except DsplanError as problem:
         line = " ".join(str(problem).split())
         if line not in _reported:
             _reported.add(line)

@@ -9,6 +9,11 @@ from __future__ import annotations
 from planner.emit.common import node_layout
 from planner.plan import Plan
 
+_ONE_NODE = """
+# A free port where none is named: the launcher's own, 29500, may be another run's.
+free='import socket; found = socket.socket(); found.bind(("", 0)); print(found.getsockname()[1])'
+port=${MASTER_PORT:-$(python -c "$free")}
+"""
 _SEVERAL_NODES = """
 : "${HOSTFILE:?set HOSTFILE to a file with a line per node: name slots=GPUS}"
 : "${MASTER_ADDR:?set MASTER_ADDR to the address of the first node of HOSTFILE}"
@@ -25,12 +30,12 @@ def launch_script(plan: Plan) -> dict[str, str]:
         ContradictoryRequest: the plan's ranks do not fill whole nodes.
     """
     nodes, per_node = node_layout(plan)
-    several = _SEVERAL_NODES if nodes > 1 else ""
-    where = f'--num_nodes={nodes} --num_gpus={per_node} "${{nodes[@]}}"' if nodes > 1 else f"--num_gpus={per_node}"
+    ranks = f"--num_gpus={per_node}"
+    where = f'--num_nodes={nodes} {ranks} "${{nodes[@]}}"' if nodes > 1 else f'{ranks} --master_port="$port"'
     text = f"""#!/usr/bin/env bash
 # {plan.configuration.strategy} on {plan.configuration.world_size} ranks: bash deepspeed.sh train.py ARGUMENTS
 set -euo pipefail
-{several}
+{_SEVERAL_NODES if nodes > 1 else _ONE_NODE}
 exec deepspeed {where} "$@"
 """
     return {"deepspeed.sh": text}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def resolve_model(name: str | None, *, model_size: str | None = None) -> ModelFa
 
 def config_file(name: str) -> Path | None:
     """The config.json that a name stands for; None where the name stands for something else."""
-    path = Path(name.strip()).expanduser()
+    path = Path(os.path.expanduser(name.strip()))
     if not _is_config(path):
         return None
     return path if path.suffix == ".json" else path / "config.json"
@@ -46,7 +47,7 @@ def is_factory(name: str) -> bool:
 
 
 def _named(name: str) -> ModelFacts:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if _is_config(path) or (_exists(path) and not knows_model(name)) or path.suffix == ".json":
         return _from_file(path)
     if _FACTORY.fullmatch(name):

@@ -133,7 +133,7 @@ class Writing:
             if failed:
                 late = ", ".join(map(str, failed))
                 raise BrokenFile(self.target.path, f"rank {late} could not write its part", "see what it printed")
-            now_there = sum(path.stat().st_size for path in self.target.temporary.iterdir())
+            now_there = size_of(self.target.temporary)
             if now_there != size:
                 size, since = now_there, time.monotonic()
             elif time.monotonic() - since > _PATIENCE_SECONDS:
@@ -161,6 +161,15 @@ class Writing:
 
     def _note(self, rank: int) -> Path:
         return self.target.temporary / f"part-{rank:05d}.json"
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of the files in a directory where others write, and rename what they have written."""
+    size = 0
+    for path in directory.iterdir():
+        with suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
 
 
 def unwritable(path: Path, problem: OSError) -> BrokenFile:

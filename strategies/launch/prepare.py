@@ -11,11 +11,13 @@ from pathlib import Path
 
 from hardware_db.errors import DsplanError
 from hardware_db.paths import data_dir
-from hardware_db.probe import probe
+from hardware_db.probe import Machine, probe
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest, UnknownName
+from planner.hardware.probed import probed_cluster
 from planner.plan import Plan
 from planner.plan_io import load_plan
+from planner.request import WITHOUT_DEEPSPEED, deepspeed_lacks
 from strategies.launch.asked import Asked
 from strategies.launch.hooks.accepts import check_strategy
 from strategies.launch.placing import check_placement
@@ -102,7 +104,8 @@ def prepare(request: RunRequest) -> Launch:
     if importlib.util.find_spec("torch") is None:
         raise DsplanError("torch is not installed here, and a run needs it; pip install 'dsplan[train]'")
     plan = None if request.plan_file is None else load_plan(request.plan_file)
-    gpus = len(probe().usable_gpus)
+    machine = probe()
+    gpus = len(machine.usable_gpus)
     strategy = plan.configuration.strategy if plan else request.strategy
     if strategy is not None:
         check_strategy(script.kind, strategy, gpus=gpus > 0)
@@ -110,6 +113,8 @@ def prepare(request: RunRequest) -> Launch:
     processes = _processes(request, plan, placement, gpus)
     supervision = Supervision(**request.supervision)
     check_placement(placement, supervision)
+    if plan is not None and placement.launcher != "slurm":
+        _check_precision(request, plan, machine)
     if placement.launcher == "local" and supervision.checkpoint_directory:
         _check_writable(Path(supervision.checkpoint_directory))
     spec = _spec(request, script, processes, gpus)
@@ -182,6 +187,13 @@ def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> in
     return max(1, processes)
 
 
+def _check_precision(request: RunRequest, plan: Plan, machine: Machine) -> None:
+    chosen = plan.configuration
+    lacks = deepspeed_lacks(probed_cluster(machine).device, chosen.precision)
+    if lacks and chosen.backend == "deepspeed":
+        raise DsplanError(f"{request.plan_file}: {lacks}; plan again: {WITHOUT_DEEPSPEED}")
+
+
 def _check_writable(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -193,8 +205,10 @@ def _check_writable(directory: Path) -> None:
 
 
 def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> LaunchSpec:
-    directory = request.run_directory or run_directory(data_dir() / "runs", script.path)
+    directory = request.run_directory or data_dir() / "runs"
     try:
+        if request.run_directory is None:
+            directory = run_directory(directory, script.path)
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = error.strerror or "cannot be made"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,17 +66,17 @@ def test_bus_bandwidth_counts_what_passes_a_link() -> None:
     assert set(shares.values()) == {1.0, 0.75}
 
 
-def test_a_sample_is_long_against_the_calls_it_is_made_of() -> None:
+def test_a_sample_is_long_against_the_calls_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
     def count() -> None:
         nonlocal calls
         calls += 1
 
+    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: calls * 2.0**-19))  # 2 us a call
     timing = time_calls(count, HOST, Budget(seconds=0.004, sample_seconds=0.001))
-    assert timing.repeats >= 3
-    assert calls > 100 * timing.repeats
-    assert timing.seconds < 1e-4
+    assert timing == Timing(seconds=2.0**-19, repeats=5, spread=0.0)
+    assert calls == 3 + 5 * 524, "a sample of 1 ms, after three calls to warm up"
 
 
 def test_the_median_and_the_spread_are_those_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:

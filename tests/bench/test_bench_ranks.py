@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,9 +23,9 @@ SIZE = 4096
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[RankPool]:
+def three(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
     """An odd number of ranks: no share is the whole, and one rank has nobody to send to."""
-    with RankPool(3, variables={"CUDA_VISIBLE_DEVICES": ""}) as pool:
+    with new_pool(3, variables={"CUDA_VISIBLE_DEVICES": ""}) as pool:
         yield pool
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _out(capsys: pytest.CaptureFixture[str], line: str) -> str:
-    assert main(line.split()) in (0, 1)
+    assert main(shlex.split(line)) in (0, 1)
     return capsys.readouterr().out
 
 
@@ -78,5 +79,5 @@ def test_the_runs_of_others_teach_too(capsys: pytest.CaptureFixture[str], tmp_pa
     with open_store(tmp_path / "theirs.db") as store:
         store.add(*User().runs(8))
         (tmp_path / "theirs.jsonl").write_text(export_text(store), encoding="utf-8")
-    _out(capsys, f"db import {tmp_path / 'theirs.jsonl'}")
+    _out(capsys, f"db import {shlex.quote(str(tmp_path / 'theirs.jsonl'))}")
     assert json.loads(_out(capsys, "db calibrate --json"))["calibrations"][0]["stored"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +23,10 @@ def understood(files: dict[str, str]) -> dict[str, object]:
     config = load_config_from_file("accelerate.yaml")
     arguments = ["--config_file", "accelerate.yaml", "train.py"]
     if config.num_machines > 1:
-        arguments[:0] = ["--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]
+        with socket.socket() as free:  # accelerate looks whether this machine has the port to give
+            free.bind(("", 0))
+            port = str(free.getsockname()[1])
+        arguments[:0] = ["--main_process_ip", "10.0.0.1", "--main_process_port", port]
     launch, *_ = _validate_launch_command(launch_command_parser().parse_args(arguments))
     return {
         "type": config.distributed_type.value,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from emit_consumers import ask, launch, write
@@ -76,7 +77,7 @@ def test_accelerate_launch_starts_the_ranks_of_a_cpu_plan(tmp_path: Path) -> Non
     plan = make_plan("ddp", gpus=2, vendor="cpu", model=TINY, gradient_accumulation_steps=1)
     files = emit(plan, "accelerate")
     write(files, tmp_path)
-    script = str(Path(__file__).parent / "accelerate_rank.py")
+    script = shlex.quote(str(Path(__file__).parent / "accelerate_rank.py"))
     command = files["accelerate.yaml"].splitlines()[0].removeprefix("# ").replace("train.py", script)
     ranks = launch(["bash", "-c", command], directory=tmp_path)
     same = {"world": 2, "device": "cpu", "precision": "bf16"}

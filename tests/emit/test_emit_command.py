@@ -38,7 +38,7 @@ def test_out_writes_every_file_of_the_format(plan_file: Path, tmp_path: Path) ->
     out = tmp_path / "new" / "configs"
     done = dsplan_emit(plan_file, "--format", "accelerate", "--out", out)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(out / "accelerate.yaml"), str(out / "deepspeed.json")]
+    assert done.stdout.splitlines() == [str(out / "accelerate.yaml"), str(out / "deepspeed.json")]
     written = {path.name: path.read_text() for path in out.iterdir()}
     assert written == emit(make_plan("zero3", offload="nvme"), "accelerate")
 

@@ -66,15 +66,23 @@ TRAINED = [
 ]
 
 
-def test_deepspeed_trains_with_the_configs_of_a_cpu_machine(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def histories(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    """The losses under each of them, in one process."""
     options = EmitOptions(learning_rate=1e-3)
     configs = [deepspeed_config(make_plan(strategy, **CPU, **words), options) for strategy, words in TRAINED]
-    histories = ask("deepspeed_train.py", configs, directory=tmp_path)
-    reference = histories[0]
-    for (strategy, words), losses in zip(TRAINED, histories, strict=True):
-        assert losses[-1] < losses[0], (strategy, words)
-        if words["precision"] == "fp32" and str(words.get("optimizer", "adamw")).startswith("adamw"):
-            assert losses == pytest.approx(reference, rel=1e-5), (strategy, words)
+    found: list[list[float]] = ask("deepspeed_train.py", configs, directory=tmp_path_factory.mktemp("trained"))
+    return found
+
+
+@pytest.mark.parametrize("row", range(len(TRAINED)))
+def test_deepspeed_trains_with_the_configs_of_a_cpu_machine(row: int, histories: list[list[float]]) -> None:
+    (_, words), losses = TRAINED[row], histories[row]
+    if not losses:
+        pytest.skip(f"DeepSpeed has no {words['precision']} on this machine")
+    assert losses[-1] < losses[0]
+    if words["precision"] == "fp32" and str(words.get("optimizer", "adamw")).startswith("adamw"):
+        assert losses == pytest.approx(histories[0], rel=1e-5)
 
 
 def test_a_batch_that_does_not_match_the_world_is_refused_by_deepspeed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from planner.emit import emit
 from planner.emit.common import node_layout
 from planner.emit.torchrun import torchrun_command
 from planner.errors import ContradictoryRequest
+from strategies.reach import free_port
 
 
 def test_torchrun_starts_the_ranks_and_passes_the_arguments_on(tmp_path: Path) -> None:
@@ -26,8 +28,9 @@ def test_torchrun_starts_the_ranks_and_passes_the_arguments_on(tmp_path: Path) -
 def test_several_nodes_meet_at_master_addr(tmp_path: Path) -> None:
     """Two nodes of one rank each, both on this machine."""
     write(emit(make_plan("ddp", gpus=2, nodes=2), "torchrun"), tmp_path)
-    script = str(Path(__file__).parent / "torchrun_rank.py")
-    both = f"export MASTER_ADDR=localhost MASTER_PORT=29641; for node in 1 2; do bash torchrun.sh {script} & done; wait"
+    script = shlex.quote(str(Path(__file__).parent / "torchrun_rank.py"))
+    meeting = f"MASTER_ADDR=localhost MASTER_PORT={free_port()}"
+    both = f"export {meeting}; for node in 1 2; do bash torchrun.sh {script} & done; wait"
     ranks = launch(["bash", "-c", both], directory=tmp_path)
     assert [rank["RANK"] for rank in ranks] == [0, 1]
     assert [rank["LOCAL_WORLD_SIZE"] for rank in ranks] == [1, 1]

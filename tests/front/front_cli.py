@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +24,14 @@ class Printed:
 
 
 class Cli:
-    """`cli("recommend --model opt-125m")`: one command line; words with spaces go into extra arguments."""
+    """`cli("recommend --model opt-125m")`: one command line; words with spaces are quoted or extra arguments."""
 
     def __init__(self, captured: pytest.CaptureFixture[str]) -> None:
         self._captured = captured
 
     def __call__(self, line: str, *more: object) -> Printed:
         self._captured.readouterr()
-        status = main([*line.split(), *map(str, more)])
+        status = main([*shlex.split(line), *map(str, more)])
         out, err = self._captured.readouterr()
         return Printed(status=status, out=out, err=err)
 

@@ -93,7 +93,7 @@ def test_the_cluster_file_of_the_docs_is_read(cli: Cli, tmp_path: Path) -> None:
     page = (ROOT / "docs/scripting.md").read_text(encoding="utf-8")
     path = tmp_path / "cluster.yaml"
     path.write_text(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0], encoding="utf-8")
-    printed = cli(f"recommend --model opt-125m --cluster {path} --json").json
+    printed = cli("recommend --model opt-125m --json --cluster", path).json
     assert printed["plans"][0]["cluster"]["gpus"] == 32
     section = page.partition("## A cluster file")[2].partition("\n## ")[0]
     keys = [key for row in re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)]

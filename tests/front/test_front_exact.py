@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,10 @@ CONFIG = {
     "vocab_size": 500,
     "max_position_embeddings": 512,
 }
+
+
+def quoted(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
 @pytest.fixture
@@ -76,13 +81,14 @@ def test_memory_is_that_of_a_trace(cli: Cli, model: Path, line: str, who: str) -
 
 
 def test_a_second_question_is_answered_without_torch(cli: Cli, model: Path) -> None:
-    line = f"estimate {HARDWARE} --gpus 1 --exact --json --model {model}"
+    line = f"estimate {HARDWARE} --gpus 1 --exact --json --model {quoted(model)}"
     first = cli(line)
     again = (
         "import sys; from dsplan.__main__ import main; status = main(sys.argv[1:]);"
         " assert 'torch' not in sys.modules; sys.exit(status)"
     )
-    second = subprocess.run([sys.executable, "-c", again, *line.split()], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", again, *shlex.split(line)]
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (second.returncode, second.stderr) == (0, "")
     assert second.stdout == first.out
     assert traced_rows() == 1
@@ -106,7 +112,7 @@ def test_what_changes_the_answer_is_asked_anew(
         return Refusal(sizes=sizes_of(job), reason="a test")
 
     monkeypatch.setattr(answer, "trace_answer", trace_answer)
-    line = f"estimate {HARDWARE} --gpus 1 --exact --json --model {model}"
+    line = f"estimate {HARDWARE} --gpus 1 --exact --json --model {quoted(model)}"
     cli(line)
     cli(f"{line} --max-memory-gb 10 --host-memory-gb 10")
     assert len(asked) == 1
@@ -115,7 +121,7 @@ def test_what_changes_the_answer_is_asked_anew(
 
 
 def test_another_micro_batch_follows_from_two(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = f"estimate {HARDWARE} --gpus 2 --strategy fsdp --exact --json --model {model} --micro-batch"
+    line = f"estimate {HARDWARE} --gpus 2 --strategy fsdp --exact --json --model {quoted(model)} --micro-batch"
     cli(line, 16)
     cli(line, 32)
     printed = cli(line, 64)
@@ -129,7 +135,8 @@ def test_another_micro_batch_follows_from_two(cli: Cli, model: Path, monkeypatch
 
 
 def test_another_length_follows_from_three(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = f"estimate {HARDWARE} --gpus 1 --attention eager --micro-batch 16 --exact --json --model {model} --seq-len"
+    line = f"estimate {HARDWARE} --gpus 1 --attention eager --micro-batch 16 --exact --json --model {quoted(model)}"
+    line += " --seq-len"
     for length in (320, 352, 384):
         cli(line, length)
     printed = cli(line, 400)
@@ -174,7 +181,7 @@ def test_an_interrupted_trace_leaves_nothing(cli: Cli, model: Path, monkeypatch:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    line = f"estimate {HARDWARE} --gpus 1 --exact --model {model}"
+    line = f"estimate {HARDWARE} --gpus 1 --exact --model {quoted(model)}"
     with monkeypatch.context() as patched:
         patched.setattr(answer, "trace_step", interrupted)
         printed = cli(line)

@@ -38,7 +38,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lines_of(ended: list[Ended]) -> list[str]:
     """All that was said: lines of dsplan's own, at most one a process, from processes that ended with status 2."""
     assert [one.status for one in ended] == [2] * len(ended), [one.lines for one in ended]
-    assert max(one.seconds for one in ended) < 15
+    assert max(one.seconds for one in ended) < 60, "torch alone waits ten minutes"
     assert all(len(one.lines) <= 1 for one in ended), [one.lines for one in ended]
     lines = [line for one in ended for line in one.lines]
     assert all(line.startswith("dsplan: ") for line in lines)

@@ -8,7 +8,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import meeting_bodies
@@ -23,8 +23,8 @@ from strategies.rendezvous import SECONDS
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(3) as ranks:
+def pool(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
+    with new_pool(3) as ranks:
         yield ranks
 
 
@@ -117,10 +117,10 @@ def test_a_rank_that_never_comes_is_named(pool: RankPool) -> None:
 
 
 def test_a_first_rank_that_began_later_still_says_who_is_missing(pool: RankPool) -> None:
-    late = Role(rank=0, world_size=3, late_seconds=3.0)
-    lines = outcomes(pool, late, None, Role(rank=2, world_size=3), seconds=4.0)
+    late = Role(rank=0, world_size=3, late_seconds=1.5)
+    lines = outcomes(pool, late, None, Role(rank=2, world_size=3), seconds=6.0)
     assert lines[0] == lines[2]
-    assert "rank 1 has not come within 4 s" in lines[0]
+    assert "rank 1 has not come within 6 s" in lines[0]
 
 
 def test_one_gpu_for_two_ranks_is_refused_on_both(pool: RankPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,12 @@ def test_deepspeed_without_ssh_starts_one_node(tmp_path: Path) -> None:
     command = launcher(tmp_path, launcher="deepspeed", **several).command()
     for words in ("--hostfile=hosts", "--num_nodes=2", "--num_gpus=2", "--no_ssh", "--node_rank=1"):
         assert words in command
+
+
+def test_deepspeed_on_one_node_leaves_its_usual_port_to_others(tmp_path: Path) -> None:
+    command = launcher(tmp_path, launcher="deepspeed", options=("--master_port=29777",)).command()
+    ports = [int(word.partition("=")[2]) for word in command if word.startswith("--master_port=")]
+    assert ports[-1] == 29777, "what the user asks for comes last and counts"
+    with socket.socket() as free:
+        free.bind(("", ports[0]))
+    assert ports[0] != 29500

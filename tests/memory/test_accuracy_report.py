@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,13 @@ from measure_peers import NoAnswer, _accelerate, _question
 
 from planner.vocabulary import Precision, Strategy
 
-CASES = all_cases()
+cases = cache(all_cases)
+"""Made by the first test that asks, not by every process that collects tests: it takes seconds."""
 
 
 def one(strategy: Strategy, precision: Precision) -> Case:
     """A published run of one strategy, in a precision."""
-    found = next(case for case in CASES if case.strategy == strategy)
+    found = next(case for case in cases() if case.strategy == strategy)
     return replace(found, job=replace(found.job, configuration=replace(found.job.configuration, precision=precision)))
 
 
@@ -35,12 +37,12 @@ def test_a_spread_is_of_sizes_and_keeps_the_signs_of_the_largest() -> None:
 
 
 def test_every_case_with_a_figure_is_listed() -> None:
-    page = "\n".join(report(CASES))
-    assert not [case.name for case in CASES if case.measured and f"| {case.name} |" not in page]
+    page = "\n".join(report(cases()))
+    assert not [case.name for case in cases() if case.measured and f"| {case.name} |" not in page]
 
 
 def test_closed_forms_hold_for_every_shipped_trace() -> None:
-    traced = [case for case in CASES if case.truth == "traced" and case.measured]
+    traced = [case for case in cases() if case.truth == "traced" and case.measured]
     assert len(traced) >= 150
     errors = sorted(case.error for case in traced)
     sizes = sorted(map(abs, errors))
@@ -51,7 +53,7 @@ def test_closed_forms_hold_for_every_shipped_trace() -> None:
 
 
 def test_cases_have_names_of_their_own() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
+    assert len({case.name for case in cases()}) == len(cases())
 
 
 def test_answers_of_other_tools_are_bytes_or_a_reason() -> None:
@@ -76,7 +78,7 @@ def test_llm_analysis_is_asked_for_16_bits_only() -> None:
 
 def test_gpu_runs_get_a_section_of_their_own_and_their_verdicts() -> None:
     """As they will be once there are rows: one that ran, and one that ran out of memory."""
-    found = next(case for case in CASES if case.truth == "cpu")
+    found = next(case for case in cases() if case.truth == "cpu")
     ran = replace(found, truth="gpu", name="gpu-1", used_measured=2e9, used_predicted=3e9)
     out = replace(ran, name="gpu-2", ran=False, measured=0, used_measured=0, verdict="does_not_fit")
     page = "\n".join(report([ran, out]))

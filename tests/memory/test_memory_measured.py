@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,9 +36,9 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def pool() -> Iterator[RankPool]:
+def pool(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
     variables = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    with RankPool(2, timeout_seconds=240, variables=variables) as ranks:
+    with new_pool(2, timeout_seconds=240, variables=variables) as ranks:
         yield quiet(ranks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import load_bodies
@@ -19,8 +20,10 @@ from planner.request import WorkOptions, make_request
 from planner.resolve_cluster import HardwareRequest, resolve_cluster
 
 
-def test_a_full_save_of_shards_holds_the_largest_tensor_twice_and_all_of_it_on_rank_0() -> None:
-    with RankPool(2, timeout_seconds=300) as pool:
+def test_a_full_save_of_shards_holds_the_largest_tensor_twice_and_all_of_it_on_rank_0(
+    new_pool: Callable[..., RankPool],
+) -> None:
+    with new_pool(2, timeout_seconds=300) as pool:
         (held, peak), (held_elsewhere, _) = pool.run(save_bodies.gather_full)
     cluster = resolve_cluster(HardwareRequest(gpu="h100", gpus=2))
     asked = make_request(facts_from_config(load_bodies.CONFIG, "small-llama"), cluster, WorkOptions(seq_len=64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -84,8 +84,8 @@ def test_a_trace_is_what_a_real_step_of_one_process_uses(
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(RANKS) as ranks:
+def pool(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
+    with new_pool(RANKS) as ranks:
         yield quiet(ranks)
 
 

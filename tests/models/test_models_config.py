@@ -38,6 +38,7 @@ def _as_json(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("facts", NATIVE, ids=lambda facts: str(facts.name))
+@pytest.mark.sweep(suite=lambda facts: FIRST_OF_TYPE[facts.model_type] is facts)
 def test_a_config_with_the_figures_of_a_row_gives_the_facts_of_that_row(facts: ModelFacts) -> None:
     config = {**_as_json(builder.hf_config(facts)), "tie_word_embeddings": facts.tie_word_embeddings}
     read = facts_from_config(config, "config.json")

@@ -11,7 +11,7 @@ import pytest
 
 from hardware_db.errors import BrokenFile
 from hardware_db.files import replace_text
-from hardware_db.paths import data_dir, database_path
+from hardware_db.paths import data_dir, database_path, provide_torch_extensions
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,35 @@ def test_other_platforms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def test_an_empty_dsplan_home_counts_as_unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DSPLAN_HOME", "")
     assert data_dir() == tmp_path / ".local" / "share" / "dsplan"
+
+
+def test_a_user_without_a_home_keeps_it_under_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As containers do that run as a user id of which no system file knows."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", dict[int, object]().__getitem__)
+    assert data_dir() == Path("/.local/share/dsplan")
+    monkeypatch.setenv("DSPLAN_HOME", "~nobody-of-that-name/records")
+    assert data_dir() == Path("~nobody-of-that-name/records")
+
+
+def test_operators_are_compiled_where_the_user_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    provide_torch_extensions(variables)
+    assert "TORCH_EXTENSIONS_DIR" not in variables, "the usual place will do"
+    (tmp_path / "file").write_text("")
+    places = []
+    for _ in range(2):
+        refused = {"XDG_CACHE_HOME": str(tmp_path / "file")}
+        provide_torch_extensions(refused)
+        places.append(Path(refused["TORCH_EXTENSIONS_DIR"]))
+    assert places[0] == places[1], "what one run compiled serves the next"
+    assert places[0].parent == tmp_path / "temporary"
+    assert stat.S_IMODE(places[0].stat().st_mode) == 0o700
+    asked = {"XDG_CACHE_HOME": str(tmp_path / "file"), "TORCH_EXTENSIONS_DIR": "/asked"}
+    provide_torch_extensions(asked)
+    assert asked["TORCH_EXTENSIONS_DIR"] == "/asked"
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from training_bodies import Recipe, TinyModel, Trained, batch_of, one_step, whole_parameters
 
 import dsplan
+from hardware_db.probe import probe
+from strategies import live_plan
 from strategies.by_name import optimizer_by_name, scheduler_by_name
 from strategies.config import read_config
 from strategies.engine import initialize
@@ -96,3 +99,24 @@ def refusal_of(recipe: Recipe, config: Mapping[str, Any]) -> str:
     except dsplan.DsplanError as problem:
         return str(problem)
     return ""
+
+
+def planned_on_avx2(config: Mapping[str, Any], backend: Any) -> str:
+    """The backend of the plan that is made for a processor with AVX2 at most, or why there is none."""
+    machine = probe()
+    machine = replace(machine, host=replace(machine.host, cpu_flags=frozenset({"avx", "avx2", "fma"})))
+    with mock.patch.object(live_plan, "probe", return_value=machine):
+        try:
+            engine, *_ = initialize(model=TinyModel(), config=config, backend=backend)
+        except dsplan.DsplanError as problem:
+            return str(problem)
+    one_step(engine, 0)
+    return str(engine.configuration.backend)
+
+
+def refusal_on_a_device_without(precision: str, recipe: Recipe) -> str:
+    """What `initialize` says of a plan in a precision that DeepSpeed's accelerator has not got."""
+    from deepspeed.accelerator import get_accelerator
+
+    with mock.patch.object(get_accelerator(), f"is_{precision}_supported", return_value=False):
+        return refusal_of(replace(recipe, precision=precision), {})

@@ -4,56 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
-import torch
+from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
 from planner.vocabulary import ZERO_STAGES
+from strategies.deepspeed import lacking
 
 PoolOf = Callable[..., RankPool]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models train 25 times slower on two threads than on one where other processes use the cores too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+NewPool = Callable[..., RankPool]
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
+def ranks(new_pool: NewPool) -> Iterator[RankPool]:
     """Two ranks over gloo."""
-    with RankPool(2) as pool:
+    with new_pool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def three_ranks() -> Iterator[RankPool]:
+def three_ranks(new_pool: NewPool) -> Iterator[RankPool]:
     """Three ranks over gloo: more than one peer, and shapes that divide by nothing."""
-    with RankPool(3) as pool:
+    with new_pool(3) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def deepspeed_ranks() -> Iterator[RankPool]:
+def deepspeed_ranks(new_pool: NewPool) -> Iterator[DeepSpeedRanks]:
     """Two ranks for DeepSpeed, whose engine leaves state behind in its process."""
-    yield from _deepspeed(2)
+    yield from _deepspeed(new_pool, 2)
 
 
 @pytest.fixture(scope="session")
-def deepspeed_three_ranks() -> Iterator[RankPool]:
+def deepspeed_three_ranks(new_pool: NewPool) -> Iterator[DeepSpeedRanks]:
     """Three ranks for DeepSpeed."""
-    yield from _deepspeed(3)
+    yield from _deepspeed(new_pool, 3)
 
 
-def _deepspeed(world_size: int) -> Iterator[RankPool]:
+class DeepSpeedRanks:
+    """A pool that skips a test which trains in a precision that DeepSpeed has not got on this machine."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self._pool = pool
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        for recipe in (item for item in arguments if isinstance(item, Recipe)):
+            configuration = recipe.plan().configuration
+            if configuration.backend == "deepspeed" and configuration.precision != "fp32":
+                problem: str = self._pool.run(lacking, configuration.precision)[0]
+                if problem:
+                    pytest.skip(problem)
+        return self._pool.run(function, *arguments)
+
+
+def _deepspeed(new_pool: NewPool, world_size: int) -> Iterator[DeepSpeedRanks]:
     if find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    with RankPool(world_size, variables={"DS_ACCELERATOR": "cpu"}) as pool:
-        yield pool
+    with new_pool(world_size, variables={"DS_ACCELERATOR": "cpu"}) as pool:
+        yield DeepSpeedRanks(pool)
 
 
 @pytest.fixture

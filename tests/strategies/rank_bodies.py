@@ -43,3 +43,8 @@ def is_loaded(module: str) -> bool:
 
 def wait_for_ever() -> None:
     time.sleep(3600)
+
+
+def parent_and_modules() -> tuple[int, set[str]]:
+    """The process that this rank came from, and what is imported here."""
+    return os.getppid(), set(sys.modules)

@@ -13,6 +13,7 @@ import training_bodies
 from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
+from strategies.checkpoint.writing import size_of
 from strategies.errors import BrokenFile
 
 
@@ -164,3 +165,12 @@ def test_the_scheduler_and_the_scaler_resume(tmp_path: Path) -> None:
     fresh.load_checkpoint(tmp_path)
     assert fresh_scheduler.state_dict() == scheduler.state_dict()
     assert fresh.optimizer.param_groups[0]["lr"] == 0.0005
+
+
+def test_a_file_that_another_rank_renames_meanwhile_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "part-00001.json").write_text("{}")
+    listed = [tmp_path / "part-00001.tmp", tmp_path / "part-00001.json"]
+    monkeypatch.setattr(Path, "iterdir", lambda directory: iter(listed))
+    assert size_of(tmp_path) == 2

@@ -20,6 +20,7 @@ from strategies.errors import CannotRun
 DEEPSPEED = ("zero1", "zero2", "zero3")
 NATIVE = ("native zero1", "native zero2", "native zero3")
 SPREAD = ("ddp", "fsdp", "fsdp-grad-op", *DEEPSPEED, *NATIVE)
+ENGINES = ("ddp", "fsdp", "zero3", "native zero2", "native zero3")
 PoolOf = Callable[[str], RankPool]
 
 
@@ -29,6 +30,7 @@ def recipe_of(strategy: str, **how: Any) -> Recipe:
 
 
 @pytest.mark.parametrize("strategy", SPREAD)
+@pytest.mark.sweep(suite=lambda strategy: strategy in ENGINES)
 def test_figures_of_a_step(strategy: str, pool_of: PoolOf) -> None:
     alone = engine_bodies.figures(Recipe())
     assert alone["norm"] == pytest.approx(first_norms()[-1], rel=1e-5)
@@ -65,6 +67,7 @@ def test_what_is_not_finite_on_one_rank_is_learned_on_none(strategy: str, precis
 
 
 @pytest.mark.parametrize("strategy", SPREAD)
+@pytest.mark.sweep(suite=lambda strategy: strategy in ENGINES)
 def test_micro_batches_without_sync_add_up_to_the_same_step(strategy: str, pool_of: PoolOf) -> None:
     recipe = recipe_of(strategy, accumulation=3, steps=1)
     reference = training_bodies.reference(Recipe(steps=1)).parameters
@@ -90,6 +93,7 @@ def test_a_narrower_sum_than_the_gradients_is_refused() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", SPREAD)
+@pytest.mark.sweep(suite=lambda strategy, precision: precision == "bf16" or strategy in ENGINES)
 def test_whole_weights_are_read_used_and_changed(strategy: str, precision: str, pool_of: PoolOf) -> None:
     first, second = pool_of(strategy).run(engine_bodies.changed_weights, recipe_of(strategy, precision=precision))
     for found in (first, second):

@@ -52,6 +52,7 @@ def test_training_is_the_same_wherever_states_live(
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("strategy", "offload"), PLACES)
+@pytest.mark.sweep(suite=lambda accumulation: accumulation == 2)
 def test_not_a_bit_is_lost_on_the_way(
     strategy: str, offload: str, accumulation: int, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_checkpoints_go_on_with_and_without_offload(ranks: RankPool, tmp_path: P
 
 
 @pytest.mark.parametrize(("strategy", "precision"), [*product(("zero2", "zero3"), ("fp32", "bf16"))])
+@pytest.mark.sweep(suite=lambda strategy, precision: (strategy, precision) in (("zero2", "fp32"), ("zero3", "bf16")))
 def test_live_bytes_fall_by_masters_and_moments(strategy: str, precision: str, ranks: RankPool, tmp_path: Path) -> None:
     """Weights alone stay in memory: all of them in stage 2, half of them on each of two ranks in stage 3. States too
     small for a place in the file, and the steps' counts, take 64 KiB, where masters and moments would be 8 to 13 MB."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import config_bodies
 import pytest
 import torch
 import training_bodies
@@ -131,6 +132,29 @@ def test_wishes_that_cannot_be_planned(arguments: dict[str, Any], words: str) ->
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        (None, "native"),
+        ("native", "native"),
+        ("deepspeed", "lacks AVX512-FP16; use backend native, whose ZeRO shards the same, or precision fp32 or bf16"),
+    ],
+)
+def test_zero_in_fp16_runs_where_deepspeed_has_none(backend: str | None, expected: str, ranks: RankPool) -> None:
+    config = {"train_batch_size": 12, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}
+    for found in ranks.run(config_bodies.planned_on_avx2, config, backend):
+        assert found.endswith(expected)
+        assert "\n" not in found
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_ranks_ask_deepspeed_for_the_precision_of_a_given_plan(precision: str, deepspeed_ranks: RankPool) -> None:
+    recipe = Recipe(strategy="zero1", world_size=2)
+    assert deepspeed_ranks.run(config_bodies.refusal_on_a_device_without, precision, recipe) == [
+        f"DeepSpeed has no {precision} on this machine's cpu; use backend 'native' or another precision"
+    ] * 2
+
+
 ARGUMENTS = ["--steps", "4", "--layers", "2", "--hidden", "64", "--heads", "4", "--sequence-length", "32"]
 
 
@@ -141,6 +165,7 @@ def example_losses() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.sweep(suite=lambda strategy: strategy in ("fsdp", "zero2"))
 def test_the_example_has_the_same_losses_under_every_strategy(
     strategy: str, pool_of: PoolOf, tmp_path: Path, example_losses: dict[str, list[float]]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from timing_cases import cluster, make_job
+from timing_cases import FIRST_OF_TYPE, cluster, make_job
 
 from planner.models.catalogue import find_model, models
 from planner.models.count import active_parameters, count_parameters
@@ -42,6 +42,7 @@ def test_model_flops_do_not_depend_on_the_plan() -> None:
 
 
 @pytest.mark.parametrize("facts", models(), ids=lambda facts: facts.name)
+@pytest.mark.sweep(suite=lambda facts: FIRST_OF_TYPE[facts.model_type] is facts)
 def test_weights_of_the_stacks_are_those_of_the_parameter_count(facts: ModelFacts) -> None:
     counts = count_parameters(facts)
     stored = sum(stack.layers * stack.matmuls.stored for stack in stacks(facts))

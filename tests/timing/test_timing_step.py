@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timing_cases import SHARDED, cluster, make_job, on
+from timing_cases import FIRST_OF_TYPE, SHARDED, cluster, make_job, on
 
 from hardware_db.curve import constant_rate
 from planner.cluster import Rates
@@ -55,6 +55,7 @@ def check_sound(job: Job) -> StepTime:
 
 
 @pytest.mark.parametrize("facts", models(), ids=lambda facts: facts.name)
+@pytest.mark.sweep(suite=lambda facts: FIRST_OF_TYPE[facts.model_type] is facts)
 def test_every_catalogue_model_under_every_strategy(facts: ModelFacts) -> None:
     for strategy in EVERY_STRATEGY:
         check_sound(make_job(facts, strategy=strategy, micro_batch_size=2, gradient_accumulation_steps=2))

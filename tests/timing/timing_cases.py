@@ -9,7 +9,7 @@ from typing import Any
 from hardware_db.datasheets import find_device, find_link
 from planner.cluster import Cluster
 from planner.job import Job
-from planner.models.catalogue import find_model
+from planner.models.catalogue import find_model, models
 from planner.models.count import count_parameters
 from planner.models.facts import ModelFacts
 from planner.models.tasks import default_sequence_length, default_task
@@ -17,6 +17,8 @@ from planner.plan import Configuration
 from planner.workload import Workload
 
 SHARDED = ("fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3")
+FIRST_OF_TYPE = {facts.model_type: facts for facts in reversed(models())}
+"""A row of the catalogue for each structure: the suite runs these, the long checks all rows."""
 
 
 @lru_cache

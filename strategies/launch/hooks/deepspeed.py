@@ -18,6 +18,7 @@ from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from planner.plan import Plan
 from strategies.config import read_object
+from strategies.deepspeed import require_precision
 from strategies.launch.hooks.live import LiveJob, own_device, plan_live, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.say import say_replaced
@@ -53,6 +54,8 @@ def install(spec: LaunchSpec) -> None:
         script_config = _script_config(arguments)
         deepspeed.init_distributed(dist_init_required=arguments.get("dist_init_required"))
         made = plan or plan_live(_live_job(arguments, script_config, spec))
+        if made.configuration.backend == "deepspeed":
+            require_precision(made.configuration.precision)
         arguments["config"] = merged_config(script_config, made)
         arguments["config_params"] = None
         arguments["args"] = _without_config(arguments.get("args"))

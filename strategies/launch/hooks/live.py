@@ -20,7 +20,7 @@ from planner.candidates import shapes
 from planner.models.live import facts_from_module
 from planner.plan import Plan
 from planner.plan_io import load_plan, plan_to_dict
-from planner.request import WorkOptions, make_request
+from planner.request import WorkOptions, deepspeed_lacks, make_request
 from planner.resolve_cluster import probed_cluster
 from strategies.agree import on_rank_zero
 from strategies.errors import CannotRun
@@ -126,13 +126,17 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         precision=job.precision,
         optimizer=job.optimizer,
     )
-    asked = os.environ.get(STRATEGY)
-    strategies = tuple(name for name in accepted(job.kind, gpus=torch.cuda.is_available()) if asked in (None, name))
+    asked, possible = os.environ.get(STRATEGY), accepted(job.kind, gpus=torch.cuda.is_available())
+    if lacks := deepspeed_lacks(cluster.device, job.precision):  # such scripts have no other ZeRO
+        if asked in words.ZERO_STAGES:
+            raise CannotRun(f"{lacks}; train in fp32 or bf16, or choose ddp")
+        possible = tuple(name for name in possible if name not in words.ZERO_STAGES)
+    strategies = tuple(name for name in possible if asked in (None, name))
     request = make_request(facts_from_module(job.module), cluster, options, strategies=strategies, top=1)
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
     if current().goes_on and not any(True for _ in shapes(request)):
-        request = replace(request, strategies=accepted(job.kind, gpus=torch.cuda.is_available()))
+        request = replace(request, strategies=possible)
     return best_plan(with_measured_rates(request, measured))
 
 

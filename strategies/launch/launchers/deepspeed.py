@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from hardware_db.errors import DsplanError
 from strategies.launch.launchers.process import RANK_MODULE, ProcessLauncher
+from strategies.reach import free_port
 
 _HOSTS = "deepspeed.hosts"
 
@@ -43,7 +44,8 @@ class DeepSpeedLauncher(ProcessLauncher):
 
     def _here(self) -> list[str]:
         """A host file of this node alone: without one the launcher takes no more ranks than it counts accelerators,
-        and on a machine without GPUs that is one."""
+        and on a machine without GPUs that is one. Its own port, 29500, may be another run's."""
         path = self.spec.directory / _HOSTS
         path.write_text(f"localhost slots={self.spec.processes}\n")
-        return [f"--hostfile={path}", "--master_addr=127.0.0.1", "--no_ssh", "--node_rank=0"]
+        meeting = ("--master_addr=127.0.0.1", f"--master_port={free_port()}")
+        return [f"--hostfile={path}", *meeting, "--no_ssh", "--node_rank=0"]

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from hardware_db.paths import provide_torch_extensions
 from strategies.launch.causes import AGENT_LOG
 from strategies.launch.run_lock import launcher_lock
 from strategies.launch.settings import Placement
@@ -150,7 +151,7 @@ def launch_environment(spec: LaunchSpec) -> dict[str, str]:
     """The environment of whatever starts the ranks of `spec`, and of the ranks."""
     root = str(Path(__file__).resolve().parents[3])
     inherited = os.environ.get("PYTHONPATH")
-    return {
+    variables = {
         **os.environ,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.processes))),
         "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
@@ -158,6 +159,8 @@ def launch_environment(spec: LaunchSpec) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         **spec.environment,
     }
+    provide_torch_extensions(variables)
+    return variables
 
 
 def rank_command(spec: LaunchSpec) -> list[str]:

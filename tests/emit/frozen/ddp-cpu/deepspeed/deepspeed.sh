@@ -2,4 +2,8 @@
 # ddp on 2 ranks: bash deepspeed.sh train.py ARGUMENTS
 set -euo pipefail
 
-exec deepspeed --num_gpus=2 "$@"
+# A free port where none is named: the launcher's own, 29500, may be another run's.
+free='import socket; found = socket.socket(); found.bind(("", 0)); print(found.getsockname()[1])'
+port=${MASTER_PORT:-$(python -c "$free")}
+
+exec deepspeed --num_gpus=2 --master_port="$port" "$@"

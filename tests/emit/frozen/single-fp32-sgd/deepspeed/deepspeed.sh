@@ -2,4 +2,8 @@
 # single on 1 ranks: bash deepspeed.sh train.py ARGUMENTS
 set -euo pipefail
 
-exec deepspeed --num_gpus=1 "$@"
+# A free port where none is named: the launcher's own, 29500, may be another run's.
+free='import socket; found = socket.socket(); found.bind(("", 0)); print(found.getsockname()[1])'
+port=${MASTER_PORT:-$(python -c "$free")}
+
+exec deepspeed --num_gpus=1 --master_port="$port" "$@"
