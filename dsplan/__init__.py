@@ -9,14 +9,14 @@ from __future__ import annotations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from dsplan.api import estimate, plan, recommend
+    from dsplan.selector import HardwareSelector
     from planner.errors import DsplanError
-    from planner.selector import HardwareSelector
-    from strategies.activations import checkpoint_activations
     from strategies.checkpoint.export import export_checkpoint
-    from strategies.checkpoint.manager import CheckpointManager
-    from strategies.engine import initialize
-    from strategies.monitoring.training_monitor import TrainingMonitor
-    from strategies.registered import register_optimizer, register_scheduler
+    from strategies.engine.checkpoint_manager import CheckpointManager
+    from strategies.engine.initialize import initialize
+    from strategies.modules.activation_checkpointing import checkpoint_activations
+    from strategies.optim.registry import register_optimizer, register_scheduler
+    from strategies.telemetry.training_monitor import TrainingMonitor
 
 __version__ = "0.1.0"
 
@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckpointManager": "strategies.checkpoint.manager",
+    "CheckpointManager": "strategies.engine.checkpoint_manager",
     "DsplanError": "hardware_db.errors",
-    "HardwareSelector": "planner.selector",
-    "TrainingMonitor": "strategies.monitoring.training_monitor",
-    "checkpoint_activations": "strategies.activations",
+    "HardwareSelector": "dsplan.selector",
+    "TrainingMonitor": "strategies.telemetry.training_monitor",
+    "checkpoint_activations": "strategies.modules.activation_checkpointing",
     "estimate": "dsplan.api",
     "export_checkpoint": "strategies.checkpoint.export",
-    "initialize": "strategies.engine",
+    "initialize": "strategies.engine.initialize",
     "plan": "dsplan.api",
     "recommend": "dsplan.api",
-    "register_optimizer": "strategies.registered",
-    "register_scheduler": "strategies.registered",
+    "register_optimizer": "strategies.optim.registry",
+    "register_scheduler": "strategies.optim.registry",
 }
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from dsplan.estimating import estimated
 from dsplan.goal import Goal
-from dsplan.question import Question
-from planner import search
+from dsplan.question import Question, estimated
 from planner.errors import NothingFits
-from planner.exact import ExactOptions
-from planner.kept_traces.ask import silent
-from planner.plan import Plan
+from planner.search import search
+from planner.search.exact import ExactOptions
+from planner.types.plan import Plan
+from strategies.tracing.cache.ask import silent
 
 
 def recommend(**asked: Any) -> search.Recommendation:
@@ -47,7 +46,7 @@ def plan(**question: Any) -> Plan:
 def estimate(*, exact: bool = False, **asked: Any) -> Plan:
     """Memory and time of one configuration: `estimate(model="opt-6.7b", gpus=8, strategy="zero3", micro_batch=2)`.
 
-    Takes the fields of `Question` and of `planner.exact.ExactOptions`. With `exact` the memory comes from a trace of
+    Takes the fields of `Question` and of `planner.search.exact.ExactOptions`. With `exact` the memory comes from a trace of
     the real module, which needs torch but neither weights nor a GPU, and is kept for the next time.
 
     Raises:

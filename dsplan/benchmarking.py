@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.probe import probe
 from planner import limits
-from planner.cluster import Cluster
+from planner.cluster.resolve import HardwareRequest, probed_cluster, resolve_cluster
 from planner.errors import ContradictoryRequest
-from planner.resolve_cluster import HardwareRequest, probed_cluster, resolve_cluster
-from strategies.bench.plan import BenchPlan, Wanted, default_ranks, make_bench_plan, parse_ranks
-from strategies.bench.plan_file import load_bench_plan
+from planner.types.cluster import Cluster
+from strategies.bench.plan import BenchPlan, Wanted, default_ranks, load_bench_plan, make_bench_plan, parse_ranks
 
 if TYPE_CHECKING:
     from hardware_db.probe import Machine
-    from strategies.bench.events import Event, Measured, Refused
+    from strategies.bench.session import Event, Measured, Refused
 
 _RANKS_PER_CORE = 4
 """More processes than this would measure the scheduler of the operating system."""
@@ -99,7 +98,7 @@ def plan_of(question: BenchQuestion) -> BenchPlan:
     question.check()
     if question.plan is not None:
         return load_bench_plan(question.plan)
-    from planner.models.factory import any_model
+    from strategies.tracing.factory import any_model
 
     cluster = _cluster(question)
     wanted = Wanted(
@@ -120,8 +119,8 @@ def run_plan(plan: BenchPlan, question: BenchQuestion, show: Callable[[Event], N
     """
     if find_spec("torch") is None:
         raise DsplanError("torch is not installed here, and a benchmark needs it; pip install 'dsplan[train]'")
+    from hardware_db.files import database_path
     from hardware_db.fingerprint import fingerprint
-    from hardware_db.paths import database_path
     from hardware_db.store import open_store
     from strategies.bench.session import BenchSession, Limits
 
@@ -130,8 +129,8 @@ def run_plan(plan: BenchPlan, question: BenchQuestion, show: Callable[[Event], N
     limits = Limits(again=question.again, seconds=None if question.minutes is None else 60 * question.minutes)
     report = BenchReport(plan=plan, database=database_path(), fingerprint=fingerprint(machine).key)
     started = time.monotonic()
-    with open_store() as store, closing(BenchSession(plan, machine, store, limits).events()) as events:
-        for event in events:
+    with open_store() as store, closing(BenchSession(plan, machine, store, limits).events()) as session:
+        for event in session:
             _note(report, event)
             show(event)
     report.learnt = _learn(report, machine)
@@ -177,7 +176,7 @@ def _check_machine(plan: BenchPlan, machine: Machine, file: Path | None) -> None
 
 def _learn(report: BenchReport, machine: Machine) -> str:
     """Calibrates with the new training runs, as `dsplan run` does after each; what came of it in a sentence."""
-    from strategies.bench.case import TrainingCase
+    from strategies.bench.cases import TrainingCase
     from strategies.launch.record import learnt
 
     trained = any(isinstance(event.work, TrainingCase) for event in report.measured)
@@ -185,15 +184,15 @@ def _learn(report: BenchReport, machine: Machine) -> str:
 
 
 def _note(report: BenchReport, event: Event) -> None:
-    from strategies.bench import events
+    from strategies.bench import session
 
-    if isinstance(event, events.Begun):
+    if isinstance(event, session.Begun):
         report.stored = event.stored
-    elif isinstance(event, events.Found):
+    elif isinstance(event, session.Found):
         report.found += 1
-    elif isinstance(event, events.Measured):
+    elif isinstance(event, session.Measured):
         report.measured.append(event)
-    elif isinstance(event, events.Refused):
+    elif isinstance(event, session.Refused):
         report.refused.append(event)
-    elif isinstance(event, events.TimeIsUp):
+    elif isinstance(event, session.TimeIsUp):
         report.left = event.left

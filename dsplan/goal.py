@@ -11,7 +11,7 @@ from hardware_db.handed_in import shown
 from hardware_db.units import parse_count
 from planner import limits
 from planner import vocabulary as words
-from planner.budget import Budget
+from planner.cluster.budget import Budget
 from planner.errors import ContradictoryRequest
 
 _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 try:
     from strategies.mpi.checkpoints import CheckpointManager
+    from strategies.mpi.files import Part
     from strategies.mpi.gradients import GradientManager
-    from strategies.mpi.parts import Part
-    from strategies.mpi.performance import PerformanceMonitor, PerformanceReport
-    from strategies.mpi.reduced import ReducedGradients
-    from strategies.mpi.rules import SGD, AdamW
-    from strategies.mpi.sizes import ModelParallelConfig, ParallelGroups
-    from strategies.mpi.zero import ZeROMemory, ZeROOptimizer, ZeROStage
+    from strategies.mpi.sizes import SGD, AdamW, ModelParallelConfig, ParallelGroups
+    from strategies.mpi.wire import PerformanceMonitor, PerformanceReport
+    from strategies.mpi.zero import ReducedGradients, ZeROMemory, ZeROOptimizer, ZeROStage
 except ModuleNotFoundError as problem:
     if problem.name != "numpy":
         raise

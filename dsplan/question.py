@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner import vocabulary as words
-from planner.calibration.recall import recalled
+from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.models.facts import ModelFacts
-from planner.request import Request, WorkOptions, make_request
-from planner.resolve_cluster import HardwareRequest, resolve_cluster
+from planner.search.exact import ExactOptions, exact
+from planner.search.recall import recalled
+from planner.search.request import Request, WorkOptions, make_request
+from planner.types.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +51,7 @@ class Question:
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
         """
-        from planner.models.factory import any_model
+        from strategies.tracing.factory import any_model
 
         facts = facts or any_model(self.model, model_size=self.model_size)
         hardware = HardwareRequest(
@@ -74,3 +77,30 @@ class Question:
             save=self.save,
         )
         return recalled(make_request(facts, resolve_cluster(hardware), work, **ranking))
+
+
+# From a question about one configuration to its plan, by closed forms or by a trace.
+
+
+def estimated(
+    question: Question, options: ExactOptions, report: Callable[[str], None] | None = None
+) -> tuple[Request, Plan]:
+    """The plan, and the request with what was taken for granted; with `report` the memory is traced, and told of it.
+
+    Raises:
+        DsplanError: the model, the hardware, a number or the configuration is not possible, or torch is missing.
+    """
+    if report is None:
+        from planner.search.estimate import estimate
+
+        request, configuration = exact(question.request(), options)
+        return request, estimate(request, configuration)
+    from strategies.tracing.cache.ask import Tracing
+    from strategies.tracing.cache.cache import TraceCache
+    from strategies.tracing.cache.estimate import traced_estimate
+    from strategies.tracing.cache.source import model_source
+
+    cache = TraceCache()
+    source = model_source(question.model, question.model_size, cache)
+    request, configuration = exact(question.request(facts=source.facts), options)
+    return request, traced_estimate(request, configuration, source, Tracing(cache=cache, report=report))

@@ -2,11 +2,101 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import sys
 import tempfile
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile
+
+# Where dsplan keeps what it learns.
+
+
+DATABASE_NAME = "dsplan.db"
+
+
+def data_dir() -> Path:
+    """The user data directory: `DSPLAN_HOME` where it is set, else what the platform prescribes, plus `dsplan`.
+
+    That is `$XDG_DATA_HOME` or `~/.local/share` (a relative one is ignored, as the XDG specification demands),
+    `~/Library/Application Support` on macOS, `%LOCALAPPDATA%` on Windows. The directory may not exist yet.
+    """
+    if home := os.environ.get("DSPLAN_HOME"):
+        return Path(os.path.expanduser(home))
+    return _platform_data_dir() / "dsplan"
+
+
+def database_path() -> Path:
+    """The database that every command uses unless it is told another."""
+    return data_dir() / DATABASE_NAME
+
+
+def database_is_there() -> bool:
+    """Whether anything has the database's name; also where it cannot be looked at, or is a link that leads nowhere, so
+    that opening it says what is wrong."""
+    try:
+        os.lstat(database_path())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def provide_torch_extensions(variables: MutableMapping[str, str]) -> None:
+    """Have torch compile DeepSpeed's operators in a directory for temporary files where the usual cache cannot be
+    written, `~/.cache` as a rule; nothing where TORCH_EXTENSIONS_DIR names one."""
+    if "TORCH_EXTENSIONS_DIR" in variables:
+        return
+    cache = Path(variables.get("XDG_CACHE_HOME") or _home() / ".cache")
+    if _can_be_written(cache / "torch_extensions"):
+        return
+    # What is compiled there is loaded as code, so it must be nobody else's.
+    own = Path(tempfile.gettempdir(), f"torch_extensions-{os.getuid()}-py{sys.version_info[0]}{sys.version_info[1]}")
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        is_own = own.stat().st_uid == os.getuid() and not own.is_symlink()
+    except OSError:
+        is_own = False
+    variables["TORCH_EXTENSIONS_DIR"] = str(own) if is_own else tempfile.mkdtemp(prefix="torch_extensions-")
+
+
+def _can_be_written(directory: Path) -> bool:
+    """Whether a directory, or the first above it that is there, takes new files."""
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def _platform_data_dir() -> Path:
+    home = _home()
+    if sys.platform == "darwin":
+        return home / "Library" / "Application Support"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    configured = Path(os.environ.get("XDG_DATA_HOME", ""))
+    return configured if configured.is_absolute() else home / ".local" / "share"
+
+
+def _home() -> Path:
+    """The user's home directory, or the root where nobody knows of one, as for a user id without a name."""
+    home = Path(os.path.expanduser("~"))
+    return home if home.is_absolute() else Path(os.sep)
+
+
+# One spelling of a JSON value, so that equal values have equal text and equal hashes.
+
+
+def canonical_json(value: object) -> str:
+    """`value` as ASCII JSON with sorted keys and no spaces; NaN and infinities raise ValueError, being no JSON."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(value: object, length: int) -> str:
+    """The first `length` hexadecimal digits of the SHA-256 of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:length]
 
 
 def replace_text(path: Path, text: str) -> None:

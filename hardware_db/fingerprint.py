@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from hardware_db.canonical import digest
+from hardware_db.files import digest
 
 if TYPE_CHECKING:
     from hardware_db.probe.machine import Gpu, Machine

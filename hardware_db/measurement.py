@@ -7,12 +7,12 @@ import math
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Literal, TypeAlias, cast, get_args
 
-from hardware_db.canonical import canonical_json, digest
 from hardware_db.errors import DsplanError
+from hardware_db.files import canonical_json, digest
 from hardware_db.fingerprint import Fingerprint
 
 Outcome = Literal["completed", "failed", "out_of_memory", "interrupted"]
@@ -269,3 +269,81 @@ def _check_figures(record: object, where: str, *, signed: tuple[str, ...] = ()) 
         too_large = abs(figure) > _LARGEST_INTEGER or not math.isfinite(figure)
         if too_large or (figure < 0 and item.name not in signed):
             raise RecordError(f"{where}.{item.name}", f"is {figure}; it must be from 0 to 2**63")
+
+
+# CalibrationRecord: what fitting the cost model to the runs of one kind of hardware found.
+
+
+_KEY_DIGITS = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareKind:
+    """What one calibration holds for: a device and the links between devices and nodes, by their names in the
+    catalogue; empty where there is none."""
+
+    device: str
+    intra_link: str = ""
+    inter_link: str = ""
+
+    @property
+    def key(self) -> str:
+        """32 hexadecimal digits that change with any field."""
+        return digest(asdict(self), _KEY_DIGITS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationRecord:
+    """One calibration. `document_json` is canonical JSON, whose meaning is the planner's."""
+
+    id: str
+    created_at: str
+    hardware: HardwareKind
+    document_json: str
+
+    @property
+    def document(self) -> dict[str, object]:
+        """What was found, as a fresh dictionary every time it is asked for."""
+        return cast("dict[str, object]", json.loads(self.document_json))
+
+
+def calibration_record(hardware: HardwareKind, document: Mapping[str, object]) -> CalibrationRecord:
+    """The record of a calibration that was just made."""
+    return CalibrationRecord(
+        id=new_id(), created_at=utc_now(), hardware=hardware, document_json=canonical_json(document)
+    )
+
+
+# TraceRecord: what tracing a model found, kept so that the same question need not be traced twice.
+
+
+KEY_DIGITS = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceRecord:
+    """One answer of the tracer.
+
+    `key` is the hash of everything the answer depends on, `series` the hash of what several answers share that differ
+    in sizes only, `document_json` the answer as canonical JSON, whose meaning is the planner's.
+    """
+
+    key: str
+    series: str
+    created_at: str
+    document_json: str
+
+    @property
+    def document(self) -> dict[str, object]:
+        """The answer as a fresh dictionary, every time it is asked for."""
+        return cast("dict[str, object]", json.loads(self.document_json))
+
+
+def trace_key(question: Mapping[str, object]) -> str:
+    """The key of a question to the tracer: 32 hexadecimal digits of the hash of its canonical JSON."""
+    return digest(question, KEY_DIGITS)
+
+
+def trace_record(key: str, series: str, document: Mapping[str, object]) -> TraceRecord:
+    """The record of an answer that was just found."""
+    return TraceRecord(key=key, series=series, created_at=utc_now(), document_json=canonical_json(document))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv, then lint, types and the whole suite, three files at a time (tests wait for processes: that is what two
 # cores can do); how many tests were skipped, and why, stands above pytest's summary, which is the last line.
-# Arguments go to pytest: scripts/test.sh tests/front -k cli
+# Arguments go to pytest: scripts/test.sh tests/dsplan -k cli
 source "$(dirname "$0")/setup.sh"
 ruff check .
 mypy

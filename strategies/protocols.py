@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from planner.plan import Configuration, Plan
+from planner.types.plan import Configuration, Plan
 from strategies.config import ScriptConfig
 from strategies.config.values import CheckpointSection
-from strategies.environment import Environment
+from strategies.distributed.environment import Environment
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -59,7 +59,7 @@ class Observer:
 
 
 class TrainingEngine(Protocol):
-    """The engine as what watches, saves and supervises it sees it; `strategies.base.Engine` describes each part."""
+    """The engine as what watches, saves and supervises it sees it; `strategies.engine.base.Engine` describes each part."""
 
     client_state: dict[str, Any]
     counted_peak_bytes: int | None

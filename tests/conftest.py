@@ -24,7 +24,7 @@ _THREAD_SECONDS = 5.0
 _STARTS_PROCESSES = ("run", "emit", "faults", "launchers", "launch", "bench")
 
 # What every rank would import for itself, each in seconds of processor time.
-_PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "strategies.engine")
+_PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "strategies.engine.initialize")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,13 +17,13 @@ from dsplan.cli.flags import read_strictly
 from hardware_db.errors import DsplanError, UnknownName
 
 COMMANDS: dict[str, str] = {
-    "probe": "dsplan.cli.probe:probe",
+    "probe": "dsplan.cli.catalogues:probe",
     "doctor": "dsplan.cli.doctor:doctor",
-    "models": "dsplan.cli.models:models",
-    "devices": "dsplan.cli.devices:devices",
+    "models": "dsplan.cli.catalogues:models",
+    "devices": "dsplan.cli.catalogues:devices",
     "estimate": "dsplan.cli.estimate:estimate",
     "recommend": "dsplan.cli.recommend:recommend",
-    "explain": "dsplan.cli.explain:explain",
+    "explain": "dsplan.cli.emit:explain",
     "emit": "dsplan.cli.emit:emit",
     "run": "dsplan.cli.run:run",
     "bench": "dsplan.cli.bench:bench",

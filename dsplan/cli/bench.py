@@ -56,7 +56,7 @@ def bench(
     from dsplan.render.bench_report import report_blocks, report_to_dict
     from dsplan.render.bench_view import BenchView
     from dsplan.render.show import show, show_json
-    from strategies.bench.plan_file import save_bench_plan
+    from strategies.bench.plan import save_bench_plan
 
     question = BenchQuestion(
         **asdict(hardware),

@@ -33,7 +33,7 @@ def list_measurements(
     from dsplan.render.measurements import measurement_table
     from dsplan.render.show import show, show_json
     from hardware_db.errors import UnknownName
-    from hardware_db.paths import database_path
+    from hardware_db.files import database_path
     from hardware_db.store import open_store
     from hardware_db.store.documents import SCHEMA_VERSION, to_document
     from hardware_db.store.repair import set_aside_files

@@ -25,10 +25,10 @@ def doctor(
     """
     from dsplan.render import doctor_view as render
     from dsplan.render.show import show, show_json
+    from strategies.distributed.excepthook import tell_once
+    from strategies.distributed.launcher_env import read_process_variables
     from strategies.doctor.examine import examine
     from strategies.errors import CannotMeet
-    from strategies.process_variables import read_process_variables
-    from strategies.told_plainly import tell_once
 
     try:
         diagnosis = examine(directory or ())

@@ -9,6 +9,25 @@ import typer
 
 from dsplan.cli.flags import JsonFlag
 
+# `dsplan explain`: where the bytes and seconds of a plan go, and why it was chosen.
+
+
+def explain(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `dsplan recommend --out` wrote.")],
+    json: JsonFlag = False,
+) -> None:
+    """Where bytes and seconds of a plan go. Also why the others lost."""
+    from dsplan.render.plan_view import plan_blocks
+    from dsplan.render.recommendation import alternatives_table
+    from dsplan.render.show import show, show_json
+    from planner.types.plan_io import load_plan, plan_to_dict
+
+    found = load_plan(plan)
+    if json:
+        show_json(plan_to_dict(found))
+    else:
+        show([*plan_blocks(found), *alternatives_table(found)])
+
 
 def emit(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `dsplan recommend --out` wrote.")],
@@ -32,7 +51,7 @@ def emit(
     from dsplan.render.show import show_json
     from planner.emit import EmitOptions, script_duties
     from planner.emit import emit as emit_plan
-    from planner.plan_io import load_plan
+    from planner.types.plan_io import load_plan
 
     found, options = load_plan(plan), EmitOptions(nvme_path=nvme_path)
     files = emit_plan(found, format, options)

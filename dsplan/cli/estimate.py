@@ -27,13 +27,11 @@ def estimate(
     json: JsonFlag = False,
 ) -> None:
     """Memory and time of one configuration. Exit status 1 if it does not fit."""
-    from dsplan.estimating import estimated
-    from dsplan.question import Question
+    from dsplan.question import Question, estimated
     from dsplan.render.plan_view import plan_blocks
-    from dsplan.render.progress import progress
-    from dsplan.render.show import show, show_json
-    from planner.exact import ExactOptions
-    from planner.plan_io import plan_to_dict
+    from dsplan.render.show import progress, show, show_json
+    from planner.search.exact import ExactOptions
+    from planner.types.plan_io import plan_to_dict
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
     options = ExactOptions(**asdict(configuration), global_batch=work.global_batch)

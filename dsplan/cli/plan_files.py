@@ -10,8 +10,8 @@ from hardware_db.errors import BrokenFile
 from hardware_db.files import replace_text
 from planner.emit import FORMATS, emit
 from planner.errors import ContradictoryRequest
-from planner.plan import Plan
-from planner.plan_io import save_plan
+from planner.types.plan import Plan
+from planner.types.plan_io import save_plan
 
 
 def write_plans(plans: Sequence[Plan], directory: Path) -> None:

@@ -18,7 +18,7 @@ def recommend(
     from dsplan.question import Question
     from dsplan.render.recommendation import recommendation_blocks, recommendation_to_dict
     from dsplan.render.show import show, show_json
-    from planner.search import recommend as search
+    from planner.search.search import recommend as search
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
     goal = Goal(**{name: value for name, value in asdict(ranking).items() if name != "out"})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dsplan.render.bench_words import result_words, work_words
-from strategies.bench import events
+from dsplan.render.bench_report import result_words, work_words
+from strategies.bench import session
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -38,35 +38,35 @@ class BenchView:
         if self._progress is not None:
             self._progress.stop()
 
-    def show(self, event: events.Event) -> None:
+    def show(self, event: session.Event) -> None:
         """Draw one event."""
         if self._progress is not None:
             self._draw(self._progress, event)
         elif self._lines and (text := _line(event)):
             print(text, file=self._out, flush=True)
 
-    def _draw(self, progress: Progress, event: events.Event) -> None:
-        if isinstance(event, events.Begun):
+    def _draw(self, progress: Progress, event: session.Event) -> None:
+        if isinstance(event, session.Begun):
             self._task = progress.add_task("starting ranks", total=event.total, completed=event.stored)
-        elif isinstance(event, events.Started):
+        elif isinstance(event, session.Started):
             progress.update(self._task, description=work_words(event.work))
-        elif isinstance(event, events.Waiting):
+        elif isinstance(event, session.Waiting):
             progress.update(self._task, description="waiting for another dsplan bench")
-        elif isinstance(event, events.TimeIsUp):
+        elif isinstance(event, session.TimeIsUp):
             progress.update(self._task, description="time is up")
         else:
             progress.advance(self._task)
-            if isinstance(event, events.Refused):
+            if isinstance(event, session.Refused):
                 progress.console.print(_line(event))
 
 
-def _line(event: events.Event) -> str:
-    if isinstance(event, events.Begun):
+def _line(event: session.Event) -> str:
+    if isinstance(event, session.Begun):
         return f"{event.total} to measure, {event.stored} of them stored already"
-    if isinstance(event, events.Measured):
+    if isinstance(event, session.Measured):
         return f"{work_words(event.work)}: {result_words(event.record)}"
-    if isinstance(event, events.Refused):
+    if isinstance(event, session.Refused):
         return f"{work_words(event.work)}: not measured ({event.reason})"
-    if isinstance(event, events.Waiting):
+    if isinstance(event, session.Waiting):
         return "waiting for another dsplan bench"
     return ""

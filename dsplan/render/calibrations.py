@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from dsplan.render.blocks import Block, Table, Text, columns
-from hardware_db.calibration_record import HardwareKind
+from hardware_db.measurement import HardwareKind
 from planner.calibration.calibration import Calibration
 from planner.calibration.refresh import Calibrated, Refreshed
 from planner.calibration.spread import NINE_OF_TEN

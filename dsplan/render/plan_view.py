@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from dsplan.render.blocks import Bar, Block, Cell, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_count, format_seconds
-from planner.plan import Configuration, MemoryEstimate, Plan, StepTime
+from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
 
 VERDICT_STYLES: dict[str, Style] = {"fits": "good", "tight": "warning", "does_not_fit": "bad"}
 

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsplan.render.blocks import Block, Column, Table, Text, columns
-from dsplan.render.markdown import markdown
+from dsplan.render.blocks import Bar, Block, Cell, Column, Table, Text, columns
 from dsplan.render.run_view import ending_place, ending_words
 from hardware_db.units import format_bytes, format_count, format_seconds
+from planner.types.plan_io import plan_to_dict
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.types.plan import Plan
+    from strategies.launch.record import Stored
     from strategies.launch.report import AttemptReport, RunReport
+
+# Blocks as Markdown, for pages that are kept.
+
+
+def markdown(blocks: Iterable[Block], *, title: str) -> str:
+    """A page of the blocks under a heading."""
+    parts = [f"# {title}", *(_table(block) if isinstance(block, Table) else block.text for block in blocks)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(table: Table) -> str:
+    lines = [
+        _line([column.name for column in table.columns]),
+        _line(["---:" if column.right else "---" for column in table.columns]),
+        *(_line(row) for row in table.rows),
+    ]
+    return "\n".join([f"## {table.title}", "", *lines] if table.title else lines)
+
+
+def _line(cells: Sequence[Cell]) -> str:
+    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+
+def _cell(cell: Cell) -> str:
+    if isinstance(cell, Bar):
+        return f"{cell.share:.0%}"
+    return cell.replace("\\", "\\\\").replace("|", "\\|")
+
 
 _MISSING = "-"
 
@@ -64,7 +96,7 @@ def _outcome_text(report: RunReport) -> Text:
 
 
 def _after_interruption(report: RunReport) -> str:
-    from strategies.supervised.lineage import newest_first, read
+    from strategies.supervision.lineage import newest_first, read
 
     saved = newest_first(read(report.spec.directory))
     if not saved:
@@ -149,3 +181,46 @@ def _comparison(report: RunReport) -> list[list[str]]:
         ]
         for (name, predicted, found), spell in zip(rows, formats, strict=True)
     ]
+
+
+# The object that `dsplan run --json` prints.
+
+
+def report_to_dict(report: RunReport, stored: Stored) -> dict[str, object]:
+    """Outcome, measurements, attempts, plan (null where nothing was planned) and where the run was stored."""
+    outcome = report.outcome
+    measured = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(report.measured).items()
+    }
+    return {
+        "schema_version": 1,
+        "script": report.spec.script,
+        "processes": report.spec.processes,
+        "run_directory": report.spec.run_directory,
+        "outcome": outcome.name,
+        "exit_code": outcome.exit_code,
+        "failed_rank": outcome.rank,
+        "reason": outcome.reason,
+        "log": None if outcome.log is None else str(outcome.log),
+        "measured": measured,
+        "attempts": [_attempt(one) for one in report.attempts],
+        "plan": None if report.plan is None else plan_to_dict(report.plan),
+        "measurement_id": stored.measurement_id,
+    }
+
+
+def _attempt(one: AttemptReport) -> dict[str, object]:
+    """`began` is in seconds since 1970; the plan is its `plan` section."""
+    return {
+        "attempt": one.attempt,
+        "began": one.began,
+        "seconds": one.seconds,
+        "ranks": one.ranks,
+        "first_step": one.first_step,
+        "last_step": one.last_step,
+        "plan": None if one.plan is None else plan_to_dict(one.plan)["plan"],
+        "ending": None if one.ending is None else one.ending.to_dict(),
+        "decision": None if one.decision is None else asdict(one.decision),
+        "seconds_lost": one.seconds_lost,
+    }

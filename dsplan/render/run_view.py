@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from hardware_db.units import format_bytes, format_count, format_seconds
-from strategies.launch.events import AttemptEnded, Event, OutputLine, PlanMade, RunIsBack, StepDone
+from strategies.launch.attempt import AttemptEnded, Event, OutputLine, PlanMade, RunIsBack, StepDone
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from strategies.launch.causes import Ending
+    from strategies.launch.diagnosis import Ending
 
 # A pipe gets a line for the first step and then at most one in this many seconds.
 _LINE_SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""YAML catalogues into the compact JSON that is read at run time; `scripts/build_catalogues.py` calls it."""
+"""YAML catalogues into the compact JSON that is read at run time; `scripts/generate/catalogues.py` calls it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hardware_db.datasheets.names import name_index
+from hardware_db.datasheets.loader import name_index
 from hardware_db.datasheets.schema import check_row, check_sources
 from hardware_db.device import Device, Link, NodeType
 from hardware_db.errors import BrokenFile

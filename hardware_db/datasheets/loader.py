@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hardware_db.datasheets.names import normalise
 from hardware_db.device import Device, Link, NodeType
 from hardware_db.errors import BrokenFile, UnknownName
+
+# How a catalogue name is compared: without case, spaces, dashes and underscores.
+
+
+_IGNORED = str.maketrans("", "", " -_")
+
+
+def normalise(name: str) -> str:
+    """The form in which two spellings of one name are equal: `RTX 4090`, `rtx-4090` and `RTX4090` are one name."""
+    return name.lower().translate(_IGNORED)
+
+
+def name_index(rows: Iterable[Mapping[str, Any]], path: Path) -> dict[str, int]:
+    """Every normalised name and alias with the position of its row.
+
+    Raises:
+        BrokenFile: two rows answer to one name.
+    """
+    index: dict[str, int] = {}
+    owners: list[str] = []
+    for position, row in enumerate(rows):
+        owners.append(row["name"])
+        for spelling in (row["name"], *row.get("aliases", ())):
+            owner = index.setdefault(normalise(spelling), position)
+            if owner != position:
+                raise BrokenFile(path, f"{owners[owner]!r} and {row['name']!r} both answer to {spelling!r}", "drop one")
+    return index
+
 
 _HERE = Path(__file__).parent
 _Value = TypeVar("_Value", Device, Link, NodeType)
@@ -83,7 +110,7 @@ def read_compiled(path: Path) -> dict[str, Any]:
     try:
         data: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise BrokenFile(path, "cannot be read as JSON", "reinstall, or run scripts/build_catalogues.py") from error
+        raise BrokenFile(path, "cannot be read as JSON", "reinstall, or run scripts/generate/catalogues.py") from error
     return data
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hardware_db.microbench.dtypes import DTYPES
-from hardware_db.microbench.point import Point
-from hardware_db.microbench.rate import Rate
+from hardware_db.microbench.rate import DTYPES, Point, Rate
 from hardware_db.microbench.timer import Budget, time_calls
 
 _BACKWARD_OVER_FORWARD = 2.5  # five products for the forward's two (FlashAttention-2, arXiv 2307.08691, section 4.1)

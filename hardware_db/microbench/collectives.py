@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hardware_db.microbench import one_tensor
-from hardware_db.microbench.dtypes import DTYPES
-from hardware_db.microbench.point import Point
-from hardware_db.microbench.rate import Rate
+from hardware_db.microbench.rate import DTYPES, Point, Rate
 from hardware_db.microbench.timer import Budget, time_calls
+
+# All-gather and reduce-scatter of one tensor per rank, by the name that the installed torch knows them under.
+
+
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""(whole tensor out, this rank's part in, group=None, async_op=False)."""
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""(this rank's part out, whole tensor in, group=None, async_op=False)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +72,11 @@ def _all_reduce(tensors: Tensors) -> None:
 
 
 def _all_gather(tensors: Tensors) -> None:
-    one_tensor.all_gather(tensors.whole, tensors.own)
+    all_gather(tensors.whole, tensors.own)
 
 
 def _reduce_scatter(tensors: Tensors) -> None:
-    one_tensor.reduce_scatter(tensors.own, tensors.whole)
+    reduce_scatter(tensors.own, tensors.whole)
 
 
 def _all_to_all(tensors: Tensors) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from hardware_db.microbench.point import Point
+from hardware_db.microbench.rate import Point
 from hardware_db.units import KIB, MIB
 
 COLLECTIVES = (

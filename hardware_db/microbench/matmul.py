@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
-from hardware_db.microbench.dtypes import DTYPES
-from hardware_db.microbench.point import Point
-from hardware_db.microbench.rate import Rate
+from hardware_db.microbench.rate import DTYPES, Point, Rate
 from hardware_db.microbench.timer import Budget, time_calls
 
 

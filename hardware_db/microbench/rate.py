@@ -4,9 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from hardware_db.fingerprint import Fingerprint
 from hardware_db.measurement import RateMeasurement, new_id, utc_now
-from hardware_db.microbench.point import Point
+
+# The types that points name.
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# Point: one thing that a benchmark measures. No torch.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Point:
+    """`operation` on tensors of `dtype` with `size` bytes or of `shape`, while `ranks` processes do the same.
+
+    The fields mean what they mean in `hardware_db.measurement.RateMeasurement`; two equal points are the same
+    measurement. `size` is 0 where the operation has none.
+    """
+
+    operation: str
+    dtype: str = ""
+    size: int = 0
+    shape: tuple[int, ...] = ()
+    ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 
 import torch
 
 from hardware_db.errors import DsplanError
-from hardware_db.microbench.point import Point
-from hardware_db.microbench.rate import Rate, Refusal
-from hardware_db.microbench.timer import Budget
+from hardware_db.microbench.grid import CPU, GPU, quick_points
+from hardware_db.microbench.rate import Point, Rate, Refusal
+from hardware_db.microbench.timer import Budget, ranks_at_work
 
 _COLLECTIVE = "hardware_db.microbench.collectives:bus_bandwidth"
 _LATENCY = "hardware_db.microbench.collectives:latency"
 _HOST_LINK = "hardware_db.microbench.memory:host_link"
-_ADAMW = "hardware_db.microbench.optimizer:cpu_adamw"
-_DISK = "hardware_db.microbench.storage:disk"
+_ADAMW = "hardware_db.microbench.memory:cpu_adamw"
+_DISK = "hardware_db.microbench.memory:disk"
 MEASURES: Mapping[str, str] = {
     "matmul": "hardware_db.microbench.matmul:forward",
     "matmul_backward": "hardware_db.microbench.matmul:backward",
@@ -69,3 +69,17 @@ def measure_on_rank(point: Point, threads: int) -> Rate | Refusal:
     except (DsplanError, RuntimeError, NotImplementedError) as problem:
         lines = str(problem).strip().splitlines() or [type(problem).__name__]
         return Refusal(reason=lines[0][:200])
+
+
+# The rates that a first plan on a machine needs, measured by the ranks that are about to train.
+
+
+def wanted_points(device: torch.device) -> tuple[Point, ...]:
+    """What to measure with as many ranks as the live process group has."""
+    return quick_points(GPU if device.type == "cuda" else CPU, ranks_at_work())
+
+
+def quick_rates(points: Iterable[Point], device: torch.device) -> tuple[Rate, ...]:
+    """Measure the points. All ranks call this at the same time, so that what they share (cores, memory bus) is shared
+    as in training."""
+    return tuple(measure(point, device, Budget()) for point in points)

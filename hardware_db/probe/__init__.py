@@ -6,8 +6,6 @@ import os
 import platform
 from dataclasses import replace
 
-from hardware_db.probe.amd import probe_amd
-from hardware_db.probe.apple import probe_apple
 from hardware_db.probe.host import probe_host
 from hardware_db.probe.machine import (
     Disk,
@@ -21,7 +19,8 @@ from hardware_db.probe.machine import (
     Software,
 )
 from hardware_db.probe.nvml import probe_nvidia
-from hardware_db.probe.visible import with_visibility
+from hardware_db.probe.other_gpus import probe_amd, probe_apple
+from hardware_db.probe.software import with_visibility
 
 __all__ = [
     "Disk",

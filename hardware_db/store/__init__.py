@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hardware_db.errors import DsplanError
-from hardware_db.paths import database_path
+from hardware_db.files import database_path
 from hardware_db.store.contract import Store
 from hardware_db.store.memory import MemoryStore
 

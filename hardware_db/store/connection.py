@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile
-from hardware_db.migrations import MIGRATIONS, check_schema, migrate
+from hardware_db.store.migrations import MIGRATIONS, check_schema, migrate
 
 BUSY_SECONDS = 60.0
 _CHECKED_BYTES = 1 << 20

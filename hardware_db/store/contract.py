@@ -5,10 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TypeVar
 
-from hardware_db.calibration_record import CalibrationRecord, HardwareKind
 from hardware_db.errors import DsplanError
-from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
-from hardware_db.trace_record import TraceRecord
+from hardware_db.measurement import (
+    CalibrationRecord,
+    HardwareKind,
+    Measurement,
+    Outcome,
+    RateMeasurement,
+    Record,
+    TraceRecord,
+)
 
 Opened = TypeVar("Opened", bound="Store")
 
@@ -17,7 +23,7 @@ class Store(ABC):
     """Measurements of runs and rates of micro-benchmarks, kept for good; traces and calibrations, which can be found
     anew.
 
-    What every store holds to, and `tests/store` checks for each:
+    What every store holds to, and `tests/hardware_db/store` checks for each:
 
     * Values leave and enter, never rows: what `get` returns equals what was added, and is frozen.
     * Records are added and never changed. Adding an id that is already there changes nothing, so a run that is imported

@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from hardware_db.canonical import canonical_json
+from hardware_db.files import canonical_json
 from hardware_db.measurement import Measurement, RateMeasurement, Record, RecordError
 
 SCHEMA_VERSION = 1

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from hardware_db.calibration_record import CalibrationRecord, HardwareKind
 from hardware_db.fingerprint import Fingerprint
-from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record
+from hardware_db.measurement import (
+    CalibrationRecord,
+    HardwareKind,
+    Measurement,
+    Outcome,
+    RateMeasurement,
+    Record,
+    TraceRecord,
+)
 from hardware_db.store.contract import Store, single_match
-from hardware_db.trace_record import TraceRecord
 
 
 class MemoryStore(Store):

@@ -17,9 +17,9 @@ from typing import IO
 
 from hardware_db.errors import BrokenFile
 from hardware_db.measurement import RecordError
-from hardware_db.migrations import APPLICATION_ID, migrate
 from hardware_db.store import rows
 from hardware_db.store.connection import clear_errors, is_read_only, open_untrusting
+from hardware_db.store.migrations import APPLICATION_ID, migrate
 from hardware_db.store.pages import MAGIC, Found, Record, read_pages
 
 _LOCK_SECONDS = 120.0

@@ -6,11 +6,17 @@ import json
 from dataclasses import asdict, fields
 from typing import Any
 
-from hardware_db.calibration_record import CalibrationRecord, HardwareKind
-from hardware_db.canonical import canonical_json
+from hardware_db.files import canonical_json
 from hardware_db.fingerprint import Fingerprint, MachineIdentity, Versions
-from hardware_db.measurement import Measured, Measurement, Predicted, RateMeasurement
-from hardware_db.trace_record import TraceRecord
+from hardware_db.measurement import (
+    CalibrationRecord,
+    HardwareKind,
+    Measured,
+    Measurement,
+    Predicted,
+    RateMeasurement,
+    TraceRecord,
+)
 
 _IDENTITY = ("id", "created_at", "outcome", "source", "plan")
 _MEASURED = tuple(item.name for item in fields(Measured))

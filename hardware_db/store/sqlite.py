@@ -7,12 +7,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hardware_db.calibration_record import CalibrationRecord, HardwareKind
-from hardware_db.measurement import Measurement, Outcome, RateMeasurement, Record, RecordError
+from hardware_db.measurement import (
+    CalibrationRecord,
+    HardwareKind,
+    Measurement,
+    Outcome,
+    RateMeasurement,
+    Record,
+    RecordError,
+    TraceRecord,
+)
 from hardware_db.store import rows
 from hardware_db.store.connection import DamagedFile, clear_errors, connect, transaction
 from hardware_db.store.contract import Store, single_match
-from hardware_db.trace_record import TraceRecord
 
 Answer = TypeVar("Answer")
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from planner.calibration.linear import Matrix, quadratic
-from planner.cluster import Cluster
-from planner.factors import Factors
+from planner.calibration.fit import Matrix, quadratic
+from planner.types.cluster import Cluster, Factors
 
 if TYPE_CHECKING:
-    from hardware_db.calibration_record import HardwareKind
+    from hardware_db.measurement import HardwareKind
     from hardware_db.store.contract import Store
 
 
@@ -70,7 +69,7 @@ class Calibration:
 
 def hardware_kind(cluster: Cluster) -> HardwareKind:
     """What a calibration of this cluster holds for. A processor is told by its model: all are called cpu."""
-    from hardware_db.calibration_record import HardwareKind
+    from hardware_db.measurement import HardwareKind
 
     device = cluster.device
     return HardwareKind(

@@ -11,9 +11,9 @@ from planner.calibration.calibration import Calibration
 from planner.calibration.fit import TAILS, Fit, Noise, Prior, fit
 from planner.calibration.rows import Row
 from planner.calibration.spread import FACTOR_SPREADS, SPREADS, kind_of, slopes
-from planner.factors import SHIPPED, Factors
-from planner.job import Job
-from planner.timing import step_time
+from planner.cost.timing import step_time
+from planner.types.cluster import SHIPPED, Factors
+from planner.types.job import Job
 
 FEWEST = 3
 """Different configurations that there must be: one to fit to, one to try it on, and one that tells chance from

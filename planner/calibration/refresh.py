@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hardware_db.calibration_record import HardwareKind, calibration_record
-from hardware_db.canonical import canonical_json
-from hardware_db.measurement import Measurement
+from hardware_db.files import canonical_json
+from hardware_db.measurement import HardwareKind, Measurement, calibration_record
 from hardware_db.probe import Machine
 from hardware_db.store.contract import Store
 from planner.calibration.calibration import calibration_of, hardware_kind

@@ -12,16 +12,16 @@ from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement, RateMeasurement
 from hardware_db.probe import Machine
 from hardware_db.store.contract import Store
-from planner.cluster import Cluster
-from planner.hardware.probed import probed_cluster
-from planner.job import Job
-from planner.machine_rates import rates_from_measurements
-from planner.models.count import count_parameters
+from planner.cluster.probed import probed_cluster
+from planner.cluster.rates import rates_from_measurements
+from planner.models.counting.count import count_parameters
 from planner.models.facts_document import facts_of_plan
-from planner.plan import Configuration
-from planner.plan_io import configuration_from_dict
+from planner.types.cluster import Cluster
+from planner.types.job import Job
+from planner.types.plan import Configuration
+from planner.types.plan_io import configuration_from_dict
+from planner.types.workload import Workload
 from planner.vocabulary import Precision
-from planner.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

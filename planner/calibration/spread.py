@@ -1,6 +1,6 @@
 """How far step times are from what is predicted, by kind of plan, and what a calibration takes away from that.
 
-`scripts/time_intervals.py` and `scripts/calibration_spread.py` work the figures out from the published runs.
+`scripts/fit/time_intervals.py` and `scripts/fit/calibration_spread.py` work the figures out from the published runs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from planner.calibration.calibration import Calibration
-from planner.factors import Factors
-from planner.job import Job
-from planner.timing import step_time
+from planner.cost.timing import step_time
+from planner.types.cluster import Factors
+from planner.types.job import Job
 
 Kind = Literal["node", "nodes", "model parallel", "offload", "cpu", "unmeasured cpu", "unmeasured"]
 
@@ -44,10 +44,10 @@ SPREADS: Mapping[Kind, Spread] = {
     "unmeasured cpu": Spread(outside=0.70, inside=0.14),
     "unmeasured": Spread(outside=0.29, inside=0.074),
 }
-"""Of 408 published runs of eight publications, each left out of the fit (scripts/time_intervals.py, `half_width` over
+"""Of 408 published runs of eight publications, each left out of the fit (scripts/fit/time_intervals.py, `half_width` over
 NINE_OF_TEN, and `within`): with them 95 % of those runs lie in the interval. Nothing published was compared with
 offload and other devices: there a machine may be as far off as publications of any kind are apart in `compute`, and the
-runs of one as far as the widest kind. Processors are those of 60 runs on one machine (scripts/real_times.py): with the
+runs of one as far as the widest kind. Processors are those of 60 runs on one machine (scripts/measure/real_times.py): with the
 rates of `dsplan bench` and of a first run together, which hold 95 % and 87 % of the runs, and without any rate."""
 
 FACTOR_SPREADS: Mapping[str, float] = {
@@ -61,7 +61,7 @@ FACTOR_SPREADS: Mapping[str, float] = {
     "launch": 0.28,
 }
 """How much the factors differ from one hardware and code to the next: standard deviations of their logarithms over
-thirteen publications of every reading (scripts/calibration_spread.py --all). No publication feels the last three: they
+thirteen publications of every reading (scripts/fit/calibration_spread.py --all). No publication feels the last three: they
 are taken to differ as much as the widest."""
 
 MEASURED_ARCHITECTURES = frozenset({"volta", "ampere", "hopper"})

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
-from planner.emit.common import DEFAULTS, EmitOptions
-from planner.emit.duties import script_duties
+from planner.emit.common import DEFAULTS, EmitOptions, script_duties
 from planner.errors import UnknownName
-from planner.plan import Plan
+from planner.types.plan import Plan
 
 __all__ = ["FORMATS", "EmitOptions", "emit", "script_duties"]
 

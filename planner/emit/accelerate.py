@@ -5,10 +5,19 @@ from __future__ import annotations
 import yaml
 
 from planner import vocabulary as words
-from planner.emit.common import DEFAULTS, EmitOptions, is_zero, model_word, node_layout, on_cpu, refuse
+from planner.emit.common import (
+    DEFAULTS,
+    EmitOptions,
+    as_comment,
+    is_zero,
+    model_word,
+    node_layout,
+    on_cpu,
+    refuse,
+    script_duties,
+)
 from planner.emit.deepspeed import CONFIG_NAME, as_json, config_without_optimizer
-from planner.emit.duties import as_comment, script_duties
-from planner.plan import Plan
+from planner.types.plan import Plan
 
 _FORM = "an accelerate config"
 _FILE = "accelerate.yaml"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
-from planner.plan import Plan
+from planner.types.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,3 +93,134 @@ def require_data_parallel_only(plan: Plan, form: str) -> None:
 def is_zero(plan: Plan) -> bool:
     """Whether the plan is one of the ZeRO stages."""
     return plan.configuration.strategy in words.ZERO_STAGES
+
+
+# What a training script must do itself for a plan to hold, because the format has no field for it.
+
+
+_ATTENTION = {"flash": "flash_attention_2", "eager": "eager", "sdpa": "sdpa"}
+_LAUNCH_SCRIPTS = ("torchrun", "slurm", "mpi", "kubernetes")
+_OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW",
+    "adamw-fused": "torch.optim.AdamW(fused=True)",
+    "adamw-forloop": "torch.optim.AdamW(foreach=False)",
+    "adamw-8bit": "bitsandbytes.optim.AdamW8bit",
+    "sgd": "torch.optim.SGD",
+    "adafactor": "torch.optim.Adafactor",
+    "lion": "a Lion optimizer",
+}
+
+
+def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:
+    """One sentence per duty, for the head of a file and for standard error; none where `dsplan run` does it all."""
+    if format == "slurm" and plan.configuration.tp == plan.configuration.pp == 1:
+        return ()
+    return (
+        *_degrees(plan, format),
+        *_batch(plan, format),
+        _loading(plan),
+        *_checkpointing(plan, format),
+        *_parking(plan),
+        *_travel(plan, format),
+        *_optimizer(plan, format, options),
+        *_reduction(plan, format),
+        *_synchronisation(plan, format),
+        *_ranks(format),
+    )
+
+
+def as_comment(duties: tuple[str, ...]) -> str:
+    """The duties as comment lines of YAML and shell."""
+    return "".join(("# The plan holds for a script that\n", *(f"#  - {duty}\n" for duty in duties)))
+
+
+def _degrees(plan: Plan, format: str) -> tuple[str, ...]:
+    configuration = plan.configuration
+    if configuration.tp == 1 and configuration.pp == 1:
+        return ()
+    wanted = f"tensor parallel {configuration.tp}, pipeline parallel {configuration.pp}"
+    if format == "accelerate":
+        return (f"loads the model with tp_plan='auto' ({wanted})",)
+    return (f"sets up {wanted}, because `dsplan run` cannot run such a plan yet",)
+
+
+def _batch(plan: Plan, format: str) -> tuple[str, ...]:
+    if format not in ("accelerate", *_LAUNCH_SCRIPTS):
+        return ()
+    configuration = plan.configuration
+    return (
+        f"takes {configuration.micro_batch_size} samples per rank and step, accumulated"
+        f" {configuration.gradient_accumulation_steps} times (global batch {configuration.global_batch_size})",
+    )
+
+
+def _loading(plan: Plan) -> str:
+    """transformers 5 loads a checkpoint in the dtype it was saved in unless told otherwise."""
+    configuration = plan.configuration
+    dtype = "bfloat16" if configuration.precision == "bf16-pure" else "float32"
+    if is_zero(plan) and configuration.precision in ("bf16", "fp16"):
+        dtype = "bfloat16" if configuration.precision == "bf16" else "float16"
+    attention = _ATTENTION[configuration.attention]
+    return f"loads the model with dtype=torch.{dtype}, attn_implementation={attention!r}"
+
+
+def _checkpointing(plan: Plan, format: str) -> tuple[str, ...]:
+    level = plan.configuration.activation_checkpointing
+    in_file = format == "huggingface" or (format == "accelerate" and _is_fsdp(plan))
+    if level == "none" or (in_file and level == "full"):
+        return ()
+    if level == "selective":
+        return ("recomputes all but matrix products and attention; whole blocks would take less memory and more time",)
+    return ("calls model.gradient_checkpointing_enable()",)
+
+
+def _parking(plan: Plan) -> tuple[str, ...]:
+    """`gradient_checkpointing_enable` has no such option."""
+    if not plan.configuration.activations_on_host:
+        return ()
+    return ("keeps the inputs of checkpointed blocks in host memory, as dsplan.initialize does",)
+
+
+def _travel(plan: Plan, format: str) -> tuple[str, ...]:
+    compression = plan.configuration.gradient_compression
+    if compression == "none" or (format == "deepspeed" and compression != "int8"):
+        return ()
+    if compression == "int8":
+        return ("sends gradients in 8 bits, as dsplan.initialize does and no other engine",)
+    return (f"reduces gradients in {compression}",)
+
+
+def _optimizer(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:
+    name = plan.configuration.optimizer
+    in_json = name != "adamw-8bit" and not (name == "lion" and on_cpu(plan, options))
+    if (format == "deepspeed" and in_json) or (format == "huggingface" and name != "adamw-forloop"):
+        return ()
+    return (f"uses {_OPTIMIZERS[name]}",)
+
+
+def _reduction(plan: Plan, format: str) -> tuple[str, ...]:
+    """accelerate's FSDP2 policy reduces gradients in the compute dtype; the plan counts fp32."""
+    mixed = plan.configuration.precision in ("bf16", "fp16")
+    if format not in ("accelerate", "huggingface") or not _is_fsdp(plan) or not mixed:
+        return ()
+    return ("gets gradients reduced in the compute dtype, which is accelerate's policy; the plan counts fp32",)
+
+
+def _synchronisation(plan: Plan, format: str) -> tuple[str, ...]:
+    """accelerate keeps whole gradients while it accumulates unless it is told to reduce in every micro-batch."""
+    configuration = plan.configuration
+    accumulates = _is_fsdp(plan) and configuration.gradient_accumulation_steps > 1
+    if format != "accelerate" or not accumulates or not configuration.sync_each_micro_batch:
+        return ()
+    steps = configuration.gradient_accumulation_steps
+    return (f"gives Accelerator a GradientAccumulationPlugin(num_steps={steps}, sync_each_batch=True)",)
+
+
+def _ranks(format: str) -> tuple[str, ...]:
+    if format != "mpi":
+        return ()
+    return ("calls dsplan.initialize, or reads its rank from Open MPI's variables itself",)
+
+
+def _is_fsdp(plan: Plan) -> bool:
+    return plan.configuration.strategy in words.FSDP_STRATEGIES

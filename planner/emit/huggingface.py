@@ -14,11 +14,11 @@ from planner.emit.common import (
     on_cpu,
     refuse,
     require_data_parallel_only,
+    script_duties,
 )
 from planner.emit.deepspeed import config_without_optimizer
-from planner.emit.duties import script_duties
 from planner.emit.torchrun import launch_script
-from planner.plan import Plan
+from planner.types.plan import Plan
 
 _FORM = "HF TrainingArguments"
 _OPTIMIZERS = {

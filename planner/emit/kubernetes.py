@@ -6,9 +6,8 @@ Source of the fields: kubeflow/trainer, docs/proposals/2170-kubeflow-trainer-v2.
 
 from __future__ import annotations
 
-from planner.emit.common import DEFAULTS, EmitOptions, device_resource, node_layout
-from planner.emit.duties import as_comment, script_duties
-from planner.plan import Plan
+from planner.emit.common import DEFAULTS, EmitOptions, as_comment, device_resource, node_layout, script_duties
+from planner.types.plan import Plan
 
 
 def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:

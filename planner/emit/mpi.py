@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from planner.emit.common import DEFAULTS, EmitOptions, node_layout
-from planner.emit.duties import as_comment, script_duties
-from planner.plan import Plan
+from planner.emit.common import DEFAULTS, EmitOptions, as_comment, node_layout, script_duties
+from planner.types.plan import Plan
 
 _SEVERAL_NODES = """
 # Run this on one node. HOSTFILE names all of them (a line per node: `name slots=RANKS`), MASTER_ADDR is the first.

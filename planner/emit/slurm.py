@@ -5,11 +5,10 @@ SLURM's words: sbatch(1), `--signal` and `--requeue`, and scontrol(1), `requeue`
 
 from __future__ import annotations
 
-from planner.emit.common import DEFAULTS, EmitOptions, device_resource, node_layout
-from planner.emit.duties import as_comment, script_duties
+from planner.emit.common import DEFAULTS, EmitOptions, as_comment, device_resource, node_layout, script_duties
 from planner.emit.torchrun import torchrun_command
-from planner.plan import Plan
-from planner.plan_io import plan_text
+from planner.types.plan import Plan
+from planner.types.plan_io import plan_text
 
 _PLAN_FILE = "plan.yaml"
 _SAVE_SECONDS = 120

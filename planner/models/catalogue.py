@@ -7,8 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hardware_db.datasheets.loader import read_compiled
-from hardware_db.datasheets.names import normalise
+from hardware_db.datasheets.loader import normalise, read_compiled
 from planner.errors import UnknownName
 from planner.models.facts import MlaFacts, ModelFacts, TowerFacts
 

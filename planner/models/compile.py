@@ -1,4 +1,4 @@
-"""The YAML files beside this one into the JSON that is read at run time; `scripts/build_catalogues.py` calls it."""
+"""The YAML files beside this one into the JSON that is read at run time; `scripts/generate/catalogues.py` calls it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.datasheets.compile import read_yaml
-from hardware_db.datasheets.names import name_index
+from hardware_db.datasheets.loader import name_index
 from hardware_db.datasheets.schema import check_row
 from planner.errors import BrokenFile
-from planner.models.architectures import Architecture
-from planner.models.count import active_parameters, count_parameters
+from planner.models.counting.count import active_parameters, count_parameters
 from planner.models.facts import MlaFacts, ModelFacts, TowerFacts
+from planner.models.from_hf.reader import Architecture
 
 HERE = Path(__file__).parent
 PARTS: dict[str, type] = {"mla": MlaFacts, "text": TowerFacts, "vision": TowerFacts}
@@ -27,7 +27,7 @@ _SECTIONS = ("facts", "read", "defaults", "nested", "only")
 _FACTS = {field.name: field for field in dataclasses.fields(ModelFacts)}
 
 
-def compile_architectures(path: Path = HERE / "architectures.yaml") -> str:
+def compile_architectures(path: Path = HERE / "from_hf" / "architectures.yaml") -> str:
     """`architectures.yaml` as JSON text, with every `extends` resolved and the templates (`_name`) left out.
 
     Raises:
@@ -38,7 +38,7 @@ def compile_architectures(path: Path = HERE / "architectures.yaml") -> str:
     return _json({name: entry for name, entry in resolved.items() if not name.startswith("_")})
 
 
-def compile_catalogue(path: Path = HERE / "catalogue.yaml", architectures: Path = HERE / "architectures.yaml") -> str:
+def compile_catalogue(path: Path = HERE / "catalogue.yaml", architectures: Path = HERE / "from_hf" / "architectures.yaml") -> str:
     """`catalogue.yaml` as JSON text: rows without the fields at their defaults, and the row of every name and alias.
 
     Raises:

@@ -8,8 +8,7 @@ from typing import Any
 
 from planner.errors import DsplanError
 from planner.models.catalogue import find_model, knows_model
-from planner.models.facts import MlaFacts, ModelFacts, TowerFacts
-from planner.models.parameter_counts import BlockCount, ParameterCounts
+from planner.models.facts import BlockCount, MlaFacts, ModelFacts, ParameterCounts, TowerFacts
 from planner.models.tasks import facts_for_task
 from planner.vocabulary import Task
 

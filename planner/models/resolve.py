@@ -75,7 +75,7 @@ def _exists(path: Path) -> bool:
 
 
 def _from_file(path: Path) -> ModelFacts:
-    from planner.models.hf_config import read_config
+    from planner.models.from_hf.config import read_config
 
     if not _exists(path):
         raise BrokenFile(path, "does not exist", "name the config.json of a model, or a directory that holds one")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from hardware_db.units import parse_count
 from planner.errors import DsplanError
-from planner.models.count import count_parameters
+from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts
 
 TOLERANCE = 0.005

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from planner.models.count import active_parameters, count_parameters
+from planner.models.counting.count import active_parameters, count_parameters
 from planner.models.facts import ModelFacts
 from planner.vocabulary import TASKS, Task
 

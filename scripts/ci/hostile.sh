@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the suite as an unlike machine would see it, and leaves nothing running: `bash scripts/ci/hostile.sh tests/run -k cli`.
+# Runs the suite as an unlike machine would see it, and leaves nothing running: `bash scripts/ci/hostile.sh tests/strategies/launch -k cli`.
 # Arguments go to pytest, whose summary is the last line and whose exit status this is.
 # HOSTILE_WITHOUT names what to leave out, to find the culprit: "user network port precision core load home path locale".
 # As root the suite runs as the user `nobody` in a copy of the tree; HOSTILE_USER names another user.

@@ -2,33 +2,208 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, TypeAlias
 
+from hardware_db.errors import BrokenFile
+from hardware_db.files import data_dir
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, measure_run, plan_key
-from hardware_db.microbench.point import Point
-from hardware_db.microbench.rate import Refusal, as_measurement, point_of
+from hardware_db.microbench.rate import Point, Refusal, as_measurement, point_of
 from hardware_db.probe import Machine
-from hardware_db.spawn import RankError
+from hardware_db.spawn import RankError, RankPool
 from hardware_db.store import Store
-from planner.estimate import estimate
-from planner.machine_rates import rates_from_measurements
-from planner.plan import Plan
-from planner.plan_io import plan_to_dict
-from planner.resolve_cluster import probed_cluster
-from strategies.bench.case import TrainingCase
-from strategies.bench.events import Begun, Event, Found, Measured, Refused, Started, TimeIsUp, Waiting, Work
-from strategies.bench.on_rank import Trainee, measure_point, train_trainee
+from planner.cluster.rates import rates_from_measurements
+from planner.cluster.resolve import probed_cluster
+from planner.search.estimate import estimate
+from planner.types.plan import Plan
+from planner.types.plan_io import plan_to_dict
+from strategies.bench.cases import TrainingCase, request_of
 from strategies.bench.plan import BenchPlan
-from strategies.bench.pools import Pools, threads_of
-from strategies.bench.training_cases import request_of
-from strategies.bench.turn import Turn
+from strategies.bench.training import Trainee, measure_point, train_trainee
 from strategies.launch.record import measured_of
-from strategies.metrics import read_metrics, summarise
+from strategies.telemetry.metrics import read_metrics, summarise
+
+# What happens while a benchmark runs, for whoever shows it.
+
+
+Work: TypeAlias = Point | TrainingCase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """`total` pieces of work are wanted, `stored` of them are in the database already."""
+
+    total: int
+    stored: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """This piece of work is next."""
+
+    work: Work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """Another benchmark is measuring just now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """Another benchmark measured it in the meantime."""
+
+    work: Work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """It is measured and in the database."""
+
+    work: Work
+    record: RateMeasurement | Measurement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """It cannot be measured here; the next call will try again."""
+
+    work: Work
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeIsUp:
+    """The minutes are over; `left` pieces of work wait for the next call."""
+
+    left: int
+
+
+Event: TypeAlias = Begun | Started | Waiting | Found | Measured | Refused | TimeIsUp
+
+
+# The ranks that a benchmark runs on: one pool at a time, kept as long as the next piece of work can use it.
+
+
+_CALL_SECONDS = 300.0
+
+
+class Pools:
+    """Pools of ranks by number and kind. DeepSpeed leaves state behind in a process, so it gets its own. Use as a
+    context manager: leaving it ends the ranks."""
+
+    def __init__(self, *, gpu: bool) -> None:
+        self._gpu = gpu
+        self._kind: tuple[int, bool] | None = None
+        self._pool: RankPool | None = None
+
+    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, deepspeed: bool = False) -> list[Any]:
+        """What every rank returned.
+
+        Raises:
+            RankError: a rank raised, died or did not answer; the next call starts new ones.
+        """
+        if self._pool is None or self._kind != (ranks, deepspeed):
+            self.close()
+            # Without a GPU DeepSpeed must be told that there is none.
+            variables = {} if self._gpu else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+            variables["DSPLAN_QUIET"] = "1"
+            backend = "nccl" if self._gpu else "gloo"
+            self._kind = (ranks, deepspeed)
+            self._pool = RankPool(ranks, backend=backend, timeout_seconds=_CALL_SECONDS, variables=variables)
+        try:
+            return self._pool.run(function, *arguments)
+        except RankError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def threads_of(ranks: int) -> int:
+    """Threads that each of so many ranks computes in: what `dsplan run` gives them."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdecimal() and int(asked) else max(1, (os.cpu_count() or 1) // ranks)
+
+
+# One benchmark measures at a time: two at once would each measure the other.
+
+
+LOCK_NAME = "bench.lock"
+
+
+class Turn:
+    """This process's turn among all benchmarks that store into the same database. Leaving the context ends it.
+
+    The lock is the operating system's, which lets go of it however its holder ends. Where there is none (Windows),
+    benchmarks do not wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> Turn:
+        path = data_dir() / LOCK_NAME
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            remedy = "set DSPLAN_HOME to a directory you can write to"
+            raise BrokenFile(path, f"cannot be written ({error.strerror})", remedy) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def take(self, *, wait: bool) -> bool:
+        """Whether it is this process's turn now; with `wait`, after however long the others take."""
+        try:
+            import fcntl
+        except ImportError:
+            return True
+        try:
+            fcntl.flock(self._open.fileno(), fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def others_were_here(self) -> bool:
+        """Whether the last turn was another process's; from now on it is this one's."""
+        me = str(os.getpid())
+        self._open.seek(0)
+        last = self._open.read()
+        self._open.truncate(0)
+        self._open.write(me)
+        self._open.flush()
+        return last != me
+
+    @property
+    def _open(self) -> IO[str]:
+        if self._file is None:
+            raise RuntimeError("the turn was not entered")
+        return self._file
+
 
 SOURCE = "bench"
 _SETTLED: tuple[Outcome, ...] = ("completed", "out_of_memory")

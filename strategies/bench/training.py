@@ -6,19 +6,22 @@ import gc
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from planner.models.factory import any_model
-from planner.models.transformers_config import hf_config
-from planner.plan_io import plan_from_dict
-from strategies.base import Engine
-from strategies.bench.on_rank import Trainee
-from strategies.engine import initialize
-from strategies.environment import join
-from strategies.measured_run import batch_for, build_model
-from strategies.monitoring.step_rows import TRACKED_STEP
+from hardware_db.microbench.rate import Point, Rate, Refusal
+from planner.types.plan_io import plan_from_dict
+from planner.vocabulary import Task
+from strategies.bench.measured_run import batch_for, build_model
+from strategies.distributed.environment import join
+from strategies.engine.base import Engine
+from strategies.engine.initialize import initialize
+from strategies.telemetry.step_rows import TRACKED_STEP
+from strategies.tracing.factory import any_model
+from strategies.tracing.to_hf import hf_config
 from strategies.variables import RUN_DIRECTORY
 
 _LEAST_STEPS = 6
@@ -77,3 +80,36 @@ def _slowest(seconds: float, device: torch.device) -> float:
     if dist.is_initialized():
         dist.all_reduce(together, op=dist.ReduceOp.MAX)
     return max(float(together.item()), 1e-4)
+
+
+# What a benchmark hands to its ranks. Torch is imported by the rank that calls it, not by who draws the progress.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainee:
+    """A training run: `plan` is the object of the JSON contract, `config` empty for a model that is known by name.
+
+    Metrics go to `run_directory`; steps are timed for about `seconds`, with `threads` threads per rank.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    task: Task
+    plan: Mapping[str, Any]
+    run_directory: str
+    seconds: float
+    threads: int
+
+
+def measure_point(point: Point, threads: int) -> Rate | Refusal:
+    """The rate of a point, on every rank of the group; see `hardware_db.microbench.runner`."""
+    from hardware_db.microbench.runner import measure_on_rank
+
+    return measure_on_rank(point, threads)
+
+
+def train_trainee(trainee: Trainee) -> None:
+    """A training run, on every rank of the group; see `strategies.bench.training`."""
+    # HOUSE
+
+    train(trainee)

@@ -13,18 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from strategies.agree import everywhere, on_rank_zero
 from strategies.checkpoint import rng
-from strategies.checkpoint.content import Content, text_of
+from strategies.checkpoint.content import STATE, Content, text_of
 from strategies.checkpoint.export import export_checkpoint
-from strategies.checkpoint.folder import STATE
 from strategies.checkpoint.loading import check
-from strategies.checkpoint.names import load_extra
 from strategies.checkpoint.reading import Damaged, shown
 from strategies.checkpoint.restore import as_live
-from strategies.checkpoint.saving import Saved, SaveOptions, Saver
-from strategies.checkpoint.states import States
-from strategies.checkpoint.writing import unwritable
+from strategies.checkpoint.saving import Saved, SaveOptions, Saver, unwritable
+from strategies.checkpoint.states import States, load_extra
+from strategies.distributed.consensus import everywhere, on_rank_zero
 from strategies.errors import BrokenFile
 from strategies.protocols import TrainingEngine
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from strategies.checkpoint import folder
+from strategies.checkpoint import content as folder
 from strategies.checkpoint.content import Content
 from strategies.checkpoint.loading import Opened, open_whole
 from strategies.checkpoint.safefile import DTYPES, Entry, bytes_of, lay_out, write

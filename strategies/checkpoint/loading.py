@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
-from strategies.agree import everywhere, on_rank_zero
-from strategies.checkpoint import checksums, folder, rng
+from strategies.checkpoint import content as folder
+from strategies.checkpoint import rng, safefile
 from strategies.checkpoint.content import (
     TENSORS,
     Content,
@@ -30,7 +30,8 @@ from strategies.checkpoint.restore import Restore
 from strategies.checkpoint.safefile import DTYPES, FileSum
 from strategies.checkpoint.states import MODEL, OPTIMIZER, States
 from strategies.checkpoint.storage import Reader, carried_out, is_ranks_file
-from strategies.environment import Environment
+from strategies.distributed.consensus import everywhere, on_rank_zero
+from strategies.distributed.environment import Environment
 from strategies.errors import BrokenFile, DsplanError
 
 
@@ -136,18 +137,18 @@ def open_checkpoint(path: Path, share: int = 0, shares: int = 1) -> Opened:
     if not path.is_dir():
         raise Damaged(path, "is missing")
     require_no_pickles(path)
-    sums = checksums.read(path)
-    content = content_of(path, checksums.bytes_of(path, folder.STATE, sums))
+    sums = safefile.read(path)
+    content = content_of(path, safefile.checked_bytes_of(path, folder.STATE, sums))
     if content.is_custom:
         found = Opened(path=path, content=content, index={}, sums=sums)
         for name in _data_files(found)[share::shares]:
-            checksums.require_size(path, name, sums[name])
+            safefile.require_size(path, name, sums[name])
         return found
-    index = read_index(path, checksums.bytes_of(path, TENSORS, sums))
+    index = read_index(path, safefile.checked_bytes_of(path, TENSORS, sums))
     found = Opened(path=path, content=content, index=index, sums=sums)
     boxes = _boxes_by_file(found)
     for name in _data_files(found)[share::shares]:
-        checksums.require_size(path, name, sums[name])
+        safefile.require_size(path, name, sums[name])
         _require_boxes(path, name, boxes[name])
     return found
 
@@ -159,7 +160,7 @@ def require_bytes(found: Opened, share: int = 0, shares: int = 1) -> None:
         Damaged: one of them is not as it was written.
     """
     for name in _data_files(found)[share::shares]:
-        checksums.require_bytes(found.path, name, found.sums[name])
+        safefile.require_bytes(found.path, name, found.sums[name])
 
 
 def open_whole(path: Path) -> Opened:
@@ -237,11 +238,11 @@ def _boxes_by_file(found: Opened) -> dict[str, dict[str, tuple[str, tuple[int, .
             raise Damaged(path, f"{shown(name)} is of dtype {shown(one.dtype)}, which dsplan does not know")
         for box in one.boxes:
             if box.file not in files:
-                raise Damaged(path, f"{shown(name)} lies in {shown(box.file)}, which {checksums.FILE} does not list")
+                raise Damaged(path, f"{shown(name)} lies in {shown(box.file)}, which {safefile.FILE} does not list")
             files[box.file][box.key] = (one.dtype, box.sizes)
     stray = next((name for name, held in files.items() if not held and not is_ranks_file(name)), None)
     if stray is not None:
-        raise Damaged(found.path / checksums.FILE, f"lists {shown(stray)}, which holds nothing of the checkpoint")
+        raise Damaged(found.path / safefile.FILE, f"lists {shown(stray)}, which holds nothing of the checkpoint")
     return files
 
 
@@ -285,7 +286,7 @@ def _is_whole(path: Path) -> bool:
 
 def _name_strays(found: Opened) -> None:
     """Say which files lie in a checkpoint's folder that are not the checkpoint's; nobody opens them."""
-    own = {checksums.FILE, *(PurePosixPath(name).parts[0] for name in found.sums)}
+    own = {safefile.FILE, *(PurePosixPath(name).parts[0] for name in found.sums)}
     strays = sorted(name for name in os.listdir(found.path) if name not in own and not name.startswith("."))
     if strays:
         others = f" and {len(strays) - 1} more are" if len(strays) > 1 else " is"

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from strategies.checkpoint.content import Content, is_number
-from strategies.checkpoint.folder import STATE
+from strategies.checkpoint.content import STATE, Content, is_number
 from strategies.checkpoint.parts import PartOfTensor
 from strategies.checkpoint.reading import Damaged, shown
 from strategies.checkpoint.states import IMPLEMENTATION, MODEL, OPTIMIZER, SCALARS, Place, States

@@ -33,7 +33,7 @@ from strategies.checkpoint.content import Index
 from strategies.checkpoint.reading import Damaged, fill, header_of, opened, shown
 from strategies.checkpoint.safefile import DTYPES, Entry, FileSum, bytes_of, lay_out, write
 from strategies.errors import BrokenFile, DsplanError
-from strategies.supervised.pulse import beat
+from strategies.run_directory.heartbeat import beat
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _SLAB_BYTES = 2**25

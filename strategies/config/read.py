@@ -8,11 +8,9 @@ from typing import Any
 
 from hardware_db.handed_in import read_json
 from planner.vocabulary import Precision
-from strategies.config.fields import Fields
-from strategies.config.flat import in_deepspeeds_words
-from strategies.config.for_deepspeed import for_deepspeed
-from strategies.config.monitor import monitor_section
-from strategies.config.refuse import refuse_unknown
+from strategies.config.fields import Fields, in_deepspeeds_words
+from strategies.config.known import for_deepspeed
+from strategies.config.limits import refuse_unknown
 from strategies.config.sections import (
     activation_section,
     checkpoint_section,
@@ -20,12 +18,13 @@ from strategies.config.sections import (
     data_section,
     fp16_section,
     log_settings,
+    monitor_section,
     named_parts,
     profiler_section,
     wire_type,
+    zero_section,
 )
 from strategies.config.values import CsvSection, ScriptConfig, TensorboardSection
-from strategies.config.zero import zero_section
 from strategies.errors import BrokenFile, CannotRun
 
 

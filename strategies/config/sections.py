@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from planner.vocabulary import Offload
 from strategies.config.fields import Fields
 from strategies.config.values import (
     ActivationSection,
@@ -12,11 +14,135 @@ from strategies.config.values import (
     Compression,
     DataSection,
     Fp16Section,
+    MonitorSettings,
     NamedParts,
     ProfilerSection,
+    Threshold,
     WireType,
+    ZeroSection,
 )
 from strategies.errors import CannotRun
+
+# `zero_optimization`: the stage, buckets, and what leaves the GPU.
+
+
+_DEVICES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
+
+
+def zero_section(fields: Fields) -> ZeroSection:
+    """The section as a value.
+
+    Raises:
+        CannotRun: a value is not of its kind, or NVMe has no path.
+    """
+    optimizer, param = fields.section("offload_optimizer"), fields.section("offload_param")
+    default = ZeroSection()
+    offload = _offload(optimizer, param)
+    path = optimizer.maybe_text("nvme_path") or param.maybe_text("nvme_path")
+    if offload == "nvme" and path is None:
+        raise CannotRun(f"config: {optimizer.name('nvme_path')} is missing; name a directory on the NVMe drive")
+    pinned = optimizer if optimizer.values else param
+    return ZeroSection(
+        stage=_stage(fields),
+        reduce_bucket_size=fields.maybe_whole("reduce_bucket_size", least=1),
+        param_persistence_threshold=_threshold(fields),
+        offload=offload,
+        offload_ratio=optimizer.number("ratio", default.offload_ratio, most=1.0),
+        nvme_path=path,
+        pin_memory=pinned.flag("pin_memory", default.pin_memory),
+        buffer_count=optimizer.whole("buffer_count", default.buffer_count, least=1),
+    )
+
+
+def _stage(fields: Fields) -> int | None:
+    if not fields.has("stage"):
+        return None
+    value = fields.values["stage"]
+    if isinstance(value, bool) or value not in range(4):
+        fields.refuse("stage", "0, 1, 2 or 3")
+    return int(value)
+
+
+def _threshold(fields: Fields) -> int | None:
+    own = fields.maybe_whole("stage3_param_persistence_threshold")
+    return fields.maybe_whole("param_persistence_threshold") if own is None else own
+
+
+def _offload(optimizer: Fields, param: Fields) -> Offload | None:
+    """The plan's word for the two devices; None where the section names neither.
+
+    Raises:
+        CannotRun: parameters leave the GPU and the optimizer does not.
+    """
+    of_optimizer, of_param = (fields.one_of("device", _DEVICES, None) for fields in (optimizer, param))
+    if of_param in ("cpu", "nvme") and of_optimizer in (None, "none"):
+        raise CannotRun(
+            f"config: {param.name('device')} is {of_param!r} while the optimizer stays on the GPU; set"
+            f" {optimizer.name('device')} too"
+        )
+    if "nvme" in (of_optimizer, of_param):
+        return "nvme"
+    if of_param == "cpu":
+        return "all"
+    if of_optimizer == "cpu":
+        return "optimizer"
+    return "none" if "none" in (of_optimizer, of_param) else None
+
+
+# The section `monitor`, and the same settings by name.
+
+
+def monitor_section(fields: Fields) -> MonitorSettings:
+    """`monitor`.
+
+    Raises:
+        CannotRun: a value is not of its kind.
+    """
+    default = MonitorSettings()
+    sample_seconds = fields.number("sample_seconds", default.sample_seconds)
+    if sample_seconds <= 0:
+        fields.refuse("sample_seconds", "a number above 0")
+    slowdown = fields.number("slowdown", default.slowdown)
+    if 0 < slowdown <= 1:
+        fields.refuse("slowdown", "a number above 1, or 0 for none")
+    return MonitorSettings(
+        enabled=fields.maybe_flag("enabled"),
+        output_path=fields.text("output_path", default.output_path),
+        sample_seconds=sample_seconds,
+        loss_spike=fields.number("loss_spike", default.loss_spike),
+        slowdown=slowdown,
+        memory_growth=fields.number("memory_growth", default.memory_growth),
+        gpu=fields.flag("gpu", True),
+        cpu=fields.flag("cpu", True),
+        network=fields.flag("network", True),
+        thresholds={**default.thresholds, **_thresholds(fields.section("thresholds"))},
+    )
+
+
+def _thresholds(fields: Fields) -> dict[str, Threshold]:
+    """`{"loss": {"above": 10}}`; a figure that has none is left out."""
+    found = {}
+    for name in fields.values:
+        limits = fields.section(str(name))
+        for key in limits.values:
+            if key not in ("above", "below"):
+                fields.refuse(str(name), 'written as {"above": number} or {"below": number}')
+        found[str(name)] = Threshold(**{key: limits.real(key) for key in ("above", "below") if limits.has(key)})
+    return found
+
+
+def read_settings(values: Mapping[str, Any], *, place: str) -> MonitorSettings:
+    """Settings from a dictionary with the keys of the section.
+
+    Raises:
+        CannotRun: a key is not known, or a value is not of its kind.
+    """
+    known = [name for name in MonitorSettings.__dataclass_fields__ if name not in ("enabled", "output_path")]
+    for name in values:
+        if name not in known:
+            raise CannotRun(f"{place}: {name} is not known; it can be {', '.join(known)}")
+    return monitor_section(Fields(values, place))
+
 
 _WIRE_TYPES: dict[str, WireType] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "bfp16": "bf16"}
 _COMPRESSIONS: dict[str, Compression] = {"none": "none", "fp16": "fp16", "bf16": "bf16", "int8": "int8"}

@@ -10,12 +10,11 @@ from pathlib import Path
 from hardware_db.errors import DsplanError
 from hardware_db.probe import probe
 from hardware_db.probe.machine import Machine
-from strategies.doctor.finding import Diagnosis, Finding, sorted_findings
+from strategies.distributed.launcher_env import read_process_variables
+from strategies.doctor.finding import Diagnosis, Finding, sorted_findings, tokens
 from strategies.doctor.limits import limit_findings
 from strategies.doctor.network import network_findings
-from strategies.doctor.shared import tokens
 from strategies.doctor.software import software_findings
-from strategies.process_variables import read_process_variables
 
 
 def examine(directories: Sequence[Path] = ()) -> Diagnosis:

@@ -10,7 +10,7 @@ import struct
 import sys
 from pathlib import Path
 
-from hardware_db.paths import data_dir, database_path
+from hardware_db.files import data_dir, database_path
 from hardware_db.probe.cgroup import cgroup_limits
 from hardware_db.probe.files import read_text
 from hardware_db.probe.machine import Host

@@ -17,8 +17,8 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from hardware_db.probe.files import read_int, read_text
+from strategies.distributed.network import addresses
 from strategies.doctor.finding import Finding
-from strategies.reach import addresses
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IFF_UP = 1

@@ -2,23 +2,225 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import stat
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal
 
-from strategies.launch.causes import Ending, ending_of, forget_last_attempt
-from strategies.launch.endings import STOPS
-from strategies.launch.events import OutputLine
-from strategies.launch.launcher import Launcher, make_launcher
-from strategies.launch.memory_kills import memory_kills
-from strategies.launch.run_files import RunFiles
-from strategies.launch.settings import SAVING
-from strategies.launch.spec import LaunchSpec
-from strategies.launch.stop_requests import StopRequests
-from strategies.monitoring.alerts import Alert
-from strategies.monitoring.follow import AlertFollower
+from strategies.launch.diagnosis import Ending, ending_of, forget_last_attempt, memory_kills
+from strategies.launch.launchers.launcher import Launcher, make_launcher
+from strategies.run_directory.spec import SAVING, STOPS, LaunchSpec
+from strategies.telemetry.alerts import Alert
+from strategies.telemetry.follow import AlertFollower, LineFollower
+from strategies.telemetry.metrics import parse_row
+
+if TYPE_CHECKING:
+    from strategies.launch.diagnosis import Ending
+    from strategies.launch.policy import Decision
+
+# What happens during a run, as values that a view can draw.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputLine:
+    """A line a rank wrote."""
+
+    rank: int
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanMade:
+    """The plan in use, as the dictionary of the JSON contract."""
+
+    plan: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDone:
+    """One optimizer step on the first rank here, counted from 1 over the whole run. `samples` and `tokens` are those of
+    that rank's own batches in this step."""
+
+    step: int
+    loss: float | None
+    seconds: float
+    samples: int
+    tokens: int
+    peak_bytes: int
+    rss_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnded:
+    """An attempt did not complete: why, and what follows."""
+
+    attempt: int
+    ending: Ending
+    decision: Decision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunIsBack:
+    """The first step after a restart is done; `seconds_lost` is None where it cannot be known."""
+
+    step: int
+    seconds_lost: float | None
+
+
+Event = OutputLine | PlanMade | StepDone | Alert | AttemptEnded | RunIsBack
+
+
+# Follows what ranks write into a run directory: their output, and the metrics of the first of them. No torch.
+
+
+_OUTPUT = re.compile(r"rank(\d+)\.(stdout|stderr)\.log")
+_METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
+
+
+class RunFiles:
+    """What is new in the files of a run directory. Which ranks run here shows by the files they write.
+
+    What the files hold when this begins is an earlier command's, and is not told again. Files are opened only when they
+    have grown: this is called ten times a second beside ranks that need the processors.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._followers: dict[str, LineFollower] = {}
+        self._seen: dict[str, int] = {}
+        self._leader: int | None = None
+        self._refusals: set[str] = set()
+        self._metrics_start: dict[str, int] = {}
+        for name, size in self._sizes().items():
+            if _OUTPUT.fullmatch(name):
+                self._followers[name] = LineFollower(directory / name, offset=size)
+        self.begin_attempt()
+
+    def begin_attempt(self) -> None:
+        """Metrics from here on belong to a new attempt, whose first rank may be another."""
+        self._leader = None
+        self._refusals.clear()
+        self._metrics_start = {name: size for name, size in self._sizes().items() if _METRICS.fullmatch(name)}
+
+    def news(self, *, final: bool = False) -> Iterator[OutputLine | dict[str, Any]]:
+        """New rows of metrics, of the lowest rank that wrote any in this attempt; then new lines: stderr of every rank,
+        stdout of rank 0. What all ranks refuse alike is given once."""
+        sizes = self._sizes()
+        yield from self._rows(sizes, final=final)
+        for name in sorted(sizes):
+            match = _OUTPUT.fullmatch(name)
+            if match and (match[2] == "stderr" or match[1] == "0"):
+                stream: Literal["stdout", "stderr"] = "stdout" if match[2] == "stdout" else "stderr"
+                for line in self._lines(name, sizes[name], final=final):
+                    if line.startswith("error: "):
+                        if line in self._refusals:
+                            continue
+                        self._refusals.add(line)
+                    yield OutputLine(rank=int(match[1]), stream=stream, text=line)
+
+    def _rows(self, sizes: Mapping[str, int], *, final: bool) -> Iterator[dict[str, Any]]:
+        grown = [
+            int(match[1])
+            for name, size in sizes.items()
+            if (match := _METRICS.fullmatch(name)) and size > self._metrics_start.get(name, 0)
+        ]
+        if not grown:
+            return
+        name = f"metrics-rank{min(grown)}.jsonl"
+        if self._leader != min(grown):
+            self._leader = min(grown)
+            self._followers[name] = LineFollower(self._directory / name, offset=self._metrics_start.get(name, 0))
+            self._seen.pop(name, None)
+        for line in self._lines(name, sizes[name], final=final):
+            row = parse_row(line)
+            if row is not None:
+                yield row
+
+    def _lines(self, name: str, size: int, *, final: bool) -> list[str]:
+        if self._seen.get(name) == size and not final:
+            return []
+        self._seen[name] = size
+        return self._followers.setdefault(name, LineFollower(self._directory / name)).read_lines(final=final)
+
+    def _sizes(self) -> dict[str, int]:
+        """The files of the directory that are followed."""
+        with os.scandir(self._directory) as entries:
+            return {
+                entry.name: entry.stat().st_size
+                for entry in entries
+                if _OUTPUT.fullmatch(entry.name) or _METRICS.fullmatch(entry.name)
+            }
+
+
+# What people and batch systems ask of a running `dsplan run` by signals. No torch.
+
+
+_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class StopRequests:
+    """Signals are noted instead of acted on, wherever they arrive: also in the code that shows an event.
+
+    Ctrl-C sets `interrupted`, and a second one raises. SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set
+    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs go on. Only a main thread gets
+    signals; elsewhere nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self.preempted_at: float | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def came(self) -> bool:
+        """Whether the run is to stop."""
+        return self.interrupted or self.preempted_at is not None
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+            for number in _PREEMPTING:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._preempt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:
+            signal.default_int_handler(number, frame)
+        self.interrupted = True
+
+    def _preempt(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        if self.preempted_at is None:
+            self.preempted_at = time.monotonic()
+
+
+def _leave_terminal() -> None:
+    """Let what this process still says go nowhere where it went to a terminal, which would refuse it."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        with suppress(OSError):
+            # A terminal that is gone is not one any more: nothing but the number of its device tells.
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
 
 # A look at the run's files takes 0.4 ms of a processor that the ranks may need.
 _POLL_SECONDS = 0.25

@@ -6,27 +6,73 @@ import importlib.util
 import os
 import time
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hardware_db.errors import DsplanError
-from hardware_db.paths import data_dir
+from hardware_db.errors import BrokenFile, DsplanError
+from hardware_db.files import data_dir
 from hardware_db.probe import Machine, probe
 from planner import vocabulary as words
+from planner.cluster.probed import probed_cluster
 from planner.errors import ContradictoryRequest, UnknownName
-from planner.hardware.probed import probed_cluster
-from planner.plan import Plan
-from planner.plan_io import load_plan
-from planner.request import WITHOUT_DEEPSPEED, deepspeed_lacks
-from strategies.launch.asked import Asked
-from strategies.launch.hooks.accepts import check_strategy
-from strategies.launch.placing import check_placement
-from strategies.launch.recognise import Script, recognise
-from strategies.launch.resuming import resumed
-from strategies.launch.run_state import BEGIN_ANEW
-from strategies.launch.settings import Placement, Supervision
-from strategies.launch.spec import SPEC_FILE, LaunchSpec
+from planner.search.request import WITHOUT_DEEPSPEED, deepspeed_lacks
+from planner.types.plan import Plan
+from planner.types.plan_io import load_plan
+from strategies.launch.options import Asked
+from strategies.launch.recognise import Script, check_strategy, recognise
+from strategies.launch.state import BEGIN_ANEW, check_unfinished
+from strategies.run_directory.spec import SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
 from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
+
+if TYPE_CHECKING:
+    pass  # HOUSE
+
+# Whether the flags of a placement fit together, before anything is started. No torch.
+
+
+# Which launchers read which field; the local one needs no host file because the command runs on every node.
+_READ_BY: dict[str, tuple[LauncherName, ...]] = {
+    "rendezvous": ("local", "accelerate"),
+    "hostfile": ("deepspeed", "mpi"),
+    "node_rank": ("deepspeed", "accelerate"),
+    "options": ("slurm", "mpi", "deepspeed", "accelerate"),
+}
+_FLAGS = {"rendezvous": "--rendezvous", "hostfile": "--hostfile", "node_rank": "--node-rank"}
+
+
+def check_placement(placement: Placement, supervision: Supervision) -> None:
+    """Refuse flags that the launcher would not read, and several nodes that could not meet or share checkpoints.
+
+    Raises:
+        ContradictoryRequest: one line says which flag and what to do.
+    """
+    name = placement.launcher
+    for field, launchers in _READ_BY.items():
+        if getattr(placement, field) not in (None, ()) and name not in launchers:
+            flag = _FLAGS.get(field, "--launcher-option")
+            raise ContradictoryRequest(
+                f"{flag} is for --launcher {' or '.join(launchers)}, and this run's is {name}; leave it out"
+            )
+    if name != "local":
+        if placement.is_elastic:
+            raise ContradictoryRequest(
+                f"--nodes {placement.least_nodes}:{placement.most_nodes}: nodes come and go with the local launcher"
+                f" only; give --launcher {name} one number"
+            )
+        return
+    if placement.most_nodes > 1 and placement.rendezvous is None:
+        raise ContradictoryRequest(
+            f"--nodes {placement.most_nodes} needs --rendezvous HOST:PORT, an address of one of them that all reach,"
+            " the same on every node; or name a --launcher that starts all nodes itself"
+        )
+    if placement.most_nodes == 1 and placement.rendezvous is not None:
+        raise ContradictoryRequest("--rendezvous is where several nodes meet; add --nodes, or leave it out")
+    if placement.most_nodes > 1 and not supervision.checkpoint_directory:
+        raise ContradictoryRequest(
+            "several nodes need --checkpoint-dir, a directory that all of them see, to save together and to go on from"
+        )
+
 
 # Two processes on a machine without GPUs: the smallest number that shows what a strategy does.
 _CPU_PROCESSES = 2
@@ -253,3 +299,53 @@ def run_directory(parent: Path, script: Path) -> Path:
             continue
         return path
     raise FileExistsError(path)
+
+
+# `dsplan run --resume DIR`: what was asked for then, with what is asked for now. No torch.
+
+
+def resumed(request: RunRequest, directory: Path) -> RunRequest:
+    """The request with everything it leaves open taken from the run in `directory`.
+
+    Raises:
+        DsplanError: there is no run to go on with, or one of another version of dsplan, or the request names another
+            directory too.
+    """
+    if request.run_directory is not None:
+        raise ContradictoryRequest("--resume goes on in its own directory; leave --run-dir out")
+    path = directory / SPEC_FILE
+    if not directory.is_dir():
+        raise DsplanError(f"{directory}: no such directory; name the run directory that dsplan run printed")
+    if not path.exists():
+        raise DsplanError(f"{directory}: holds no run to go on with; name the run directory that dsplan run printed")
+    check_unfinished(directory)
+    earlier = _resumed_spec(path)
+    plan, strategy = earlier.environment.get(PLAN_FILE), earlier.environment.get(STRATEGY)
+    if request.plan_file is not None or request.strategy is not None:
+        plan = strategy = None
+    return replace(
+        request,
+        script=request.script or Path(earlier.script),
+        arguments=request.arguments if request.script else earlier.arguments,
+        plan_file=Path(plan) if plan else request.plan_file,
+        strategy=strategy or request.strategy,
+        run_directory=directory,
+        resume=directory,
+        earlier_processes=earlier.processes,
+        run_id=earlier.run_id,
+        placement=_placement(earlier.placement, request.placement),
+        supervision=asdict(earlier.supervision) | request.supervision,
+    )
+
+
+def _resumed_spec(path: Path) -> LaunchSpec:
+    try:
+        return LaunchSpec.load(path)
+    except (ValueError, KeyError, TypeError):
+        raise BrokenFile(path, "not a run of this version of dsplan", "start a new one") from None
+
+
+def _placement(earlier: Placement, asked: Asked) -> Asked:
+    """Another launcher would not know what the earlier one was told."""
+    same = asked.get("launcher", earlier.launcher) == earlier.launcher
+    return asdict(earlier) | asked if same else asked

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from hardware_db.errors import DsplanError
-from strategies.launch.agreed import agree, let_the_waiting_go, narrow, wait_for_the_others
-from strategies.launch.place import take_place
-from strategies.launch.settings import ScriptKind
-from strategies.launch.spec import LaunchSpec, log_path
-from strategies.supervised.failures import described, exit_status, failure_of, write_failure, write_success
-from strategies.supervised.process import begin
+from strategies.launch.elastic.place import take_place
+from strategies.run_directory.agreed import agree, let_the_waiting_go, narrow, wait_for_the_others
+from strategies.run_directory.spec import LaunchSpec, ScriptKind, log_path
+from strategies.supervision.failures import described, exit_status, failure_of, write_failure, write_success
+from strategies.supervision.process import begin
 
 _HOOKS: dict[ScriptKind, str] = {
     "huggingface": "strategies.launch.hooks.huggingface",
@@ -62,7 +61,7 @@ def main(spec_path: str) -> int:
 
 def _leave_word(directory: Path, rank: int) -> None:
     """This rank's script has ended well: for the command, and for ranks that still mean to meet this one."""
-    from strategies.rendezvous import ended
+    from strategies.distributed.rendezvous import ended
 
     write_success(directory, rank)
     ended()
@@ -77,7 +76,9 @@ def _redirect(directory: Path, rank: int) -> None:
 
 
 def _run_script(spec: LaunchSpec) -> None:
-    from strategies.environment import meet_before_script  # with torch, which must not load before the output is caught
+    from strategies.distributed.environment import (
+        meet_before_script,  # with torch, which must not load before the output is caught
+    )
 
     store = meet_before_script()
     standing = agree(store, spec.directory)

@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hardware_db.errors import DsplanError
+from hardware_db.files import database_path
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measured, Measurement, measure_run
 from hardware_db.measurement import Outcome as StoredOutcome
-from hardware_db.paths import database_path
 from hardware_db.probe import Machine, probe
 from hardware_db.store import open_store
 from planner.calibration.refresh import refresh
-from planner.plan import Plan
-from planner.plan_io import plan_to_dict
-from strategies.launch.causes import Ending
-from strategies.launch.endings import STOPS
-from strategies.launch.outcome import OutcomeName
-from strategies.launch.report import RunReport, measured_attempt
-from strategies.metrics import MeasuredRun
+from planner.types.plan import Plan
+from planner.types.plan_io import plan_to_dict
+from strategies.launch.diagnosis import Ending
+from strategies.launch.report import OutcomeName, RunReport, measured_attempt
+from strategies.run_directory.spec import STOPS
+from strategies.telemetry.metrics import MeasuredRun
 
 _STORED_AS: Mapping[OutcomeName, StoredOutcome] = {
     "completed": "completed",

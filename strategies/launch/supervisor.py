@@ -8,25 +8,39 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hardware_db.probe import probe
-from planner.plan import Plan
-from planner.plan_io import plan_from_dict, plan_to_dict
-from strategies.launch.attempt import Attempt
-from strategies.launch.causes import Ending, with_stacks_kept
-from strategies.launch.events import AttemptEnded, Event, PlanMade, RunIsBack, StepDone
-from strategies.launch.history import earlier_attempts
-from strategies.launch.journal import Journal
-from strategies.launch.outcome import COMPLETED, INTERRUPTED, Outcome, outcome_of
+from planner.types.plan import Plan
+from planner.types.plan_io import plan_from_dict, plan_to_dict
+from strategies.launch.attempt import (
+    Attempt,
+    AttemptEnded,
+    Event,
+    PlanMade,
+    RunFiles,
+    RunIsBack,
+    StepDone,
+    StopRequests,
+)
+from strategies.launch.diagnosis import Ending, with_stacks_kept
 from strategies.launch.policy import Decision, Policy, Situation
 from strategies.launch.record import record_attempt
-from strategies.launch.report import REPORT_FILE, AttemptReport, RunReport, measured_run
-from strategies.launch.run_files import RunFiles
+from strategies.launch.report import (
+    COMPLETED,
+    INTERRUPTED,
+    REPORT_FILE,
+    AttemptReport,
+    Outcome,
+    RunReport,
+    earlier_attempts,
+    measured_run,
+    outcome_of,
+)
 from strategies.launch.run_lock import RunLock, launcher_lock
-from strategies.launch.run_state import RunState
-from strategies.launch.spec import LaunchSpec
-from strategies.launch.stop_requests import StopRequests
-from strategies.monitoring.alerts import Alert
-from strategies.monitoring.follow import AlertFollower
-from strategies.supervised.lineage import Made
+from strategies.launch.state import RunState
+from strategies.run_directory.journal import Journal
+from strategies.run_directory.spec import LaunchSpec
+from strategies.supervision.lineage import Made
+from strategies.telemetry.alerts import Alert
+from strategies.telemetry.follow import AlertFollower
 
 _WAIT_SECONDS = 0.1
 

@@ -15,20 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.checkpoint import folder
+from strategies.checkpoint import content
 from strategies.errors import BrokenFile, CannotRun, DsplanError
 from strategies.mpi import files
-from strategies.mpi.arrays import Array, form_of, values_of
+from strategies.mpi.arrays import Array, Tree, form_of, leaves, name_of, values_of
+from strategies.mpi.files import Part
 from strategies.mpi.layout import Described, Layout, described, file_of, laid_out
-from strategies.mpi.parts import Part
 from strategies.mpi.reading import INDEX, VERSION, SavedTree
-from strategies.mpi.tree import Tree, leaves, name_of
 from strategies.mpi.wire import Wire
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from strategies.mpi.performance import PerformanceMonitor
+    from strategies.mpi.wire import PerformanceMonitor
 
 
 class CheckpointManager:
@@ -78,13 +77,13 @@ class CheckpointManager:
         gathered = self._wire.gathered_at(0, own)
         layout: Layout
         layout, name = self._from_root(lambda: self._begun(gathered or [], step))
-        temporary = folder.temporary(self.directory, name)
+        temporary = content.temporary(self.directory, name)
         try:
             self._together(lambda: _write(temporary, model_state, layout, self._wire.rank))
             self._from_root(lambda: self._published(name, _index(gathered or [], layout, step)))
         except DsplanError:
             if self._wire.rank == 0:
-                folder.discard(self.directory, name)
+                content.discard(self.directory, name)
             raise
         complete: Path = self.directory / str(name)
         return complete
@@ -114,33 +113,33 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps that can be loaded, the lowest first."""
-        return sorted({_step_of(path) for path in folder.published(self.directory)})
+        return sorted({_step_of(path) for path in content.published(self.directory)})
 
     def latest_step(self) -> int | None:
         """The step of the checkpoint that was saved last; None where there is none."""
-        latest = folder.named_latest(self.directory)
+        latest = content.named_latest(self.directory)
         return None if latest is None else _step_of(latest)
 
     def _begun(self, gathered: list[Described], step: int) -> tuple[Layout, str]:
         """On rank 0: who writes what, and the folder's name."""
         layout = laid_out([one.held for one in gathered])
-        return layout, folder.begin(self.directory, step)
+        return layout, content.begin(self.directory, step)
 
     def _published(self, name: str, index: Mapping[str, Any]) -> None:
         """On rank 0: check that every rank's file is in the folder, and give it its name."""
-        temporary = folder.temporary(self.directory, name)
+        temporary = content.temporary(self.directory, name)
         for rank in {piece["file"] for one in index["arrays"].values() for each in one for piece in each["pieces"]}:
             if not (temporary / rank).exists():
                 raise BrokenFile(self.directory, f"rank 0 does not see {rank}", "name a directory that all ranks share")
-        folder.write_text(temporary / INDEX, json.dumps(index))
-        folder.publish(self.directory, name, self._keep_last)
+        content.write_text(temporary / INDEX, json.dumps(index))
+        content.publish(self.directory, name, self._keep_last)
 
     def _found(self, step: int | None) -> str:
         """On rank 0: the name of a step's folder."""
-        latest = folder.named_latest(self.directory)
+        latest = content.named_latest(self.directory)
         if step is None and latest is not None:
             return latest.name
-        names = [path.name for path in folder.published(self.directory) if _step_of(path) == step]
+        names = [path.name for path in content.published(self.directory) if _step_of(path) == step]
         if not names:
             there = ", ".join(map(str, self.steps())) or "none"
             raise BrokenFile(self.directory, f"has no checkpoint of step {step}; there are: {there}")

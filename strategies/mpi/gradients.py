@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from strategies.errors import CannotRun
-from strategies.mpi.arrays import Array, Form
-from strategies.mpi.buckets import BUCKET_BYTES, Bucket, checked_bucket_bytes, whole_buckets
-from strategies.mpi.sent import Flats, Sending, Sent, agreed_leaves, require_summable
-from strategies.mpi.tree import Tree, rebuilt
+from strategies.mpi.arrays import Array, Form, Tree, rebuilt
+from strategies.mpi.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    Flats,
+    Sending,
+    Sent,
+    agreed_leaves,
+    checked_bucket_bytes,
+    require_summable,
+    whole_buckets,
+)
 from strategies.mpi.wire import Wire
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from strategies.mpi.performance import PerformanceMonitor
+    from strategies.mpi.wire import PerformanceMonitor
 
 
 class GradientManager:

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from strategies.errors import CannotRun
-from strategies.mpi.arrays import form_of, is_array, values_of
-from strategies.mpi.files import bytes_of, can_hold, digest_of
-from strategies.mpi.parts import Part, Region
-from strategies.mpi.tree import Tree, leaves, name_of
+from strategies.mpi.arrays import Tree, form_of, is_array, leaves, name_of, values_of
+from strategies.mpi.files import Part, Region, bytes_of, can_hold, digest_of
 
 Json = Any
 

@@ -12,10 +12,9 @@ import numpy as np
 from strategies.checkpoint.reading import Stored, counts, cover_problem, is_count, json_object, read_bytes, shown
 from strategies.errors import BrokenFile, CannotRun
 from strategies.mpi import files
-from strategies.mpi.arrays import Array, form_of, is_array
+from strategies.mpi.arrays import Array, Tree, form_of, is_array, leaves, name_of, rebuilt
+from strategies.mpi.files import Part, Region
 from strategies.mpi.layout import Json
-from strategies.mpi.parts import Part, Region
-from strategies.mpi.tree import Tree, leaves, name_of, rebuilt
 
 INDEX = "index.json"
 VERSION = 1

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from strategies.errors import CannotRun
-from strategies.mpi.arrays import Array, Form, run_of
+from strategies.mpi.arrays import Array, Form, Path, name_of, run_of
 from strategies.mpi.buckets import bounds
-from strategies.mpi.parts import Part
-from strategies.mpi.tree import Path, name_of
+from strategies.mpi.files import Part
 
 MASTER, STEP = "master", "step"
 

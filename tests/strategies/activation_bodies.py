@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import training_bodies
 from torch import nn
-from training_bodies import Block, Recipe
 
-from planner.models.storage_tracker import StorageTracker
-from planner.models.tracer import trace_activations
-from planner.trace.blocks import repeated_blocks
-from strategies.activations import checkpoint_activations
-from strategies.engine import initialize
+from strategies.engine.initialize import initialize
+from strategies.modules.activation_checkpointing import checkpoint_activations
+from strategies.tracing.blocks import repeated_blocks
+from strategies.tracing.module_trace import trace_activations
+from strategies.tracing.storage_tracker import StorageTracker
+from tests.strategies import training_bodies
+from tests.strategies.training_bodies import Block, Recipe
 
 CHOICES = {"blocks": Block, "linears": nn.Linear, "the stack": nn.Sequential}
 SAMPLES, LENGTH, WIDTH = 6, 64, 32

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import training_bodies
-from awkward_models import BATCH, CASES, WIDTH, Block, Stack
 from torch import nn
-from training_bodies import Recipe, Trained
 
-from strategies.engine import initialize
+from strategies.engine.initialize import initialize
+from tests.strategies import training_bodies
+from tests.strategies.awkward_models import BATCH, CASES, WIDTH, Block, Stack
+from tests.strategies.training_bodies import Recipe, Trained
 
 STEPS = 4
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import training_bodies
 from safetensors.torch import load_file
-from training_bodies import Recipe
 
 from strategies.checkpoint import storage
 from strategies.checkpoint.safefile import DTYPES
 from strategies.errors import DsplanError
+from tests.strategies import training_bodies
+from tests.strategies.training_bodies import Recipe
 
 
 def fill(engine: Any, value: float) -> None:

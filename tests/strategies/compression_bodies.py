@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import training_bodies
 from torch import nn
 from torch.nn import functional
-from training_bodies import Recipe
 
-from strategies.engine import initialize
-from strategies.standard_text import text_batches
+from strategies.bench.measured_run import text_batches
+from strategies.engine.initialize import initialize
+from tests.strategies import training_bodies
+from tests.strategies.training_bodies import Recipe
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},

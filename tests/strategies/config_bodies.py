@@ -9,15 +9,15 @@ from unittest import mock
 
 import torch
 from torch import nn
-from training_bodies import Recipe, TinyModel, Trained, batch_of, one_step, whole_parameters
 
 import dsplan
 from hardware_db.probe import probe
-from strategies import live_plan
-from strategies.by_name import optimizer_by_name, scheduler_by_name
+from strategies.autoplan import live
 from strategies.config import read_config
-from strategies.engine import initialize
-from strategies.muon import muon_groups
+from strategies.engine.initialize import initialize
+from strategies.optim.muon import muon_groups
+from strategies.optim.registry import optimizer_by_name, scheduler_by_name
+from tests.strategies.training_bodies import Recipe, TinyModel, Trained, batch_of, one_step, whole_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +105,7 @@ def planned_on_avx2(config: Mapping[str, Any], backend: Any) -> str:
     """The backend of the plan that is made for a processor with AVX2 at most, or why there is none."""
     machine = probe()
     machine = replace(machine, host=replace(machine.host, cpu_flags=frozenset({"avx", "avx2", "fma"})))
-    with mock.patch.object(live_plan, "probe", return_value=machine):
+    with mock.patch.object(live, "probe", return_value=machine):
         try:
             engine, *_ = initialize(model=TinyModel(), config=config, backend=backend)
         except dsplan.DsplanError as problem:

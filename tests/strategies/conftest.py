@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from training_bodies import Recipe
 
 from hardware_db.spawn import RankPool
 from planner.vocabulary import ZERO_STAGES
-from strategies.deepspeed import lacking
+from strategies.backends.deepspeed.engine import lacking
+from tests.strategies.training_bodies import Recipe
 
 PoolOf = Callable[..., RankPool]
 NewPool = Callable[..., RankPool]

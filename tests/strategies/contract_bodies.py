@@ -8,12 +8,12 @@ from functools import cache
 from typing import Any
 
 import torch
-import training_bodies
 from torch import nn
-from training_bodies import Recipe, TinyModel, Trained
 
 from planner.vocabulary import ZERO_STAGES
-from strategies.engine import initialize
+from strategies.engine.initialize import initialize
+from tests.strategies import training_bodies
+from tests.strategies.training_bodies import Recipe, TinyModel, Trained
 
 LEARNING_RATE = 2e-3
 

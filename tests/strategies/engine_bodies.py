@@ -12,12 +12,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import training_bodies
-from training_bodies import Recipe
 
-from strategies.engine import initialize
+from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
-from strategies.timeline_svg import Timeline, draw
+from strategies.telemetry.memory_timeline import Timeline, draw
+from tests.strategies import training_bodies
+from tests.strategies.training_bodies import Recipe
 
 RATE = 2e-3
 
@@ -195,7 +195,7 @@ def timeline(recipe: Recipe, folder: str) -> tuple[int, int, list[tuple[int, ...
         return draw(timeline)
 
     with (
-        mock.patch("strategies.memory_timeline.draw", noting),
+        mock.patch("strategies.telemetry.memory_timeline.draw", noting),
         engine.memory_timeline(Path(folder, f"{engine.environment.rank}.svg")),
     ):
         training_bodies.one_step(engine, 3)

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from strategies.metrics import read_metrics
+from strategies.telemetry.metrics import read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 

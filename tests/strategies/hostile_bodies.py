@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy
 import torch
-import training_bodies
 from safetensors.torch import load_file, save_file
 from torch import nn
-from training_bodies import Recipe, Samples, TinyModel
 
 from strategies.checkpoint import reading
 from strategies.errors import DsplanError
+from tests.strategies import training_bodies
+from tests.strategies.training_bodies import Recipe, Samples, TinyModel
 
 RANK_FILE = "rank-00000.safetensors"
 UP = "model/blocks.0.up.weight"

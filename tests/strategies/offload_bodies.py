@@ -17,18 +17,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-import training_bodies
-import zero_bodies
 from torch import nn
-from training_bodies import Recipe
 
-from planner.models.storage_tracker import StorageTracker
-from strategies.engine import initialize
-from strategies.reachable import reachable_tensors
-from strategies.zero.copies import DOWN, UP, ThreadCopies
-from strategies.zero.offload import Offload
-from strategies.zero.settings import OffloadSettings
-from strategies.zero.swap_file import SwapFile
+from strategies.backends.zero.nvme import SwapFile
+from strategies.backends.zero.offload import DOWN, UP, Offload, ThreadCopies
+from strategies.backends.zero.settings import OffloadSettings
+from strategies.engine.initialize import initialize
+from strategies.telemetry.memory_report import reachable_tensors
+from strategies.tracing.storage_tracker import StorageTracker
+from tests.strategies import training_bodies, zero_bodies
+from tests.strategies.training_bodies import Recipe
 
 BUCKET = 1500
 """Elements; of the tiny model seven buckets, so that there are some on the way while others are stepped."""
@@ -68,7 +66,7 @@ def _apart(copies: type[ThreadCopies]) -> Iterator[None]:
     def offload(settings: OffloadSettings, device: torch.device) -> Offload:
         return Offload(settings, copies() if settings.kind != "none" else None)
 
-    with mock.patch("strategies.zero.engine.offload_of", offload):
+    with mock.patch("strategies.backends.zero.engine.offload_of", offload):
         yield
 
 

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import training_bodies
-from training_bodies import Recipe
 
 from hardware_db.errors import DsplanError
 from strategies.checkpoint import storage
-from strategies.data import LoaderSettings, ShardedLoader
-from strategies.launch.orders import Orders
-from strategies.supervised import lineage
-from strategies.supervised.failures import read_failure
-from strategies.supervised.signals import STOP_SIGNAL
-from strategies.supervised.stopping import Stopped
-from strategies.supervised.supervision import Supervision
+from strategies.data.loader import LoaderSettings, ShardedLoader
+from strategies.run_directory.orders import Orders
+from strategies.supervision import lineage
+from strategies.supervision.failures import read_failure
+from strategies.supervision.stopping import STOP_SIGNAL, Stopped
+from strategies.supervision.supervision import Supervision
+from tests.strategies import training_bodies
+from tests.strategies.training_bodies import Recipe
 
 SAMPLES = 36
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from planner.plan import Configuration, MemoryEstimate, Plan, StepTime, Throughput
+from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime, Throughput
 from planner.vocabulary import default_backend
-from strategies.engine import initialize
+from strategies.engine.initialize import initialize
 
 GLOBAL_BATCH = 12
 LENGTH = 6
@@ -251,7 +251,7 @@ def first_weights_of_unlike_models(recipe: Recipe) -> torch.Tensor:
 
 def tracked_step(recipe: Recipe) -> tuple[int, int, list[tuple[int, ...]]]:
     """Live bytes after the third step, its peak, and the shapes of the whole model's parameters."""
-    from planner.models.storage_tracker import StorageTracker
+    from strategies.tracing.storage_tracker import StorageTracker
 
     engine = make_engine(recipe)
     for step in range(2):

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import training_bodies
 from torch import nn
 from torch.nn import functional
-from training_bodies import Recipe
 
-from planner.models.storage_tracker import StorageTracker
-from strategies.engine import initialize
-from strategies.reachable import reachable_tensors
-from strategies.zero.reduce import Reducer
+from strategies.backends.zero.gradient_reducer import Reducer
+from strategies.engine.initialize import initialize
+from strategies.telemetry.memory_report import reachable_tensors
+from strategies.tracing.storage_tracker import StorageTracker
+from tests.strategies import training_bodies
+from tests.strategies.training_bodies import Recipe
 
 BATCH = 12
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

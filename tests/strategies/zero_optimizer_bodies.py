@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import training_bodies
 from torch import nn, optim
 from torch.nn import functional
-from training_bodies import Recipe
 
 from hardware_db.errors import DsplanError
-from strategies.engine import initialize
+from strategies.engine.initialize import initialize
+from tests.strategies import training_bodies
+from tests.strategies.training_bodies import Recipe
 
 BATCH, WORDS = 12, 29
 

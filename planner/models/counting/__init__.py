@@ -1,1 +1,1 @@
-"""Parameter counts of one kind of architecture per file; `planner.models.count` picks the file."""
+"""Parameter counts of one kind of architecture per file; `planner.models.counting.count` picks the file."""

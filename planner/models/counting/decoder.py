@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from planner.models.counting.moe import routed_experts, router_and_shared
 from planner.models.counting.weights import (
     NOTHING,
     Weights,
@@ -12,11 +11,12 @@ from planner.models.counting.weights import (
     mlp,
     norm,
     norms,
+    routed_experts,
+    router_and_shared,
     tensor,
     vector,
 )
-from planner.models.facts import ModelFacts
-from planner.models.parameter_counts import BlockCount, ParameterCounts
+from planner.models.facts import BlockCount, ModelFacts, ParameterCounts
 
 
 def count_decoder(facts: ModelFacts) -> ParameterCounts:

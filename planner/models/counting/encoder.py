@@ -15,8 +15,7 @@ from planner.models.counting.weights import (
     tensor,
     vector,
 )
-from planner.models.facts import ModelFacts
-from planner.models.parameter_counts import BlockCount, ParameterCounts
+from planner.models.facts import BlockCount, ModelFacts, ParameterCounts
 
 
 def count_encoder(facts: ModelFacts) -> ParameterCounts:

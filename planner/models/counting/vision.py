@@ -18,8 +18,7 @@ from planner.models.counting.weights import (
     tensor,
     vector,
 )
-from planner.models.facts import ModelFacts, TowerFacts
-from planner.models.parameter_counts import BlockCount, ParameterCounts
+from planner.models.facts import BlockCount, ModelFacts, ParameterCounts, TowerFacts
 
 
 def count_vision(facts: ModelFacts) -> ParameterCounts:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from planner.models.facts import MlaFacts, ModelFacts
-from planner.models.parameter_counts import BlockCount, ParameterCounts, Shape
+from planner.models.facts import BlockCount, MlaFacts, ModelFacts, ParameterCounts, Shape
 
 # GPT-2's projections are transformers' Conv1D, which keeps [inputs, outputs] where a linear layer keeps the transpose;
 # GPT-OSS keeps its experts so.
@@ -141,3 +140,29 @@ def experts_as_kept(facts: ModelFacts, projections: Weights) -> Weights:
 def _swapped(matrices: Weights) -> Weights:
     """Last two dimensions exchanged; vectors stay as they are."""
     return Weights(tuple((*s[:-2], s[-1], s[-2]) if len(s) > 1 else s for s in matrices.shapes))
+
+
+# Mixture-of-experts feed-forward parts.
+
+
+def expert_parameters(facts: ModelFacts) -> int:
+    """Parameters of one routed expert."""
+    hidden, width = facts.hidden_size, facts.moe_intermediate_size
+    inputs = 2 * width if facts.gated_mlp else width
+    return hidden * (inputs + width) + (inputs + hidden if facts.expert_bias else 0)
+
+
+def routed_experts(facts: ModelFacts) -> Weights:
+    """All routed experts; transformers 5 keeps them in [experts, 2 * width, hidden] and [experts, hidden, width]."""
+    experts, hidden, width = facts.num_experts, facts.hidden_size, facts.moe_intermediate_size
+    inputs = (2 if facts.gated_mlp else 1) * width
+    weights = experts_as_kept(facts, tensor(experts, inputs, hidden) + tensor(experts, hidden, width))
+    return weights + tensor(experts, inputs) + tensor(experts, hidden) if facts.expert_bias else weights
+
+
+def router_and_shared(facts: ModelFacts) -> Weights:
+    """The router, the experts every token passes through, and their gate."""
+    router = linear(facts.hidden_size, facts.num_experts, bias=facts.router_bias)
+    width = facts.shared_expert_intermediate_size or facts.num_shared_experts * facts.moe_intermediate_size
+    shared = mlp(facts, width) if facts.num_shared_experts else NOTHING
+    return router + shared + (tensor(1, facts.hidden_size) if facts.shared_expert_gate else NOTHING)

@@ -24,13 +24,11 @@ from torch.utils.data import DataLoader
 from planner import vocabulary as words
 from planner.emit.accelerate import emit
 from planner.emit.common import EmitOptions
-from planner.plan import Plan
-from strategies.launch.hooks.live import LiveJob, plan_live, sequence_length, settled_plan, watch
-from strategies.launch.hooks.loader import with_batch_size
-from strategies.launch.hooks.patch import patch
-from strategies.launch.hooks.say import say, say_replaced
-from strategies.launch.spec import LaunchSpec
-from strategies.monitor import RunMonitor
+from planner.types.plan import Plan
+from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, sequence_length, settled_plan, watch
+from strategies.launch.hooks.patch import patch, with_batch_size
+from strategies.run_directory.spec import LaunchSpec
+from strategies.telemetry.monitor import RunMonitor
 
 # Arguments of Accelerator that would win over the environment.
 _FROM_PLAN = (

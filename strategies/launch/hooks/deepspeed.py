@@ -16,14 +16,21 @@ import torch
 from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
-from planner.plan import Plan
+from planner.types.plan import Plan
+from strategies.backends.deepspeed.engine import require_precision
 from strategies.config import read_object
-from strategies.deepspeed import require_precision
-from strategies.launch.hooks.live import LiveJob, own_device, plan_live, sequence_length, settled_plan, watch
+from strategies.launch.hooks.live import (
+    LiveJob,
+    own_device,
+    plan_live,
+    say_replaced,
+    sequence_length,
+    settled_plan,
+    watch,
+)
 from strategies.launch.hooks.patch import patch
-from strategies.launch.hooks.say import say_replaced
-from strategies.launch.spec import LaunchSpec
-from strategies.monitor import RunMonitor
+from strategies.run_directory.spec import LaunchSpec
+from strategies.telemetry.monitor import RunMonitor
 
 _FROM_PLAN = (
     "train_batch_size",

@@ -9,23 +9,263 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import os
+import shutil
+import sys
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.huggingface import training_arguments
-from planner.plan import Plan
-from strategies.launch.hooks.huggingface_supervised import supervise
-from strategies.launch.hooks.live import LiveJob, plan_live, sequence_length, settled_plan, watch
+from planner.types.plan import Configuration, Plan
+from strategies.distributed.consensus import on_rank_zero
+from strategies.distributed.environment import Environment
+from strategies.launch.hooks.live import LiveJob, plan_live, say_replaced, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
-from strategies.launch.hooks.say import say_replaced
-from strategies.launch.spec import LaunchSpec
-from strategies.monitor import RunMonitor
+from strategies.launch.run_lock import LOCK_FILE
+from strategies.run_directory.heartbeat import PULSE
+from strategies.run_directory.orders import Orders
+from strategies.run_directory.spec import LaunchSpec
+from strategies.supervision import lineage
+from strategies.supervision.autosave import KEPT, Interval, SaveClock
+from strategies.supervision.not_finite import FiniteWatch
+from strategies.supervision.process import leave, stopped
+from strategies.supervision.resume import nothing_left
+from strategies.supervision.stopping import Request, Stopping, open_board
+from strategies.supervision.watchdog import begin_watching
+from strategies.telemetry.monitor import RunMonitor
+from strategies.variables import RUN_DIRECTORY
+
+# HF Trainer under supervision: it resumes from the run's newest checkpoint, saves when it is time, and stops in time.
+
+
+_STATE = "trainer_state.json"
+
+
+def supervise(trainer: Any, plan: Plan) -> Callable[[Any], object]:
+    """Let a run's orders rule a Trainer, and return what is to be told of every micro-batch's loss."""
+    directory = Path(os.environ[RUN_DIRECTORY])
+    orders = Orders.load(directory)
+    if orders is None:
+        return lambda loss: None
+    supervised = _Supervised(plan, orders, directory)
+    trainer.add_callback(supervised)
+    original = trainer.train
+
+    @functools.wraps(original)
+    def train(resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
+        output, asks = Path(trainer.args.output_dir).absolute(), bool(resume_from_checkpoint)
+        found = _newest(directory, output, orders, script_asks=asks) if _is_first_train() else None
+        asked = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else ""
+        if found is not None and found.step >= _step_of(asked):
+            resume_from_checkpoint = found.path
+            if os.environ["RANK"] == "0":
+                _say(f"resumes at step {found.step} from {found.path}")
+        return original(resume_from_checkpoint, *rest, **named)
+
+    patch(trainer, "train", train)
+    return supervised.loss_is
+
+
+_trains_again = False
+
+
+def _is_first_train() -> bool:
+    """Whether this process has not trained yet: what it trains later has not begun in an earlier attempt."""
+    global _trains_again
+    is_first, _trains_again = not _trains_again, True
+    return is_first
+
+
+@dataclass(kw_only=True, slots=True)
+class _Progress:
+    """What the watch over finite losses asks of an engine."""
+
+    configuration: Configuration
+    global_steps: int = 0
+    gradient_norm: float | None = None
+    loss_scale: float = 1.0
+
+
+class _Supervised(TrainerCallback):  # type: ignore[misc]
+    """Does at the end of every step of a Trainer what `Supervision` does for an engine."""
+
+    def __init__(self, plan: Plan, orders: Orders, directory: Path) -> None:
+        self._orders, self._directory = orders, directory
+        self._progress = _Progress(configuration=plan.configuration)
+        self._finite = FiniteWatch(self._progress, sees_gradients=False)
+        self._saves_now = False
+        self._leaves: Request | None = None
+
+    def loss_is(self, loss: Any) -> None:
+        """Note a micro-batch's loss."""
+        PULSE.call()
+        self._finite.loss_is(loss)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._environment = environment = _environment(args.device)
+        board = open_board(self._directory, environment)
+        self._stopping = Stopping(board, environment.rank, environment.world_size)
+        self._watch = begin_watching(self._directory, environment.rank, self._orders.hang_seconds)
+        self._watch.attach(board, self._stopping, environment.world_size)
+        minutes = self._orders.checkpoint_minutes
+        interval = Interval(seconds=None if minutes is None else 60 * minutes, steps=self._orders.checkpoint_steps)
+        self._interval = on_rank_zero(lambda: interval)
+        self._clock = SaveClock(self._interval, step=state.global_step)
+        PULSE.step = state.global_step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        PULSE.call()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        PULSE.beat()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        step = PULSE.step = self._progress.global_steps = state.global_step
+        PULSE.call()
+        self._finite.step_ended()
+        if self._stopping.is_at(step):
+            self._stop(step, control)
+        elif self._interval.is_set and step >= self._clock.next_look and not control.should_save:
+            now = on_rank_zero(time.monotonic)
+            self._saves_now = control.should_save = self._clock.is_due(step, now)
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint is written on this rank."""
+        PULSE.beat()
+        path = Path(args.output_dir, f"checkpoint-{state.global_step}").absolute()
+        if self._environment.world_size > 1:
+            dist.barrier()  # complete is what all ranks have written
+        if self._environment.local_rank == 0:
+            self._note(path, state.global_step)
+        self._clock.saved()
+        if self._leaves is not None:
+            self._leave(self._leaves, f"stopped at step {state.global_step} and saved", path)
+        if self._environment.is_main:
+            made, run, since = lineage.read(self._directory), self._orders.run_id, self._orders.since
+            for old in lineage.outdated(made, KEPT, run=run, since=since):
+                shutil.rmtree(old, ignore_errors=True)
+        self._saves_now = False
+
+    def _note(self, path: Path, step: int) -> None:
+        """Remember a checkpoint; a full disk makes a later resume begin earlier and ends nothing."""
+        attempt, automatic = self._orders.attempt, self._saves_now
+        made = lineage.Made(
+            path=str(path),
+            step=step,
+            attempt=attempt,
+            by="huggingface",
+            is_automatic=automatic,
+            run=self._orders.run_id,
+        )
+        try:
+            lineage.note(self._directory, made)
+        except OSError as problem:
+            _say(f"{self._directory}: the checkpoint of step {step} is not listed ({problem.strerror})")
+
+    def _stop(self, step: int, control: Any) -> None:
+        """Ask for a checkpoint, after which the rank leaves; leave at once where there is no time for one."""
+        request = self._stopping.request
+        assert request is not None
+        if on_rank_zero(lambda: time.monotonic() > request.deadline):
+            self._leave(request, f"stopped at step {step}, not saved: no time is left", None)
+        self._leaves, self._saves_now = request, True
+        control.should_save, control.should_evaluate = True, False
+
+    def _leave(self, request: Request, message: str, saved: Path | None) -> None:
+        if self._environment.is_main:
+            _say(message)
+        word = stopped(request.kind, message, self._directory, saved)
+        leave(self._stopping, self._watch, self._directory, word)
+
+
+def _newest(directory: Path, output: Path, orders: Orders, *, script_asks: bool) -> lineage.Made | None:
+    """The newest complete checkpoint of this run that is in a Trainer's output directory, as rank 0 finds it.
+
+    Raises:
+        CannotRun: the run had got further and nothing of it is left, and the script does not say what to load.
+    """
+
+    def look() -> lineage.Made | None:
+        known = lineage.known(directory)
+        own = [one for one in known.all if one.run in ("", orders.run_id) and one.attempt >= orders.since]
+        made = [one for one in lineage.newest_first(own) if Path(one.path).parent == output and _is_whole(one)]
+        if orders.reached and not orders.since and (known.damaged_lines or not made):
+            made = [*_unlisted(directory, output, {one.path for one in known.all}), *made]
+            made.sort(key=lambda one: one.step, reverse=True)
+        if not made and orders.base:
+            made = [lineage.Made(path=orders.base, step=_step_of(orders.base), by="huggingface")]
+        if made:
+            gone = max((one.step for one in known.journalled if one in own), default=0)
+            if gone > made[0].step:
+                again = f"the steps after {made[0].step} are made again"
+                _say(f"the checkpoint of step {gone} is gone or not complete: {again}")
+            return made[0]
+        if script_asks or not orders.reached:
+            return None
+        if not orders.may_begin_anew:
+            raise nothing_left(directory, orders, [output])
+        _say(f"no checkpoint was complete when the run was at step {orders.reached}: it begins at step 1 again")
+        return None
+
+    return on_rank_zero(look)
+
+
+def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.Made]:
+    """The checkpoints in a Trainer's output directory that were made since the run began and are in no list of it."""
+    try:
+        began = (directory / LOCK_FILE).stat().st_mtime  # made when the run was, and never written to
+    except OSError:
+        began = 0.0
+    found = []
+    for path in output.glob("checkpoint-*"):
+        made = lineage.Made(path=str(path), step=_step_of(str(path)), by="huggingface")
+        if made.path not in listed and made.step > 0 and _is_whole(made) and path.stat().st_mtime >= began:
+            found.append(made)
+    if found:
+        steps = ", ".join(str(step) for step in sorted(one.step for one in found)[-4:])
+        _say(f"{directory / lineage.LINEAGE_FILE} does not name checkpoints in {output} (step {steps}): they count")
+    return found
+
+
+def _is_whole(made: lineage.Made) -> bool:
+    """Whether a Trainer's checkpoint has its state, which is written last, and of the step in its name."""
+    try:
+        state = json.loads(Path(made.path, _STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(state, dict) and state.get("global_step", made.step) == made.step
+
+
+def _step_of(path: str) -> int:
+    """The step in the name of a Trainer's checkpoint, -1 where there is none."""
+    number = path.rstrip("/").rpartition("checkpoint-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _environment(device: Any) -> Environment:
+    return Environment(
+        rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        device=device,
+    )
+
+
+def _say(text: str) -> None:
+    print(f"dsplan: {text}", file=sys.stderr, flush=True)
+
 
 # The script's own: what it optimizes with, and how fast.
 _LEFT_TO_SCRIPT = frozenset({"optim", "learning_rate", "weight_decay", "max_grad_norm"})

@@ -16,24 +16,23 @@ from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
 from hardware_db.probe import probe
 from planner import vocabulary as words
-from planner.candidates import shapes
-from planner.models.live import facts_from_module
-from planner.plan import Plan
-from planner.plan_io import load_plan, plan_to_dict
-from planner.request import WorkOptions, deepspeed_lacks, make_request
-from planner.resolve_cluster import probed_cluster
-from strategies.agree import on_rank_zero
+from planner.cluster.resolve import probed_cluster
+from planner.search.request import WorkOptions, deepspeed_lacks, make_request
+from planner.search.space import shapes
+from planner.types.plan import Plan
+from planner.types.plan_io import load_plan, plan_to_dict
+from strategies.autoplan.fallback import best_plan
+from strategies.autoplan.live import with_measured_rates
+from strategies.autoplan.rates import machine_rates
+from strategies.autoplan.select import unfit
+from strategies.distributed.consensus import on_rank_zero
+from strategies.distributed.same_model import require_same_model
 from strategies.errors import CannotRun
-from strategies.launch.agreed import current
-from strategies.launch.hooks.accepts import accepted
-from strategies.launch.hooks.say import say
-from strategies.launch.settings import ScriptKind
-from strategies.live_plan import with_measured_rates
-from strategies.machine_rates import machine_rates
-from strategies.monitor import RunMonitor
-from strategies.next_plan import best_plan
-from strategies.planning import unfit
-from strategies.same_model import require_same_model
+from strategies.launch.recognise import accepted
+from strategies.run_directory.agreed import current
+from strategies.run_directory.spec import ScriptKind
+from strategies.telemetry.monitor import RunMonitor
+from strategies.tracing.live import facts_from_module
 from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
 
 _SAMPLES_LOOKED_AT = 16
@@ -172,3 +171,34 @@ def own_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
+
+
+# What a hook tells the person at the terminal, once, from rank 0.
+
+
+def say(sentence: str) -> None:
+    """Print a line on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"dsplan: {sentence}", flush=True)
+
+
+def say_replaced(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Name every setting of the script that the plan changed; nothing where it changed none."""
+    changed = [
+        f"{name} {_short(before.get(name))} -> {_short(value)}"
+        for name, value in after.items()
+        if before.get(name) != value and not (_is_off(before.get(name)) and _is_off(value))
+    ]
+    if changed:
+        say("the plan replaces " + ", ".join(changed))
+
+
+def _is_off(value: Any) -> bool:
+    return not value or value == "no"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        stage = value.get("stage", value.get("zero_optimization", {}).get("stage"))
+        return f"stage {stage}" if stage is not None else "{...}"
+    return "unset" if value is None else str(value)

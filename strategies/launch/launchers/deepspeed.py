@@ -9,8 +9,8 @@ import sys
 from importlib.util import find_spec
 
 from hardware_db.errors import DsplanError
+from strategies.distributed.network import free_port
 from strategies.launch.launchers.process import RANK_MODULE, ProcessLauncher
-from strategies.reach import free_port
 
 _HOSTS = "deepspeed.hosts"
 

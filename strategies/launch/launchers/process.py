@@ -12,12 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from hardware_db.paths import provide_torch_extensions
-from strategies.launch.causes import AGENT_LOG
+from hardware_db.files import provide_torch_extensions
+from strategies.launch.diagnosis import AGENT_LOG
 from strategies.launch.run_lock import launcher_lock
-from strategies.launch.settings import Placement
-from strategies.launch.spec import RESULT_FILE, LaunchSpec, keep_result
-from strategies.launch.tail import LineFollower
+from strategies.run_directory.spec import RESULT_FILE, LaunchSpec, Placement, keep_result
+from strategies.telemetry.follow import LineFollower
 
 RANK_MODULE = "strategies.launch.rank_main"
 # What is started gets this long to end with its ranks before it is killed; NCCL teardown takes a few seconds.
@@ -84,7 +83,7 @@ class ProcessLauncher(ABC):
         """
         command, directory = self.command(), self.spec.directory
         if not self.ends_its_ranks:
-            command = [sys.executable, "-m", "strategies.launch.keeper", str(os.getpid()), *command]
+            command = [sys.executable, "-m", "strategies.launch.elastic.keeper", str(os.getpid()), *command]
         with launcher_lock(directory) as lock, (directory / AGENT_LOG).open("ab") as log:
             self._log_begins = log.tell()
             # A session of its own: Ctrl-C reaches only this process, which then stops the ranks in order.

@@ -1,7 +1,0 @@
-"""The types that points name."""
-
-from __future__ import annotations
-
-import torch
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,0 +1,75 @@
+"""Shortage: a plan that ran out of memory, and what it rules out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hardware_db.units import format_bytes
+from planner.cost.verdict import Judgement
+from planner.types.cluster import Cluster
+from planner.types.job import Job
+from planner.types.plan import Configuration, MemoryEstimate
+
+MORE_ROOM = 1.1
+"""A GPU with so many times the free memory is another matter; a display or a driver takes less."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shortage:
+    """A configuration of the same model and work that ran out of memory on this machine.
+
+    `peak_allocated_bytes` and `host_bytes_per_node` are what is predicted of it; `capacity_bytes` is what one device
+    was thought to have then, None where that is not known. `created_at` is when it ran and `id` its record in the
+    database; both are empty for one of the run that is planned for.
+    """
+
+    configuration: Configuration
+    peak_allocated_bytes: int
+    host_bytes_per_node: int = 0
+    capacity_bytes: int | None = None
+    created_at: str = ""
+    id: str = ""
+
+    @property
+    def when(self) -> str:
+        return f"here on {self.created_at[:10]}" if self.created_at else "in this run"
+
+    def counts_on(self, cluster: Cluster) -> bool:
+        """Whether it says anything of such devices: not where a device has more room than it had then."""
+        if cluster.device.is_cpu:
+            # What is free of a host changes by the minute; fewer ranks than then have more of it each.
+            return cluster.gpus >= self.configuration.world_size
+        return self.capacity_bytes is None or cluster.capacity_bytes <= MORE_ROOM * self.capacity_bytes
+
+    def rules_out(self, job: Job, memory: MemoryEstimate) -> bool:
+        """Whether a plan is this one or is predicted to take at least as much.
+
+        Of a plan that offloads it is not known which memory was short, so only what takes as much of both is out.
+        """
+        if not self.counts_on(job.cluster):
+            return False
+        if job.configuration == self.configuration:
+            return True
+        return memory.peak_allocated_bytes >= self.peak_allocated_bytes and (
+            not self.configuration.uses_host or memory.host_bytes_per_node >= self.host_bytes_per_node
+        )
+
+    def judgement(self, memory: MemoryEstimate) -> Judgement:
+        """That of a plan that is ruled out."""
+        need, failed = memory.peak_allocated_bytes, self.peak_allocated_bytes
+        reason = (
+            f"is predicted at {format_bytes(need)}, and a plan predicted at {format_bytes(failed)} ran out of memory"
+            f" {self.when}"
+        )
+        return Judgement(verdict="does_not_fit", pressure=max(need, failed) / max(failed - 1, 1), reason=reason)
+
+    def sentence(self) -> str:
+        """What happened, for the list of what was rejected."""
+        failed = self.configuration
+        kind = failed.activation_checkpointing
+        recomputing = "without checkpointing" if kind == "none" else f"with {kind} checkpointing"
+        forget = f"; `dsplan db forget {self.id[:8]}` allows it again" if self.id else ""
+        return (
+            f"ran out of memory {self.when} at micro-batch {failed.micro_batch_size} {recomputing}: nothing predicted"
+            f" at {format_bytes(self.peak_allocated_bytes)} or more is proposed{forget}"
+        )

@@ -1,0 +1,186 @@
+"""From what was asked of the hardware to a `Cluster`: named, described in a file, probed, or assumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hardware_db.datasheets import find_device, find_node_type
+from hardware_db.device import Device
+from hardware_db.probe import Machine, probe_hardware
+from planner import limits
+from planner.cluster.cluster_file import read_cluster_file
+from planner.cluster.nodes import (
+    Layout,
+    cluster_of,
+    default_node_type,
+    price_per_gpu,
+    spread,
+    usual_gpus_per_node,
+)
+from planner.cluster.probed import (
+    CPU_RANKS,
+    cpu_cluster,
+    gpu_cluster,
+    mig_cluster,
+    of_machine,
+    probed_cluster,
+)
+from planner.errors import ContradictoryRequest
+from planner.types.cluster import Cluster
+
+__all__ = ["HardwareRequest", "probed_cluster", "resolve_cluster"]
+
+ASSUMED_GPU = "A100-SXM4-80GB"
+ASSUMED_COUNT = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareRequest:
+    """The hardware flags as they were given. `gpus` is the total over all nodes.
+
+    `memory_gb` stands in for a datasheet that has no memory figure (1e9 bytes per device) and is ignored otherwise.
+
+    Raises:
+        ContradictoryRequest: a count is not between 1 and 1,000,000.
+    """
+
+    gpus: int | None = None
+    gpu: str | None = None
+    nodes: int | None = None
+    node_type: str | None = None
+    cluster_file: str | None = None
+    memory_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        for flag, count in (("--gpus", self.gpus), ("--nodes", self.nodes)):
+            limits.GPUS.check(flag, count)
+        limits.GIGABYTES.check("--max-memory-gb", self.memory_gb)
+
+
+def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) -> Cluster:
+    """The cluster that a request means; `machine` is what was probed (probed now where it is needed and None).
+
+    A cluster file, a node type or a GPU is planned for as named. With none of them it is the probed machine, and where
+    that has no GPU, 8 x A100-SXM4-80GB with a sentence in `assumed` that says so.
+
+    Raises:
+        UnknownName: a GPU, node type or link is in no catalogue.
+        ContradictoryRequest: the numbers cannot hold at the same time, or a device's memory is unknown.
+        BrokenFile: the cluster file cannot be used.
+    """
+    if request.cluster_file is not None:
+        cluster = read_cluster_file(request.cluster_file)
+        _agree(request, cluster)
+    elif request.node_type is not None:
+        cluster = _from_node_type(request)
+    elif request.gpu is not None and request.gpu.lower() == "cpu":
+        machine = machine or probe_hardware()
+        cluster = _from_cpu(request, machine)
+    elif request.gpu is not None:
+        cluster = _from_gpu(request, find_device(request.gpu))
+    else:
+        machine = machine or probe_hardware()
+        cluster = _from_machine(request, machine)
+    if cluster.probed and machine is not None:
+        cluster = of_machine(cluster, machine)
+    if cluster.gpus > limits.GPUS.most:
+        raise ContradictoryRequest(f"{cluster.gpus:,} GPUs are more than {limits.GPUS.most:,}; ask for fewer nodes")
+    return cluster
+
+
+def _from_node_type(request: HardwareRequest) -> Cluster:
+    node = find_node_type(request.node_type or "")
+    device = find_device(node.gpu)
+    if request.gpu is not None and find_device(request.gpu).name != device.name:
+        raise ContradictoryRequest(f"--node-type {node.name} has {device.name}, not {request.gpu}; drop one of the two")
+    per_node, gpus = node.gpus_per_node, request.gpus
+    if gpus is None:
+        layout = Layout(nodes=request.nodes or 1, gpus_per_node=per_node)
+    elif request.nodes is None and gpus < per_node:
+        layout = Layout(nodes=1, gpus_per_node=gpus)
+    else:
+        layout = Layout(nodes=request.nodes or gpus // per_node, gpus_per_node=per_node)
+    if gpus is not None and layout.gpus != gpus:
+        raise ContradictoryRequest(
+            f"--gpus {gpus} contradicts {layout.nodes} x {node.name}, which have {layout.nodes} x {per_node} = "
+            f"{layout.nodes * per_node} GPUs; drop --gpus or ask for a multiple of {per_node}"
+        )
+    return replace(cluster_of(device, layout, node, request.memory_gb), usd_per_gpu_hour=price_per_gpu(node))
+
+
+def _from_cpu(request: HardwareRequest, machine: Machine) -> Cluster:
+    nodes = request.nodes or 1
+    ranks = request.gpus or CPU_RANKS * nodes
+    if ranks % nodes:
+        raise ContradictoryRequest(
+            f"--gpus {ranks} ranks do not divide over --nodes {nodes}; ask for a multiple of {nodes}"
+        )
+    return cpu_cluster(machine.host, ranks // nodes, nodes)
+
+
+def _from_gpu(request: HardwareRequest, device: Device) -> Cluster:
+    """As many as asked for; without a number all GPUs of the nodes asked for, else one GPU."""
+    per_node = usual_gpus_per_node(device)
+    gpus = request.gpus or (request.nodes * per_node if request.nodes else 1)
+    layout = spread(gpus, request.nodes, device)
+    node = default_node_type(device, layout.gpus_per_node)
+    cluster = cluster_of(device, layout, node, request.memory_gb)
+    remarks = [cluster.assumed] if cluster.assumed else []
+    if node is not None:
+        enlarged = f", enlarged to {layout.gpus_per_node} GPUs" if layout.gpus_per_node > node.gpus_per_node else ""
+        remarks.append(f"host and links are taken from {node.name}{enlarged}")
+    if layout.gpus_per_node > max(per_node, node.gpus_per_node if node else 0):
+        remarks.append(f"{layout.gpus_per_node} of these GPUs in one node is more than any known machine has")
+    return replace(cluster, assumed="; ".join(remarks))
+
+
+def _from_machine(request: HardwareRequest, machine: Machine) -> Cluster:
+    here = machine.usable_gpus
+    slices = None if here else mig_cluster(machine)
+    if slices is not None and request.gpus in (None, 1) and request.nodes in (None, 1):
+        return slices
+    if not here:
+        return _assumed(request, machine)
+    if request.gpus is not None and request.gpus <= len(here) and request.nodes in (None, 1):
+        return gpu_cluster(machine, here[: request.gpus])
+    if request.gpus is None:
+        return gpu_cluster(machine, here, nodes=request.nodes or 1)
+    return _more_than_here(request, machine)
+
+
+def _assumed(request: HardwareRequest, machine: Machine) -> Cluster:
+    device = find_device(ASSUMED_GPU)
+    gpus = request.gpus or ASSUMED_COUNT * (request.nodes or 1)
+    cluster = _from_gpu(replace(request, gpus=gpus), device)
+    why = "no GPU found here" if not machine.gpus else "no GPU here can be used"
+    sentence = f"{why}; assumed {gpus} x {device.name} (name yours with --gpu)"
+    return replace(cluster, assumed=f"{sentence}; {cluster.assumed}")
+
+
+def _more_than_here(request: HardwareRequest, machine: Machine) -> Cluster:
+    """More GPUs of the kind that is here: nodes like this one, or one fuller node where that would hold them."""
+    here = machine.usable_gpus
+    cluster = gpu_cluster(machine, here)
+    gpus = request.gpus or len(here)
+    if request.nodes is None and gpus % len(here) == 0 and gpus > usual_gpus_per_node(cluster.device):
+        return gpu_cluster(machine, here, nodes=gpus // len(here))
+    if request.nodes is not None and gpus == request.nodes * len(here):
+        return gpu_cluster(machine, here, nodes=request.nodes)
+    named = _from_gpu(request, cluster.device)
+    found = f"{len(here)} x {cluster.device.name} found here, planned for {gpus} of them"
+    return replace(named, assumed="; ".join(part for part in (found, named.assumed) if part))
+
+
+def _agree(request: HardwareRequest, cluster: Cluster) -> None:
+    """A cluster file says everything about the cluster; flags beside it may only repeat it."""
+    for flag, asked, held in (
+        ("--gpus", request.gpus, cluster.gpus),
+        ("--nodes", request.nodes, cluster.nodes),
+        ("--gpu", request.gpu and find_device(request.gpu).name, cluster.device.name),
+        ("--node-type", request.node_type and find_node_type(request.node_type).name, cluster.node_type),
+    ):
+        if asked is not None and asked != held:
+            raise ContradictoryRequest(
+                f"{flag} {asked} contradicts {request.cluster_file}, which describes {cluster.nodes} x "
+                f"{cluster.gpus_per_node} {cluster.device.name}; drop {flag} or change the file"
+            )

@@ -1,0 +1,1 @@
+"""The forms of activation memory, and what they come to for a job."""

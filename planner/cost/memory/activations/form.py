@@ -1,0 +1,275 @@
+"""Form: the activations of an architecture, closed: polynomials in the dimensions of model and batch.
+
+Forms are derived from traces of the real modules (`strategies.tracing.forms.derive`) and kept in `forms/`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from planner.models.facts import ModelFacts
+
+# Polynomial: a number of bytes (or elements) as a sum of products of a model's and a batch's dimensions.
+
+
+Polynomial: TypeAlias = Mapping[str, float]
+ZERO: Polynomial = {}
+
+
+def added(polynomials: Iterable[Polynomial]) -> dict[str, float]:
+    """The sum, without terms that cancel."""
+    total: dict[str, float] = {}
+    for polynomial in polynomials:
+        for term, coefficient in polynomial.items():
+            total[term] = total.get(term, 0.0) + coefficient
+    return {term: value for term, value in total.items() if value}
+
+
+def scaled(polynomial: Polynomial, factor: float) -> dict[str, float]:
+    """Every coefficient times `factor`."""
+    return {term: coefficient * factor for term, coefficient in polynomial.items()}
+
+
+def subtracted(left: Polynomial, right: Polynomial) -> dict[str, float]:
+    """`left` less `right`."""
+    return added((left, scaled(right, -1.0)))
+
+
+def multiplied(left: Polynomial, right: Polynomial) -> dict[str, float]:
+    """The product."""
+    return added(
+        {" ".join(sorted((*first.split(), *second.split()))): one * other}
+        for first, one in left.items()
+        for second, other in right.items()
+    )
+
+
+def value(polynomial: Polynomial, dimensions: Mapping[str, float]) -> float:
+    """The number, with every symbol replaced.
+
+    Raises:
+        KeyError: a symbol has no value.
+    """
+    total = 0.0
+    for term, coefficient in polynomial.items():
+        for symbol in term.split():
+            coefficient *= dimensions[symbol]
+        total += coefficient
+    return total
+
+
+def per_sample(polynomial: Polynomial, dimensions: Mapping[str, float]) -> tuple[float, float]:
+    """What does not depend on the samples of a batch (symbol `b`), and what each sample adds; `b` is left out of
+    `dimensions`. No activation grows faster than the batch.
+
+    Raises:
+        KeyError: a symbol has no value.
+    """
+    fixed = grows = 0.0
+    for term, coefficient in polynomial.items():
+        symbols = term.split()
+        batched = "b" in symbols
+        for symbol in symbols:
+            if symbol != "b":
+                coefficient *= dimensions[symbol]
+        if batched:
+            grows += coefficient
+        else:
+            fixed += coefficient
+    return fixed, grows
+
+
+# Structure: what two models must share for the same memory form to hold for both, whatever their sizes.
+
+
+_FIELDS = (
+    *("model_type", "kind", "tie_word_embeddings", "gated_mlp", "activation", "norm", "norms_per_layer"),
+    *("final_norm", "qk_norm", "post_norm", "parallel_residual", "position_type", "sliding_window_pattern"),
+    *("fused_qkv", "fused_gate_up", "embedding_layernorm", "mlm_transform", "shared_layers", "layer_scale"),
+    *("new_decoder_architecture", "shared_expert_gate", "share_att_key", "pooler"),
+)
+_PRESENT = (
+    *("hidden_dropout", "attention_dropout", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("num_shared_experts", "shared_expert_intermediate_size", "first_k_dense", "sliding_window"),
+)
+
+
+def structure_of(facts: ModelFacts) -> dict[str, str]:
+    """The structure by field, in words."""
+    words = {name: str(getattr(facts, name)) for name in _FIELDS}
+    words |= {name: str(bool(getattr(facts, name))) for name in _PRESENT}
+    words["heads"] = _heads(facts)
+    words["latent"] = str(facts.mla is not None and (2 if facts.mla.q_lora_rank else 1))
+    words["moe"] = str(facts.is_moe)
+    words["embedding"] = str(facts.embedding_size not in (0, facts.hidden_size))
+    words["projected"] = str(facts.word_embed_proj_dim not in (0, facts.hidden_size))
+    words["partly_rotated"] = str(facts.rotary_dim > 0 or facts.rotary_pct < 1)
+    return words
+
+
+def _heads(facts: ModelFacts) -> str:
+    if facts.num_kv_heads == facts.num_heads:
+        return "one key head each"
+    return "one key head for all" if facts.num_kv_heads == 1 else "grouped"
+
+
+def difference(one: dict[str, str], other: dict[str, str]) -> int:
+    """In how many fields two structures differ."""
+    return sum(one.get(name) != other.get(name) for name in one.keys() | other.keys())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """What is alive at one moment beside weights, inputs and what was there before the part that is running.
+
+    `activations` in bytes; `cast`: bytes of autocast's copies of weights; `gradients`: elements of weights whose
+    gradient this part has made.
+    """
+
+    activations: Polynomial
+    cast: Polynomial
+    gradients: Polynomial
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockForm:
+    """One kind of block. All but the gradients of its moments in bytes.
+
+    `kept` until its backward; `cast` copies of its weights that live as long; `buffers` of the module; `boundary`: its
+    output, which is all that full checkpointing keeps; `products`: outputs of matrix products and attention, which
+    selective checkpointing keeps as well, `unused` those of them that come after all that backward needs; `input`: what
+    the block was given, where nothing but checkpointing keeps it. `once`: what the first block of the kind, and what
+    lies between it and an earlier stack, keep beyond what the others do, such as T5's position bias, which all blocks
+    are handed; `handed`: as much of it as is kept under checkpointing too; `again`: what the first block makes besides
+    when it is run again; `waiting`: gradients of what is handed on, which are added up until the first block's
+    backward.
+
+    The moments that can be a peak: `forward` and `backward` over what was alive before the block, the latter with what
+    the block itself kept; `recomputed` where the block runs again up to the last tensor that backward needs, `replayed`
+    the same beside the products that are still to be used.
+    """
+
+    kept: Polynomial
+    cast: Polynomial
+    buffers: Polynomial
+    boundary: Polynomial
+    products: Polynomial
+    unused: Polynomial
+    input: Polynomial
+    once: Polynomial = field(default_factory=dict)
+    handed: Polynomial = field(default_factory=dict)
+    again: Polynomial = field(default_factory=dict)
+    waiting: Polynomial = field(default_factory=dict)
+    forward: tuple[Moment, ...]
+    backward: tuple[Moment, ...]
+    recomputed: tuple[Moment, ...]
+    replayed: tuple[Moment, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """One architecture in one precision and with one kind of attention. `buffers`: bytes of those outside the blocks.
+
+    `blocks` by the names that `planner.cost.memory.activations.dimensions` gives them; `before` is what the part in front of the blocks
+    keeps, `loss` and `loss_backward` are moments of head and loss over what all blocks keep, `table_backward` those
+    after the first block's backward, over `before`.
+    """
+
+    blocks: Mapping[str, BlockForm]
+    buffers: Polynomial
+    before: Moment
+    loss: tuple[Moment, ...]
+    loss_backward: tuple[Moment, ...]
+    table_backward: tuple[Moment, ...]
+
+
+# Form files: where the memory forms of all architectures are kept, one JSON file per model type.
+
+
+TYPICAL = {"encoder": "bert", "encoder-decoder": "bart", "speech-encoder-decoder": "whisper", "vision": "vit"}
+TYPICAL |= {"vision-text": "clip"}
+FORMS = Path(__file__).parent / "forms"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A form, and in how many fields the structure it was derived from differs from the model's."""
+
+    form: Form
+    differences: int
+
+
+def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | None:
+    """The form of the structure nearest to this one, in the first of the variants that its model type has; a type that
+    was never traced in any takes that of a typical model of its kind. None where that has none either."""
+    for model_type in (structure["model_type"], TYPICAL.get(structure["kind"], "llama")):
+        for variant in variants:
+            entries = [entry for entry in _file(model_type) if variant in entry["forms"]]
+            if entries:
+                distances = [difference(dict(structure), entry["structure"]) for entry in entries]
+                place = distances.index(min(distances))
+                return Found(form=_form(entries[place]["forms"][variant]), differences=distances[place])
+    return None
+
+
+@functools.cache
+def _file(model_type: str) -> Sequence[Mapping[str, Any]]:
+    path = FORMS / f"{model_type}.json"
+    if not path.is_file():
+        return ()
+    structures: Sequence[Mapping[str, Any]] = json.loads(path.read_text())["structures"]
+    return structures
+
+
+def form_to_dict(form: Form) -> dict[str, Any]:
+    """The form as JSON keeps it."""
+    return {
+        "blocks": {name: _block_to_dict(block) for name, block in form.blocks.items()},
+        "buffers": _numbers(form.buffers),
+        "before": _moment_to_list(form.before),
+        **{name: [_moment_to_list(moment) for moment in getattr(form, name)] for name in _ENDS},
+    }
+
+
+_ENDS = ("loss", "loss_backward", "table_backward")
+_KEPT = ("kept", "cast", "buffers", "boundary", "products", "unused", "input", "once", "handed", "again", "waiting")
+_PASSES = ("forward", "backward", "recomputed", "replayed")
+
+
+def _block_to_dict(block: BlockForm) -> dict[str, Any]:
+    moments = {name: [_moment_to_list(moment) for moment in getattr(block, name)] for name in _PASSES}
+    kept = {name: _numbers(getattr(block, name)) for name in _KEPT}
+    return {**{name: numbers for name, numbers in kept.items() if numbers}, **moments}
+
+
+def _moment_to_list(moment: Moment) -> list[dict[str, float]]:
+    return [_numbers(moment.activations), _numbers(moment.cast), _numbers(moment.gradients)]
+
+
+def _numbers(polynomial: Polynomial) -> dict[str, float]:
+    return {term: int(number) if number == int(number) else number for term, number in polynomial.items()}
+
+
+def _form(written: Mapping[str, Any]) -> Form:
+    return Form(
+        blocks={name: _block(block) for name, block in written["blocks"].items()},
+        buffers=written["buffers"],
+        before=_moment(written["before"]),
+        **{name: tuple(_moment(moment) for moment in written[name]) for name in _ENDS},
+    )
+
+
+def _block(written: Mapping[str, Any]) -> BlockForm:
+    values: dict[str, Any] = {name: written.get(name, ZERO) for name in _KEPT}
+    values |= {name: tuple(_moment(moment) for moment in written[name]) for name in _PASSES}
+    return BlockForm(**values)
+
+
+def _moment(written: Sequence[Polynomial]) -> Moment:
+    activations, cast, gradients = written
+    return Moment(activations=activations, cast=cast, gradients=gradients)

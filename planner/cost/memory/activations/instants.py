@@ -1,0 +1,256 @@
+"""Instants: the moments of one micro-batch's forward, loss and backward that can be the peak.
+
+An instant says what is alive beside weights and optimizer states: what strategies then add (gathered weights, reduced
+gradients, buckets) depends on which unit is at work and how much of the model is already done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Literal
+
+from planner.cost.memory.activations.figures import BlockFigures, Figures, Peak, figures_of
+from planner.cost.memory.ledger import NOTHING, Amount, plus, times
+from planner.cost.precision import Recipe
+from planner.types.job import Job
+
+Unit = Literal["head", "block", "table"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Instant:
+    """One moment on one rank.
+
+    `unit` is what runs: the head with the loss, a block, or the token table with what surrounds it. `activations`
+    (whatever the batch, and by sample) and `cast` (autocast's copies of weights) in bytes; `unit_gradients`: elements
+    of this unit's weights whose gradient is made by now; `done_gradients`: elements of weights in the units that have
+    finished their backward; `blocks_done`: blocks that have finished in this pass (forward or backward), out of
+    `blocks`; `enters`: whether the unit has not begun its pass yet, so that nothing of it is alive but what a strategy
+    fetches for it (in backward: the first block, when the head's gradients are all there and the logits gone);
+    `leaves`: whether it has just ended its backward, so that nothing of it is left but its gradients.
+    """
+
+    phase: Literal["forward", "loss", "backward"]
+    unit: Unit
+    activations: Amount
+    cast: float
+    unit_gradients: float = 0.0
+    done_gradients: float = 0.0
+    blocks_done: int = 0
+    blocks: int = 0
+    enters: bool = False
+    leaves: bool = False
+
+
+def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
+    """Every instant that can be the peak on the worst pipeline stage.
+
+    In a pipeline (1F1B) the first stage holds `pp` micro-batches and no logits, the last one micro-batch and the
+    logits (Narayanan et al. 2021, section 2.2); the instants of both are given.
+    """
+    figures = figures_of(job, recipe)
+    step = _Step(job, recipe, figures)
+    if job.configuration.pp == 1:
+        return [*step.forward(), *step.loss(), *step.backward(in_flight=1), *step.table(in_flight=1)]
+    flight = job.configuration.pp
+    first = [*step.backward(in_flight=flight), *step.table(in_flight=flight)]
+    return [*step.forward(), *step.loss(), *step.backward(in_flight=1), *first]
+
+
+class _Step:
+    """One stage's blocks."""
+
+    def __init__(self, job: Job, recipe: Recipe, figures: Figures) -> None:
+        configuration = job.configuration
+        self._job, self._figures = job, figures
+        self._checkpointing = configuration.activation_checkpointing
+        self._counts = [-(-block.count // configuration.pp) for block in figures.blocks]
+        per_block = job.counts.in_blocks / configuration.tp / max(sum(block.count for block in figures.blocks), 1)
+        self._parameters = per_block
+        self._tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
+        self._head = 0.0 if self._tied else job.counts.head / configuration.tp
+        width = job.facts.embedding_size or job.facts.word_embed_proj_dim or job.facts.hidden_size
+        self._table = job.facts.vocab_size * width / configuration.tp
+        self._gradient_width = recipe.gather  # of a gradient that autograd has just made
+
+        # What waits in host memory is on no device; a CPU's is both.
+        self._parks = configuration.activations_on_host and not job.cluster.device.is_cpu
+        keeps_all = self._checkpointing == "none"
+        self._each = [self._kept(block) for block in figures.blocks]
+        self._once = [block.once if keeps_all else block.handed for block in figures.blocks]
+        stacks = zip(self._once, self._counts, self._each, strict=True)
+        kept = (plus(once, times(count, each)) for once, count, each in stacks)
+        self._earlier = list(accumulate(kept, plus, initial=figures.before.activations))
+        casts = (count * block.cast for count, block in zip(self._counts, figures.blocks, strict=True))
+        self._earlier_casts = list(accumulate(casts, initial=figures.before.cast))
+        self._blocks = sum(self._counts)
+        self._waiting = self._waiting_table()
+        self._is_replica = configuration.strategy in ("single", "ddp")
+
+    def _kept(self, block: BlockFigures) -> Amount:
+        if self._checkpointing == "none":
+            return block.kept
+        boundary = NOTHING if self._parks else block.boundary
+        return plus(boundary, block.products) if self._checkpointing == "selective" else boundary
+
+    def _before(self, place: int, done: int) -> Amount:
+        """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one with what the
+        first of them hands to the others, which is there while any of them is at work."""
+        before = plus(self._earlier[place], self._once[place], times(done, self._each[place]))
+        # The input of the block at work is on the device.
+        return plus(before, times(min(done, 1), self._figures.blocks[place].boundary)) if self._parks else before
+
+    def _fetched(self, place: int, done: int) -> Amount:
+        """The parked input of the block that backward comes to next, which is on its way already."""
+        return self._figures.blocks[place].boundary if self._parks and done > 1 else NOTHING
+
+    def _all_kept(self) -> Amount:
+        return self._earlier[-1]
+
+    def _casts(self, place: int, done: int) -> float:
+        """Cast copies of the weights of all blocks before; under checkpointing they live until the forward ends."""
+        return self._earlier_casts[place] + (done * self._figures.blocks[place].cast if done else 0.0)
+
+    def forward(self) -> Iterator[Instant]:
+        """The last block of each stack; the end of the pass where a module has no repeated blocks."""
+        if not self._figures.blocks:
+            yield Instant(phase="forward", unit="table", activations=self._all_kept(), cast=self._casts(0, 0))
+        for place, (block, count) in enumerate(zip(self._figures.blocks, self._counts, strict=True)):
+            before = self._before(place, count - 1)
+            for peak in (None, *block.forward):
+                yield Instant(
+                    phase="forward",
+                    unit="block",
+                    activations=plus(before, peak.activations) if peak else before,
+                    cast=self._casts(place, count - 1) + (peak.cast if peak else 0.0),
+                    blocks_done=sum(self._counts[: place + 1]) - 1,
+                    blocks=self._blocks,
+                    enters=peak is None,
+                )
+
+    def loss(self) -> Iterator[Instant]:
+        """Head and loss, forward and backward."""
+        kept, casts = self._all_kept(), self._casts(len(self._counts), 0)
+        recomputes = self._checkpointing != "none"
+        for peak in self._figures.loss:
+            yield self._at_the_head("loss", kept, casts, peak)
+        for peak in self._figures.loss_backward:
+            yield self._at_the_head("backward", kept, 0.0 if recomputes else casts, peak)
+
+    def _at_the_head(self, phase: Literal["loss", "backward"], kept: Amount, casts: float, peak: Peak) -> Instant:
+        return Instant(
+            phase=phase,
+            unit="head",
+            activations=plus(kept, peak.activations),
+            cast=casts + peak.cast,
+            unit_gradients=peak.gradients,
+            blocks_done=sum(self._counts) if phase == "loss" else 0,
+            blocks=self._blocks,
+        )
+
+    def backward(self, *, in_flight: int) -> Iterator[Instant]:
+        """The first two blocks and the last two of each stack, in backward order: the second one's gradients are made
+        beside the first one's reduction, and beside the one before the last there is one more to be fetched."""
+        others = times(in_flight - 1, self._all_kept())
+        finished = 0
+        for place in reversed(range(len(self._counts))):
+            count = self._counts[place]
+            for done in sorted(self._places(count), reverse=True):
+                yield from self._block_backward(place, done, behind=finished + count - 1 - done, others=others)
+            finished += count
+            if place and self._job.facts.kind.endswith("encoder-decoder"):
+                yield self._between_stacks(place, finished, others)
+
+    def _places(self, count: int) -> set[int]:
+        """Blocks of a stack at which a peak can be; a replica's bytes change evenly from the last to the first."""
+        ends = {count - 1, 0}
+        return ends if self._is_replica else ends | {max(count - 2, 0), min(1, count - 1)}
+
+    def _block_backward(self, place: int, done: int, *, behind: int, others: Amount) -> Iterator[Instant]:
+        """A block with `done` others before it in its stack, `behind` after it; beside what forward kept, the gradient
+        of its output when it begins, of its input when it ends."""
+        block, recomputes = self._figures.blocks[place], self._checkpointing != "none"
+        before = plus(others, self._before(place, done), self._fetched(place, done))
+        gradients = plus(block.boundary, block.waiting, (self._waiting, 0.0))
+        casts = 0.0 if recomputes else self._casts(place, done)
+        instant = partial(
+            Instant,
+            phase="backward",
+            unit="block",
+            done_gradients=self._head + behind * self._parameters + self._finished_table(place),
+            blocks_done=behind,
+            blocks=self._blocks,
+        )
+        if not self._is_replica:
+            yield instant(
+                activations=plus(others, self._before(place, done + 1), gradients),
+                cast=0.0 if recomputes else self._casts(place, done + 1),
+                enters=True,
+            )
+            yield instant(
+                activations=plus(before, gradients),
+                cast=casts,
+                unit_gradients=self._parameters,
+                leaves=True,
+            )
+        # A first block that is run again makes all that it made before, not only what the others are given.
+        inside = plus(before, block.again) if recomputes and done == 0 else before
+        for activations, cast, made in self._inside(block):
+            yield instant(activations=plus(inside, activations), cast=casts + cast, unit_gradients=made)
+
+    def _finished_table(self, place: int) -> float:
+        """The table's gradient while a speech model's encoder, which reads no tokens, is in its backward."""
+        return self._table if place == 0 and self._job.facts.kind == "speech-encoder-decoder" else 0.0
+
+    def _waiting_table(self) -> float:
+        """The head's gradient of a table it shares, which autograd holds until the table's own is there to be added;
+        the moments inside a block have it."""
+        has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq")
+        return self._gradient_width * self._table if self._tied and has_head else 0.0
+
+    def _between_stacks(self, place: int, finished: int, others: Amount) -> Instant:
+        """The backward of a decoder's table, with all that its encoder kept."""
+        return Instant(
+            phase="backward",
+            unit="table",
+            activations=plus(others, self._earlier[place], (self._shared_table(), 0.0)),
+            cast=0.0 if self._checkpointing != "none" else self._casts(place, 0),
+            done_gradients=self._head + finished * self._parameters,
+            blocks_done=finished,
+            blocks=self._blocks,
+        )
+
+    def _shared_table(self) -> float:
+        """The decoder's gradient of its table, between the stacks: where the head shares it, a second tensor beside the
+        head's, and then a third, their sum."""
+        return (3 if self._tied else 1) * self._gradient_width * self._table
+
+    def _inside(self, block: BlockFigures) -> Iterator[tuple[Amount, float, float]]:
+        """Moments of one block's backward; under checkpointing the block is run again first, beside the gradient of
+        its output."""
+        runs = {"none": (), "full": block.recomputed, "selective": block.replayed}[self._checkpointing]
+        for peak in runs:
+            yield plus(block.boundary, block.waiting, peak.activations), peak.cast, 0.0
+        beside = NOTHING if self._checkpointing == "none" else block.input
+        if self._checkpointing == "selective":
+            beside = plus(beside, block.unused)
+        for peak in block.backward:
+            yield plus(beside, peak.activations), peak.cast, peak.gradients
+
+    def table(self, *, in_flight: int) -> Iterator[Instant]:
+        """What comes after the first block's backward: the token table and the rest outside the blocks."""
+        others = times(in_flight - 1, self._all_kept())
+        for peak in self._figures.table_backward:
+            yield Instant(
+                phase="backward",
+                unit="table",
+                activations=plus(others, self._figures.before.activations, peak.activations),
+                cast=peak.cast,
+                unit_gradients=peak.gradients,
+                done_gradients=self._head + sum(self._counts) * self._parameters,
+                blocks_done=sum(self._counts),
+                blocks=self._blocks,
+            )

@@ -1,0 +1,44 @@
+"""What whole replicas (`single`, `ddp`) hold besides states and activations: gradients and DDP's buckets.
+
+Source: torch 2.13's `DistributedDataParallel` with its defaults and its reducer (`csrc/distributed/c10d/reducer.cpp`):
+buckets of 1 MiB, then 25 MiB, that hold a copy of every gradient, made once and kept (`gradient_as_bucket_view` off).
+"""
+
+from __future__ import annotations
+
+from planner.cost.memory.activations.instants import Instant
+from planner.cost.memory.ledger import Ledger
+from planner.cost.memory.units import ALLOCATION_BYTES, units_of
+from planner.cost.precision import ERROR_BYTES, Recipe
+from planner.types.job import Job
+
+_BUCKET_BYTES = 25 << 20
+
+
+class ReplicaHolding:
+    """Gradients, DDP's buckets and autocast's copies of weights, at every moment but the optimizer's step."""
+
+    def __init__(self, job: Job, recipe: Recipe) -> None:
+        units = units_of(job)
+        self._width, self._largest = recipe.gradient, units.largest
+        self._adds = job.configuration.gradient_accumulation_steps > 1
+        self._all = units.bytes(recipe.gradient)
+        self.buckets = 0.0
+        if job.configuration.strategy == "ddp":
+            self.buckets = _buckets(recipe.gradient * units.elements)
+            if job.configuration.gradient_compression == "int8":
+                # What the sums and the means leave out: of the others' runs, and of this rank's.
+                self.buckets += ERROR_BYTES * units.elements
+
+    def at(self, instant: Instant) -> Ledger:
+        """A micro-batch after the first adds to gradients that are all there, tensor by tensor."""
+        if self._adds:
+            gradients = self._all + self._width * min(instant.unit_gradients, self._largest)
+        else:
+            gradients = self._width * (instant.done_gradients + instant.unit_gradients)
+        return Ledger(gradients=gradients, buffers=self.buckets, temporaries=instant.cast)
+
+
+def _buckets(size: float) -> float:
+    """Bytes. Where a bucket ends depends on the order of gradients, so that its rounding is taken at its mean."""
+    return size + (1 + size // _BUCKET_BYTES) * ALLOCATION_BYTES / 2

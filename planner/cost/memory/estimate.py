@@ -1,0 +1,139 @@
+"""Phases of one step, each a ledger; the largest is the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from planner.cost.memory.activations.figures import buffer_bytes
+from planner.cost.memory.host import host_bytes, host_load_bytes
+from planner.cost.memory.ledger import Ledger, States
+from planner.cost.memory.load import load_ledger, saving_of
+from planner.cost.memory.overhead import closed_form_margin, device_use, library_workspace
+from planner.cost.memory.states import nominal_states_of, states_of
+from planner.cost.memory.timeline import largest_moments
+from planner.cost.precision import Recipe, recipe_of
+from planner.types.job import Job
+from planner.types.plan import MemoryEstimate
+
+# Evaluation: a forward pass without gradients, and the logits that its loop keeps on the device.
+
+
+KEPT_BYTES = 4
+"""Per logit that is kept: accelerate's `convert_outputs_to_fp32`."""
+
+
+def evaluation_ledger(job: Job, recipe: Recipe, forward: Ledger) -> Ledger:
+    """The largest moment of an evaluation; `forward` is a training step's forward phase, whose weights, optimizer
+    states and gathered parameters it has too."""
+    working = max(_block(job, recipe), _logits_and_loss(job, recipe))
+    step, kept = _step_logits(job), job.workload.evaluation_steps_kept
+    if kept:
+        everyones = KEPT_BYTES * step * job.configuration.dims.data_parallel
+        working = max((kept - 1) * everyones + working, (2 * kept if kept > 1 else 1) * everyones + KEPT_BYTES * step)
+    return replace(forward, gradients=0, activations=working)
+
+
+def _tokens(job: Job) -> int:
+    return job.workload.evaluation_batch_size * job.configuration.sequence_length
+
+
+def _block(job: Job, recipe: Recipe) -> float:
+    """What one block's forward works with when nothing is saved: its input and norm, and the attention's tensors or
+    the MLP's."""
+    facts, tokens = job.facts, _tokens(job)
+    if facts.kind == "custom":
+        return _unknown_block(job, recipe)
+    attention = 2 * facts.head_dim * (facts.num_heads + facts.num_kv_heads)
+    scores = facts.num_heads * job.configuration.sequence_length * (4 + recipe.compute) if job.eager_attention else 0
+    width = facts.moe_intermediate_size or facts.intermediate_size
+    copies = (5 if facts.composite_activation else 2) + facts.gated_mlp
+    mlp = copies * width * max(facts.experts_per_token, 1)
+    stream = facts.hidden_size * (2 * recipe.residual + 4)
+    return tokens * (stream + max(recipe.compute * attention + scores, recipe.compute * mlp)) / job.configuration.tp
+
+
+def _unknown_block(job: Job, recipe: Recipe) -> float:
+    """A custom module: what a trace says that one block keeps, or its matrices' inputs and outputs."""
+    if job.facts.traced:
+        return job.workload.evaluation_batch_size * max(traced.block for traced in job.facts.traced.values())
+    return _tokens(job) * 2 * recipe.compute * job.counts.largest_block / max(job.facts.hidden_size, 1)
+
+
+def _step_logits(job: Job) -> float:
+    """Logits of one step on one device: for each token and word, or for each sample and label."""
+    facts, workload = job.facts, job.workload
+    if workload.task in ("seq-cls", "image-cls") or not facts.vocab_size:
+        return workload.evaluation_batch_size * max(facts.num_labels, 1)
+    return _tokens(job) * facts.vocab_size / job.configuration.tp
+
+
+def _logits_and_loss(job: Job, recipe: Recipe) -> float:
+    """Logits, their fp32 copy where they are 16-bit, and the log-softmax of the loss."""
+    return _step_logits(job) * (recipe.compute + (4 if recipe.compute < 4 else 0) + 4)
+
+
+PHASES = ("forward", "loss", "backward", "step")
+
+
+def memory_estimate(job: Job) -> MemoryEstimate:
+    """Bytes on the busiest rank in the steady state, by category and phase, and what the process uses beyond them."""
+    recipe = recipe_of(job.configuration)
+    states = states_of(job, recipe)
+    phases = _phases_of(job, recipe, states)
+    margin = closed_form_margin(job, max(phases.values(), key=lambda ledger: ledger.total))
+    return _composed(job, states, phases, margin)
+
+
+def phases_of(job: Job) -> dict[str, Ledger]:
+    """What is alive on the busiest rank at the peak of each phase; `eval` and `save` only where they were asked for."""
+    recipe = recipe_of(job.configuration)
+    return _phases_of(job, recipe, states_of(job, recipe))
+
+
+def _phases_of(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
+    phases = {"load": load_ledger(job, recipe, states), **_phases_of_step(job, recipe, states)}
+    if job.workload.evaluation_batch_size:
+        phases["eval"] = evaluation_ledger(job, recipe, phases["forward"])
+    if job.workload.save != "none":
+        resting = replace(phases["step"], gradients=0, temporaries=library_workspace(job))
+        phases["save"] = resting + saving_of(job, recipe, states).device
+    return phases
+
+
+def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
+    """The estimate that follows from the phases; `margin` is the share of the peak that its upper bound adds."""
+    return _composed(job, states_of(job, recipe_of(job.configuration)), phases, margin)
+
+
+def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
+    nominal = nominal_states_of(job, recipe_of(job.configuration))
+    peak_phase = max(phases, key=lambda name: phases[name].total)
+    categories = phases[peak_phase].rounded()
+    allocated = sum(categories.values())
+    use = device_use(job, allocated, margin)
+    return MemoryEstimate(
+        **{f"{name}_bytes": value for name, value in categories.items()},
+        peak_allocated_bytes=allocated,
+        peak_phase=peak_phase,
+        peak_reserved_bytes=use.reserved,
+        device_overhead_bytes=use.beside,
+        device_used_bytes=use.used,
+        device_used_upper_bytes=use.upper,
+        host_bytes_per_node=round(host_bytes(job, states, use.used)),
+        host_load_bytes_per_node=round(host_load_bytes(job)),
+        phases={name: round(ledger.total) for name, ledger in phases.items()},
+        states={
+            "parameters_bytes": round(nominal.parameters),
+            "gradients_bytes": round(nominal.gradients),
+            "optimizer_bytes": round(nominal.optimizer),
+        },
+    )
+
+
+def _phases_of_step(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
+    """The largest moment of each phase of the step."""
+    weights = states.parameters + buffer_bytes(job, recipe)
+    always = Ledger(parameters=weights, optimizer=states.optimizer, temporaries=library_workspace(job))
+    largest = largest_moments(job, recipe, states)
+    return {phase: always + largest[phase] for phase in PHASES}

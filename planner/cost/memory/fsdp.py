@@ -1,0 +1,281 @@
+"""What FSDP2 holds besides states and activations, moment by moment: gathered units and reduction buffers.
+
+Source: torch 2.13's `distributed/fsdp/_fully_shard` (`_fsdp_param_group.py`, `_fsdp_collectives.py`, `_fsdp_state.py`).
+The blocks are units of their own; everything outside them is the root unit, which stays gathered from the start of
+forward to the end of backward. Buffers live as long as Python refers to them, on a CPU as on a GPU:
+
+* A gather makes one buffer (`collected`) from a 16-bit copy of the shards (`staged`) and copies it out to one storage
+  per parameter (`unsharded`). In forward the buffer stays until the next unit's is copied out; in backward it goes at
+  once, but the next unit has been gathered while this one works.
+* A reduction copies the unit's gradients into one buffer (`summed`), which stays until the next unit reduces; what
+  comes out (`kept`) is the sharded gradient. Parameters are freed before it, gradients after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from planner.cost.memory.activations.instants import Instant
+from planner.cost.memory.ledger import Ledger
+from planner.cost.memory.units import Unit, Units, rank_units, rounded
+from planner.cost.precision import Recipe
+from planner.models.facts import ParameterCounts
+from planner.types.job import Job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitBytes:
+    """One unit on one rank, in bytes, by the names of the module's docstring.
+
+    `gradients` are the whole ones, in the dtype of compute, `newest` the largest of them; `last_gradient`, that of the
+    last parameter, outlives the others, for `foreach_reduce` keeps it in a loop's variable. `accumulated` are the whole
+    ones that earlier micro-batches left.
+    """
+
+    unsharded: float
+    collected: float
+    staged: float
+    gradients: float
+    newest: float
+    last_gradient: float
+    accumulated: float
+    summed: float
+    kept: float
+
+    @property
+    def gathering(self) -> float:
+        """The most while it is gathered: the input beside the buffer, then the buffer beside the copies."""
+        if not self.collected:
+            return self.unsharded + self.staged
+        return self.collected + max(self.staged, self.unsharded)
+
+
+def unit_bytes(unit: Unit, recipe: Recipe, shards: int, *, offloads: bool) -> UnitBytes:
+    """A unit's bytes over `shards` ranks. One rank alone gathers and reduces by copies, tensor by tensor."""
+    local = unit.shard(shards)
+    padded = local.elements * shards
+    alone, casts = shards == 1, recipe.gather != recipe.weight
+    if offloads:
+        staged = local.bytes(recipe.gather) + (rounded(max(local.sizes) * recipe.weight) if casts else 0)
+    elif casts:
+        staged = rounded((max(local.sizes) if alone else local.elements) * recipe.gather)
+    else:
+        staged = 0
+    return UnitBytes(
+        unsharded=sum(rounded(size * shards * recipe.gather) for size in local.sizes),
+        collected=0 if alone else rounded(padded * recipe.gather),
+        staged=staged,
+        gradients=unit.bytes(recipe.gather),
+        newest=rounded(max(unit.sizes, default=0) * recipe.gather),
+        last_gradient=0 if alone else rounded(unit.sizes[-1] * recipe.gather),
+        accumulated=unit.bytes(recipe.reduce),
+        summed=rounded(padded * recipe.reduce),
+        kept=rounded(local.elements * recipe.reduce),
+    )
+
+
+_NO_UNIT = UnitBytes(
+    unsharded=0, collected=0, staged=0, gradients=0, newest=0, last_gradient=0, accumulated=0, summed=0, kept=0
+)
+"""The blocks of a module that has none: all of it is the root."""
+
+
+class _Stack:
+    """The blocks of one rank in the order they run, addressed by index among a pass's `blocks`."""
+
+    def __init__(self, units: Sequence[tuple[float, UnitBytes]]) -> None:
+        self._units = units or [(0.0, _NO_UNIT)]
+        self._count = sum(repeats for repeats, _ in units)
+        self._kept_of_all = sum(repeats * unit.kept for repeats, unit in units)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether one unit is used again and again, as ALBERT's: it is neither fetched ahead nor reduced in between."""
+        return self._count <= 1
+
+    @property
+    def first(self) -> UnitBytes:
+        return self._units[0][1]
+
+    def unit(self, index: int, blocks: int) -> UnitBytes:
+        """The block at an index, which counts from the end where it is negative."""
+        place = (index % max(blocks, 1) + 0.5) * self._count / max(blocks, 1)
+        for repeats, unit in self._units:
+            if place < repeats:
+                return unit
+            place -= repeats
+        return self._units[-1][1]
+
+    def unsharded(self, first: int, blocks: int) -> float:
+        """Bytes of the first so many blocks gathered."""
+        return sum(share * unit.unsharded for share, unit in self._first(first, blocks))
+
+    def accumulated(self, first: int, blocks: int) -> float:
+        """Bytes of the whole gradients of the first so many blocks."""
+        return sum(share * unit.accumulated for share, unit in self._first(first, blocks))
+
+    def kept(self, last: int, blocks: int) -> float:
+        """Bytes of the sharded gradients of the last so many blocks."""
+        if last == 0:
+            return 0.0
+        return self._kept_of_all - sum(share * unit.kept for share, unit in self._first(blocks - last, blocks))
+
+    def _first(self, blocks: int, of: int) -> Iterator[tuple[float, UnitBytes]]:
+        left = self._count * blocks / max(of, 1)
+        for repeats, unit in self._units:
+            yield min(repeats, left), unit
+            left -= min(repeats, left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharding:
+    """What buffers depend on besides the parameters and the recipe."""
+
+    shards: int
+    tp: int
+    pp: int
+    offloads: bool
+    reshards: bool
+    steps: int
+    synchronised: bool
+
+
+def fsdp_holding(job: Job, recipe: Recipe) -> FsdpHolding:
+    """What FSDP2 holds in a job."""
+    chosen = job.configuration
+    steps = chosen.gradient_accumulation_steps
+    sharding = _Sharding(
+        chosen.dp_shard,
+        chosen.tp,
+        chosen.pp,
+        chosen.offload != "none",
+        chosen.strategy != "fsdp-grad-op",
+        steps,
+        steps == 1 or chosen.sync_each_micro_batch,
+    )
+    return _holding(job.counts, sharding, recipe)
+
+
+@lru_cache(maxsize=128)
+def _holding(counts: ParameterCounts, sharding: _Sharding, recipe: Recipe) -> FsdpHolding:
+    return FsdpHolding(rank_units(counts, sharding.tp, sharding.pp), sharding, recipe)
+
+
+class FsdpHolding:
+    """Gathered units, whole gradients and reduction buffers of one job, at every moment but the optimizer's step."""
+
+    def __init__(self, units: Units, sharding: _Sharding, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._offloads, self._reshards = sharding.offloads, sharding.reshards
+        self._steps, self._synchronised = sharding.steps, sharding.synchronised
+        shards = sharding.shards
+        self._root = unit_bytes(units.root, recipe, shards, offloads=self._offloads)
+        blocks = [(unit, unit_bytes(unit, recipe, shards, offloads=self._offloads)) for unit in units.blocks]
+        self._blocks = _Stack([(unit.repeats, made) for unit, made in blocks])
+        self._block_elements = sum(unit.repeats * unit.elements for unit, _ in blocks)
+        self._accumulated = 0.0 if self._synchronised else units.bytes(recipe.reduce)
+
+    def at(self, instant: Instant) -> Ledger:
+        """Gradients and buffers at one instant of the worst micro-batch."""
+        if instant.phase != "backward":
+            return Ledger(gradients=self._waiting, buffers=self._gathered_in_forward(instant))
+        if instant.leaves and (instant.blocks_done + 1 == instant.blocks or not self._blocks.is_shared):
+            return self._reduction(instant)
+        share = instant.blocks_done / max(instant.blocks, 1)
+        of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
+        whole = self._whole(instant, of_root)
+        gathered, done = self._gathered_in_backward(instant), instant.blocks_done
+        kept = self._kept(done, instant.blocks)
+        reducing = self._blocks.unit(-done, instant.blocks).summed if done and not self._blocks.is_shared else 0.0
+        if self._synchronised:
+            gradients = (kept if self._steps == 1 else self._waiting) + whole
+            return Ledger(gradients=gradients, buffers=gathered + reducing)
+        # The last micro-batch reduces what the others left; before that, gradients are added up where they are.
+        last = Ledger(gradients=self._left(instant) + kept + whole, buffers=gathered + reducing)
+        added = self._accumulated if self._steps > 2 else self._accumulated - self._left(instant)
+        return max(last, Ledger(gradients=added + whole, buffers=gathered), key=lambda ledger: ledger.total)
+
+    def _reduction(self, instant: Instant) -> Ledger:
+        """The unit's parameters are freed, its whole gradients not before they are copied."""
+        done, blocks = instant.blocks_done, instant.blocks
+        unit, share = self._blocks.unit(-done - 1, blocks), done / max(blocks, 1)
+        of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
+        gathered = self._gathered_in_backward(instant) - unit.unsharded
+        if self._synchronised:
+            gradients = self._kept(done, blocks) if self._steps == 1 else self._waiting
+            gradients += self._recipe.gather * of_root + max(unit.gradients, unit.kept + unit.last_gradient)
+        else:
+            of_root = 0.0 if self._recipe.gather == self._recipe.reduce else of_root
+            gradients = self._left(instant) + self._kept(done, blocks) + self._recipe.gather * of_root
+        return Ledger(gradients=gradients, buffers=gathered + unit.summed)
+
+    def before_blocks(self) -> Ledger:
+        """The root gathered, then the first block beside the root's buffer; hardly an activation is alive."""
+        root, block = self._root, self._blocks.first
+        beside = root.unsharded + root.collected + block.gathering
+        return Ledger(gradients=self._waiting, buffers=max(root.gathering, beside))
+
+    def after_backward(self) -> Ledger:
+        """The root's reduction, after all others' and when no activation is left."""
+        whole, last = self._root.gradients, self._root.last_gradient
+        if not self._synchronised:
+            whole, last = self._root.accumulated, last * self._recipe.reduce / self._recipe.gather
+        kept = self._waiting if self._synchronised and self._steps > 1 else self._kept(1, 1)
+        return Ledger(gradients=kept + max(whole, self._root.kept + last), buffers=self._root.summed)
+
+    def _whole(self, instant: Instant, of_root: float) -> float:
+        """Gradients that are not reduced yet. Those of the dtype that is accumulated are added in place, so that only
+        the newest is a tensor of its own."""
+        if self._synchronised or self._recipe.gather != self._recipe.reduce:
+            return self._recipe.gather * (of_root + instant.unit_gradients)
+        unit = self._blocks.unit(-instant.blocks_done - 1, instant.blocks) if instant.unit == "block" else self._root
+        return min(self._recipe.gather * instant.unit_gradients, unit.newest)
+
+    def _kept(self, blocks: int, of: int) -> float:
+        """Sharded gradients of the last so many blocks; offload moves them away as they are made."""
+        return 0.0 if self._offloads else self._blocks.kept(blocks, of)
+
+    def _left(self, instant: Instant) -> float:
+        """Accumulated gradients that are not reduced yet."""
+        remaining = instant.blocks - instant.blocks_done
+        return self._root.accumulated + self._blocks.accumulated(remaining, instant.blocks)
+
+    @cached_property
+    def _waiting(self) -> float:
+        """Gradients of earlier micro-batches."""
+        if not self._synchronised:
+            return self._accumulated
+        return self._kept(1, 1) + self._root.kept if self._steps > 1 else 0.0
+
+    def _gathered_in_forward(self, instant: Instant) -> float:
+        """The last buffer stays until the next unit's is copied out, or until the root's forward, which has the loss,
+        ends."""
+        done, blocks = instant.blocks_done, instant.blocks
+        if instant.unit == "head":
+            before = 0.0 if self._reshards else self._blocks.unsharded(blocks, blocks)
+            return self._root.unsharded + before + self._blocks.unit(-1, blocks).collected
+        block, previous = self._blocks.unit(done, blocks), self._blocks.unit(done - 1, blocks) if done else self._root
+        before = 0.0 if self._reshards else self._blocks.unsharded(done, blocks)
+        gathered = previous.collected + block.gathering if instant.enters else block.unsharded + block.collected
+        return self._root.unsharded + before + gathered
+
+    def _gathered_in_backward(self, instant: Instant) -> float:
+        """The root, the block at work, and, once that is copied out, the buffer of the one before it, which is next."""
+        blocks = instant.blocks
+        remaining = blocks - instant.blocks_done
+        if not self._reshards:
+            return self._root.unsharded + self._blocks.unsharded(remaining, blocks)
+        if instant.unit == "head":
+            last = self._blocks.unit(-1, blocks)
+            return self._root.unsharded + last.collected
+        if instant.unit == "table":
+            following = self._blocks.unit(remaining - 1, blocks).collected if remaining > 0 else 0.0
+            return self._root.unsharded + following
+        if instant.enters:
+            unit = self._blocks.unit(remaining - 1, blocks)
+            return self._root.unsharded + unit.collected + unit.unsharded
+        fetches = remaining > 1 and not self._blocks.is_shared
+        ahead = self._blocks.unit(remaining - 2, blocks).collected if fetches else 0.0
+        return self._root.unsharded + self._blocks.unit(remaining - 1, blocks).unsharded + ahead

@@ -1,0 +1,95 @@
+"""Host memory of one node: its processes, the models they load, what is offloaded, what a checkpoint collects.
+
+Sources: torch's `_fully_shard` and `zero_offload.py` for which buffers there are and which are pinned; torch's
+`CachingHostAllocator`, which gives a pinned buffer the next power of two of bytes. Page cache, data loader workers, and
+what CUDA's libraries map are not counted.
+"""
+
+from __future__ import annotations
+
+from hardware_db.units import MIB
+from planner.cost.memory.activations.figures import figures_of
+from planner.cost.memory.ledger import States, bytes_at
+from planner.cost.memory.load import MADE_BYTES, saving_of
+from planner.cost.memory.units import Units, shards_of
+from planner.cost.memory.zero.offload import native_host_buffers, swapping_buffers, zero_host_buffers
+from planner.cost.precision import Recipe, recipe_of
+from planner.cost.verdict import host_limit
+from planner.types.job import Job
+from planner.vocabulary import FSDP_STRATEGIES
+
+# What checkpointing starts again from, where it waits in host memory: one input of each block.
+
+
+def parked_inputs(job: Job, recipe: Recipe) -> list[tuple[int, float]]:
+    """How many blocks there are of each kind, and the bytes of one's input; nothing where inputs stay on the device, or
+    the device's memory is the host's."""
+    configuration = job.configuration
+    if not configuration.activations_on_host or job.cluster.device.is_cpu:
+        return []
+    blocks = figures_of(job, recipe).blocks
+    return [(block.count, bytes_at(block.boundary, configuration.micro_batch_size)) for block in blocks]
+
+
+CPU_PROCESS_BYTES = 335 * MIB
+"""Resident set of a process after importing torch 2.13 and transformers 5.23 and one backward, measured on Linux."""
+
+
+def host_bytes(job: Job, states: States, device_used: float) -> float:
+    """What training takes, or saving where it takes more, on the node that holds rank 0. A CPU's device is its host."""
+    ranks = job.cluster.gpus_per_node
+    if job.cluster.device.is_cpu:
+        return ranks * device_used
+    recipe = recipe_of(job.configuration)
+    saving = saving_of(job, recipe, states)
+    collected = saving.host_of_rank_0 + (ranks - 1) * saving.host_of_others
+    parked = sum(count * pinned(size) for count, size in parked_inputs(job, recipe))
+    return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe) + parked) + collected
+
+
+def host_load_bytes(job: Job) -> float:
+    """What a node's processes take while each makes its model in host memory, and the engine places it from there."""
+    if job.cluster.device.is_cpu:
+        return 0.0
+    ranks = job.cluster.gpus_per_node
+    return ranks * CPU_PROCESS_BYTES + (1 if loads_once(job) else ranks) * MADE_BYTES * job.counts.total
+
+
+def loads_once(job: Job) -> bool:
+    """Whether a node has no room for a whole model per process and the strategy can do with one: FSDP by accelerate's
+    `cpu_ram_efficient_loading`, ZeRO-3 by DeepSpeed's `zero.Init`."""
+    ranks, limit = job.cluster.gpus_per_node, host_limit(job.workload, job.cluster)
+    shards = job.configuration.strategy in FSDP_STRATEGIES or job.configuration.zero_stage == 3
+    return shards and 0 < limit < ranks * (MADE_BYTES * job.counts.total + CPU_PROCESS_BYTES)
+
+
+def offloaded_bytes(job: Job, recipe: Recipe) -> float:
+    """Host bytes that one rank trains with."""
+    configuration = job.configuration
+    if configuration.offload == "none":
+        return 0.0
+    if configuration.strategy in FSDP_STRATEGIES:
+        return _fsdp(job, recipe)
+    if configuration.backend == "native":
+        buffers = native_host_buffers(job, recipe)
+    elif configuration.offload == "nvme":
+        buffers = swapping_buffers(job, recipe)
+    else:
+        # A flat partition has no rows for Adafactor to factor: it keeps a whole fp32 moment.
+        buffers = zero_host_buffers(job, recipe, 4.0 if configuration.optimizer == "adafactor" else recipe.state)
+    return sum(map(pinned, buffers.pinned)) + buffers.other
+
+
+def pinned(size: float) -> float:
+    """Bytes that a pinned buffer takes."""
+    return float(1 << (max(round(size), 1) - 1).bit_length())
+
+
+def _fsdp(job: Job, recipe: Recipe) -> float:
+    """Shards and their gradients pinned, tensor by tensor; moments are not."""
+    shards = shards_of(job)
+    return _each_pinned(shards, recipe.weight) + _each_pinned(shards, recipe.reduce) + recipe.state * shards.elements
+
+
+def _each_pinned(units: Units, width: float) -> float:
+    return sum(unit.repeats * sum(pinned(size * width) for size in unit.sizes) for unit in units.every)

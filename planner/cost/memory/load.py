@@ -1,0 +1,152 @@
+"""Load: what is on the device while the engine places a model that was made on the host.
+
+`strategies/` and the libraries under it decide: torch moves a replica tensor by tensor, and DDP makes its buckets at
+once; FSDP2 moves one wrapped unit at a time and keeps its shards (`fsdp/_fully_shard`); DeepSpeed 0.19 copies the
+weights of ZeRO-1 and 2 into one flat tensor (`stage_1_and_2.py`), and is handed those of ZeRO-3 one parameter at a time
+(`strategies/backends/deepspeed/engine.py`, `stage3.py`). No optimizer has moments before its first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.cost.memory.ledger import Ledger, States
+from planner.cost.precision import Recipe
+from planner.cost.zero_buckets import zero_buckets
+from planner.types.job import Job
+from planner.vocabulary import FSDP_STRATEGIES
+
+MADE_BYTES = 4
+"""Per parameter of a model as a script makes it: fp32, torch's default."""
+BROADCAST_BYTES = 2 * (250 << 20)
+"""DDP sends rank 0's weights in flat tensors of 250 MiB, two at a time (torch `nn/parallel/distributed.py`; traced)."""
+
+
+def load_ledger(job: Job, recipe: Recipe, states: States) -> Ledger:
+    """The most that one rank's device holds while the model is placed. On a CPU the model lies there before that."""
+    placed = _placed(job, recipe, states)
+    if not job.cluster.device.is_cpu:
+        return placed
+    made = Ledger(parameters=MADE_BYTES * job.counts.total, temporaries=_beside_the_whole(job, recipe))
+    return max(made, placed, key=_total)
+
+
+def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
+    configuration = job.configuration
+    if configuration.strategy in FSDP_STRATEGIES:
+        return _sharded(job, recipe)
+    if configuration.zero_stage == 3:
+        return _partitioned(job, recipe, states)
+    if configuration.zero_stage:
+        return _flattened(job, recipe, states)
+    weights = recipe.weight * states.elements
+    if configuration.strategy == "single":
+        return Ledger(parameters=weights)
+    # The weights have been sent when the buckets are made.
+    return Ledger(parameters=weights, buffers=max(min(BROADCAST_BYTES, weights), recipe.gradient * states.elements))
+
+
+def _beside_the_whole(job: Job, recipe: Recipe) -> float:
+    """What is made before any of the model's first form is let go: a unit's shards, or a cast copy of one weight."""
+    if job.configuration.strategy in FSDP_STRATEGIES:
+        return recipe.weight * job.counts.largest_block / job.configuration.dp_shard
+    return recipe.weight * _largest_matrix(job) if recipe.weight != MADE_BYTES else 0.0
+
+
+def _sharded(job: Job, recipe: Recipe) -> Ledger:
+    """The blocks one after the other, then the root with what is left, each whole with its shards; of those before,
+    shards."""
+    counts, configuration = job.counts, job.configuration
+    shards = recipe.weight / configuration.dp_shard
+    kept = shards if configuration.offload == "none" else 0.0
+    last_block = kept * (counts.in_blocks - counts.largest_block) + (recipe.weight + shards) * counts.largest_block
+    root = kept * counts.in_blocks + (recipe.weight + shards) * counts.outside_blocks
+    return Ledger(parameters=max(last_block, root) / configuration.tp)
+
+
+def _flattened(job: Job, recipe: Recipe, states: States) -> Ledger:
+    """ZeRO-1 and 2: the weights and their flat copy, then the flat one with the rank's master copy and its gradient.
+
+    DeepSpeed makes the flat copy on the host where the device has no room for it.
+    """
+    weights = recipe.weight * states.elements
+    flat = weights if 2 * weights <= job.cluster.capacity_bytes else 0.0
+    flattening = Ledger(parameters=weights, temporaries=flat)
+    if job.configuration.offload != "none":
+        return flattening
+    width = recipe.master
+    clone = recipe.weight if recipe.weight != width else 0
+    master = Ledger(parameters=weights, optimizer=width * states.local, temporaries=max(clone, width) * states.local)
+    return max(flattening, master, key=_total)
+
+
+def _partitioned(job: Job, recipe: Recipe, states: States) -> Ledger:
+    """ZeRO-3: a whole parameter among partitions, the master copy cast and cloned, a whole one again for its hooks."""
+    configuration, width = job.configuration, recipe.master
+    kept = recipe.weight * states.local if configuration.offload in ("none", "optimizer") else 0.0
+    whole = recipe.weight * _largest_matrix(job)
+    buckets = zero_buckets(3, parameters=job.counts.total, hidden_size=job.facts.hidden_size)
+    bucket = recipe.gradient * buckets.reduce
+    splitting = Ledger(parameters=kept, temporaries=whole * (1 + 1 / configuration.dp_shard))
+    if configuration.offload != "none":
+        return max(splitting, Ledger(parameters=kept, buffers=bucket, temporaries=whole), key=_total)
+    master = width * states.local
+    copied = Ledger(parameters=kept, optimizer=master, temporaries=width * min(states.local, buckets.sub_group))
+    hooked = Ledger(
+        parameters=kept,
+        gradients=recipe.gradient * states.local,
+        optimizer=master,
+        buffers=bucket,
+        temporaries=whole,
+    )
+    return max(splitting, copied, hooked, key=_total)
+
+
+def _largest_matrix(job: Job) -> int:
+    largest = max((block.largest_matrix for block in job.counts.blocks), default=0)
+    return max(largest, job.facts.vocab_size * job.facts.hidden_size)
+
+
+def _total(ledger: Ledger) -> float:
+    return ledger.total
+
+
+# Saving: what a checkpoint takes beside weights and optimizer states, which stay where they are.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """Bytes beside the resident states: `device` on one device; `host_of_rank_0` and `host_of_others` in a process."""
+
+    device: Ledger
+    host_of_rank_0: float
+    host_of_others: float
+
+
+def saving_of(job: Job, recipe: Recipe, states: States) -> Saving:
+    """What a checkpoint of the workload's kind takes; nothing where none was asked for."""
+    matrix = _largest_gathered_matrix(job)
+    if job.workload.save == "none":
+        return Saving(device=Ledger(), host_of_rank_0=0, host_of_others=0)
+    if job.workload.save == "sharded":
+        # One tensor at a time; ZeRO's optimizer states are one flat tensor of the partition.
+        size = 4.0 * states.local if job.configuration.zero_stage else 4.0 * matrix / job.configuration.dp_shard
+        weights = recipe.weight * states.elements if job.configuration.zero_stage in (1, 2) else 0.0
+        return Saving(device=Ledger(), host_of_rank_0=max(size, weights), host_of_others=size)
+    return Saving(
+        device=Ledger(temporaries=recipe.weight * _gathered(job) * matrix),
+        host_of_rank_0=recipe.weight * job.counts.total,
+        host_of_others=0,
+    )
+
+
+def _gathered(job: Job) -> int:
+    """Whole tensors on every rank's device at once: DTensor copies what it gathered (measured on ranks)."""
+    if job.configuration.strategy in FSDP_STRATEGIES:
+        return 2
+    return 1 if job.configuration.zero_stage == 3 else 0
+
+
+def _largest_gathered_matrix(job: Job) -> int:
+    largest = max((block.largest_matrix for block in job.counts.blocks), default=0)
+    return max(largest, job.facts.vocab_size * job.facts.hidden_size)

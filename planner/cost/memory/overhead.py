@@ -1,0 +1,121 @@
+"""What a process uses beyond its tensors: the allocator's cache and fragments, the driver's context, communicators.
+
+docs/cost-model.md lists the sources by the numbers in brackets and explains the bound. A `device` figure without a
+source for its own generation is the A100's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hardware_db.units import GIB, MIB
+from planner.cost.memory.activations.figures import figures_of
+from planner.cost.memory.host import CPU_PROCESS_BYTES
+from planner.cost.memory.ledger import Ledger
+from planner.cost.precision import recipe_of
+from planner.cost.verdict import TIGHT_ABOVE, device_limit
+from planner.types.job import Job
+from planner.vocabulary import FSDP_STRATEGIES
+
+CONTEXT_BYTES = 0.47 * GIB
+"""CUDA context with lazily loaded kernels, A100, torch 2.1 [1]; 0.92 GiB loaded eagerly."""
+CONTEXT_UPPER_BYTES = 0.92 * GIB
+CONTEXT_UPPER_OF = {"volta": 1113 * MIB}
+"""By architecture: what `nvidia-smi` showed on V100s for one tensor of one element
+(bigscience-workshop/bigscience, experiments/tr3m-1B3.md)."""
+COMMUNICATOR_BYTES = 688e6
+"""One NCCL communicator over more than two ranks, 4 x A100 [2]."""
+COMMUNICATOR_UPPER_BYTES = 1.6e9
+"""The same, largest report [2]."""
+FRAGMENTATION = 0.05
+"""Share of the allocated bytes that no request fits into even when memory is short: what compressed-tensors keeps free
+[3]; 2.4 % was left when a 79 GiB device ran out [3]."""
+CLOSED_FORM_ERROR = 0.03
+"""How far a closed form may lie under a trace of the same job; docs/accuracy.md has the errors measured."""
+FRAGMENTATION_UPPER = FRAGMENTATION + CLOSED_FORM_ERROR
+"""What the upper bound adds to the allocated peak of a known architecture."""
+UNTRACED_ERROR = 1.0
+"""Share of the activations that it adds besides for a module of which only the parameters are known: they follow a rule
+of thumb, and HF models of one width differ twofold in theirs [5]."""
+NEAREST_FORM_ERROR = 0.21
+"""How far under a trace one case in twenty lies where a model's structure has no form of its own and the nearest one's
+is taken, found by leaving the forms of their own structure out (`scripts/fit/nearest_forms.py`)."""
+CACHE = {"fsdp": 0.20, "zero": 0.10, "replica": 0.08}
+"""Reserved over allocated while memory is plentiful [3]: FSDP, whose gathers and reductions have streams and so block
+pools of their own, 0.19 to 0.62 in nine reports; ZeRO 0.15, one 0.11 to 0.12 for one process. The allocator gives these
+blocks back before a request fails, so that they do not count for the bound."""
+SEGMENT_BYTES = 22 * MIB
+"""A segment of 2 MiB for small blocks and one of 20 MiB for those up to 10 MiB, the smallest that the allocator takes
+(torch `c10/cuda/CUDACachingAllocator`)."""
+CUBLAS_WORKSPACE_BYTES = {"hopper": 32 * MIB, "blackwell": 32 * MIB}
+"""Workspace of one handle, allocated through torch (pytorch#120925); 8,519,680 bytes on older devices."""
+CUBLAS_WORKSPACE_DEFAULT_BYTES = 8_519_680
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceUse:
+    """Bytes on one device: `reserved` by torch's allocator, `beside` it, and the `upper` bound of both together."""
+
+    reserved: int
+    beside: int
+    upper: int
+
+    @property
+    def used(self) -> int:
+        return self.reserved + self.beside
+
+
+def closed_form_margin(job: Job, peak: Ledger) -> float:
+    """Share of a closed form's peak that its upper bound adds."""
+    if job.facts.kind != "custom" or job.facts.traced or not peak.total:
+        return FRAGMENTATION_UPPER
+    return FRAGMENTATION_UPPER + UNTRACED_ERROR * peak.activations / peak.total
+
+
+def differs(job: Job) -> bool:
+    """Whether the form in use is that of another structure, the model's own never having been traced.
+
+    It counts as it is, with a note: most differences move little, and a bound wide enough for the rest would refuse
+    every sixth published run that ran.
+    """
+    return bool(figures_of(job, recipe_of(job.configuration)).differences)
+
+
+def device_use(job: Job, allocated: float, margin: float) -> DeviceUse:
+    """What a peak of allocated bytes makes of the device; `margin` is the share of it that the bound adds.
+
+    The cache grows while there is room; it is counted up to where the device would be called tight, so that only what
+    is needed makes a plan tight.
+    """
+    if job.cluster.device.is_cpu:
+        upper = allocated * (1 + margin) + CPU_PROCESS_BYTES
+        return DeviceUse(reserved=round(allocated), beside=CPU_PROCESS_BYTES, upper=round(upper))
+    communicators = _communicators(job)
+    first = 1 if communicators else 0
+    beside = round(CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES)
+    context = CONTEXT_UPPER_OF.get(job.cluster.device.architecture, CONTEXT_UPPER_BYTES)
+    largest = context + first * COMMUNICATOR_UPPER_BYTES + max(communicators - 1, 0) * COMMUNICATOR_BYTES
+    needed = allocated + SEGMENT_BYTES
+    bound = needed + margin * allocated + largest
+    most = max(bound, TIGHT_ABOVE * device_limit(job.workload, job.cluster)) - SEGMENT_BYTES
+    reserved = round(min(needed + _cache(job) * allocated, most - beside))
+    return DeviceUse(reserved=reserved, beside=beside, upper=round(max(bound, reserved + beside + SEGMENT_BYTES)))
+
+
+def _cache(job: Job) -> float:
+    configuration = job.configuration
+    if configuration.strategy in FSDP_STRATEGIES:
+        return CACHE["fsdp"]
+    return CACHE["zero" if configuration.zero_stage else "replica"]
+
+
+def _communicators(job: Job) -> int:
+    dims = job.configuration
+    return sum(degree > 1 for degree in (dims.dp_replicate, dims.dp_shard, dims.tp, dims.pp))
+
+
+def library_workspace(job: Job) -> float:
+    """cuBLAS's workspace, which torch's allocator counts."""
+    if job.cluster.device.vendor != "nvidia":
+        return 0.0
+    return CUBLAS_WORKSPACE_BYTES.get(job.cluster.device.architecture, CUBLAS_WORKSPACE_DEFAULT_BYTES)

@@ -1,0 +1,148 @@
+"""Resident states: parameters, gradients and optimizer states of one rank, by the ZeRO arithmetic and to the byte.
+
+With Psi parameters, N shards and K bytes of optimizer state (master copy included): a replica costs 4 Psi + K Psi,
+ZeRO-1 4 Psi + K Psi/N, ZeRO-2 2 Psi + (2 + K) Psi/N, ZeRO-3 and FSDP (4 + K) Psi/N in 16-bit training (Rajbhandari et
+al. 2020, figure 1); the 2s become 4s where weights and gradients are fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from planner.cost.memory.ledger import States
+from planner.cost.memory.units import ALLOCATION_BYTES, Units, rounded, shards_of, units_of
+from planner.cost.memory.zero.offload import native_states, swapping_buffers, zero_host_buffers
+from planner.cost.memory.zero.partition import largest_share
+from planner.cost.precision import Recipe
+from planner.models.facts import Shape
+from planner.types.job import Job
+from planner.vocabulary import FSDP_STRATEGIES, Optimizer
+
+# What an optimizer keeps between steps, tensor by tensor.
+
+
+_SMALLEST_8BIT = 4096
+_VALUES_PER_SCALE = 256
+_COUNTS_STEPS = ("adamw", "adamw-fused", "adamw-forloop", "adafactor")
+
+
+def optimizer_state_bytes(job: Job, recipe: Recipe, shards: Units) -> float:
+    """Device bytes of the moments, and of step counters where they are on the device: torch keeps them in host memory
+    unless the kernel is fused."""
+    optimizer = job.configuration.optimizer
+    on_device = optimizer == "adamw-fused" or (job.cluster.device.is_cpu and optimizer in _COUNTS_STEPS)
+    counter, width = ALLOCATION_BYTES if on_device else 0, recipe.master or recipe.weight
+    return sum(
+        unit.repeats * sum(moment_bytes(optimizer, shape, width) + counter for shape in unit.shapes)
+        for unit in shards.every
+    )
+
+
+def moment_bytes(optimizer: Optimizer, shape: Shape, width: int) -> int:
+    """Bytes of one tensor's moments; `width` is that of its gradient, whose dtype torch's optimizers follow."""
+    size = prod(shape)
+    if optimizer.startswith("adamw") and optimizer != "adamw-8bit":
+        return 2 * rounded(size * width)
+    if optimizer == "adamw-8bit":
+        if size < _SMALLEST_8BIT:
+            return 2 * rounded(4 * size)
+        return 2 * (rounded(size) + rounded(4 * -(-size // _VALUES_PER_SCALE)))
+    if optimizer == "adafactor":
+        if len(shape) < 2:
+            return rounded(size * width)
+        rows, columns = size // shape[-1], size // shape[-2]
+        return rounded(rows * width) + rounded(columns * width)
+    return rounded(size * width) if optimizer == "lion" else 0
+
+
+def elements_on_stage(job: Job) -> float:
+    """Parameters of the largest pipeline stage on one tensor-parallel rank."""
+    counts, dims = job.counts, job.configuration
+    if dims.pp == 1:
+        return counts.total / dims.tp
+    layers = sum(block.repeats for block in counts.blocks) or 1
+    in_stage = counts.in_blocks * -(-layers // dims.pp) / layers
+    ends = max(counts.embedding, counts.head + counts.other)
+    if counts.head == 0:
+        ends = counts.embedding + counts.other  # a tied head needs the table on both end stages
+    return (in_stage + ends) / dims.tp
+
+
+def states_of(job: Job, recipe: Recipe) -> States:
+    """Resident states of the busiest rank as the allocator gives them."""
+    made = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
+    return _offloaded(job, recipe, made)
+
+
+def nominal_states_of(job: Job, recipe: Recipe) -> States:
+    """Resident states by the ZeRO arithmetic, without the allocator's rounding and FSDP2's padding."""
+    return _offloaded(job, recipe, _by_arithmetic(job, recipe))
+
+
+def _by_arithmetic(job: Job, recipe: Recipe) -> States:
+    """What is sharded is one flat partition, as DeepSpeed makes it; nothing is offloaded."""
+    configuration = job.configuration
+    elements = elements_on_stage(job)
+    local = elements * largest_share(job)
+    shards_weights = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
+    shards_gradients = shards_weights or configuration.zero_stage == 2
+    return States(
+        parameters=recipe.weight * (local if shards_weights else elements),
+        gradients=recipe.gradient * (local if shards_gradients else elements),
+        optimizer=(recipe.master + _moments_per_parameter(job, recipe)) * local,
+        host=0,
+        nvme=0,
+        elements=elements,
+        local=local,
+    )
+
+
+def _moments_per_parameter(job: Job, recipe: Recipe) -> float:
+    """Bytes. Adafactor's are sums over the rows and columns of matrices; DeepSpeed's flat partition has none, so that
+    it keeps a whole fp32 moment there."""
+    if job.configuration.optimizer != "adafactor":
+        return recipe.state
+    if job.configuration.backend == "deepspeed":
+        return 4.0
+    units = units_of(job)
+    return optimizer_state_bytes(job, recipe, units) / units.elements
+
+
+def _of_tensors(job: Job, recipe: Recipe) -> States:
+    """torch's strategies: every parameter and moment is a tensor; FSDP2 reduces a unit's gradients into one."""
+    units, shards = units_of(job), shards_of(job)
+    is_fsdp = job.configuration.strategy in FSDP_STRATEGIES
+    return States(
+        parameters=shards.bytes(recipe.weight),
+        gradients=shards.flat_bytes(recipe.gradient) if is_fsdp else shards.bytes(recipe.gradient),
+        optimizer=optimizer_state_bytes(job, recipe, shards),
+        host=0,
+        nvme=0,
+        elements=units.elements,
+        local=shards.elements,
+    )
+
+
+def _offloaded(job: Job, recipe: Recipe, states: States) -> States:
+    """Move what the plan offloads from the device to the host or to NVMe.
+
+    ZeRO's gradients have left the device when backward ends (`zero_offload.py`). FSDP2's CPU offload moves shards,
+    gradients and states together.
+    """
+    offload = job.configuration.offload
+    if offload == "none":
+        return states
+    if job.configuration.backend == "native":
+        return native_states(job, recipe, states)
+    if job.configuration.strategy in FSDP_STRATEGIES:
+        host = states.parameters + states.gradients + states.optimizer
+        return replace(states, parameters=0, gradients=0, optimizer=0, host=host)
+    host = zero_host_buffers(job, recipe, states.optimizer / states.local - recipe.master).total
+    moved = replace(states, gradients=0, optimizer=0, host=host)
+    if offload == "optimizer":
+        return moved
+    if offload == "all":
+        return replace(moved, parameters=0)
+    swapping = swapping_buffers(job, recipe).total
+    return replace(moved, parameters=0, host=swapping, nvme=host + recipe.weight * states.local)

@@ -1,0 +1,165 @@
+"""Moments: an instant's activations together with what the strategy holds at it, as the samples of a micro-batch go up.
+
+Activations grow evenly with the samples and what a strategy holds does not depend on them, so that the moments of a job
+are worked out once for all of its micro-batches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from planner.cost.memory.activations.instants import Instant, instants_of
+from planner.cost.memory.ddp import ReplicaHolding
+from planner.cost.memory.fsdp import FsdpHolding, fsdp_holding
+from planner.cost.memory.ledger import Ledger, States
+from planner.cost.memory.optimizer_step import step_temporaries
+from planner.cost.memory.zero.deepspeed import zero_holding
+from planner.cost.memory.zero.native import NativeHolding
+from planner.cost.precision import Recipe
+from planner.types.job import Job
+from planner.vocabulary import FSDP_STRATEGIES
+
+# Holding: what a strategy holds beside weights, optimizer states and activations, at every moment of a step.
+
+
+class Holding(Protocol):
+    """Gradients, buffers and temporaries of one strategy."""
+
+    def at(self, instant: Instant) -> Ledger:
+        """At one instant of a micro-batch."""
+
+    def own_moments(self) -> Sequence[tuple[str, Ledger]]:
+        """Moments at which hardly an activation is alive, each with the phase it belongs to."""
+
+
+def holding_of(job: Job, recipe: Recipe, states: States) -> Holding:
+    """The holding of the job's strategy."""
+    if job.configuration.backend == "native":
+        return NativeHolding(job, recipe)
+    if job.configuration.zero_stage:
+        return zero_holding(job, recipe)
+    step = Ledger(gradients=states.gradients, temporaries=step_temporaries(job, recipe, states))
+    if job.configuration.strategy in FSDP_STRATEGIES:
+        return _Sharded(fsdp_holding(job, recipe), step)
+    return _Replica(ReplicaHolding(job, recipe), step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    _held: ReplicaHolding
+    _step: Ledger
+
+    def at(self, instant: Instant) -> Ledger:
+        return self._held.at(instant)
+
+    def own_moments(self) -> Sequence[tuple[str, Ledger]]:
+        return (("step", self._step + Ledger(buffers=self._held.buckets)),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharded:
+    _held: FsdpHolding
+    _step: Ledger
+
+    def at(self, instant: Instant) -> Ledger:
+        return self._held.at(instant)
+
+    def own_moments(self) -> Sequence[tuple[str, Ledger]]:
+        return (
+            ("forward", self._held.before_blocks()),
+            ("backward", self._held.after_backward()),
+            ("step", self._step),
+        )
+
+
+def largest_moments(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
+    """By phase: what is alive beside weights and optimizer states at its largest moment."""
+    samples = job.configuration.micro_batch_size
+    best: dict[str, tuple[float, _Line]] = {}
+    for line in _lines(job, recipe, states):
+        total = line.total + samples * line.grows
+        if line.phase not in best or total > best[line.phase][0]:
+            best[line.phase] = total, line
+    return {
+        phase: line.held + Ledger(activations=line.fixed + samples * line.grows) for phase, (_, line) in best.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A moment over the samples: what is held, activations whatever the batch and by sample; `total` without those."""
+
+    phase: str
+    held: Ledger
+    fixed: float
+    grows: float
+    total: float
+
+
+class _Alike:
+    """Jobs that are the same as far as `key` and the model say."""
+
+    def __init__(self, job: Job, recipe: Recipe, key: tuple[Hashable, ...]) -> None:
+        self.job, self.recipe = job, recipe
+        self._key = (*key, job.facts.name, job.cluster.device.is_cpu, job.workload.task, job.workload.source_length)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Alike) and self._key == other._key and self._same_model(other.job)
+
+    def _same_model(self, other: Job) -> bool:
+        facts, counts = other.facts, other.counts
+        if self.job.facts is facts and self.job.counts is counts:
+            return True
+        return self.job.facts == facts and self.job.facts.traced == facts.traced and self.job.counts == counts
+
+
+def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
+    """The lines of a job, for all micro-batches. A second one in a step finds gradients, and where they are kept whole
+    one between the first and the last finds them all; more of them change nothing."""
+    chosen = job.configuration
+    whole = chosen.strategy == "zero1" or not chosen.sync_each_micro_batch
+    steps = min(chosen.gradient_accumulation_steps, 3 if whole else 2)
+    degrees = (chosen.dp_replicate, chosen.dp_shard, chosen.tp, chosen.pp)
+    engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch)
+    saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression)
+    key = (*engine, *saving, degrees, steps, chosen.optimizer)
+    found = _CACHE.get(alike := _Alike(job, recipe, (*key, *_activations_key(job, recipe))))
+    if found is None:
+        found = _CACHE[alike] = _worked_out(job, recipe, states)
+        if len(_CACHE) > _REMEMBERED:
+            _CACHE.pop(next(iter(_CACHE)))
+    return found
+
+
+_CACHE: dict[_Alike, Sequence[_Line]] = {}
+_REMEMBERED = 512
+
+
+def _worked_out(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
+    holding = holding_of(job, recipe, states)
+    lines = [_Line(phase, held, 0.0, 0.0, held.total) for phase, held in holding.own_moments()]
+    for instant in _instants(_Alike(job, recipe, _activations_key(job, recipe))):
+        held, (fixed, grows) = holding.at(instant), instant.activations
+        lines.append(_Line(instant.phase, held, fixed, grows, held.total + fixed))
+    return lines
+
+
+def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
+    """What activations depend on: strategies only in the moments that are looked at."""
+    chosen = job.configuration
+    return (
+        (recipe.compute, recipe.residual, recipe.autocast, recipe.gather),
+        (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing, chosen.activations_on_host),
+        (chosen.tp, chosen.pp, chosen.strategy in ("single", "ddp")),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _instants(alike: _Alike) -> Sequence[Instant]:
+    return instants_of(alike.job, alike.recipe)

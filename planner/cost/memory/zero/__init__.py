@@ -1,0 +1,1 @@
+"""What ZeRO holds, in DeepSpeed's implementation and in ours."""

@@ -1,0 +1,171 @@
+"""What DeepSpeed's ZeRO holds besides weights, optimizer states and activations, moment by moment: stages 1 and 2.
+
+Source: DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py`; `zero3.py` has stage 3. Bucket sizes come from
+`planner.cost.zero_buckets`. A gradient that backward makes is copied into a bucket at once, so that of a unit's gradients
+only the newest is a tensor of its own. A full bucket, and the last one when backward ends, is reduced: its slices are
+copied into one tensor for the all-reduce, unless one rank owns them all, and what the rank's part touches is copied to
+a tensor that holds all of these gradients. The buckets are made with a micro-batch's first gradient and freed after its
+last; where stage 1 accumulates, it keeps them, and unreduced gradients, to the end of the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.cost.memory.activations.instants import Instant
+from planner.cost.memory.ledger import Ledger
+from planner.cost.memory.optimizer_step import flat_step_temporaries
+from planner.cost.memory.units import rounded
+from planner.cost.memory.zero.partition import flat_partition, tensor_partitions
+from planner.cost.precision import Recipe
+from planner.cost.zero_buckets import zero_buckets
+from planner.types.job import Job
+
+# What DeepSpeed's ZeRO-3 holds besides partitions, optimizer states and activations, moment by moment.
+
+
+NORM_BYTES = 8
+"""DeepSpeed takes the gradient norm tensor by tensor in fp64 (`zero/utils.py`, get_norm_dtype)."""
+
+
+def offloaded_step(job: Job, size: int) -> float:
+    """Temporaries of a step in host memory, which on a CPU is the device's: torch's Adam runs there, and
+    `DeepSpeedCPUAdam`, which needs none, elsewhere."""
+    return flat_step_temporaries(job, size, 4) if job.cluster.device.is_cpu else 0.0
+
+
+class PartitionedZeroHolding:
+    """Stage 3, which cuts every tensor over the ranks."""
+
+    def __init__(self, job: Job, recipe: Recipe) -> None:
+        configuration = job.configuration
+        self._job, self._recipe, self._width = job, recipe, recipe.gradient
+        self._limits = zero_buckets(3, parameters=job.counts.total, hidden_size=job.facts.hidden_size)
+        self._tensors = tensor_partitions(job, self._limits.persistence_threshold)
+        self._offloads = configuration.offload != "none"
+        self._gradients = 0 if self._offloads else rounded(self._width * self._tensors.local)
+        persisted = recipe.weight * self._tensors.persisted
+        self._resident = rounded(self._width * self._limits.reduce) + persisted
+
+    def at(self, instant: Instant) -> Ledger:
+        """Gathered weights, and beside the buffer the gradients that are not reduced yet: the newest and the one
+        before it."""
+        waiting = min(instant.unit_gradients, 2 * self._tensors.largest)
+        return Ledger(
+            gradients=self._gradients + self._width * waiting,
+            buffers=self._resident + self._recipe.weight * self._gathered(instant),
+        )
+
+    def own_moments(self) -> Sequence[tuple[str, Ledger]]:
+        """The last bucket's copy for the reduce-scatter, and the step."""
+        resident = Ledger(gradients=self._gradients, buffers=self._resident)
+        return (
+            ("backward", resident + Ledger(temporaries=self._width * self._limits.reduce)),
+            ("step", resident + Ledger(temporaries=self._step())),
+        )
+
+    def _gathered(self, instant: Instant) -> float:
+        """Elements of gathered weights, those that always are left out."""
+        if self._job.configuration.dp_shard == 1:
+            return 0.0  # a lone rank's partitions are the tensors themselves
+        largest = self._tensors.largest
+        to_come = self._tensors.whole - self._tensors.persisted - instant.done_gradients
+        # The last gather is begun below the limit; a unit's weights go one by one as their gradients are made.
+        return min(to_come - max(instant.unit_gradients - largest, 0.0), self._limits.max_live + largest)
+
+    def _step(self) -> float:
+        """Gradients made one flat tensor in the master weights' dtype and applied, a sub-group at a time."""
+        if self._offloads:
+            return offloaded_step(self._job, self._tensors.local)
+        size = min(self._tensors.local, self._limits.sub_group)
+        norm = NORM_BYTES * -(-self._tensors.largest // self._job.configuration.dp_shard)
+        flat, master = rounded(self._width * size), rounded(self._recipe.master * size)
+        cast = flat + master if self._recipe.master != self._width else flat
+        return max(norm, cast, master + flat_step_temporaries(self._job, size, self._recipe.master))
+
+
+def zero_holding(job: Job, recipe: Recipe) -> FlatZeroHolding | PartitionedZeroHolding:
+    """The holding of a ZeRO stage. Its ledgers, one of them the step's, are all there is beside weights and optimizer
+    states."""
+    if job.configuration.zero_stage == 3:
+        return PartitionedZeroHolding(job, recipe)
+    return FlatZeroHolding(job, recipe)
+
+
+class FlatZeroHolding:
+    """Stages 1 and 2, which cut the flattened parameters evenly over the ranks."""
+
+    def __init__(self, job: Job, recipe: Recipe) -> None:
+        configuration = job.configuration
+        buckets = zero_buckets(configuration.zero_stage, parameters=job.counts.total, hidden_size=job.facts.hidden_size)
+        self._job, self._recipe, self._flat = job, recipe, flat_partition(job)
+        self._width, self._bucket = recipe.gradient, min(buckets.reduce, self._flat.whole)
+        self._buckets = (2 if buckets.overlap_comm else 1) * rounded(self._width * buckets.reduce)
+        self._offloads = configuration.offload != "none"
+        self._steps = configuration.gradient_accumulation_steps
+        self._unreduced = configuration.zero_stage == 1 and self._steps > 1
+        self._kept = 0 if self._offloads else rounded(self._width * self._flat.touched)
+        # temp_grad_buffer_for_gpu_offload lives from step to step.
+        self._resident = rounded(self._width * self._flat.largest) if self._offloads else 0
+
+    def at(self, instant: Instant) -> Ledger:
+        """Gradients, buckets and temporaries at an instant."""
+        made = instant.done_gradients + instant.unit_gradients
+        just_after_head = instant.enters and not instant.blocks_done
+        last_unit = instant.done_gradients if just_after_head else instant.unit_gradients
+        newest = self._width * min(last_unit, self._flat.largest)
+        if self._unreduced:
+            buffers = self._resident + self._buckets
+            return Ledger(gradients=newest + self._width * self._accumulated(made), buffers=buffers)
+        # Where there is a head its gradient comes before the buckets, beside the logits, which are gone after it.
+        in_use = made > 0 and instant.unit != "head"
+        flushed = made > self._bucket
+        return Ledger(
+            gradients=newest + self._earlier + (self._kept if flushed else 0),
+            buffers=self._resident + (self._buckets if in_use else 0),
+            temporaries=self._reduction(made) if flushed else 0,
+        )
+
+    def own_moments(self) -> Sequence[tuple[str, Ledger]]:
+        """The last bucket's reduction when backward has ended, and the step."""
+        return ("backward", self._last_reduction()), *(("step", ledger) for ledger in self._step())
+
+    @property
+    def _earlier(self) -> int:
+        """Reduced gradients of earlier micro-batches."""
+        return self._kept if self._steps > 1 and not self._unreduced else 0
+
+    def _accumulated(self, made: float) -> float:
+        """Elements of unreduced gradients: in the last micro-batch they go into the bucket one by one, in the first
+        they come one by one, in one between them all are there."""
+        whole = self._flat.whole
+        return whole if self._steps > 2 else max(made, whole - made)
+
+    def _reduction(self, made: float) -> float:
+        """What reducing a bucket adds to it: the copy that ranks exchange, which a bucket that lies in one rank's part
+        does without; under offload also, after it, the norm of one gradient at a time."""
+        spans_ranks = self._flat.size < min(max(self._bucket, made), self._flat.whole)
+        exchanged = self._width * self._bucket if spans_ranks else 0.0
+        return max(exchanged, NORM_BYTES * self._flat.largest_piece if self._offloads else 0.0)
+
+    def _last_reduction(self) -> Ledger:
+        """The all-reduce, then the copy of its results, unless earlier buckets have made room for them."""
+        before = self._kept if self._flat.whole > self._bucket else 0
+        return Ledger(
+            gradients=self._earlier + before,
+            buffers=self._resident + self._buckets,
+            temporaries=max(self._reduction(self._flat.whole), self._kept - before),
+        )
+
+    def _step(self) -> tuple[Ledger, ...]:
+        """Gradients are measured, made one flat tensor in the master weights' dtype, let go of, and applied."""
+        if self._offloads:
+            return (Ledger(buffers=self._resident, temporaries=offloaded_step(self._job, self._flat.size)),)
+        part, master = (rounded(width * self._flat.size) for width in (self._width, self._recipe.master))
+        norm = rounded(NORM_BYTES * self._flat.largest_piece)
+        cast = part + master if self._recipe.master != self._width else part
+        applied = flat_step_temporaries(self._job, self._flat.size, self._recipe.master)
+        return (
+            Ledger(gradients=self._kept, temporaries=max(norm, cast)),
+            Ledger(gradients=master, temporaries=applied),
+        )

@@ -1,0 +1,113 @@
+"""What our own ZeRO holds besides weights, optimizer states and activations, moment by moment.
+
+Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `wire.py`; bucket sizes come from `planner.cost.zero_buckets`.
+
+* A gradient is let go of when the bucket that it travels in has been summed; two buckets are on the way while a third
+  fills. Between ranks on CPUs every owner receives the others' runs of what is on the way; NCCL makes the sum alone.
+* Stage 1 keeps whole gradients from the first micro-batch to the last, stages 2 and 3 this rank's part.
+* Stage 3 has the root's weights whole from the start of forward to the end of backward, and those of two blocks.
+* The step turns gradients into the masters' dtype a sixteenth at a time and applies them tensor by tensor.
+* In 8 bits the buckets on the way are this rank's run in fp32 and what goes to and comes from the others; every rank
+  remembers the rounding of what it sent.
+* Where states are offloaded, a gradient has left a GPU soon after it was summed, and the step runs on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.cost.memory.activations.instants import Instant
+from planner.cost.memory.ledger import Ledger
+from planner.cost.memory.optimizer_step import tensor_step_temporaries
+from planner.cost.memory.units import shards_of, units_of
+from planner.cost.memory.zero.offload import shares_of, weights_are_whole, window_bytes
+from planner.cost.memory.zero.partition import steps_whole_tensors
+from planner.cost.precision import ERROR_BYTES, INT8_BYTES, Recipe
+from planner.cost.zero_buckets import NATIVE_STEP_RUNS, native_buckets
+from planner.types.job import Job
+
+_ON_THE_WAY = 2
+_GOING_DOWN = 4
+"""Buckets whose sums may be on their way to the host at once (`strategies/backends/zero/offload.py`)."""
+_WIDE = 4
+"""Bytes of a gradient while it is made into 8 bits and added up."""
+_FUSED_ON_HOST = ("adamw", "adamw-fused")
+"""Optimizers that torch's fused kernels step on the host, in place."""
+
+
+class NativeHolding:
+    """Stages 1 to 3 of backend `native`."""
+
+    def __init__(self, job: Job, recipe: Recipe) -> None:
+        configuration, units = job.configuration, units_of(job)
+        on_cpu = job.cluster.device.is_cpu
+        buckets = native_buckets(configuration.zero_stage, hidden_size=job.facts.hidden_size, on_cpu=on_cpu)
+        self._job, self._recipe, self._shares = job, recipe, shares_of(job)
+        self._ranks, self._whole = configuration.dp_shard, units.elements
+        self._bucket = max(buckets.reduce, units.largest)
+        self._received = 1 / self._ranks if not on_cpu else 1 - 1 / self._ranks
+        self._in_8_bits = configuration.gradient_compression == "int8" and self._ranks > 1
+        others = 1 - 1 / self._ranks
+        self._errors = ERROR_BYTES * others * self._whole if self._in_8_bits else 0.0
+        self._exchanged = 2 * INT8_BYTES * others
+        self._several = configuration.gradient_accumulation_steps > 1
+        once = configuration.zero_stage == 1 or not configuration.sync_each_micro_batch
+        self._keeps_whole = self._several and once
+        # On a CPU the gradients of states that are on disk stay in memory, which is where they go from a GPU.
+        self._staying = 1.0 if on_cpu else self._shares.here / self._shares.local
+        self._going = 0.0 if on_cpu else recipe.gather * min(sum(self._shares.away), _GOING_DOWN * self._shares.largest)
+        blocks = max((unit.elements for unit in units.blocks), default=0.0)
+        is_sharded = not weights_are_whole(job)
+        self._gathered = recipe.gather * (units.root.elements + 2 * blocks) if is_sharded else 0.0
+
+    def at(self, instant: Instant) -> Ledger:
+        """Gradients on their way and summed ones, and gathered weights, at an instant."""
+        made = instant.done_gradients + instant.unit_gradients
+        going = min(self._going, self._recipe.gather * made / self._ranks)
+        kept = Ledger(gradients=going + self._waiting(made), buffers=self._gathered + self._errors)
+        return kept + self._moving(instant.unit_gradients)
+
+    def _moving(self, made: float) -> Ledger:
+        """Buckets that fill, and that are on their way."""
+        width, on_the_way = self._recipe.gather, min(made, _ON_THE_WAY * self._bucket)
+        filling = min(made, (_ON_THE_WAY + 1) * self._bucket) - on_the_way
+        if self._in_8_bits:
+            own = _WIDE / self._ranks
+            return Ledger(
+                gradients=width * filling + own * on_the_way,
+                buffers=self._exchanged * on_the_way,
+                temporaries=2 * own * min(made, self._bucket),
+            )
+        received = self._received * on_the_way if self._ranks > 1 else 0.0
+        return Ledger(gradients=width * (filling + on_the_way), buffers=width * received)
+
+    def own_moments(self) -> Sequence[tuple[str, Ledger]]:
+        """The step, with gradients in the masters' dtype; on the host it takes memory of the device's where that is a
+        CPU."""
+        shares, width = self._shares, self._recipe.master or self._recipe.weight
+        is_whole = steps_whole_tensors(self._job.configuration)
+        stepped = units_of(self._job) if is_whole else shards_of(self._job)
+        temporaries = tensor_step_temporaries(self._job, stepped, width)
+        moments = [Ledger()]
+        if shares.here > 0:
+            share = shares.here / shares.local
+            run = max(shares.here / NATIVE_STEP_RUNS, min(self._bucket / self._ranks, shares.here))
+            # Whole tensors are stepped at once, when each has let go of its narrow gradient.
+            widened = (width - self._recipe.gradient) * shares.here if is_whole else width * run
+            gradients = self._recipe.gradient * shares.here + (widened if width != self._recipe.gradient else 0.0)
+            moments.append(Ledger(gradients=gradients, temporaries=temporaries * share))
+        if shares.away and self._staying == 1.0:
+            fused = self._job.configuration.optimizer in _FUSED_ON_HOST
+            gradients = self._recipe.gradient * sum(shares.away)
+            widened = width * shares.largest if width != self._recipe.gradient else 0.0
+            states = window_bytes(self._job, self._recipe)
+            made = widened + (0.0 if fused else temporaries)
+            moments.append(Ledger(gradients=gradients, buffers=states, temporaries=made))
+        return [("step", ledger + Ledger(buffers=self._errors)) for ledger in moments]
+
+    def _waiting(self, made: float) -> float:
+        """Bytes of gradients that wait for the step."""
+        width = self._recipe.gradient
+        if self._keeps_whole:
+            return width * max(self._whole - made, self._staying * made / self._ranks)
+        return self._staying * width * (self._whole if self._several else made) / self._ranks

@@ -1,0 +1,120 @@
+"""How DeepSpeed cuts parameters over ranks: one flat partition in stages 1 and 2, every tensor by itself in stage 3."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heapreplace
+from itertools import accumulate
+
+from planner.cost.memory.units import units_of
+from planner.types.job import Job
+from planner.types.plan import Configuration
+
+_ALIGNMENT = 2
+"""Elements that a rank's part of the flat group is a multiple of (`stage_1_and_2.py`, nccl_start_alignment_factor)."""
+_RANKS_LOOKED_AT = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatPartition:
+    """Elements. `whole`: the flat group with its padding; `size`: a rank's part; `touched`: the tensors that lie in it
+    wholly or in part, whole, on the rank where they are the most; `largest`: the largest tensor."""
+
+    whole: int
+    size: int
+    touched: int
+    largest: int
+
+    @property
+    def largest_piece(self) -> int:
+        """The most of one tensor that lies in a part."""
+        return min(self.largest, self.size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPartitions:
+    """Elements. `whole`: all tensors; `local`: a rank's parts of them; `persisted`: the tensors that are never let go
+    of; `largest`: the largest tensor."""
+
+    whole: int
+    local: int
+    persisted: int
+    largest: int
+
+
+def flat_partition(job: Job) -> FlatPartition:
+    """The flat group of all parameters, in the order of the model, cut evenly over the data-parallel ranks."""
+    return _flat(job.configuration.dp_shard, tensors_of(job))
+
+
+def tensor_partitions(job: Job, persistence_threshold: int) -> TensorPartitions:
+    """Every tensor flattened and cut evenly over the data-parallel ranks, its last part padded."""
+    return _by_tensor(job.configuration.dp_shard, persistence_threshold, tensors_of(job))
+
+
+def tensors_of(job: Job) -> tuple[int, ...]:
+    """Elements of every tensor of the largest pipeline stage, in the order of the model."""
+    units = units_of(job)
+    blocks = [size for block in units.blocks for _ in range(round(block.repeats)) for size in block.sizes]
+    return (*units.embedding, *blocks, *units.ending)
+
+
+@lru_cache(maxsize=256)
+def _flat(ranks: int, tensors: tuple[int, ...]) -> FlatPartition:
+    ends = list(accumulate(tensors))
+    size = -(-ends[-1] // (_ALIGNMENT * ranks)) * _ALIGNMENT
+    looked_at = range(0, ranks, max(1, ranks // _RANKS_LOOKED_AT))
+    return FlatPartition(
+        whole=size * ranks,
+        size=size,
+        touched=max(_touched(tensors, ends, rank * size, (rank + 1) * size) for rank in looked_at),
+        largest=max(tensors),
+    )
+
+
+def _touched(tensors: Sequence[int], ends: Sequence[int], start: int, stop: int) -> int:
+    """Elements of the tensors that lie between `start` and `stop`, in part too; `ends` are their ends."""
+    first = bisect_right(ends, start)
+    last = min(bisect_left(ends, stop), len(ends) - 1)
+    return ends[last] - ends[first] + tensors[first] if first <= last else 0
+
+
+@lru_cache(maxsize=256)
+def _by_tensor(ranks: int, threshold: int, tensors: tuple[int, ...]) -> TensorPartitions:
+    return TensorPartitions(
+        whole=sum(tensors),
+        local=sum(-(-size // ranks) for size in tensors),
+        persisted=sum(size for size in tensors if size <= threshold) if ranks > 1 else 0,
+        largest=max(tensors),
+    )
+
+
+# Whole tensors: how evenly ranks share the states of an optimizer that steps every tensor whole.
+
+
+_WHOLE = ("adafactor", "adamw-8bit")
+
+
+def steps_whole_tensors(configuration: Configuration) -> bool:
+    """Whether each tensor's states are on one rank."""
+    return configuration.backend == "native" and configuration.optimizer in _WHOLE
+
+
+def largest_share(job: Job) -> float:
+    """The part of all elements whose states are on the rank that has most of them."""
+    ranks = job.configuration.dp_shard
+    if ranks == 1 or not steps_whole_tensors(job.configuration):
+        return 1 / ranks
+    return _largest_share(tensors_of(job), ranks)
+
+
+@lru_cache(maxsize=64)
+def _largest_share(sizes: tuple[int, ...], ranks: int) -> float:
+    loads = [0] * ranks
+    heapify(loads)
+    for size in sorted(sizes, reverse=True):
+        heapreplace(loads, loads[0] + size)
+    return max(loads) / sum(sizes)

@@ -1,0 +1,128 @@
+"""Bytes per parameter of each training recipe: what weights, gradients and optimizer states cost before sharding.
+
+Sources: ZeRO (Rajbhandari et al. 2020, section 3) for the mixed-precision recipe 2 + 2 + K; torch's autocast and AMP
+notes for weights that stay fp32; DeepSpeed 0.19 `stage_1_and_2.py` and `stage3.py`, which keep a copy of partitions
+in every dtype: bf16 for `bf16-pure`, fp32 for the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner.types.plan import Configuration
+from planner.vocabulary import FSDP_STRATEGIES, ZERO_STAGES, Compression
+
+# Compressed gradients: what one of them takes between ranks, and what a rank remembers of its rounding.
+
+
+BLOCK = 1024
+"""Gradients that share a scale, unless a config says otherwise."""
+INT8_BYTES = 1 + 4 / BLOCK
+ERROR_BYTES = 2
+
+
+def wire_bytes(compression: Compression, width: float) -> float:
+    """Bytes of a gradient between ranks, `width` where nothing compresses it."""
+    if compression == "int8":
+        return INT8_BYTES
+    return width if compression == "none" else 2.0
+
+
+# Bytes of optimizer state per parameter when states are fp32. bitsandbytes keeps two 8-bit moments plus one fp32 scale
+# per block of 256 values for each; adafactor's factored moments are counted from the matrices instead (see states.py).
+STATE_BYTES = {
+    "adamw": 8.0,
+    "adamw-fused": 8.0,
+    "adamw-forloop": 8.0,
+    "adamw-8bit": 2.0 + 2 * 4 / 256,
+    "sgd": 0.0,
+    "adafactor": 0.0,
+    "lion": 4.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Bytes per parameter, and the widths that activations and collectives use.
+
+    `weight`, `gradient`: of the tensors that live between steps; `master`: of a copy the optimizer keeps;
+    `state`: optimizer moments; `compute`: of the dtype matrices multiply in; `residual`: of the residual stream between
+    blocks; `gather` and `reduce`: of parameters and gradients on the wire. `autocast` marks fp32 weights cast on the
+    fly.
+    """
+
+    weight: int
+    gradient: int
+    master: int
+    state: float
+    compute: int
+    residual: int
+    gather: int
+    reduce: int
+    autocast: bool
+
+
+def recipe_of(configuration: Configuration) -> Recipe:
+    """The recipe that a backend follows for a precision (DESIGN, "What a precision means")."""
+    if configuration.backend == "native":
+        return _native_recipe(configuration)
+    recipe = _recipe(configuration)
+    narrow = configuration.gradient_compression in ("fp16", "bf16") and configuration.strategy in FSDP_STRATEGIES
+    return replace(recipe, reduce=2) if narrow else recipe
+
+
+def _recipe(configuration: Configuration) -> Recipe:
+    state = STATE_BYTES[configuration.optimizer]
+    is_zero = configuration.strategy in ZERO_STAGES
+    precision = configuration.precision
+    if precision == "bf16-pure":
+        narrow_state = state if configuration.optimizer == "adamw-8bit" else state / 2
+        return Recipe(
+            weight=2,
+            gradient=2,
+            master=2 if is_zero else 0,
+            state=narrow_state,
+            compute=2,
+            residual=2,
+            gather=2,
+            reduce=2,
+            autocast=False,
+        )
+    if precision == "fp32":
+        master = 4 if is_zero else 0
+        return Recipe(
+            weight=4, gradient=4, master=master, state=state, compute=4, residual=4, gather=4, reduce=4, autocast=False
+        )
+    if is_zero:
+        return Recipe(
+            weight=2, gradient=2, master=4, state=state, compute=2, residual=2, gather=2, reduce=2, autocast=False
+        )
+    if configuration.strategy in ("single", "ddp"):
+        return Recipe(
+            weight=4, gradient=4, master=0, state=state, compute=2, residual=4, gather=4, reduce=4, autocast=True
+        )
+    return Recipe(
+        weight=4, gradient=4, master=0, state=state, compute=2, residual=2, gather=2, reduce=4, autocast=False
+    )
+
+
+def _native_recipe(configuration: Configuration) -> Recipe:
+    """Our own ZeRO's (`strategies/backends/zero/settings.py`): masters only where weights are 16-bit and states are not, and
+    gradients that wait for several micro-batches in fp32. Stage 3's sharded weights are the masters, cast as they are
+    gathered."""
+    state, precision = STATE_BYTES[configuration.optimizer], configuration.precision
+    width = 4 if precision == "fp32" else 2
+    mixed = precision in ("bf16", "fp16")
+    narrow = precision == "bf16-pure" and configuration.optimizer != "adamw-8bit"
+    is_cut = configuration.zero_stage == 3 and configuration.dp_shard > 1 and configuration.offload == "none"
+    return Recipe(
+        weight=4 if mixed and is_cut else width,
+        gradient=4 if mixed and configuration.gradient_accumulation_steps > 1 else width,
+        master=4 if mixed and not is_cut else 0,
+        state=state / 2 if narrow else state,
+        compute=width,
+        residual=width,
+        gather=width,
+        reduce=width,
+        autocast=False,
+    )

@@ -1,0 +1,59 @@
+"""Seconds of the optimizer step."""
+
+from __future__ import annotations
+
+from hardware_db.curve import Curve
+from planner.cost.timing.efficiency import DeviceRates
+from planner.cost.timing.layout import Layout
+from planner.types.job import Job
+
+STEP_BYTES = {
+    "adamw": 80,
+    "adamw-fused": 28,
+    "adamw-forloop": 80,
+    "adamw-8bit": 16,
+    "sgd": 12,
+    "adafactor": 48,
+    "lion": 40,
+}
+"""Bytes read and written per fp32 parameter by one step, kernel by kernel as docs/cost-model-time.md counts them."""
+
+CLIPPING_BYTES = 12
+"""Gradient norm (one read of 4 bytes) and scaling (a read and a write)."""
+
+MASTER_COPY_BYTES = 12
+"""ZeRO in 16 bit: gradient to fp32 (2 + 4) and master copy to parameter (4 + 2)."""
+
+FORLOOP_KERNELS = 12
+TENSORS_PER_BLOCK = 12
+"""Kernels of one for-loop AdamW update; parameter tensors of a usual block (4 + 2 or 3 products, norms, biases)."""
+
+
+def optimizer_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
+    """The step on the device: states this rank owns. On a CPU a measured AdamW counts before the bytes it moves."""
+    configuration, measured = job.configuration, rates.measured
+    curve = measured.cpu_optimizer_fused if configuration.optimizer == "adamw-fused" else measured.cpu_optimizer
+    if rates.serial and curve is not None and configuration.optimizer.startswith("adamw"):
+        return _measured_step(where, curve, flat=configuration.zero_stage > 0) / rates.factors.cpu_optimizer
+    scale = 0.5 if configuration.precision == "bf16-pure" else 1.0
+    size = (STEP_BYTES[configuration.optimizer] + CLIPPING_BYTES) * scale
+    if configuration.zero_stage and configuration.precision in ("bf16", "fp16"):
+        size += MASTER_COPY_BYTES
+    seconds = where.owned * size / rates.memory_bytes_per_s
+    if configuration.optimizer == "adamw-forloop":
+        launches = FORLOOP_KERNELS * TENSORS_PER_BLOCK * where.layers
+        seconds = max(seconds, launches * rates.code.kernel_host_seconds)
+    return seconds
+
+
+def _measured_step(where: Layout, step: Curve, *, flat: bool) -> float:
+    """AdamW as it was measured on a CPU, whose caches make small tensors cheaper per parameter.
+
+    ZeRO updates one flat tensor, the others each parameter by itself: a block's matrices, the embedding, the head.
+    """
+    if flat:
+        return step.seconds(where.owned)
+    tensors = where.layers * where.products
+    seconds = tensors * step.seconds(where.block / where.products / where.shards)
+    ends = (where.embedding, where.root - where.embedding)
+    return seconds + sum(step.seconds(parameters / where.shards) for parameters in ends if parameters > 0)

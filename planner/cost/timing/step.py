@@ -1,0 +1,94 @@
+"""The step: compute, communication, offload, optimizer and pipeline bubble put together.
+
+`step_seconds = compute + exposed_communication + offload + optimizer + bubble`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.cost.code_bases import TRANSFORMERS, Implementation
+from planner.cost.timing.data_parallel import Communication, data_parallel
+from planner.cost.timing.efficiency import DeviceRates, compute_dtype, device_rates
+from planner.cost.timing.flops import model_flops
+from planner.cost.timing.layout import Layout, layout
+from planner.cost.timing.offload import OffloadCost, offload_cost
+from planner.cost.timing.optimizer import optimizer_seconds
+from planner.cost.timing.parameter_copies import copies_of, copy_seconds
+from planner.cost.timing.pipeline import (
+    Stage,
+    TensorParallel,
+    boundary_seconds,
+    one_forward_one_backward,
+    stages,
+    tensor_parallel,
+)
+from planner.types.job import Job
+from planner.types.plan import StepTime, Throughput
+
+
+def step_time(job: Job, code: Implementation = TRANSFORMERS) -> StepTime:
+    """Seconds of one optimizer step in the steady state, on the busiest rank.
+
+    `code` says whose modules run; other implementations than transformers' serve to check the model against what others
+    measured.
+    """
+    steps = job.configuration.gradient_accumulation_steps
+    rates = device_rates(job.cluster, job.configuration.precision, code)
+    where = layout(job)
+    pipeline = stages(job, rates)
+    busiest = max(pipeline, key=lambda stage: stage.total)
+    tensor = tensor_parallel(job, where, rates)
+    hop = boundary_seconds(job, rates)
+    visible = Communication(total=steps * (tensor.total + 2 * hop), exposed=steps * tensor.total)
+    sharded = data_parallel(job, where, busiest, rates)
+    communication = sharded + visible
+    hideout = max(0.0, steps * busiest.total - (sharded.total - sharded.exposed))
+    offload = offload_cost(job, where, hideout, rates)
+    compute = steps * busiest.total + copy_seconds(copies_of(job, where, rates), rates)
+    optimizer = _optimizer(job, where, rates, offload)
+    bubble = _bubble(pipeline, tensor, steps, hop)
+    return StepTime(
+        step_seconds=compute + communication.exposed + offload.transfers + optimizer + bubble,
+        compute_seconds=compute,
+        communication_seconds=communication.total,
+        exposed_communication_seconds=communication.exposed,
+        offload_seconds=offload.transfers,
+        optimizer_seconds=optimizer,
+        bubble_seconds=bubble,
+    )
+
+
+def _optimizer(job: Job, where: Layout, rates: DeviceRates, offload: OffloadCost) -> float:
+    """The step on the device, on the host, or on both at once, each with its share."""
+    if not offload.cpu_optimizer:
+        return optimizer_seconds(job, where, rates)
+    kept = 1 - job.configuration.offload_ratio
+    on_device = kept * optimizer_seconds(job, where, rates) if kept else 0.0
+    return on_device + offload.cpu_optimizer if rates.serial else max(on_device, offload.cpu_optimizer)
+
+
+def _bubble(pipeline: Sequence[Stage], tensor: TensorParallel, steps: int, hop: float) -> float:
+    """What the schedule takes beyond the work of its busiest stage."""
+    if len(pipeline) == 1:
+        return 0.0
+    forwards = [stage.forward + tensor.forward for stage in pipeline]
+    backwards = [stage.backward + tensor.backward for stage in pipeline]
+    work = steps * max(forward + backward for forward, backward in zip(forwards, backwards, strict=True))
+    return one_forward_one_backward(forwards, backwards, steps, hop) - work
+
+
+def throughput(job: Job, time: StepTime) -> Throughput:
+    """Rates of a step. `mfu` counts model operations (see `flops`) against the dense peak of the compute dtype."""
+    configuration = job.configuration
+    samples = configuration.global_batch_size
+    micro_batches = samples / configuration.micro_batch_size
+    flops = model_flops(job) * micro_batches / time.step_seconds / configuration.world_size
+    peak = job.cluster.device.peak_flops(compute_dtype(job.cluster.device, configuration.precision))
+    tokens = samples * configuration.sequence_length
+    return Throughput(
+        tokens_per_second_per_gpu=tokens / time.step_seconds / configuration.world_size,
+        samples_per_second=samples / time.step_seconds,
+        tflops_per_gpu=flops / 1e12,
+        mfu=flops / peak if peak else None,
+    )

@@ -1,0 +1,71 @@
+"""Verdict: whether a priced configuration fits, and what it is limited by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hardware_db.units import format_bytes
+from planner import vocabulary as words
+from planner.types.cluster import Cluster
+from planner.types.job import Job
+from planner.types.plan import MemoryEstimate, StepTime
+from planner.types.workload import Workload
+
+TIGHT_ABOVE = 0.95
+"""Share of the capacity from which the upper bound leaves no room for a longer sample or a newer library."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """`pressure` is the largest need over its limit: at most 1 fits. `reason` is empty when it fits."""
+
+    verdict: words.Verdict
+    pressure: float
+    reason: str = ""
+
+
+def device_limit(workload: Workload, cluster: Cluster) -> int:
+    """Bytes that one device may use."""
+    return min(cluster.capacity_bytes, workload.max_memory_bytes or cluster.capacity_bytes)
+
+
+def host_limit(workload: Workload, cluster: Cluster) -> int:
+    """Bytes that one node's host may use; 0 where it is not known."""
+    if workload.host_memory_bytes and cluster.host_memory_bytes_per_node:
+        return min(workload.host_memory_bytes, cluster.host_memory_bytes_per_node)
+    return workload.host_memory_bytes or cluster.host_memory_bytes_per_node
+
+
+def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
+    """The upper bound of the device's use against its capacity, then host memory, then NVMe."""
+    workload, cluster = job.workload, job.cluster
+    device = device_limit(workload, cluster)
+    needs = [
+        (memory.device_used_upper_bytes, device, "on the device", "the limit"),
+        (memory.host_bytes_per_node, host_limit(workload, cluster), "of host memory", "a node"),
+        (memory.host_load_bytes_per_node, host_limit(workload, cluster), "of host memory to load the model", "a node"),
+        (round(nvme_bytes), cluster.nvme_bytes_per_node, "of NVMe", "a node"),
+    ]
+    worst = max(((need / limit, need, limit, what, who) for need, limit, what, who in needs if limit), default=None)
+    if nvme_bytes and not cluster.nvme_bytes_per_node:
+        return Judgement(verdict="does_not_fit", pressure=float("inf"), reason="no NVMe disk is known on these nodes")
+    if worst is None:
+        return Judgement(verdict="fits", pressure=0.0)
+    pressure, need, limit, what, who = worst
+    if pressure > 1:
+        reason = f"needs up to {format_bytes(need)} {what}, {who} has {format_bytes(limit)}"
+        return Judgement(verdict="does_not_fit", pressure=pressure, reason=reason.replace("the limit has", "limit"))
+    tight = memory.device_used_upper_bytes > TIGHT_ABOVE * device
+    return Judgement(verdict="tight" if tight else "fits", pressure=pressure)
+
+
+def limited_by(time: StepTime) -> str:
+    """The largest part of a step that keeps it from being faster."""
+    parts = {
+        "compute": time.compute_seconds,
+        "communication": time.exposed_communication_seconds,
+        "offload": time.offload_seconds,
+        "optimizer": time.optimizer_seconds,
+        "pipeline bubble": time.bubble_seconds,
+    }
+    return max(parts, key=lambda name: parts[name])

@@ -1,6 +1,0 @@
-"""Kept traces: questions to the tracer and its answers, without torch. `planner.trace` runs the module itself.
-
-An answer is kept in the database under everything it depends on, so that only the first question costs a trace.
-"""
-
-from __future__ import annotations

@@ -1,0 +1,1 @@
+"""ModelFacts from a Hugging Face config."""

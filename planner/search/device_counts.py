@@ -1,0 +1,113 @@
+"""The same work on fewer devices or more: a cluster halved or doubled, node by node, then inside the last node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from planner.cluster.budget import Bill, Budget, bill_of
+from planner.search.request import Request
+from planner.types.cluster import Cluster
+from planner.types.plan import Plan
+
+LARGEST_NODE = 8
+"""Devices up to which one node is doubled; beyond, there are more nodes."""
+
+
+def device_counts(request: Request) -> Iterator[Request]:
+    """The request itself; where cost counts, also on half the devices, a quarter and so on: what is paid is the time of
+    every device."""
+    yield request
+    if request.objective == "cost":
+        yield from fewer(request)
+
+
+def fewer(request: Request) -> Iterator[Request]:
+    """The request on half its devices, a quarter, and so on, down to one or an odd number."""
+    cluster = halved(request.cluster)
+    while cluster is not None:
+        yield replace(request, cluster=cluster)
+        cluster = halved(cluster)
+
+
+def halved(cluster: Cluster) -> Cluster | None:
+    """Half the nodes, or half of one node with half its host; None where that is no whole number."""
+    if cluster.nodes % 2 == 0:
+        return replace(cluster, nodes=cluster.nodes // 2)
+    if cluster.nodes > 1 or cluster.gpus_per_node % 2:
+        return None
+    host = cluster.host_memory_bytes_per_node // 2
+    return replace(cluster, gpus_per_node=cluster.gpus_per_node // 2, host_memory_bytes_per_node=host)
+
+
+def doubled(cluster: Cluster) -> Cluster:
+    """Twice the devices of a node that is not full yet, with twice its host; else twice the nodes."""
+    if cluster.nodes == 1 and cluster.gpus_per_node * 2 <= LARGEST_NODE:
+        host = cluster.host_memory_bytes_per_node * 2
+        return replace(cluster, gpus_per_node=cluster.gpus_per_node * 2, host_memory_bytes_per_node=host)
+    return replace(cluster, nodes=cluster.nodes * 2)
+
+
+# Deadline: on how many devices a training ends in time, and what it then costs.
+
+
+Fastest = Callable[[Request], Plan | None]
+MOST_DOUBLINGS = 4
+"""Sixteen times the devices: beyond, it is another machine that is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnDevices:
+    """The fastest plan on a number of devices, what it costs, and whether it ends in time."""
+
+    plan: Plan
+    bill: Bill
+    in_time: bool
+
+    @property
+    def gpus(self) -> int:
+        return self.plan.configuration.world_size
+
+
+def on_more_and_fewer(request: Request, fastest: Fastest) -> tuple[OnDevices, ...]:
+    """The devices that were asked for, fewer down to the first that are too slow, and more up to what is in time; the
+    global batch is the same on all of them. Fewest devices first; numbers on which nothing fits are left out.
+
+    `fastest` gives the first plan of a request, None where nothing fits.
+    """
+    here = _answer(request, fastest)
+    less = []
+    for option in fewer(request):
+        answer = _answer(option, fastest)
+        if answer is None:
+            break
+        less.append(answer)
+        if not answer.in_time:
+            break
+    more: list[OnDevices] = []
+    if here is None or not here.in_time:
+        for option in _more(request):
+            answer = _answer(option, fastest)
+            more += [answer] if answer else []
+            if answer is not None and answer.in_time:
+                break
+    return (*reversed(less), *([here] if here else []), *more)
+
+
+def _more(request: Request) -> Iterator[Request]:
+    cluster = request.cluster
+    for _ in range(MOST_DOUBLINGS):
+        cluster = doubled(cluster)
+        if request.workload.global_batch_size % cluster.gpus:
+            return
+        yield replace(request, cluster=cluster)
+
+
+def _answer(request: Request, fastest: Fastest) -> OnDevices | None:
+    free = Budget(usd_per_gpu_hour=request.budget.usd_per_gpu_hour, tokens=request.budget.tokens)
+    plan = fastest(replace(request, objective="throughput", budget=free, top=1, simplest_first=False))
+    if plan is None:
+        return None
+    bill = bill_of(plan.configuration, plan.time.step_seconds, request.usd_per_gpu_hour, request.budget)
+    in_time = plan.time.step_seconds <= request.budget.step_limit(request.workload)
+    return OnDevices(plan=plan, bill=bill, in_time=in_time)

@@ -1,0 +1,272 @@
+"""Exploration: the best configuration of a group of shapes, with as few of them priced as that takes.
+
+A step's time is cheap to work out and needs no memory; memory is not cheap. So the shapes of a group are looked at in
+the order of the best that each could be, until none that is left can beat what was found. That is exact as long as
+
+- memory grows with the micro-batch, but for the last of them, which needs no gradients to be kept from one to the next;
+- no micro-batch takes less work than the largest where it divides it (else TILES of it at least, or CACHES on a CPU),
+  and none has a shorter bubble than the smallest;
+- computing activations again takes time and no more memory;
+- the same shape over fewer devices takes no less memory of each.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from planner import vocabulary as words
+from planner.cost.verdict import device_limit
+from planner.search.estimate import Priced, job_of, price, resident_bytes, timed
+from planner.search.ranking import Timed, order, worth
+from planner.search.request import Request
+from planner.search.space import Shape, configuration_of, micro_batches
+from planner.types.plan import Configuration, StepTime
+
+# Candidate: a shape on a number of devices, with its micro-batches; works out only what it is asked.
+
+
+TILES = 0.95
+"""Matrix products of a size that is no divisor of another may fill the device's last wave of tiles better."""
+CACHES = 0.8
+"""A larger micro-batch may outgrow a CPU's caches."""
+
+
+class Candidate:
+    """A shape on a request's devices, with the micro-batches it may take, smallest first.
+
+    What was worked out is kept: asking twice costs nothing.
+    """
+
+    def __init__(self, request: Request, shape: Shape) -> None:
+        self.request, self.shape = request, shape
+        self.micros = micro_batches(request, shape)
+        self._priced: dict[int, Priced] = {}
+        self._times: dict[int, StepTime] = {}
+
+    def configuration(self, index: int) -> Configuration:
+        """With one of the micro-batches."""
+        return configuration_of(self.request, self.shape, self.micros[index])
+
+    def priced(self, index: int) -> Priced:
+        """Memory, and whether that fits."""
+        if index not in self._priced:
+            self._priced[index] = price(self.request, self.configuration(index))
+        return self._priced[index]
+
+    def timed(self, index: int) -> Timed:
+        priced = self.priced(index)
+        return Timed(priced=priced, time=timed(priced))
+
+    def fits(self, index: int) -> bool:
+        return self.priced(index).judgement.verdict != "does_not_fit"
+
+    def is_known(self, index: int) -> bool:
+        """Whether this machine has run it, so that what it takes is not what is predicted."""
+        known = self.request.experience.known
+        return bool(known) and self.configuration(index) in known
+
+    def ends(self) -> tuple[int, ...]:
+        """The smallest micro-batch and the largest, if there are any: what takes least memory is one of the two."""
+        return tuple(dict.fromkeys((0, len(self.micros) - 1))) if self.micros else ()
+
+    def fits_somehow(self) -> bool:
+        return any(self.fits(index) for index in self.ends())
+
+    def time(self, index: int) -> StepTime:
+        """Of a step as it is expected, had it never run; whether it fits or not."""
+        if index not in self._times:
+            job = job_of(self.request, self.configuration(index))
+            self._times[index] = self.request.experience.expected(job)
+        return self._times[index]
+
+    def seconds(self, index: int) -> float:
+        return self.time(index).step_seconds
+
+    def bound(self) -> float:
+        """Seconds that a step takes at least: the work of the largest micro-batch and the bubble of the smallest."""
+        largest = self.time(len(self.micros) - 1)
+        bubble = self.time(0).bubble_seconds - largest.bubble_seconds if self.shape.pp > 1 else 0.0
+        slack = 1.0 if self.shape.sync_each_micro_batch else TILES
+        return (largest.step_seconds + bubble) * (CACHES if self.request.cluster.device.is_cpu else slack)
+
+    def fastest_fitting(self, seconds: float) -> int | None:
+        """The fastest micro-batch that fits and takes at most so many seconds a step, of those that were not run."""
+        index = self._fastest(self._rivals(len(self.micros) - 1))
+        if index is None or self.seconds(index) > seconds:
+            return None
+        if self.fits(index):  # as it often does
+            return index
+        smallest = next((one for one in range(index) if TILES * self.seconds(one) <= seconds), None)
+        if smallest is None or not self.fits(smallest):
+            return None
+        largest = self._first_that_does_not_fit(smallest, below=index) - 1
+        index = self._fastest(self._rivals(largest))
+        return None if index is None or self.seconds(index) > seconds else index
+
+    def seems_hopeless(self) -> bool:
+        """Whether it is known that the smallest micro-batch does not fit."""
+        return 0 in self._priced and not self.fits(0)
+
+    def _fastest(self, indices: Iterable[int]) -> int | None:
+        return min((index for index in indices if not self.is_known(index)), key=self.seconds, default=None)
+
+    def _rivals(self, largest: int) -> list[int]:
+        """The micro-batches up to one of which any may be the fastest. Its divisors are not: they fill tiles no better.
+        In a pipeline larger ones are faster until the bubble costs more than they save: all of them up to where two in
+        a row have been slower than the fastest."""
+        every = range(largest + 1)
+        if self.shape.pp == 1 and not self.request.cluster.device.is_cpu:
+            return [index for index in every if index == largest or self.micros[largest] % self.micros[index]]
+        if self.shape.pp == 1:
+            return list(every)
+        fastest = 0
+        for index in every:
+            if self.seconds(index) < self.seconds(fastest):
+                fastest = index
+            elif index > fastest + 1:
+                return list(every[:index])
+        return list(every)
+
+    def _first_that_does_not_fit(self, fitting: int, below: int) -> int:
+        """The first after one that fits, up to one that does not."""
+        if self.fits(below - 1):  # as often as not it is the next
+            return below
+        return bisect_left(range(below - 1), True, lo=fitting + 1, key=lambda index: not self.fits(index))
+
+
+class Family:
+    """Candidates that differ only in the activations they compute again: none first, all last."""
+
+    def __init__(self, members: Sequence[Candidate]) -> None:
+        self._members = members
+        self.gpus = members[0].request.cluster.gpus
+
+    def bound(self) -> float:
+        """Seconds that a step of any of them takes at least."""
+        return self._members[0].bound()
+
+    def is_hopeless(self) -> bool:
+        """Whether weights, gradients and optimizer states alone do not fit."""
+        first = self._members[0]
+        job = job_of(first.request, first.configuration(0))
+        return resident_bytes(job) > device_limit(job.workload, job.cluster)
+
+    def fits_somehow(self) -> bool:
+        return self._members[-1].fits_somehow()
+
+    def misses(self) -> Iterator[Priced]:
+        """What takes least memory, where nothing fits."""
+        last = self._members[-1]
+        return (last.priced(index) for index in last.ends())
+
+    @property
+    def split(self) -> tuple[object, ...]:
+        """What it has in common with the same family over fewer devices."""
+        shape = self._members[0].shape
+        return shape.strategy, shape.tp, shape.pp, shape.offload, shape.offload_ratio, shape.sync_each_micro_batch
+
+    def within(self, seconds: float) -> Iterator[Timed]:
+        """Ever faster configurations that fit and take at most so many seconds a step."""
+        for one in self._members:
+            if one.bound() <= seconds:
+                index = one.fastest_fitting(seconds)
+                if index is not None:
+                    seconds = one.seconds(index)
+                    yield one.timed(index)
+                elif one.seems_hopeless() and not self.fits_somehow():
+                    return
+
+
+def best(group: Sequence[Candidate], objective: words.Objective, limit: float = math.inf) -> Timed | None:
+    """The best configuration of a group that fits and takes at most `limit` seconds a step; None without one."""
+    found: Timed | None = None
+    for timed_ in _smallest(group, limit) if objective == "memory" else _fast(group, objective, limit):
+        if found is None or order(timed_, objective) < order(found, objective):
+            found = timed_
+    return found
+
+
+def closest(group: Sequence[Candidate]) -> Priced | None:
+    """The configuration that misses by least, of a group in which nothing fits."""
+    misses = (priced for family in _families(group) for priced in family.misses())
+    return min(misses, key=lambda priced: priced.judgement.pressure, default=None)
+
+
+def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) -> Iterator[Timed]:
+    """What was measured before, then ever better configurations by time or cost."""
+    found = math.inf
+    for known in _known(group):
+        if known.time.step_seconds <= limit:
+            found = min(found, worth(known, objective))
+            yield known
+    families = _with_devices_enough([family for family in _families(group) if not family.is_hopeless()])
+    weights = [family.gpus if objective == "cost" else 1 for family in families]
+    bounds = [family.bound() * weight for family, weight in zip(families, weights, strict=True)]
+    for place in sorted(range(len(families)), key=bounds.__getitem__):
+        if bounds[place] > found:
+            return
+        for one in families[place].within(min(found / weights[place], limit)):
+            found = min(found, worth(one, objective))
+            yield one
+
+
+def _known(group: Iterable[Candidate]) -> Iterator[Timed]:
+    """What this machine has run, with the times that it took."""
+    for candidate in group:
+        for index in range(len(candidate.micros)):
+            if candidate.is_known(index) and candidate.fits(index):
+                yield candidate.timed(index)
+
+
+def _families(group: Iterable[Candidate]) -> list[Family]:
+    families: dict[tuple[int, Shape], list[Candidate]] = {}
+    for candidate in group:
+        if candidate.micros:
+            key = id(candidate.request), replace(candidate.shape, checkpointing="none")
+            families.setdefault(key, []).append(candidate)
+    members = (sorted(family, key=lambda one: _RECOMPUTED[one.shape.checkpointing]) for family in families.values())
+    return [Family(family) for family in members]
+
+
+_RECOMPUTED: dict[words.Checkpointing, int] = {"none": 0, "selective": 1, "full": 2}
+
+
+def _with_devices_enough(families: Sequence[Family]) -> list[Family]:
+    """Those that fit somehow, where the same family is there over several numbers of devices, the largest first."""
+    alike: dict[tuple[object, ...], list[Family]] = {}
+    for family in families:
+        alike.setdefault(family.split, []).append(family)
+    enough = []
+    for fewer_and_fewer in alike.values():
+        count = len(fewer_and_fewer)
+        if count > 1:
+            count = bisect_left(fewer_and_fewer, True, key=lambda family: not family.fits_somehow())
+        enough += fewer_and_fewer[:count]
+    return enough
+
+
+def _smallest(group: Sequence[Candidate], limit: float) -> Iterator[Timed]:
+    """Every configuration of the candidates that can do with least memory."""
+    if limit < math.inf:
+        yield from _in_time(group, limit)
+        return
+    needs = []
+    for candidate in group:
+        ends = (candidate.priced(index) for index in candidate.ends() if candidate.fits(index))
+        used = [priced.memory.device_used_bytes for priced in ends]
+        needs.append(min(used, default=None))
+    least = min((need for need in needs if need is not None), default=None)
+    for candidate, need in zip(group, needs, strict=True):
+        if need is not None and need == least:
+            yield from (candidate.timed(index) for index in range(len(candidate.micros)) if candidate.fits(index))
+
+
+def _in_time(group: Iterable[Candidate], limit: float) -> Iterator[Timed]:
+    """Of each candidate those that are fast enough: the one with least memory may need a large micro-batch."""
+    for candidate in group:
+        for index in range(len(candidate.micros)):
+            if candidate.seconds(index) <= limit and candidate.fits(index):
+                yield candidate.timed(index)

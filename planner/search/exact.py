@@ -1,0 +1,114 @@
+"""Exact: the one configuration that `dsplan estimate` was asked for, from its flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner import vocabulary as words
+from planner.errors import ContradictoryRequest
+from planner.search.request import Request
+from planner.types.plan import Configuration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactOptions:
+    """What the user said of one configuration; None where they said nothing.
+
+    `global_batch` is None where the request's global batch is a default, which then follows from the other two numbers.
+    """
+
+    strategy: words.Strategy | None = None
+    backend: words.Backend | None = None
+    micro_batch: int | None = None
+    grad_accum: int | None = None
+    global_batch: int | None = None
+    checkpointing: words.Checkpointing = "none"
+    offload: words.Offload = "none"
+    offload_ratio: float = 1.0
+    gradient_compression: words.Compression = "none"
+    activations_on_host: bool = False
+    tp: int = 1
+    pp: int = 1
+
+
+def exact(request: Request, options: ExactOptions) -> tuple[Request, Configuration]:
+    """The configuration, and the request with the global batch that it has.
+
+    Without a strategy it is `single` on one GPU and `ddp` on several; without a micro-batch, one sample.
+
+    Raises:
+        ContradictoryRequest: the degrees do not divide the GPUs, or no whole micro-batch or accumulation gives the
+            global batch.
+    """
+    strategy: words.Strategy = options.strategy or ("single" if request.cluster.gpus == 1 else "ddp")
+    replicate, shard = _degrees(request, strategy, options)
+    micro, accumulation = _batch(options, replicate * shard)
+    batch = micro * accumulation * replicate * shard
+    workload = replace(request.workload, global_batch_size=batch)
+    configuration = Configuration(
+        strategy=strategy,
+        backend=options.backend or words.default_backend(strategy, zero=request.zero_backend),
+        dp_replicate=replicate,
+        dp_shard=shard,
+        tp=options.tp,
+        pp=options.pp,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        global_batch_size=batch,
+        sequence_length=workload.sequence_length,
+        precision=workload.precision,
+        optimizer=workload.optimizer,
+        attention=workload.attention,
+        activation_checkpointing=options.checkpointing,
+        offload=options.offload,
+        offload_ratio=options.offload_ratio,
+        gradient_compression=options.gradient_compression,
+        activations_on_host=options.activations_on_host,
+    )
+    # A default that the configuration overrides was not taken for granted after all.
+    defaults = tuple(text for text in request.defaults if options.global_batch or "--global-batch" not in text)
+    return replace(request, workload=workload, defaults=defaults), configuration
+
+
+def _degrees(request: Request, strategy: words.Strategy, options: ExactOptions) -> tuple[int, int]:
+    """dp_replicate and dp_shard of the GPUs that tp and pp leave."""
+    cluster, split = request.cluster, options.tp * options.pp
+    if cluster.gpus % split:
+        raise ContradictoryRequest(
+            f"--tp {options.tp} x --pp {options.pp} = {split} does not divide {cluster.gpus} GPUs; change one of them"
+        )
+    ranks = cluster.gpus // split
+    if strategy == "hsdp":
+        if cluster.nodes == 1 or ranks % cluster.nodes:
+            raise ContradictoryRequest(
+                f"hsdp copies the model over nodes, and {ranks} data-parallel ranks do not spread over {cluster.nodes}"
+                f" node{'s' if cluster.nodes > 1 else ''}; use --strategy fsdp or give --nodes"
+            )
+        return cluster.nodes, ranks // cluster.nodes
+    return (ranks, 1) if strategy in ("single", "ddp") else (1, ranks)
+
+
+def _batch(options: ExactOptions, ranks: int) -> tuple[int, int]:
+    """Micro-batch and accumulation; what was not said follows from the global batch."""
+    if options.global_batch is None:
+        return options.micro_batch or 1, options.grad_accum or 1
+    if options.micro_batch and options.grad_accum:
+        return options.micro_batch, _checked(options, options.micro_batch * ranks, options.grad_accum)
+    known = options.micro_batch or options.grad_accum or 1
+    other = _checked(options, known * ranks, None)
+    return (other, known) if options.grad_accum else (known, other)
+
+
+def _checked(options: ExactOptions, per_step: int, wanted: int | None) -> int:
+    """`global_batch` over `per_step`, which must be whole and, where it was asked for, `wanted`."""
+    batch = options.global_batch or per_step
+    if batch % per_step == 0 and wanted in (None, batch // per_step):
+        return batch // per_step
+    if wanted is not None:
+        raise ContradictoryRequest(
+            f"--global-batch {batch} is not --micro-batch {options.micro_batch} x --grad-accum {wanted} x"
+            f" {per_step // (options.micro_batch or 1)} data-parallel ranks = {per_step * wanted}; leave one out"
+        )
+    lower = batch // per_step * per_step
+    near = f"{lower} or {lower + per_step}" if lower else str(per_step)
+    raise ContradictoryRequest(f"--global-batch {batch} is not a multiple of {per_step}; the nearest that is: {near}")

@@ -1,0 +1,267 @@
+"""Ranking: which of two plans that fit goes first, and how the loser's reason is said.
+
+Plans whose predicted times are closer than such predictions err against each other are equally fast as far as can be
+told (`preference`). The simplest of those that cannot be told from the fastest goes first; then the same again among
+the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hardware_db.units import format_days
+from planner import vocabulary as words
+from planner.calibration.spread import AGAIN, NINE_OF_TEN
+from planner.cluster.budget import bill_of
+from planner.cost.timing import step_time
+from planner.cost.verdict import limited_by
+from planner.search.estimate import Priced, plan_of, unrunnable
+from planner.search.request import Request
+from planner.search.space import inapplicable
+from planner.types.plan import Configuration, Plan, StepTime
+
+# Preference: which plans are simpler than others, and how far apart two predictions must be to be held different.
+
+
+SPLIT_OR_WHOLE = 0.15
+"""How far the ratio of two predicted step times is from the measured one, at the 90th percentile, where one plan splits
+layers and the other does not: 943 published pairs in 46 groups, each publication left out of the fit
+(`scripts/fit/ratio_spread.py`). Most of what is wrong with the one prediction is wrong with the other too."""
+NEVER_COMPARED = 0.2
+"""The same where nothing published compares such pairs: a replica with shards, torch with DeepSpeed, a device that
+keeps its states with one that offloads them. Then nothing is known to cancel, and two predictions, each off by 14 % at
+the 90th percentile (docs/accuracy.md), are off against each other by the root of two of it."""
+
+
+class Named(Protocol):
+    """A shape or a configuration, as far as names and simplicity go."""
+
+    @property
+    def strategy(self) -> words.Strategy: ...
+    @property
+    def offload(self) -> words.Offload: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+
+
+def simplicity(plan: Named) -> tuple[int, ...]:
+    """Smaller is simpler: whole layers before split ones, all on the device before offload, a replica before torch's
+    shards, and those before ZeRO, which asks for one more library."""
+    sharded = 2 if plan.strategy in words.ZERO_STAGES else int(plan.strategy in words.FSDP_STRATEGIES)
+    return plan.tp * plan.pp > 1, words.OFFLOADS.index(plan.offload), sharded
+
+
+def told_apart_from(one: Named, other: Named) -> float:
+    """From what share of a step time on one plan is held slower than another. Plans that are equally simple go by their
+    times alone."""
+    if simplicity(one) == simplicity(other):
+        return 0.0
+    only_split = simplicity(one)[1:] == simplicity(other)[1:]
+    return SPLIT_OR_WHOLE if only_split else NEVER_COMPARED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejection:
+    """A strategy that is not among the plans; `plan` is its best one where it fits, else its closest miss."""
+
+    strategy: str
+    reason: str
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """A configuration that fits, with its step time."""
+
+    priced: Priced
+    time: StepTime
+
+    @property
+    def configuration(self) -> Configuration:
+        return self.priced.job.configuration
+
+    @property
+    def plan(self) -> Plan:
+        return plan_of(self.priced, self.time)
+
+    @property
+    def was_run(self) -> bool:
+        """Whether its time is what this machine measured."""
+        return self.time.predicted_step_seconds is not None
+
+
+def worth(item: Timed, objective: words.Objective) -> float:
+    """What the objective makes smallest: seconds of a step, GPU-seconds of a step, or bytes of device memory."""
+    if objective == "memory":
+        return float(item.priced.memory.device_used_bytes)
+    return item.time.step_seconds * (item.configuration.world_size if objective == "cost" else 1)
+
+
+def order(item: Timed, objective: words.Objective) -> tuple[float, ...]:
+    """Sorts by worth; then by memory and time; then by the words and numbers of the plan, so that equal plans always
+    stand in the same order."""
+    chosen, memory = item.configuration, item.priced.memory.device_used_bytes
+    return (
+        worth(item, objective),
+        memory,
+        item.time.step_seconds,
+        *simplicity(chosen),
+        words.STRATEGIES.index(chosen.strategy),
+        *(chosen.world_size, chosen.tp, chosen.pp, chosen.micro_batch_size),
+        words.CHECKPOINTINGS.index(chosen.activation_checkpointing),
+        not chosen.sync_each_micro_batch,
+    )
+
+
+def rank(request: Request, items: Sequence[Timed]) -> list[Timed]:
+    """Best first; a plan that `dsplan run` can run leads unless the request allows otherwise."""
+    ranked = _in_order(request, items)
+    runnable = [] if request.allow_unrunnable else [item for item in items if not unrunnable(item.configuration)]
+    if not runnable:
+        return ranked
+    leader = _in_order(request, runnable)[0]
+    return [leader, *(item for item in ranked if item is not leader)]
+
+
+def _in_order(request: Request, items: Sequence[Timed]) -> list[Timed]:
+    left = sorted(items, key=lambda item: order(item, request.objective))
+    if not request.simplest_first:
+        return left
+    ranked = []
+    while left:
+        first = _simplest(left, request.objective)
+        left.remove(first)
+        ranked.append(first)
+    return ranked
+
+
+def _simplest(items: Sequence[Timed], objective: words.Objective) -> Timed:
+    """The simplest of those that are not clearly worse than the first, which is the best; or what is as simple and no
+    worse: of some pairs less is known than of others."""
+    alike = [item for item in items if not clearly_worse(item, items[0], objective)]
+    found = min(alike, key=lambda item: simplicity(item.configuration))
+    level = simplicity(found.configuration)
+    return next(item for item in items if simplicity(item.configuration) <= level)
+
+
+def clearly_worse(item: Timed, best: Timed, objective: words.Objective) -> bool:
+    """Whether a plan is worse than the best one by more than the prediction of their ratio may be wrong."""
+    return worth(item, objective) / worth(best, objective) > 1 + told_apart_by(item, best, objective)
+
+
+def told_apart_by(item: Timed, best: Timed, objective: words.Objective) -> float:
+    """By how much a plan must be worse than another to be held worse. Memory is predicted well enough to be compared as
+    it is; two plans that this machine has run differ by what a run does when it is made again."""
+    if objective == "memory":
+        return 0.0
+    if item.was_run and best.was_run:
+        return math.exp(NINE_OF_TEN * math.sqrt(2) * AGAIN) - 1
+    return told_apart_from(item.configuration, best.configuration)
+
+
+def group_name(plan: Named) -> str:
+    """Plans of one group compete with each other; the best of each is shown."""
+    name = strategy_name(plan)
+    return name if plan.offload == "none" else f"{name} + offload {plan.offload}"
+
+
+def strategy_name(plan: Named) -> str:
+    """The strategy, and whether layers are split as well."""
+    return f"{plan.strategy} + tp/pp" if plan.tp * plan.pp > 1 else plan.strategy
+
+
+def rejections(request: Request, ranked: Sequence[Timed], missing: Sequence[Priced]) -> tuple[Rejection, ...]:
+    """Why each strategy beyond the shown ones is not among them: slower, too large, or senseless here."""
+    rejected = []
+    for item in ranked[request.top :]:
+        reason = compared(request, item, ranked[0])
+        rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=item.plan))
+    for priced in missing:
+        name, plan = strategy_name(priced.job.configuration), plan_of(priced, step_time(priced.job))
+        rejected.append(Rejection(strategy=name, reason=_miss(priced), plan=plan))
+    named = {item.strategy for item in rejected} | {strategy_name(item.configuration) for item in ranked}
+    for strategy in words.STRATEGIES:
+        senseless = inapplicable(request, strategy)
+        if senseless and strategy not in named:
+            rejected.append(Rejection(strategy=strategy, reason=senseless))
+    return tuple(rejected)
+
+
+def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
+    """The strategies that fit and do not end in time, at their fastest."""
+    rejected = []
+    for item in late:
+        days = bill_of(item.configuration, item.time.step_seconds, None, request.budget).days or 0.0
+        reason = f"fits, takes {format_days(days)}"
+        rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=item.plan))
+    return tuple(rejected)
+
+
+def ran_out(request: Request) -> tuple[Rejection, ...]:
+    """The plans that ran out of memory and so are not proposed."""
+    return tuple(
+        Rejection(strategy=group_name(one.configuration), reason=one.sentence())
+        for one in request.experience.shortages
+        if one.counts_on(request.cluster)
+    )
+
+
+def compared(request: Request, item: Timed, first: Timed) -> str:
+    """How a plan that fits compares with the first one, in what the objective counts."""
+    blocked = unrunnable(item.configuration)
+    aside = f"; {blocked}" if blocked else ""
+    ratio = worth(item, request.objective) / worth(first, request.objective)
+    if request.objective == "memory":
+        return f"fits, {ratio:.2f}x the memory{aside}"
+    if ratio < 0.995 and not blocked:
+        aside = f"; not told apart from {group_name(first.configuration)}, which is simpler"
+    if request.objective == "cost":
+        gpus = item.configuration.world_size
+        return f"fits, {ratio:.2f}x the GPU-seconds, on {gpus} {'GPU' if gpus == 1 else 'GPUs'}{aside}"
+    return f"fits, {ratio:.2f}x the step time, limited by {limited_by(item.time)}{aside}"
+
+
+def why_first(request: Request, ranked: Sequence[Timed]) -> str:
+    """Why the first plan is first, in one line."""
+    first, objective = ranked[0], request.objective
+    is_blocked = unrunnable(first.configuration) or request.allow_unrunnable
+    peers = [item for item in ranked if is_blocked or not unrunnable(item.configuration)]
+    best, best_of_all = (min(among, key=lambda item: order(item, objective)) for among in (peers, ranked))
+    reason = f"{group_name(first.configuration)} {_IS_BEST[objective]}"
+    if best is not first:
+        width = told_apart_by(first, best, objective)
+        reason = (
+            f"{group_name(first.configuration)} is simpler than {group_name(best.configuration)}, which is predicted"
+            f" {_ahead(first, best, objective)}; two such plans are told apart from {width:.0%} on"
+        )
+    if best_of_all not in peers:
+        ahead = _ahead(first, best_of_all, objective)
+        reason += f"; {group_name(best_of_all.configuration)}, which dsplan run cannot run, is predicted {ahead}"
+    return reason
+
+
+def _ahead(first: Timed, other: Timed, objective: words.Objective) -> str:
+    """How much better another plan is predicted to be: `6% faster`."""
+    less = 1 - worth(other, objective) / worth(first, objective)
+    return f"{less:.0%} {_BETTER[objective]}" if less >= 0.005 else f"less than 1% {_BETTER[objective]}"
+
+
+_IS_BEST = {"throughput": "is predicted fastest", "memory": "needs least memory", "cost": "costs least per token"}
+_BETTER = {"throughput": "faster", "memory": "smaller", "cost": "cheaper"}
+
+
+def _miss(priced: Priced) -> str:
+    """Why a strategy's closest configuration does not fit."""
+    configuration = priced.job.configuration
+    savers = []
+    if configuration.activation_checkpointing != "none":
+        savers.append(f"{configuration.activation_checkpointing} checkpointing")
+    if configuration.offload != "none":
+        savers.append(f"offload {configuration.offload}")
+    with_what = f" with {' and '.join(savers)}" if savers else ""
+    return f"{priced.judgement.reason} even at micro-batch {configuration.micro_batch_size}{with_what}"

@@ -1,0 +1,188 @@
+"""What the database knows, brought to a request: measured rates, the calibration of such hardware, earlier runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hardware_db.files import database_is_there
+from hardware_db.measurement import Measurement
+from planner.calibration.calibration import calibration_of
+from planner.calibration.experience import Experience, is_same_work
+from planner.calibration.oom_history import Shortage
+from planner.cost.memory import memory_estimate
+from planner.errors import DsplanError
+from planner.search.estimate import job_of
+from planner.search.request import Request
+from planner.types.cluster import NOTHING_MEASURED, Cluster
+from planner.types.job import described
+from planner.types.plan import Configuration
+from planner.types.plan_io import configuration_from_dict
+
+if TYPE_CHECKING:
+    # Imported where they are used: most questions are asked where there is no database, and start faster without.
+    from hardware_db.measurement import Measurement, Outcome
+    from hardware_db.store.contract import Store
+    from planner.calibration.experience import KnownRun
+    from planner.calibration.oom_history import Shortage
+
+# Failures: the plans of a model and work that ran out of memory on this machine, as the database has them.
+
+
+_WORK = ("sequence_length", "precision", "optimizer", "attention")
+"""What of a configuration is the work and not the way it is done. The global batch is not among them: memory follows
+the micro-batch."""
+
+
+def shortages(
+    failed: Iterable[Measurement], completed: Iterable[Measurement], request: Request
+) -> tuple[Shortage, ...]:
+    """What ran out of memory of this request's model and work, newest first; both lists are those of one machine.
+
+    A newer run that completed takes a failure back: one of the same configuration, or one that was predicted to take at
+    least as much. Of a plan that offloads it is not known which memory was short, so only one of the same configuration
+    does.
+    """
+    inputs = described(request)
+    done = [(one, found) for one in completed if (found := _configuration(one, inputs, request)) is not None]
+    kept: dict[Configuration, Shortage] = {}
+    for one in failed:
+        configuration = _configuration(one, inputs, request)
+        if configuration is None or configuration in kept or _taken_back(one, configuration, done):
+            continue
+        kept[configuration] = _shortage(one, configuration, request)
+    return tuple(kept.values())
+
+
+def shortage_of(configuration: Configuration, predicted_bytes: int, request: Request, **known: Any) -> Shortage:
+    """A failure in today's prediction, so that it can be compared with that of other plans; in the one it was made
+    with where it ran on another number of devices."""
+    if configuration.world_size != request.cluster.gpus:
+        return Shortage(configuration=configuration, peak_allocated_bytes=predicted_bytes, **known)
+    memory = memory_estimate(job_of(request, configuration))
+    return Shortage(
+        configuration=configuration,
+        peak_allocated_bytes=memory.peak_allocated_bytes,
+        host_bytes_per_node=memory.host_bytes_per_node,
+        **known,
+    )
+
+
+def _configuration(
+    one: Measurement, inputs: Mapping[str, Mapping[str, object]], request: Request
+) -> Configuration | None:
+    if not is_same_work(one.plan, inputs):
+        return None
+    try:
+        configuration = configuration_from_dict(one.plan["plan"])
+    except DsplanError:
+        return None  # of a release that knew other words
+    workload = request.workload
+    return configuration if all(getattr(configuration, name) == getattr(workload, name) for name in _WORK) else None
+
+
+def _taken_back(
+    one: Measurement, configuration: Configuration, done: Iterable[tuple[Measurement, Configuration]]
+) -> bool:
+    need = one.predicted.peak_allocated_bytes or 0
+    return any(
+        later.created_at > one.created_at
+        and (
+            other == configuration
+            or (not configuration.uses_host and need <= (later.predicted.peak_allocated_bytes or -1))
+        )
+        for later, other in done
+    )
+
+
+def _shortage(one: Measurement, configuration: Configuration, request: Request) -> Shortage:
+    cluster = one.plan["cluster"]
+    capacity = cluster.get("capacity_bytes") if isinstance(cluster, Mapping) else None
+    return shortage_of(
+        configuration,
+        one.predicted.peak_allocated_bytes or 0,
+        request,
+        capacity_bytes=capacity if isinstance(capacity, int) else None,
+        created_at=one.created_at,
+        id=one.id,
+    )
+
+
+_NEWEST = 200
+"""Runs of one size of model that are looked through: reading them takes 20 ms."""
+
+
+def recalled(request: Request) -> Request:
+    """The request with everything that the user's database has for its hardware and its work.
+
+    Where there is no database this costs one look at the disk; where it cannot be used, one line says so and the
+    request stays as it is. Rates and earlier runs are those of the probed machine; a calibration holds for every
+    cluster of the same devices and links.
+    """
+    if not database_is_there():
+        return request
+    from hardware_db.store import ask_store
+
+    return ask_store(lambda store: recalled_from(store, request), request)
+
+
+def recalled_from(store: Store, request: Request) -> Request:
+    """The same out of an open store."""
+    request = replace(request, cluster=with_rates(store, request))
+    calibration = calibration_of(store, request.cluster)
+    if calibration is not None:
+        request = replace(request, cluster=replace(request.cluster, factors=calibration.factors))
+    made = _made(store, request, "completed")
+    experience = Experience(
+        calibration=calibration, known=_known(made, request), shortages=_shortages(store, request, made)
+    )
+    return replace(request, experience=experience)
+
+
+def with_rates(store: Store, request: Request) -> Cluster:
+    """The cluster with the rates that were measured on this machine with as many ranks, for the request's precision,
+    unless it has such rates already."""
+    cluster = request.cluster
+    is_open = cluster.machine is not None and cluster.rates == NOTHING_MEASURED
+    measured = store.rates(_machine_key(cluster)) if is_open else ()
+    if not measured:
+        return cluster
+    from planner.cluster.rates import rates_from_measurements
+
+    ranks = cluster.gpus_per_node
+    rates = rates_from_measurements(measured, ranks=ranks, precision=request.workload.precision)
+    return replace(cluster, rates=rates)
+
+
+def _made(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement, ...]:
+    """The newest runs of a model of this size on this machine."""
+    cluster = request.cluster
+    if cluster.machine is None:
+        return ()
+    return store.list(
+        fingerprint=_machine_key(cluster), outcome=outcome, parameters=request.counts.total, limit=_NEWEST
+    )
+
+
+def _known(made: tuple[Measurement, ...], request: Request) -> dict[Configuration, KnownRun]:
+    if not made:
+        return {}
+    from planner.calibration.experience import known_runs
+
+    return known_runs(made, described(request))
+
+
+def _shortages(store: Store, request: Request, completed: tuple[Measurement, ...]) -> tuple[Shortage, ...]:
+    failed = _made(store, request, "out_of_memory")
+    if not failed:
+        return ()
+    # HOUSE
+
+    return shortages(failed, completed, request)
+
+
+def _machine_key(cluster: Cluster) -> str:
+    from hardware_db.fingerprint import fingerprint
+
+    return "" if cluster.machine is None else fingerprint(cluster.machine).machine.key

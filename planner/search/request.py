@@ -1,0 +1,215 @@
+"""Request: a question with every default filled in and said aloud."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hardware_db.device import Device
+from hardware_db.units import GB
+from planner import limits
+from planner import vocabulary as words
+from planner.calibration.experience import NO_EXPERIENCE, Experience
+from planner.cluster.budget import NO_BUDGET, Budget
+from planner.errors import ContradictoryRequest
+from planner.models.counting.count import count_parameters
+from planner.models.facts import ModelFacts, ParameterCounts
+from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
+from planner.types.cluster import Cluster
+from planner.types.workload import Workload
+
+SAMPLES_PER_GPU = 8
+"""Global batch per GPU that is planned for when none is asked."""
+WITHOUT_DEEPSPEED = "use backend native, whose ZeRO shards the same, or precision fp32 or bf16"
+"""What to do where DeepSpeed has not got a precision."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkOptions:
+    """What the user said of the work; None where they said nothing. GB are 1e9 bytes."""
+
+    task: words.Task | None = None
+    seq_len: int | None = None
+    source_len: int | None = None
+    global_batch: int | None = None
+    precision: words.Precision | None = None
+    optimizer: words.Optimizer = "adamw"
+    attention: words.Attention = "sdpa"
+    max_memory_gb: float | None = None
+    host_memory_gb: float | None = None
+    eval_batch: int | None = None
+    eval_keep: int | None = None
+    save: words.Save = "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What to plan: model, work, devices, and how plans are to be ranked.
+
+    `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None;
+    so does `micro_batch`, for scripts that cut their batches themselves. `simplest_first` lets a simpler plan go before
+    one that cannot be told to be faster. `experience` is what was measured before. `zero_backend` runs ZeRO stages.
+    `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
+    from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
+    latter where it checkpoints.
+    """
+
+    facts: ModelFacts
+    counts: ParameterCounts
+    workload: Workload
+    cluster: Cluster
+    defaults: tuple[str, ...] = ()
+    objective: words.Objective = "throughput"
+    top: int = 5
+    allow_unrunnable: bool = False
+    simplest_first: bool = True
+    budget: Budget = NO_BUDGET
+    strategies: tuple[words.Strategy, ...] | None = None
+    micro_batch: int | None = None
+    experience: Experience = NO_EXPERIENCE
+    zero_backend: words.Backend = "deepspeed"
+    offload: words.Offload | None = None
+    offload_ratio: float | None = None
+    checkpointings: tuple[words.Checkpointing, ...] | None = None
+    gradient_compression: words.Compression = "none"
+    activations_on_host: bool = False
+
+    @property
+    def usd_per_gpu_hour(self) -> float | None:
+        """The price that was given, else that of the cluster's node type; None where neither is known."""
+        return self.cluster.usd_per_gpu_hour if self.budget.usd_per_gpu_hour is None else self.budget.usd_per_gpu_hour
+
+
+_LIMITS = {
+    "seq_len": limits.TOKENS,
+    "source_len": limits.TOKENS,
+    "global_batch": limits.SAMPLES,
+    "eval_batch": limits.SAMPLES,
+    "eval_keep": limits.SAMPLES,
+}
+
+
+def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: Any) -> Request:
+    """A request from what the user said; `ranking` are the fields of Request that say how to rank. Without a
+    `zero_backend` DeepSpeed runs ZeRO where it has the precision, and our own elsewhere.
+
+    Raises:
+        ContradictoryRequest: a number is out of range, the sequence is longer than the model has positions for, the
+            task is not one of such a model's, or `zero_backend` has not got the precision.
+    """
+    for name, limit in _LIMITS.items():
+        limit.check(f"--{name.replace('_', '-')}", getattr(options, name))
+    task = _task(facts, options)
+    facts = facts_for_task(facts, task)
+    defaults: list[str] = [cluster.assumed] if cluster.assumed else []
+    workload = Workload(
+        task=task,
+        sequence_length=_sequence_length(facts, options, defaults),
+        global_batch_size=_global_batch(cluster, options, defaults),
+        precision=options.precision or _precision(cluster, defaults),
+        optimizer=options.optimizer,
+        attention=options.attention,
+        source_length=_source_length(facts, options),
+        max_memory_bytes=_bytes("--max-memory-gb", options.max_memory_gb),
+        host_memory_bytes=_bytes("--host-memory-gb", options.host_memory_gb),
+        evaluation_batch_size=options.eval_batch or 0,
+        evaluation_steps_kept=_steps_kept(options),
+        save=options.save,
+    )
+    ranking["zero_backend"] = _zero_backend(ranking.get("zero_backend"), cluster.device, workload.precision, defaults)
+    request = Request(
+        facts=facts, counts=count_parameters(facts), workload=workload, cluster=cluster, defaults=tuple(defaults)
+    )
+    return replace(request, **ranking)
+
+
+def _task(facts: ModelFacts, options: WorkOptions) -> words.Task:
+    possible = possible_tasks(facts)
+    if options.task is not None and options.task not in possible:
+        raise ContradictoryRequest(
+            f"--task {options.task} is not for {facts.name}, a model of kind {facts.kind}; use {' or '.join(possible)}"
+        )
+    return options.task or default_task(facts)
+
+
+def _source_length(facts: ModelFacts, options: WorkOptions) -> int:
+    if options.source_len is not None and facts.kind != "encoder-decoder":
+        raise ContradictoryRequest(
+            f"--source-len {options.source_len} is for encoder-decoders that read text, and {facts.name} is of kind"
+            f" {facts.kind}; use --seq-len"
+        )
+    return options.source_len or 0
+
+
+def _steps_kept(options: WorkOptions) -> int:
+    if options.eval_keep is not None and options.eval_batch is None:
+        raise ContradictoryRequest(
+            f"--eval-keep {options.eval_keep} keeps the logits of evaluation steps; give their samples per GPU with"
+            " --eval-batch"
+        )
+    return options.eval_keep or 0
+
+
+def _sequence_length(facts: ModelFacts, options: WorkOptions, defaults: list[str]) -> int:
+    if options.seq_len is None:
+        length = default_sequence_length(facts)
+        defaults.append(f"sequence length {length} (--seq-len)")
+        return length
+    longest = facts.max_position_embeddings
+    if facts.learned_positions and longest and options.seq_len > longest:
+        raise ContradictoryRequest(
+            f"--seq-len {options.seq_len} is more than the {longest} learned positions of {facts.name};"
+            f" use at most {longest}"
+        )
+    return options.seq_len
+
+
+def _global_batch(cluster: Cluster, options: WorkOptions, defaults: list[str]) -> int:
+    if options.global_batch is not None:
+        return options.global_batch
+    batch = SAMPLES_PER_GPU * cluster.gpus
+    defaults.append(f"global batch {batch} (--global-batch)")
+    return batch
+
+
+def _precision(cluster: Cluster, defaults: list[str]) -> words.Precision:
+    device = cluster.device
+    precision: words.Precision = "bf16"
+    if device.is_cpu:
+        precision = "fp32"
+    elif not device.supports_bf16:
+        precision = "fp16" if (device.peak_flops("fp16") or 0) > (device.peak_flops("fp32") or 0) else "fp32"
+    defaults.append(f"precision {precision} (--precision)")
+    return precision
+
+
+def deepspeed_lacks(device: Device, precision: words.Precision) -> str:
+    """Why DeepSpeed cannot train in a precision on a device, in one sentence; empty where it can.
+
+    Its accelerators are asked before it trains (DeepSpeed 0.19, accelerator/cpu_accelerator.py and
+    cuda_accelerator.py): fp16 takes oneDNN's fp16 or compute capability 7.0, bf16 is everywhere.
+    """
+    if precision != "fp16":
+        return ""
+    capability = tuple(int(part) for part in (device.compute_capability or "7.0").split("."))
+    if device.is_cpu and not device.supports_fp16:
+        return f"DeepSpeed has no fp16 on this processor ({device.architecture}), which lacks AVX512-FP16"
+    if capability < (7, 0):
+        return f"DeepSpeed has no fp16 on {device.name}, of compute capability {device.compute_capability}, below 7.0"
+    return ""
+
+
+def _zero_backend(
+    asked: words.Backend | None, device: Device, precision: words.Precision, defaults: list[str]
+) -> words.Backend:
+    lacks = deepspeed_lacks(device, precision)
+    if lacks and asked == "deepspeed":
+        raise ContradictoryRequest(f"{lacks}; {WITHOUT_DEEPSPEED}")
+    if lacks and asked is None:
+        defaults.append(f"ZeRO by backend native, since {lacks} (--backend)")
+    return asked or ("native" if lacks else "deepspeed")
+
+
+def _bytes(flag: str, gigabytes: float | None) -> int | None:
+    limits.GIGABYTES.check(flag, gigabytes)
+    return None if gigabytes is None else round(gigabytes * GB)

@@ -1,0 +1,175 @@
+"""Search: the best plan of every strategy, ranked; the reason of every one that is not.
+
+The search does not know how memory and time are computed; `exploration` finds the best of each strategy. The
+micro-batch is cut from the global batch, so that is always the one asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from planner.cost.timing import step_time
+from planner.errors import ContradictoryRequest
+from planner.search.device_counts import OnDevices, device_counts, on_more_and_fewer
+from planner.search.estimate import Priced, plan_of, unrunnable
+from planner.search.evaluate import Candidate, best, closest
+from planner.search.pareto import front
+from planner.search.ranking import (
+    Rejection,
+    Timed,
+    compared,
+    group_name,
+    ran_out,
+    rank,
+    rejections,
+    strategy_name,
+    too_late,
+    why_first,
+)
+from planner.search.remedies import Remedy, in_time_remedies, remedies
+from planner.search.request import Request
+from planner.search.space import shapes
+from planner.types.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recommendation:
+    """Ranked plans, best first, and in `choice` why the first is; without one, the closest miss and what would help.
+
+    With a deadline the plans are those that end in time, the closest miss may be one that fits and ends too late, and
+    `on_devices` says on how many devices the training would end in time. `front` is there where it was asked for.
+    """
+
+    request: Request
+    plans: tuple[Plan, ...]
+    rejected: tuple[Rejection, ...]
+    choice: str = ""
+    closest: Plan | None = None
+    remedies: tuple[Remedy, ...] = ()
+    on_devices: tuple[OnDevices, ...] = ()
+    front: tuple[Plan, ...] = ()
+
+
+def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
+    """Rank the best plan of every strategy that fits; `with_front` adds the Pareto front.
+
+    Raises:
+        ContradictoryRequest: the global batch cannot be split over the GPUs.
+    """
+    _check_batch(request)
+    limit = request.budget.step_limit(request.workload)
+    groups = grouped(request)
+    found, late = [], []
+    for group in groups.values():
+        item = best(group, request.objective, limit)
+        if item is not None:
+            found.append(item)
+        elif limit < math.inf and (too_slow := best(group, "throughput")) is not None:
+            late.append(too_slow)
+    ranked, late = rank(request, found), rank(request, late)
+    missing = _misses(groups.values(), [*ranked, *late])
+    rejected = (*rejections(request, ranked, missing), *too_late(request, late), *ran_out(request))
+    if not ranked:
+        return _late(request, late, rejected) if late else _nothing(request, missing, rejected)
+    return Recommendation(
+        request=request,
+        plans=_with_alternatives(request, ranked, rejected),
+        rejected=rejected,
+        choice=why_first(request, ranked),
+        on_devices=on_more_and_fewer(request, _first) if limit < math.inf else (),
+        front=tuple(item.plan for item in front(request)) if with_front else (),
+    )
+
+
+def can_fit(request: Request) -> Priced | None:
+    """Any plan that fits, in the order of `shapes`; None where there is none."""
+    for shape in shapes(request):
+        candidate = Candidate(request, shape)
+        for index in candidate.ends():
+            if candidate.fits(index) and (request.allow_unrunnable or not unrunnable(candidate.configuration(index))):
+                return candidate.priced(index)
+    return None
+
+
+def describe(plan: Plan) -> str:
+    """A plan's strategy with its degrees and offload, as tables name it."""
+    return group_name(plan.configuration)
+
+
+def grouped(request: Request) -> dict[str, list[Candidate]]:
+    """Every candidate, those that compete with each other together; the best of each group is shown."""
+    groups: dict[str, list[Candidate]] = {}
+    for option in device_counts(request):
+        for shape in shapes(option):
+            groups.setdefault(group_name(shape), []).append(Candidate(option, shape))
+    return groups
+
+
+def _misses(groups: Iterable[Sequence[Candidate]], ranked: Sequence[Timed]) -> list[Priced]:
+    """The closest miss of every strategy of which nothing fits, with or without offload, on all the devices."""
+    fitting = {strategy_name(item.configuration) for item in ranked}
+    strategies: dict[str, list[Candidate]] = {}
+    for group in groups:
+        name = strategy_name(group[0].shape)
+        if name not in fitting:
+            on_all = [candidate for candidate in group if candidate.request is group[0].request]
+            strategies.setdefault(name, []).extend(on_all)
+    return [miss for group in strategies.values() if (miss := closest(group)) is not None]
+
+
+def _first(request: Request) -> Plan | None:
+    try:
+        return next(iter(recommend(request).plans), None)
+    except ContradictoryRequest:  # the batch cannot be split over so many devices
+        return None
+
+
+def _late(request: Request, late: Sequence[Timed], rejected: tuple[Rejection, ...]) -> Recommendation:
+    """Plans fit, and none ends in time: the best of them, and the numbers of devices on which one would."""
+    on_devices = on_more_and_fewer(request, _first)
+    return Recommendation(
+        request=request,
+        plans=(),
+        rejected=rejected,
+        closest=min(late, key=lambda item: item.time.step_seconds).plan,
+        remedies=in_time_remedies(request, on_devices),
+        on_devices=on_devices,
+    )
+
+
+def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Rejection, ...]) -> Recommendation:
+    if not missing:
+        raise ContradictoryRequest(
+            f"global batch {request.workload.global_batch_size} cannot be split over {request.cluster.gpus} GPUs"
+        )
+    nearest = min(missing, key=lambda priced: priced.judgement.pressure)
+    return Recommendation(
+        request=request,
+        plans=(),
+        rejected=rejected,
+        closest=plan_of(nearest, step_time(nearest.job)),
+        remedies=remedies(request, can_fit),
+    )
+
+
+def _with_alternatives(request: Request, ranked: Sequence[Timed], rejected: Sequence[Rejection]) -> tuple[Plan, ...]:
+    """The plans that are shown, the first of them knowing what it was chosen over."""
+    shown = ranked[: request.top]
+    others = [
+        {"strategy": group_name(item.configuration), "reason": compared(request, item, ranked[0])} for item in shown[1:]
+    ]
+    others += [{"strategy": item.strategy, "reason": item.reason} for item in rejected]
+    return (replace(shown[0].plan, alternatives=tuple(others)), *(item.plan for item in shown[1:]))
+
+
+def _check_batch(request: Request) -> None:
+    batch, gpus = request.workload.global_batch_size, request.cluster.gpus
+    if batch % gpus and not request.allow_unrunnable:
+        below = batch - batch % gpus
+        nearest = f"{below} or {below + gpus}" if below else str(gpus)
+        raise ContradictoryRequest(
+            f"global batch {batch} cannot be split evenly over {gpus} GPUs; use {nearest}, or where plans are"
+            " only compared --all-plans, for fewer data-parallel ranks"
+        )

@@ -1,0 +1,184 @@
+"""Candidates: every shape a plan may take on a cluster, before anything is priced.
+
+A shape fixes everything but the micro-batch, which is found later. A strategy that makes no sense on the cluster yields
+a reason instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from planner import vocabulary as words
+from planner.search.estimate import compresses, offloads_of
+from planner.search.request import Request
+from planner.types.plan import Configuration
+
+MODEL_PARALLEL_STRATEGIES: tuple[words.Strategy, ...] = ("ddp", "zero1", "fsdp")
+"""Strategies that are combined with tensor and pipeline parallelism in practice (Megatron's and torchtitan's)."""
+LARGEST_PIPELINE = 64
+OFFLOAD_RATIOS = (1.0, 0.75, 0.5, 0.25)
+"""Shares of the optimizer's states that our own ZeRO is considered to offload."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A configuration without its micro-batch."""
+
+    strategy: words.Strategy
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    checkpointing: words.Checkpointing = "none"
+    offload: words.Offload = "none"
+    offload_ratio: float = 1.0
+    sync_each_micro_batch: bool = True
+
+    @property
+    def data_parallel(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+
+def inapplicable(request: Request, strategy: words.Strategy) -> str:
+    """Why a strategy is not considered on this cluster; empty when it is."""
+    cluster = request.cluster
+    if request.strategies is not None and strategy not in request.strategies:
+        return "not installed or not asked for"
+    if strategy == "single" and cluster.gpus > 1:
+        return f"uses one of the {cluster.gpus} GPUs"
+    if strategy in ("ddp", "hsdp", "fsdp-grad-op") and cluster.gpus == 1:
+        return "needs more than one GPU"
+    if strategy in words.FSDP_STRATEGIES and request.workload.optimizer == "adafactor":
+        return "torch's Adafactor cannot step on shards"
+    if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
+        return "torch's FSDP2 cannot shard the scalar logit_scale"
+    if strategy == "hsdp" and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
+        return "the same as fsdp unless there are several nodes of several GPUs"
+    return ""
+
+
+def shapes(request: Request) -> Iterator[Shape]:
+    """Every shape of every applicable strategy."""
+    for strategy in words.STRATEGIES:
+        if inapplicable(request, strategy):
+            continue
+        backend = words.default_backend(strategy, zero=request.zero_backend)
+        if not compresses(strategy, backend, request.gradient_compression):
+            continue
+        for tp, pp in _model_parallel_degrees(request, strategy):
+            yield from _with_memory_savers(request, strategy, tp, pp)
+
+
+def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp: int) -> Iterator[Shape]:
+    ranks = request.cluster.gpus // (tp * pp)
+    replicate, shard = _split(request, strategy, ranks)
+    backend = words.default_backend(strategy, zero=request.zero_backend)
+    offloads: tuple[words.Offload, ...] = ("none", *(offloads_of(strategy, backend) if tp * pp == 1 else ()))
+    for offload in offloads:
+        if not _is_considered(request, strategy, shard, offload):
+            continue
+        syncs = (True, False) if strategy in words.FSDP_STRATEGIES and tp * pp == 1 else (True,)
+        ratios = _ratios(request, backend, offload)
+        for checkpointing, sync, ratio in product(request.checkpointings or words.CHECKPOINTINGS, syncs, ratios):
+            yield Shape(
+                strategy=strategy,
+                dp_replicate=replicate,
+                dp_shard=shard,
+                tp=tp,
+                pp=pp,
+                checkpointing=checkpointing,
+                offload=offload,
+                offload_ratio=ratio,
+                sync_each_micro_batch=sync,
+            )
+
+
+def _is_considered(request: Request, strategy: words.Strategy, shard: int, offload: words.Offload) -> bool:
+    """Whether an offload makes sense on the cluster; one that was asked for by name always does."""
+    if request.offload is not None:
+        return offload == request.offload
+    if offload == "none":
+        # One GPU has nothing to shard: ZeRO and FSDP help there only by offload.
+        return shard > 1 or request.cluster.gpus > 1 or strategy == "single"
+    return not request.cluster.device.is_cpu and (offload != "nvme" or request.cluster.nvme_bytes_per_node > 0)
+
+
+def _ratios(request: Request, backend: words.Backend, offload: words.Offload) -> tuple[float, ...]:
+    if request.offload_ratio is not None and offload != "none":
+        return (request.offload_ratio,)
+    return OFFLOAD_RATIOS if (backend, offload) == ("native", "optimizer") else (1.0,)
+
+
+def _split(request: Request, strategy: words.Strategy, ranks: int) -> tuple[int, int]:
+    """dp_replicate and dp_shard of a strategy over `ranks` data-parallel ranks."""
+    if strategy in ("single", "ddp"):
+        return ranks, 1
+    if strategy == "hsdp":
+        return request.cluster.nodes, ranks // request.cluster.nodes
+    return 1, ranks
+
+
+def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Iterator[tuple[int, int]]:
+    """(tp, pp) pairs: tp inside a node and dividing the heads, pp up to the depth, both powers of two."""
+    yield 1, 1
+    facts, cluster = request.facts, request.cluster
+    if strategy not in MODEL_PARALLEL_STRATEGIES or facts.kind not in ("decoder", "encoder") or cluster.device.is_cpu:
+        return
+    for tp in _powers_of_two(cluster.gpus_per_node):
+        if facts.num_heads % tp or facts.num_kv_heads % min(tp, facts.num_kv_heads):
+            continue
+        for pp in _powers_of_two(min(cluster.gpus // tp, facts.num_layers, LARGEST_PIPELINE)):
+            if tp * pp > 1 and cluster.gpus % (tp * pp) == 0 and facts.num_layers % pp == 0:
+                yield tp, pp
+
+
+def micro_batches(request: Request, shape: Shape) -> tuple[int, ...]:
+    """The micro-batches that keep the global batch whole, smallest first; none where it cannot be split.
+
+    A shape that reduces once per step is one of its own only where several micro-batches make up a step.
+    """
+    batch, ranks = request.workload.global_batch_size, shape.data_parallel
+    sizes = divisors(batch // ranks) if batch % ranks == 0 else ()
+    if not shape.sync_each_micro_batch:
+        sizes = sizes[:-1]
+    return sizes if request.micro_batch is None else tuple(size for size in sizes if size == request.micro_batch)
+
+
+def configuration_of(request: Request, shape: Shape, micro_batch: int) -> Configuration:
+    """The configuration of a shape with one of its micro-batches."""
+    workload = request.workload
+    return Configuration(
+        strategy=shape.strategy,
+        backend=words.default_backend(shape.strategy, zero=request.zero_backend),
+        dp_replicate=shape.dp_replicate,
+        dp_shard=shape.dp_shard,
+        tp=shape.tp,
+        pp=shape.pp,
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=workload.global_batch_size // (shape.data_parallel * micro_batch),
+        global_batch_size=workload.global_batch_size,
+        sequence_length=workload.sequence_length,
+        precision=workload.precision,
+        optimizer=workload.optimizer,
+        attention=workload.attention,
+        activation_checkpointing=shape.checkpointing,
+        offload=shape.offload,
+        offload_ratio=shape.offload_ratio,
+        gradient_compression=request.gradient_compression,
+        activations_on_host=request.activations_on_host and shape.checkpointing != "none",
+        sync_each_micro_batch=shape.sync_each_micro_batch,
+    )
+
+
+def _powers_of_two(largest: int) -> tuple[int, ...]:
+    return tuple(1 << power for power in range(largest.bit_length()) if 1 << power <= largest)
+
+
+@lru_cache(maxsize=256)
+def divisors(number: int) -> tuple[int, ...]:
+    """Divisors of a number in ascending order: the micro-batches that keep the global batch whole."""
+    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
+    return tuple(small + [number // value for value in reversed(small) if value * value != number])

@@ -1,0 +1,101 @@
+"""Cluster: the devices, links and hosts a plan may use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hardware_db.curve import Curve
+from hardware_db.device import Device, Link
+
+if TYPE_CHECKING:
+    from hardware_db.probe import Machine
+
+# Factors: what calibration found a machine to do, over what the shipped model expects of it.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factors:
+    """Few, named, physical corrections of the time model; 1 is the shipped prior.
+
+    Each multiplies a *rate*, so 0.9 means 10 % slower: weight products, fused attention, device memory, bus bandwidth
+    inside a node and between nodes, host-device copies, the CPU optimizer, and the host's launching of kernels.
+    """
+
+    compute: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+    intra_link: float = 1.0
+    inter_link: float = 1.0
+    host_link: float = 1.0
+    cpu_optimizer: float = 1.0
+    launch: float = 1.0
+
+
+SHIPPED = Factors()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Measured seconds of this machine, which replace datasheet figures where they are not None.
+
+    Curves over the work of one kernel: `matmul`, and each of its backward's two products, over FLOPs in the compute
+    dtype, `attention` and its backward over the forward's FLOPs of causal attention counted in full, `memory`,
+    `clone` (a copy into memory just allocated), `elementwise` (a GELU) and `dropout` over bytes read and written,
+    copies between host and device and disks over bytes, the CPU optimizers over parameters.
+    `collectives` maps an operation and its number of ranks to a curve over the bytes of the whole tensor.
+    `launch_seconds` is what the host takes to launch one kernel.
+    """
+
+    matmul: Curve | None = None
+    matmul_backward: Curve | None = None
+    attention: Curve | None = None
+    attention_backward: Curve | None = None
+    memory: Curve | None = None
+    clone: Curve | None = None
+    elementwise: Curve | None = None
+    dropout: Curve | None = None
+    launch_seconds: float | None = None
+    host_to_device: Curve | None = None
+    device_to_host: Curve | None = None
+    collectives: Mapping[tuple[str, int], Curve] = field(default_factory=dict)
+    cpu_optimizer: Curve | None = None
+    cpu_optimizer_fused: Curve | None = None
+    disk_read: Curve | None = None
+    disk_write: Curve | None = None
+
+
+NOTHING_MEASURED = Rates()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """`nodes` equal nodes of `gpus_per_node` devices.
+
+    `capacity_bytes` is what one process may use on one device (free now, where the machine was probed). `assumed` is
+    the sentence that says what was taken for granted, empty when everything was asked for or probed. `factors` is what
+    calibration found. `machine` is the one that was probed, None for any other: what was measured on it is found by it.
+    """
+
+    device: Device
+    nodes: int
+    gpus_per_node: int
+    capacity_bytes: int
+    intra_link: Link | None = None
+    inter_link: Link | None = None
+    nics_per_node: int = 1
+    host_memory_bytes_per_node: int = 0
+    host_cores_per_node: int = 0
+    nvme_bytes_per_node: int = 0
+    node_type: str = ""
+    usd_per_gpu_hour: float | None = None
+    assumed: str = ""
+    probed: bool = False
+    machine: Machine | None = field(default=None, compare=False)
+    rates: Rates = NOTHING_MEASURED
+    factors: Factors = SHIPPED
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node

@@ -1,0 +1,131 @@
+"""Job: everything the cost model looks at when it prices one configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from planner import vocabulary as words
+from planner.models.facts import ModelFacts, ParameterCounts
+from planner.models.facts_document import facts_document
+from planner.types.cluster import SHIPPED, Cluster, Rates
+from planner.types.plan import Configuration
+from planner.types.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One configuration of one model, workload and cluster; `counts` are the model's parameters by component."""
+
+    facts: ModelFacts
+    counts: ParameterCounts
+    workload: Workload
+    cluster: Cluster
+    configuration: Configuration
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Tokens one rank sees in one forward pass (decoder side of encoder-decoders)."""
+        return self.configuration.micro_batch_size * self.configuration.sequence_length
+
+    @property
+    def eager_attention(self) -> bool:
+        """Whether attention runs unfused: asked for, or all that the model has."""
+        return self.configuration.attention == "eager" or self.facts.eager_only
+
+    @property
+    def source_length(self) -> int:
+        """Encoder positions per sample: a speech model's fixed window, the workload's, or the decoder's length."""
+        return self.facts.max_source_positions or self.workload.source_length or self.configuration.sequence_length
+
+
+# What a job is, in the words of the JSON contract: model, cluster and workload, and where figures come from.
+
+
+class Described(Protocol):
+    """A job or a request, as far as it is what every configuration of it shares."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+    @property
+    def counts(self) -> ParameterCounts: ...
+    @property
+    def workload(self) -> Workload: ...
+    @property
+    def cluster(self) -> Cluster: ...
+
+
+def described(job: Described) -> dict[str, dict[str, object]]:
+    """The sections `model`, `cluster` and `workload` of a plan."""
+    return {"model": _model(job), "cluster": _cluster(job), "workload": _workload(job)}
+
+
+def provenance(
+    job: Job, memory: words.Provenance, *, measured: bool, like_it: bool = False
+) -> dict[str, words.Provenance]:
+    """Where each group of figures comes from; `measured` says that the step itself was, `like_it` that runs like it
+    were."""
+    rates = job.cluster.rates
+    groups = {
+        "compute": rates.matmul,
+        "communication": rates.collectives or None,
+        "offload": rates.host_to_device,
+        "optimizer": rates.cpu_optimizer,
+    }
+    learned = job.cluster.factors != SHIPPED
+    found: dict[str, words.Provenance] = {"memory": memory}
+    for group, rate in groups.items():
+        found[group] = "datasheet" if rate is None and not learned else "calibrated"
+    found["step"] = "measured" if measured else "calibrated" if learned or like_it or rates != Rates() else "datasheet"
+    return found
+
+
+def _model(job: Described) -> dict[str, object]:
+    facts = job.facts
+    return {
+        "name": facts.name,
+        "family": facts.family,
+        "model_type": facts.model_type,
+        "kind": facts.kind,
+        "parameters": job.counts.total,
+        "trainable_parameters": job.counts.total,
+        "active_parameters": facts.active_parameters,
+        "hidden_size": facts.hidden_size,
+        "num_layers": facts.num_layers,
+        "vocab_size": facts.vocab_size,
+        "block_class": facts.block_class,
+        "facts": facts_document(facts, job.workload.task),
+    }
+
+
+def _cluster(job: Described) -> dict[str, object]:
+    cluster = job.cluster
+    return {
+        "device": cluster.device.name,
+        "vendor": cluster.device.vendor,
+        "gpus": cluster.gpus,
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "capacity_bytes": cluster.capacity_bytes,
+        "intra_link": cluster.intra_link.name if cluster.intra_link else None,
+        "inter_link": cluster.inter_link.name if cluster.inter_link else None,
+        "nics_per_node": cluster.nics_per_node,
+        "host_memory_bytes_per_node": cluster.host_memory_bytes_per_node,
+        "nvme_bytes_per_node": cluster.nvme_bytes_per_node,
+        "node_type": cluster.node_type,
+        "assumed": cluster.assumed,
+        "probed": cluster.probed,
+    }
+
+
+def _workload(job: Described) -> dict[str, object]:
+    workload = job.workload
+    return {
+        "task": workload.task,
+        "source_length": workload.source_length,
+        "max_memory_bytes": workload.max_memory_bytes,
+        "host_memory_bytes": workload.host_memory_bytes,
+        "evaluation_batch_size": workload.evaluation_batch_size,
+        "evaluation_steps_kept": workload.evaluation_steps_kept,
+        "save": workload.save,
+    }

@@ -1,0 +1,235 @@
+"""Plan: one complete decision, with what it costs and where every figure came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from planner import vocabulary as words
+from planner.errors import ContradictoryRequest
+
+# The degrees of parallelism of a plan, checked when they are made.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelDims:
+    """Degrees whose product is the world size.
+
+    `dp_replicate` ranks hold copies of the same shard, `dp_shard` ranks share one copy of the states, `tp` ranks split
+    every layer, `pp` ranks split the stack of layers.
+
+    Raises:
+        ContradictoryRequest: a degree is below 1 or the product is not `world_size`.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    world_size: int
+
+    def __post_init__(self) -> None:
+        product = self.dp_replicate * self.dp_shard * self.tp * self.pp
+        if min(self.dp_replicate, self.dp_shard, self.tp, self.pp) < 1 or product != self.world_size:
+            raise ContradictoryRequest(
+                f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x tp {self.tp} x pp {self.pp} = {product}"
+                f" is not the world size {self.world_size}"
+            )
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """How the job is run: the `plan` object of the JSON contract.
+
+    `sync_each_micro_batch` says that FSDP reduces gradients in every micro-batch, so that none are kept whole; False is
+    what `no_sync` (and HF Trainer) does: one reduction per step, at 4 bytes per parameter and rank more.
+    `offload_ratio` is the share of what `offload` names that leaves the device. `gradient_compression` is how gradients
+    travel between ranks; `activations_on_host` keeps in host memory what checkpointing starts again from.
+
+    Raises:
+        ContradictoryRequest: a word is unknown, or micro-batch x accumulation x data-parallel ranks is not the global
+        batch.
+    """
+
+    strategy: words.Strategy
+    backend: words.Backend
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    global_batch_size: int
+    sequence_length: int
+    precision: words.Precision
+    optimizer: words.Optimizer
+    attention: words.Attention = "sdpa"
+    activation_checkpointing: words.Checkpointing = "none"
+    offload: words.Offload = "none"
+    offload_ratio: float = 1.0
+    sync_each_micro_batch: bool = True
+    gradient_compression: words.Compression = "none"
+    activations_on_host: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in _WORDS.items():
+            if getattr(self, name) not in allowed:
+                raise ContradictoryRequest(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ContradictoryRequest(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if not 0 < self.offload_ratio <= 1:
+            raise ContradictoryRequest(f"offload_ratio is {self.offload_ratio!r}; it must be above 0 and at most 1")
+        if self.activations_on_host and self.activation_checkpointing == "none":
+            raise ContradictoryRequest(
+                "activations on the host are those that checkpointing keeps; choose full or selective"
+            )
+        product = self.micro_batch_size * self.gradient_accumulation_steps * self.dims.data_parallel
+        if product != self.global_batch_size:
+            raise ContradictoryRequest(
+                f"micro-batch {self.micro_batch_size} x accumulation {self.gradient_accumulation_steps} x"
+                f" {self.dims.data_parallel} data-parallel ranks = {product} is not the global batch"
+                f" {self.global_batch_size}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp * self.pp
+
+    @property
+    def dims(self) -> ParallelDims:
+        return ParallelDims(
+            dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp, pp=self.pp, world_size=self.world_size
+        )
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether host memory holds a part of training; where such a run fails, either memory may have been short."""
+        return self.offload != "none" or self.activations_on_host
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage, 0 for strategies that are not ZeRO."""
+        return words.ZERO_STAGES.get(self.strategy, 0)
+
+
+_WORDS: dict[str, tuple[str, ...]] = {
+    "strategy": words.STRATEGIES,
+    "backend": words.BACKENDS,
+    "precision": words.PRECISIONS,
+    "optimizer": words.OPTIMIZERS,
+    "attention": words.ATTENTIONS,
+    "activation_checkpointing": words.CHECKPOINTINGS,
+    "offload": words.OFFLOADS,
+    "gradient_compression": words.COMPRESSIONS,
+}
+_COUNTS = (
+    *("dp_replicate", "dp_shard", "tp", "pp"),
+    *("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "sequence_length"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """Bytes on the busiest rank. The first six figures are those alive at the peak and add up to it.
+
+    `phases` maps load, forward, loss, backward and step, and eval and save where they were asked for, to their
+    allocated peaks; `states` holds the resident parameters_bytes, gradients_bytes and optimizer_bytes of the ZeRO
+    arithmetic, whatever the peak's phase. `host_bytes_per_node` is what training takes, `host_load_bytes_per_node` what
+    loading the model takes.
+    `device_used_bytes` is what NVML shows for the process; its upper bound decides the verdict.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    buffers_bytes: int
+    temporaries_bytes: int
+    peak_allocated_bytes: int
+    peak_phase: str
+    peak_reserved_bytes: int
+    device_overhead_bytes: int
+    device_used_bytes: int
+    device_used_upper_bytes: int
+    host_bytes_per_node: int
+    host_load_bytes_per_node: int = 0
+    phases: Mapping[str, int] = field(default_factory=dict)
+    states: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of one optimizer step. `exposed_communication_seconds` is the part of communication that nothing hides.
+
+    Nine runs of ten should take between `step_seconds_low` and `step_seconds_high`; None until a plan is made of it.
+    `predicted_step_seconds` is what the model alone says where `step_seconds` is a measurement, None elsewhere; the
+    parts of a measured step are then in the proportions that the model predicts.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_communication_seconds: float
+    offload_seconds: float
+    optimizer_seconds: float
+    bubble_seconds: float
+    step_seconds_low: float | None = None
+    step_seconds_high: float | None = None
+    predicted_step_seconds: float | None = None
+
+    def scaled(self, ratio: float) -> StepTime:
+        """Every part so many times as long, without an interval."""
+        return StepTime(
+            step_seconds=self.step_seconds * ratio,
+            compute_seconds=self.compute_seconds * ratio,
+            communication_seconds=self.communication_seconds * ratio,
+            exposed_communication_seconds=self.exposed_communication_seconds * ratio,
+            offload_seconds=self.offload_seconds * ratio,
+            optimizer_seconds=self.optimizer_seconds * ratio,
+            bubble_seconds=self.bubble_seconds * ratio,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Throughput:
+    """Rates that follow from a step time; `mfu` is a fraction of the dense peak, None where no peak is known."""
+
+    tokens_per_second_per_gpu: float
+    samples_per_second: float
+    tflops_per_gpu: float
+    mfu: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A configuration with its price. `plan_io.plan_to_dict` gives what `estimate --json` prints and plan files hold.
+
+    `workload` holds what the configuration does not (task, limits), `alternatives` the plans it was chosen over with
+    the reason. `limited_by` says what keeps the plan from being faster; `runnable` whether `dsplan run` can run it
+    today, with `notes` holding the reason where it cannot.
+    """
+
+    model: Mapping[str, object]
+    cluster: Mapping[str, object]
+    configuration: Configuration
+    memory: MemoryEstimate
+    time: StepTime
+    throughput: Throughput
+    verdict: words.Verdict
+    limited_by: str
+    runnable: bool
+    notes: tuple[str, ...] = ()
+    provenance: Mapping[str, words.Provenance] = field(default_factory=dict)
+    workload: Mapping[str, object] = field(default_factory=dict)
+    alternatives: tuple[Mapping[str, object], ...] = ()
+    schema_version: int = SCHEMA_VERSION

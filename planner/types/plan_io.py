@@ -1,0 +1,231 @@
+"""Plans in and out: the JSON object of the contract, and YAML files that hold the same object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from hardware_db.files import replace_text
+from hardware_db.handed_in import read_yaml, shown
+from planner import limits
+from planner import vocabulary as words
+from planner.errors import BrokenFile, ContradictoryRequest
+from planner.models.facts import MlaFacts, ModelFacts, TowerFacts
+from planner.types.plan import SCHEMA_VERSION, Configuration, MemoryEstimate, Plan, StepTime, Throughput
+
+Value = TypeVar("Value")
+
+_PARTS: dict[str, type] = {
+    "memory": MemoryEstimate,
+    "time": StepTime,
+    "throughput": Throughput,
+}
+_SECTIONS: dict[str, dict[str, str]] = {
+    "model": {
+        **dict.fromkeys(("name", "family", "model_type", "kind", "block_class"), "str"),
+        **dict.fromkeys(("parameters", "trainable_parameters", "active_parameters"), "int"),
+        **dict.fromkeys(("hidden_size", "num_layers", "vocab_size"), "int"),
+    },
+    "cluster": {
+        **dict.fromkeys(("device", "vendor", "node_type", "assumed"), "str"),
+        **dict.fromkeys(("intra_link", "inter_link"), "str | None"),
+        **dict.fromkeys(("gpus", "nodes", "gpus_per_node", "nics_per_node"), "count"),
+        **dict.fromkeys(("capacity_bytes", "host_memory_bytes_per_node", "nvme_bytes_per_node"), "int"),
+        "probed": "bool",
+    },
+    "workload": {
+        **dict.fromkeys(("source_length", "evaluation_batch_size", "evaluation_steps_kept"), "int"),
+        **dict.fromkeys(("max_memory_bytes", "host_memory_bytes"), "int | None"),
+    },
+    "provenance": {},
+}
+"""The kinds of what a plan says of its job, of those keys that every plan of this schema has."""
+_NEEDED = {"cluster": ("device", "capacity_bytes")}
+_REMEDY = "write it anew with `dsplan recommend --out DIR`"
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The object that `estimate --json` prints and plan files hold."""
+    configuration = asdict(plan.configuration)
+    return {
+        "schema_version": plan.schema_version,
+        "model": dict(plan.model),
+        "cluster": dict(plan.cluster),
+        "workload": dict(plan.workload),
+        "plan": configuration,
+        "memory": asdict(plan.memory),
+        "time": asdict(plan.time),
+        "throughput": asdict(plan.throughput),
+        "verdict": plan.verdict,
+        "limited_by": plan.limited_by,
+        "runnable": plan.runnable,
+        "notes": list(plan.notes),
+        "provenance": dict(plan.provenance),
+        "alternatives": [dict(alternative) for alternative in plan.alternatives],
+    }
+
+
+def plan_from_dict(raw: object, where: object = "plan") -> Plan:
+    """The plan a dict of the contract describes.
+
+    Raises:
+        BrokenFile: a key is missing, unknown or of the wrong type, or the schema is newer; `where` is named.
+    """
+    if not isinstance(raw, Mapping):
+        raise BrokenFile(where, "is not a plan", _REMEDY)
+    version = raw.get("schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise BrokenFile(where, f"has plan schema {version}, this dsplan reads up to {SCHEMA_VERSION}", "update dsplan")
+    if version != SCHEMA_VERSION:
+        raise BrokenFile(where, f"has no plan schema_version {SCHEMA_VERSION}", _REMEDY)
+    configuration = configuration_from_dict(raw.get("plan"), where)
+    parts: dict[str, Any] = {name: _part(part, raw.get(name), f"{where}: {name}") for name, part in _PARTS.items()}
+    sections: dict[str, Any] = {name: _section(name, raw.get(name), f"{where}: {name}") for name in _SECTIONS}
+    for name, kind in (("verdict", "str"), ("limited_by", "str"), ("runnable", "bool")):
+        if name not in raw:
+            raise BrokenFile(where, f"lacks {name!r}", _REMEDY)
+        _check_type(raw[name], kind, f"{where}: {name}")
+    verdicts = get_args(words.Verdict)
+    if raw["verdict"] not in verdicts:
+        raise BrokenFile(where, f"has the verdict {shown(raw['verdict'])}, none of {', '.join(verdicts)}", _REMEDY)
+    return Plan(
+        configuration=configuration,
+        **parts,
+        **sections,
+        verdict=raw["verdict"],
+        limited_by=raw["limited_by"],
+        runnable=raw["runnable"],
+        notes=tuple(_texts(raw.get("notes", ()), f"{where}: notes")),
+        alternatives=tuple(_alternatives(raw.get("alternatives", ()), f"{where}: alternatives")),
+    )
+
+
+def configuration_from_dict(raw: object, where: object = "plan") -> Configuration:
+    """The configuration that the `plan` object of the contract describes.
+
+    Raises:
+        BrokenFile: a key is missing, unknown or of the wrong type.
+    """
+    configuration = _part(Configuration, raw, f"{where}: plan")
+    if not limits.GPUS.allows(configuration.world_size) or not limits.SAMPLES.allows(configuration.global_batch_size):
+        most = f"{limits.GPUS.most:,} ranks or {limits.SAMPLES.most:,} samples"
+        raise BrokenFile(f"{where}: plan", f"is for more than {most}", _REMEDY)
+    return configuration
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as YAML."""
+    import yaml
+
+    return str(yaml.safe_dump(plan_to_dict(plan), sort_keys=False, width=100))
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write the plan as YAML, replacing the file in one step.
+
+    Raises:
+        BrokenFile: the file cannot be written.
+    """
+    replace_text(Path(path), plan_text(plan))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan in a YAML (or JSON) file.
+
+    Raises:
+        BrokenFile: the file cannot be read, is not YAML, or is not a plan this version understands.
+    """
+    return plan_from_dict(read_yaml(path, "give a plan that `dsplan recommend --out` wrote"), path)
+
+
+def _part(part: type[Value], raw: object, where: str) -> Value:
+    values = _mapping(raw, where)
+    known = {item.name: item for item in fields(part)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise BrokenFile(where, f"has an unknown key {shown(name)}", _REMEDY)
+    for name, item in known.items():
+        if name not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise BrokenFile(where, f"lacks {name!r}", _REMEDY)
+        if name in values:
+            _check_type(values[name], str(item.type), f"{where}.{name}")
+    try:
+        return part(**values)
+    except ContradictoryRequest as problem:
+        raise BrokenFile(where, str(problem), _REMEDY) from None
+
+
+def _section(name: str, raw: object, where: str) -> dict[str, Any]:
+    """What the plan says of its job; keys of a release that knew others stay as they are."""
+    values = _mapping(raw, where)
+    for key in _NEEDED.get(name, ()):
+        if key not in values:
+            raise BrokenFile(where, f"lacks {key!r}", _REMEDY)
+    for key, kind in _SECTIONS[name].items():
+        if key in values:
+            _check_type(values[key], kind, f"{where}.{key}")
+    if values.get("facts") is not None:
+        _check_facts(_mapping(values["facts"], f"{where}.facts"), f"{where}.facts")
+    return values
+
+
+def _check_facts(facts: Mapping[str, Any], where: str) -> None:
+    """Hold the architecture of a plan against the limits of a `config.json`."""
+    for name, value in facts.items():
+        kind = _FACTS.get(name, "")
+        if kind == "int" and not (value == 0 and type(value) is int):
+            limit = limits.BYTES if name.endswith("parameters") else limits.model_figure(name)
+            if not limit.allows(value):
+                raise BrokenFile(f"{where}.{name}", f"is {shown(value)}, not {limit}", _REMEDY)
+        elif kind.split(" ")[0] in ("bool", "float", "str") and "bool | str" not in kind:
+            _check_type(value, kind, f"{where}.{name}")
+        elif name in ("mla", "text", "vision") and value is not None:
+            _check_facts(_mapping(value, f"{where}.{name}"), f"{where}.{name}")
+
+
+_FACTS = {item.name: str(item.type) for part in (TowerFacts, MlaFacts, ModelFacts) for item in fields(part)}
+
+
+def _texts(raw: object, where: str) -> list[str] | tuple[str, ...]:
+    if not isinstance(raw, list | tuple) or not all(isinstance(text, str) for text in raw):
+        raise BrokenFile(where, f"is {shown(raw)}, not a list of sentences", _REMEDY)
+    return raw
+
+
+def _alternatives(raw: object, where: str) -> list[Mapping[str, str]]:
+    if not isinstance(raw, list | tuple):
+        raise BrokenFile(where, f"is {shown(raw)}, not a list", _REMEDY)
+    for one in raw:
+        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("strategy", "reason")):
+            raise BrokenFile(where, f"holds {shown(one)}, not a strategy and a reason", _REMEDY)
+    return list(raw)
+
+
+def _check_type(value: object, annotation: str, where: str) -> None:
+    """Hold a value against the annotation of its field: a number is finite and at least 0, a text is a text."""
+    kind = annotation.removesuffix(" | None")
+    if value is None and kind != annotation:
+        return
+    if kind.startswith("Mapping"):
+        for name, part in _mapping(value, where).items():
+            _check_type(part, "int", f"{where}.{name}")
+        return
+    if kind in _NUMBERS:
+        wrong, wanted = not _NUMBERS[kind].allows(value), f"not {_NUMBERS[kind]}"
+    elif kind == "bool":
+        wrong, wanted = not isinstance(value, bool), "not true or false"
+    else:
+        wrong, wanted = not isinstance(value, str), "not text"
+    if wrong:
+        raise BrokenFile(where, f"is {shown(value)}, {wanted}", _REMEDY)
+
+
+_NUMBERS = {"int": limits.BYTES, "float": limits.AMOUNT, "count": limits.GPUS}
+
+
+def _mapping(raw: object, where: str) -> dict[str, Any]:
+    if not isinstance(raw, Mapping):
+        raise BrokenFile(where, "is missing or not a mapping", _REMEDY)
+    return {str(name): value for name, value in raw.items()}

@@ -1,0 +1,110 @@
+"""Measures the search against pricing every configuration, question by question, in one process and in turn.
+
+    python -m scripts.bench.search [--rounds N]
+
+Every round asks in a fresh interpreter, since the memory model remembers what it worked out. The bests of every group
+have to agree, or the script ends with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.search import evaluate
+from planner.search.device_counts import device_counts
+from planner.search.evaluate import best
+from planner.search.ranking import Timed
+from planner.search.request import Request
+from planner.search.search import grouped
+from tests.planner.search.exhaustive import best_by_group
+from tests.planner.search.questions import question
+
+QUESTIONS: tuple[tuple[str, str, int, Mapping[str, Any]], ...] = (
+    ("opt-6.7b", "a100-80gb", 8, {}),
+    ("llama-2-70b", "h100", 64, {}),
+    ("llama-2-70b", "h100", 1024, {}),
+    ("llama-3.1-405b", "h100", 1024, {}),
+    ("llama-3-8b", "h100", 64, {"objective": "cost"}),
+    ("llama-3-8b", "h100", 64, {"objective": "memory"}),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One question asked one way: seconds, configurations whose memory was worked out, and what was found."""
+
+    seconds: float
+    priced: int
+    found: Mapping[str, str]
+
+
+def pruned(request: Request) -> dict[str, Timed]:
+    found = {name: best(group, request.objective) for name, group in grouped(request).items()}
+    return {name: item for name, item in found.items() if item is not None}
+
+
+def exhaustive(request: Request) -> dict[str, Timed]:
+    return best_by_group(device_counts(request))
+
+
+WAYS: Mapping[str, Callable[[Request], dict[str, Timed]]] = {"pruned": pruned, "exhaustive": exhaustive}
+
+
+def ask(way: str, number: int) -> Run:
+    """One question in this process."""
+    from tests.planner import exhaustive as every
+
+    model, gpu, gpus, options = QUESTIONS[number]
+    request = question(model, gpu, gpus, **options)
+    counted, real = [0], evaluate.price
+
+    def price(*asked: Any) -> Any:
+        counted[0] += 1
+        return real(*asked)
+
+    evaluate.price = every.price = price
+    start = time.perf_counter()
+    found = WAYS[way](request)
+    seconds = time.perf_counter() - start
+    return Run(
+        seconds=seconds, priced=counted[0], found={name: str(item.configuration) for name, item in found.items()}
+    )
+
+
+def ask_elsewhere(way: str, number: int) -> Run:
+    command = [sys.executable, __file__, "--ask", way, str(number)]
+    return Run(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.ask:
+        run = ask(arguments.ask[0], int(arguments.ask[1]))
+        print(json.dumps({"seconds": run.seconds, "priced": run.priced, "found": run.found}))
+        return 0
+    differ = 0
+    print(f"{'question':44} {'priced':>6} {'of':>6} {'seconds':>8} {'of':>8} {'ratio':>6}")
+    for number, (model, gpu, gpus, options) in enumerate(QUESTIONS):
+        runs = [{way: ask_elsewhere(way, number) for way in WAYS} for _ in range(arguments.rounds)]
+        few, every = ([run[way] for run in runs] for way in WAYS)
+        seconds, reference = (statistics.median(run.seconds for run in taken) for taken in (few, every))
+        name = f"{model}, {gpus} x {gpu}, {options.get('objective', 'throughput')}"
+        took = f"{seconds:8.3f} {reference:8.3f} {reference / seconds:5.1f}x"
+        print(f"{name:44} {few[0].priced:6} {every[0].priced:6} {took}")
+        differ += few[0].found != every[0].found
+    return int(differ > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Runs the tests of every launcher on real software: `bash scripts/ci/launchers.sh [PYTEST ARGUMENTS]`. Minutes long.
+# As root with apt it installs what is missing: SLURM with munge, Open MPI, iproute2. The tests start a SLURM of
+# one node and network namespaces for themselves, and leave nothing running.
+source "$(dirname "$0")/setup.sh"
+
+declare -A package=([srun]=slurm-wlm [munged]=munge [mpirun]=openmpi-bin [ip]=iproute2)
+missing=()
+for command in "${!package[@]}"; do
+    command -v "$command" > /dev/null || [ -x "/usr/sbin/$command" ] || missing+=("${package[$command]}")
+done
+if [ "${#missing[@]}" -gt 0 ]; then
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get > /dev/null; then
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"
+    else
+        echo "skipped are the tests that need ${missing[*]}: installing them takes root and apt" >&2
+    fi
+fi
+exec python -m pytest tests/strategies/launchers -m "slow or not slow" -rs --durations=0 "$@"

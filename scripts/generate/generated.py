@@ -1,0 +1,20 @@
+"""How scripts that generate a page write it, or check that it is fresh."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hardware_db.files import replace_text
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def write_or_check(target: Path, text: str) -> int:
+    """Write `text` to `target`; with `--check` among the arguments only compare, and give 1 where they differ."""
+    if "--check" not in sys.argv[1:]:
+        replace_text(target, text)
+    elif not target.exists() or target.read_text(encoding="utf-8") != text:
+        print(f"{target.name} is stale; run python scripts/{Path(sys.argv[0]).name}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,99 @@
+"""Measured memory beside what the planner says of the same run, for the scripts and tests that compare the two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hardware_db.measured_rows import MemoryRun, RunRow
+from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.cost.memory.states import states_of
+from planner.cost.precision import recipe_of
+from planner.models.from_hf.config import facts_from_config
+from planner.search.estimate import estimate, price
+from planner.search.request import Request, WorkOptions, make_request
+from planner.types.job import Job
+from planner.types.plan import Configuration, MemoryEstimate, Plan
+from planner.vocabulary import default_backend
+from scripts.measure.memory_grid import Case
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """A measured run with its prediction. Where something is offloaded on a CPU both count what lies on the host."""
+
+    run: MemoryRun
+    memory: MemoryEstimate
+    host_bytes: float
+
+    def predicted_bytes(self, phase: str = "") -> float:
+        """The peak of a phase, of the whole step without one."""
+        bytes_on_device = self.memory.phases[phase] if phase else self.memory.peak_allocated_bytes
+        return bytes_on_device + self.host_bytes
+
+    def measured_bytes(self, phase: str = "") -> int:
+        return self.run.phases[phase] if phase else self.run.peak_allocated_bytes
+
+    def error(self, phase: str = "") -> float:
+        """Signed: above 0 where the planner says more than was measured."""
+        return self.predicted_bytes(phase) / self.measured_bytes(phase) - 1
+
+
+def compared(run: MemoryRun) -> Compared:
+    """Ask today's planner about a run."""
+    priced = price(*asked(run))
+    return Compared(run=run, memory=priced.memory, host_bytes=_host_tensors(priced.job))
+
+
+def planned(run: MemoryRun) -> Plan:
+    """The plan of a run, for the engine to run again."""
+    return estimate(*asked(run))
+
+
+def asked(run: RunRow) -> tuple[Request, Configuration]:
+    """A run as a question to the planner."""
+    # What runs do not name was not varied.
+    chosen = {item.name: getattr(run, item.name) for item in fields(Configuration) if hasattr(run, item.name)}
+    configuration = Configuration(**chosen)
+    return _request(run.model, run.model_config, run.device, configuration), configuration
+
+
+def question(case: Case, device: str) -> tuple[Request, Configuration]:
+    """A case as a question to the planner."""
+    single = case.strategy == "single"
+    configuration = Configuration(
+        strategy=case.strategy,
+        backend=default_backend(case.strategy),
+        dp_replicate=case.world_size if single or case.strategy == "ddp" else 1,
+        dp_shard=1 if single or case.strategy == "ddp" else case.world_size,
+        micro_batch_size=case.micro_batch,
+        gradient_accumulation_steps=case.accumulation,
+        global_batch_size=case.micro_batch * case.accumulation * case.world_size,
+        sequence_length=case.length,
+        precision=case.precision,
+        optimizer=case.optimizer,
+        attention=case.attention,
+        activation_checkpointing=case.checkpointing,
+        offload=case.offload,
+    )
+    return _request(case.model, case.model_config, device, configuration), configuration
+
+
+def _request(model: str, config: Mapping[str, Any], device: str, configuration: Configuration) -> Request:
+    cluster = resolve_cluster(HardwareRequest(gpu=device, gpus=configuration.world_size))
+    options = WorkOptions(
+        seq_len=configuration.sequence_length,
+        global_batch=configuration.global_batch_size,
+        precision=configuration.precision,
+        optimizer=configuration.optimizer,
+        attention=configuration.attention,
+    )
+    return make_request(facts_from_config(config, model), cluster, options)
+
+
+def _host_tensors(job: Job) -> float:
+    """What offload moved to the host, which on a CPU is the same memory."""
+    if not job.cluster.device.is_cpu:
+        return 0.0
+    return states_of(job, recipe_of(job.configuration)).host

@@ -1,0 +1,56 @@
+"""The best plan for a run as it stands: within what is asked, and without what ran out of memory in it before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.calibration.oom_history import Shortage
+from planner.errors import NothingFits
+from planner.search.recall import shortage_of
+from planner.search.request import Request
+from planner.search.search import recommend
+from planner.types.plan import Plan
+from strategies.run_directory.agreed import current
+from strategies.run_directory.orders import FailedPlan
+from strategies.run_directory.standing import configuration_of
+
+SAVES_AT_LEAST = 0.05
+"""Share of the memory by which the plan after the first that failed is smaller, and twice as much after every other:
+an attempt is too dear to try the same again in a handful of bytes less. So about six end at the smallest plan."""
+SAVES_AT_MOST = 0.5
+
+
+def best_plan(request: Request) -> Plan:
+    """The first plan of the search. After failures in this run, of those that are predicted to save a good share of
+    their memory; where there is none left, the smallest of all that are predicted to save any.
+
+    Raises:
+        NothingFits: there is none; the message holds the closest miss and the first remedy.
+        ContradictoryRequest: the batch cannot be split as asked.
+    """
+    failed = current().failed_plans
+    share = min(SAVES_AT_LEAST * 2 ** (len(failed) - 1), SAVES_AT_MOST) if failed else 0.0
+    found = recommend(without(request, failed, share))
+    if failed and not found.plans:
+        found = recommend(replace(without(request, failed), objective="memory"))
+    if found.plans:
+        return found.plans[0]
+    reasons = [*(found.closest.notes[:1] if found.closest else ()), *(item.change for item in found.remedies[:1])]
+    raise NothingFits(f"no plan fits this machine: {'; '.join(reasons)}")
+
+
+def without(request: Request, failed: tuple[FailedPlan, ...], share: float = 0.0) -> Request:
+    """The request without the plans that failed, and without those that are predicted to save less than a `share` of
+    their memory."""
+    found = (_shortage(one, request, share) for one in failed)
+    shortages = tuple(one for one in found if one is not None)
+    experience = request.experience
+    return replace(request, experience=replace(experience, shortages=(*shortages, *experience.shortages)))
+
+
+def _shortage(failed: FailedPlan, request: Request, share: float) -> Shortage | None:
+    configuration = configuration_of(failed)
+    if configuration is None:
+        return None
+    found = shortage_of(configuration, failed.predicted_bytes, request)
+    return replace(found, peak_allocated_bytes=round(found.peak_allocated_bytes * (1 - share)))

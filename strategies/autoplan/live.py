@@ -1,0 +1,209 @@
+"""A plan made on the spot: from the live module, the probed machine, and what the script asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate
+
+from hardware_db.fingerprint import fingerprint
+from hardware_db.measurement import RateMeasurement
+from hardware_db.probe import probe
+from planner import vocabulary as words
+from planner.cluster.rates import rates_from_measurements
+from planner.cluster.resolve import probed_cluster
+from planner.models.facts import ModelFacts
+from planner.search.estimate import compresses
+from planner.search.recall import recalled
+from planner.search.request import Request, WorkOptions, make_request
+from planner.search.space import inapplicable, shapes
+from planner.types.plan import Plan
+from strategies.autoplan.fallback import best_plan
+from strategies.autoplan.rates import machine_rates
+from strategies.autoplan.select import Wishes, to_be_like
+from strategies.config import limits
+from strategies.distributed.consensus import on_rank_zero
+from strategies.distributed.environment import Environment
+from strategies.errors import CannotRun, UnknownName
+from strategies.run_directory.agreed import current
+from strategies.tracing.blocks import repeated_blocks
+from strategies.tracing.live import facts_from_module
+from strategies.tracing.module_trace import trace_activations
+from strategies.variables import STRATEGY
+
+# The activations of the script's own module, traced with a sample of its own data.
+
+
+def traced(facts: ModelFacts, model: nn.Module, training_data: Any, precision: str) -> ModelFacts:
+    """The facts with what a trace found, for a module that no closed form describes and whose data is at hand.
+
+    A module may do anything in its forward pass, also what fake tensors cannot follow; the note then says that its
+    activations are a rule of thumb, and why.
+    """
+    if facts.kind != "custom":
+        return facts
+    if training_data is None or not hasattr(training_data, "__getitem__"):
+        return replace(facts, note="no sample of training_data to trace it with")
+    try:
+        found = trace_activations(
+            model, lambda samples: default_collate([training_data[0]] * samples), repeated_blocks(model), precision
+        )
+    except Exception as problem:
+        reason = str(problem).strip().splitlines() or [type(problem).__name__]
+        return replace(facts, note=f"tracing it on fake tensors failed: {reason[0][:120]}")
+    return replace(facts, traced=found)
+
+
+_ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
+
+
+def make_plan(model: nn.Module, wishes: Wishes, environment: Environment) -> Plan:
+    """A plan for the live module on this machine, made on rank 0 and the same on every rank; every rank must call it.
+
+    Raises:
+        NothingFits: no strategy (of those asked for) trains the model in the memory there is.
+        UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
+    """
+    measured = machine_rates(fingerprint(probe()), environment.device)
+    return on_rank_zero(lambda: best_plan(live_request(model, wishes, environment, measured)))
+
+
+def live_request(
+    model: nn.Module, wishes: Wishes, environment: Environment, measured: Sequence[RateMeasurement]
+) -> Request:
+    """What is planned for: the live module's training on this machine, with what was measured there.
+
+    A run that goes on keeps its global batch, and what a given plan said of the work; it leaves a strategy that needs
+    more ranks than there are now.
+
+    Raises:
+        UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
+    """
+    strategy, goes_on = _wished_strategy(wishes, environment), current().goes_on
+    request = _request(model, wishes, environment, strategy)
+    request = replace(request, micro_batch=_micro_batch(wishes, environment, request.workload.global_batch_size))
+    if (strategy or wishes.backend) and not any(True for _ in shapes(request)):
+        if goes_on:
+            return with_measured_rates(replace(request, strategies=None), measured)
+        word, value = ("strategy", strategy) if strategy else ("backend", wishes.backend)
+        if strategy and _refuses_compression(request, strategy):
+            raise CannotRun(
+                f"config: strategy {strategy!r} cannot compress gradients to {request.gradient_compression} as it runs"
+                " here; drop communication.compression, or choose ddp, or ZeRO with backend 'native'"
+            )
+        reason = (strategy and inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
+        raise CannotRun(f"{word} {value!r} {reason}; start more ranks with `dsplan run`, or leave {word}= out")
+    return with_measured_rates(request, measured)
+
+
+def _micro_batch(wishes: Wishes, environment: Environment, global_batch: int) -> int | None:
+    """The micro-batch that the config decides. Where the number of ranks changed it may not divide any more."""
+    if not current().goes_on:
+        return limits.micro_batch(wishes.config, environment.world_size)
+    micro = wishes.config.micro_batch_size
+    return micro if micro is not None and global_batch % (micro * environment.world_size) == 0 else None
+
+
+def _refuses_compression(request: Request, strategy: words.Strategy) -> bool:
+    backend = words.default_backend(strategy, zero=request.zero_backend)
+    return not inapplicable(request, strategy) and not compresses(strategy, backend, request.gradient_compression)
+
+
+def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -> Request:
+    """The request with the cluster's rates as they were measured here, for the precision it computes in, and with what
+    earlier runs taught.
+    """
+    rates = rates_from_measurements(measured, ranks=request.cluster.gpus, precision=request.workload.precision)
+    return recalled(replace(request, cluster=replace(request.cluster, rates=rates)))
+
+
+def _request(model: nn.Module, wishes: Wishes, environment: Environment, strategy: words.Strategy | None) -> Request:
+    facts, config = facts_from_module(model), wishes.config
+    like, batch = to_be_like(wishes), current().global_batch_size
+    has_optimizer = wishes.optimizer is not None or config.optimizer is not None
+    options = WorkOptions(
+        seq_len=like.sequence_length
+        if like
+        else _sequence_length(wishes.training_data, is_custom=facts.kind == "custom"),
+        global_batch=config.global_batch_size(environment.world_size) if batch is None else batch,
+        precision=config.precision or (like.precision if like else None),
+        optimizer=like.optimizer
+        if like and not has_optimizer
+        else limits.optimizer(wishes.optimizer, config.optimizer),
+        attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
+    )
+    cluster = limits.with_disk(probed_cluster(probe(), ranks=environment.world_size), wishes.config.zero)
+    candidates = _candidates(strategy, wishes.backend)
+    zero = _zero_backend(wishes.backend)
+    request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
+    request = replace(request, **limits.offload(wishes.config.zero, strategy, request.zero_backend))
+    request = replace(request, **limits.travel(wishes.config), **limits.activations(wishes.config, model))
+    return replace(request, facts=traced(request.facts, model, wishes.training_data, request.workload.precision))
+
+
+def _candidates(strategy: words.Strategy | None, backend: words.Backend | None) -> tuple[words.Strategy, ...]:
+    """What the search may choose from: what was asked for, or all that a backend runs."""
+    zero = _zero_backend(backend) or "deepspeed"
+    if strategy is not None:
+        if backend not in (None, words.default_backend(strategy, zero=zero)):
+            raise CannotRun(f"backend {backend!r} does not run strategy {strategy!r}; leave backend= out")
+        return (strategy,)
+    return tuple(name for name in words.STRATEGIES if backend in (None, words.default_backend(name, zero=zero)))
+
+
+def _zero_backend(backend: words.Backend | None) -> words.Backend | None:
+    """Which ZeRO runs: the one asked for, our own where DeepSpeed is not installed, None where it is for the device."""
+    if backend in ("deepspeed", "native"):
+        return backend
+    return None if find_spec("deepspeed") is not None else "native"
+
+
+def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy | None:
+    """`dsplan run --strategy`, `strategy=`, or the ZeRO stage of the config, in this order."""
+    _require_one_stage(wishes)
+    name = os.environ.get(STRATEGY) or wishes.strategy
+    if name is None and wishes.config.zero_stage is not None:
+        unsharded = "ddp" if environment.world_size > 1 else "single"
+        name = {0: unsharded, 1: "zero1", 2: "zero2", 3: "zero3"}[wishes.config.zero_stage]
+    if name is not None and name not in words.STRATEGIES:
+        raise UnknownName("strategy", name, words.STRATEGIES, hint=f"choose one of {', '.join(words.STRATEGIES)}")
+    return name
+
+
+def _require_one_stage(wishes: Wishes) -> None:
+    """
+    Raises:
+        CannotRun: the script's `strategy=` is another than the stage of its config.
+    """
+    stage, strategy = wishes.config.zero_stage, wishes.strategy
+    if stage is None or strategy is None or strategy not in words.STRATEGIES:
+        return
+    zeros = ("zero1", "zero2", "zero3")
+    if strategy != zeros[stage - 1] if stage else strategy in zeros:
+        raise CannotRun(
+            f"strategy={strategy!r} was asked for and the config's zero_optimization.stage is {stage}; leave out one of"
+            " them"
+        )
+
+
+def _sequence_length(training_data: Any, *, is_custom: bool) -> int | None:
+    """The length of the first sample's first token tensor; None where there is no such thing.
+
+    A module that no catalogue knows may also take features: a vector is one position, a matrix one a row.
+    """
+    if training_data is None or not hasattr(training_data, "__getitem__"):
+        return None
+    tensors = [leaf for leaf in tree_leaves(training_data[0]) if isinstance(leaf, torch.Tensor)]
+    tokens = next((t.shape[0] for t in tensors if t.dim() == 1 and not t.dtype.is_floating_point), None)
+    if tokens is not None or not is_custom:
+        return tokens
+    return next(
+        (t.shape[0] if t.dim() == 2 else 1 for t in tensors if t.is_floating_point() and t.dim() in (1, 2)), None
+    )

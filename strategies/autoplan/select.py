@@ -1,0 +1,141 @@
+"""Which plan an engine runs: the one that `dsplan run` or the script gives, checked against the job that runs it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hardware_db.units import format_bytes, format_seconds
+from planner import vocabulary as words
+from planner.types.plan import Configuration, Plan
+from planner.types.plan_io import load_plan
+from strategies.config import ScriptConfig
+from strategies.distributed.environment import Environment
+from strategies.errors import CannotRun
+from strategies.run_directory.agreed import current
+from strategies.run_directory.standing import Standing
+from strategies.variables import PLAN_FILE
+
+_SAME_MODEL = 0.05
+"""A new head or a longer position table changes a model's size by less."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What the script asked for; None where it left the choice to the plan."""
+
+    plan: Plan | str | Path | None = None
+    strategy: words.Strategy | None = None
+    backend: words.Backend | None = None
+    config: ScriptConfig
+    optimizer: object = None
+    training_data: Any = None
+
+
+def settled_plan(model: nn.Module, wishes: Wishes, environment: Environment) -> Plan | None:
+    """The plan that a run goes on with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`); None where
+    one has to be made.
+
+    A run that goes on leaves a given plan that failed or is for another number of ranks; rank 0 says so.
+
+    Raises:
+        BrokenFile: the file is not a plan.
+        CannotRun: the plan is for another number of ranks, another global batch or another policy of checkpointing
+            than the script's.
+    """
+    standing = current()
+    # A script may train a second model, which the plan of the first says nothing of.
+    if standing.plan is not None and not standing.is_given and not another_model(standing.plan, model):
+        return standing.plan
+    found = _given(wishes)
+    if found is None:
+        return None
+    where, plan = found
+    if standing.goes_on and (why := unfit(plan, standing)):
+        if environment.is_main:
+            print(f"dsplan: {where} {why}: another plan is made", flush=True)
+        return None
+    _check(where, plan, wishes, environment)
+    return plan
+
+
+def unfit(plan: Plan, standing: Standing) -> str:
+    """Why a run cannot go on with a plan; empty where it can."""
+    ranks = plan.configuration.world_size
+    if standing.has_failed(plan):
+        return "ran out of memory, or would take as much as one that did"
+    return "" if ranks == standing.ranks else f"is for {ranks} ranks and {standing.ranks} train now"
+
+
+def to_be_like(wishes: Wishes) -> Configuration | None:
+    """The configuration whose work a new plan takes over: that of the given plan in whose place it comes."""
+    found = _given(wishes)
+    return None if found is None else found[1].configuration
+
+
+def _given(wishes: Wishes) -> tuple[str, Plan] | None:
+    """The plan of the command line or of the script, and what to call it."""
+    source = os.environ.get(PLAN_FILE) or wishes.plan
+    if source is None:
+        return None
+    return ("the plan", source) if isinstance(source, Plan) else (str(source), load_plan(source))
+
+
+def _check(where: str, plan: Plan, wishes: Wishes, environment: Environment) -> None:
+    configuration = plan.configuration
+    if configuration.world_size != environment.world_size:
+        raise CannotRun(
+            f"{where} is for {configuration.world_size} ranks and this job has {environment.world_size}; start"
+            f" {configuration.world_size} ranks or plan again for {environment.world_size}"
+        )
+    asked = wishes.config.global_batch_size(configuration.dims.data_parallel)
+    if asked is not None and asked != configuration.global_batch_size:
+        raise CannotRun(
+            f"{where} has global batch {configuration.global_batch_size} and the script's config asks for {asked};"
+            f" plan again with --global-batch {asked} or change train_batch_size"
+        )
+    policy = wishes.config.activations.asked
+    if policy not in (None, configuration.activation_checkpointing):
+        raise CannotRun(
+            f"{where} has activation checkpointing {configuration.activation_checkpointing!r} and the script's config"
+            f" asks for {policy!r}; leave activation_checkpointing out of the config or plan again"
+        )
+
+
+def another_model(plan: Plan, model: nn.Module) -> str:
+    """What to say where a given plan was made for a model of another size; empty where it was not."""
+    planned, here = plan.model.get("parameters"), sum(parameter.numel() for parameter in model.parameters())
+    if not isinstance(planned, int) or abs(here - planned) <= _SAME_MODEL * planned:
+        return ""
+    return (
+        f"dsplan: the plan is for {plan.model.get('name')} with {planned:,} parameters and this model has {here:,}: its"
+        " memory and time do not hold here; plan again for this model"
+    )
+
+
+def describe(plan: Plan) -> str:
+    """The plan in a few plain lines."""
+    chosen, memory = plan.configuration, plan.memory
+    ranks = chosen.dims.data_parallel
+    extras = "".join(
+        f", {label} {value}"
+        for label, value in (
+            ("checkpointing", chosen.activation_checkpointing),
+            ("offload", chosen.offload + ("" if chosen.offload_ratio == 1 else f" {chosen.offload_ratio:.0%}")),
+            ("gradients in", chosen.gradient_compression),
+            ("activations on", "host" if chosen.activations_on_host else "none"),
+        )
+        if value != "none"
+    )
+    return (
+        f"dsplan: {chosen.strategy} ({chosen.backend}) on {chosen.world_size} x {plan.cluster.get('device')},"
+        f" {chosen.precision}, {chosen.optimizer}{extras}\n"
+        f"dsplan: micro-batch {chosen.micro_batch_size} x accumulation {chosen.gradient_accumulation_steps} x"
+        f" {ranks} ranks = global batch {chosen.global_batch_size}\n"
+        f"dsplan: predicted {format_bytes(memory.peak_allocated_bytes)} at the peak ({memory.peak_phase}),"
+        f" {format_seconds(plan.time.step_seconds)} per step"
+    )

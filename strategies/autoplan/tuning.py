@@ -1,0 +1,237 @@
+"""Tuning: the first steps of an attempt measure its plan; a plan that is predicted faster with that takes over.
+
+The measured steps correct the prediction of every other plan (`Experience.ratio`). Changing the plan means saving and
+starting again, so what is gained in PAYS_BACK_SECONDS must be more than what the start took. A plan that turns out
+slower than one that was measured before gives way to that one, and nothing is tried after it. The global batch stays.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+from torch import nn
+
+from hardware_db.fingerprint import fingerprint
+from hardware_db.measurement import utc_now
+from hardware_db.probe import probe
+from hardware_db.units import format_seconds
+from planner.calibration.experience import KnownRun
+from planner.errors import DsplanError
+from planner.search.request import Request
+from planner.search.search import describe, recommend
+from planner.types.plan import Plan
+from planner.types.plan_io import plan_from_dict, plan_to_dict
+from strategies.autoplan.fallback import without
+from strategies.autoplan.live import live_request
+from strategies.autoplan.rates import machine_rates
+from strategies.autoplan.select import Wishes
+from strategies.distributed.consensus import on_rank_zero
+from strategies.distributed.environment import Environment
+from strategies.protocols import Observer
+from strategies.run_directory.agreed import current
+from strategies.run_directory.standing import Standing, Tried, Tuning
+from strategies.supervision.autosave import SupervisedEngine
+from strategies.supervision.supervision import stop_here
+from strategies.telemetry.metrics import WARM_UP_STEPS
+
+FASTER_BY = 0.1
+"""Share of a step that another plan must be predicted to save."""
+SLOWER_BY = 0.03
+"""Share of a step by which a plan must have been measured slower than another one to give way to it."""
+PAYS_BACK_SECONDS = 600.0
+MOST_SWITCHES = 3
+SETTLING_STEPS = WARM_UP_STEPS + 1
+"""On a CPU the step after the warm-up is slowed down by what counts its memory."""
+MEASURED_STEPS = 10
+MEASURED_SECONDS = 1.0
+"""Shorter measurements than this are repeated over twice as many steps."""
+LONGEST = 160
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What follows a measurement: the state of the tuning from now on, whether the plan changes, and why."""
+
+    tuning: Tuning
+    switches: bool = False
+    why: str = ""
+
+
+def decide(plan: Plan, step_seconds: float, before: Tuning, request: Request, start_seconds: float) -> Decision:
+    """What to do after a plan's step was measured; `start_seconds` is what starting the ranks again takes.
+
+    Raises:
+        DsplanError: the search refuses the request.
+    """
+    tried = _with(before.tried, Tried(plan=plan_to_dict(plan), step_seconds=step_seconds))
+    stays = Tuning(tried=tried, following=plan_to_dict(plan), is_over=True, switches=before.switches)
+    if before.switches >= MOST_SWITCHES:
+        return Decision(tuning=stays)
+    best = min(tried, key=lambda one: one.step_seconds)
+    if step_seconds > (1 + SLOWER_BY) * best.step_seconds:
+        back = replace(stays, following=best.plan, switches=before.switches + 1)
+        if _pays(step_seconds, best.step_seconds, start_seconds):
+            return Decision(tuning=back, switches=True, why=_sentence(plan, step_seconds, best))
+        return Decision(tuning=stays)
+    found = recommend(_informed(request, tried)).plans
+    first = found[0] if found else plan
+    if first.configuration == plan.configuration or not _gains(step_seconds, first.time.step_seconds, start_seconds):
+        return Decision(tuning=stays)
+    offer = Tried(plan=plan_to_dict(first), step_seconds=first.time.step_seconds)
+    follows = replace(stays, following=offer.plan, is_over=False, switches=before.switches + 1)
+    return Decision(tuning=follows, switches=True, why=_sentence(plan, step_seconds, offer, measured=False))
+
+
+def _gains(now: float, then: float, start_seconds: float) -> bool:
+    return then < (1 - FASTER_BY) * now and _pays(now, then, start_seconds)
+
+
+def _pays(now: float, then: float, start_seconds: float) -> bool:
+    return (1 - then / now) * PAYS_BACK_SECONDS > start_seconds
+
+
+def _informed(request: Request, tried: Sequence[Tried]) -> Request:
+    """The request with what was measured in this run, and without what failed in it."""
+    known = {
+        plan_from_dict(one.plan).configuration: KnownRun(
+            step_seconds=one.step_seconds, each=(one.step_seconds,), created_at=utc_now()
+        )
+        for one in tried
+    }
+    experience = replace(request.experience, known={**request.experience.known, **known})
+    fastest = replace(request, experience=experience, simplest_first=False, objective="throughput", top=1)
+    return without(fastest, current().failed_plans)
+
+
+def _with(tried: Sequence[Tried], one: Tried) -> tuple[Tried, ...]:
+    return (*(other for other in tried if other.plan["plan"] != one.plan["plan"]), one)
+
+
+def _sentence(plan: Plan, step_seconds: float, other: Tried, *, measured: bool = True) -> str:
+    then = plan_from_dict(other.plan)
+    return (
+        f"a step of {_named(plan)} takes {format_seconds(step_seconds)}; {_named(then)}"
+        f" {'took' if measured else 'is predicted to take'} {format_seconds(other.step_seconds)}: changing to it"
+    )
+
+
+def _named(plan: Plan) -> str:
+    chosen = plan.configuration
+    extra = "" if chosen.activation_checkpointing == "none" else f", {chosen.activation_checkpointing} checkpointing"
+    return f"{describe(plan)} at micro-batch {chosen.micro_batch_size}{extra}"
+
+
+class Tuner(Observer):
+    """Measures a supervised engine's steps and changes its plan where that is worth it; every rank has one, and rank 0
+    decides.
+
+    It comes behind the supervision of the engine, so that a step at which all stop was counted and written down.
+    """
+
+    def __init__(self, engine: SupervisedEngine, request: Request | None, before: Tuning, run_directory: Path) -> None:
+        """`request` is what the plan was made for; only rank 0 needs it."""
+        self._engine, self._request, self._before = engine, request, before
+        self._run_directory = run_directory
+        self._start_seconds: float | None = None
+        self._until = MEASURED_STEPS
+        self._seconds: list[float] = []
+        self._steps = 0
+        self._is_over = False
+        self._step_began = time.perf_counter()
+
+    def step_ended(self) -> None:
+        """Note the step's time; after enough of them, decide.
+
+        Raises:
+            Stopped: all ranks have saved, and end to start again under another plan.
+        """
+        if self._is_over:
+            return
+        now = time.perf_counter()
+        self._steps += 1
+        if self._start_seconds is None:
+            self._start_seconds = time.time() - psutil.Process().create_time()
+        if self._steps > SETTLING_STEPS:
+            self._seconds.append(now - self._step_began)
+        if len(self._seconds) >= self._until:
+            self._look()
+        self._step_began = time.perf_counter()
+
+    def _look(self) -> None:
+        verdict = on_rank_zero(self._verdict)
+        if verdict == "more":
+            self._until *= 2
+            return
+        self._is_over = True
+        if verdict == "switch":
+            stop_here(self._engine, "switch")
+
+    def _verdict(self) -> str:
+        """`more` steps are to be measured, the plan `stays`, or all ranks `switch`."""
+        if sum(self._seconds) < MEASURED_SECONDS and self._until < LONGEST:
+            return "more"
+        seconds, request = statistics.median(self._seconds), self._request
+        assert request is not None, "rank 0 has the request"
+        supervision = self._engine.supervision
+        assert supervision is not None, "only supervised engines are tuned"
+        if why := supervision.unsaveable:
+            print(f"dsplan: not tuned: {why}", flush=True)
+            return "stays"
+        try:
+            decision = decide(self._engine.plan, seconds, self._before, request, self._start_seconds or 0.0)
+            decision.tuning.save(self._run_directory)
+        except (DsplanError, OSError) as problem:
+            print(f"dsplan: not tuned: {problem}", flush=True)
+            return "stays"
+        if decision.why:
+            print(f"dsplan: {decision.why}", flush=True)
+        return "switch" if decision.switches else "stays"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prospect:
+    """What tuning needs of a model before a strategy takes it apart; `request` is rank 0's."""
+
+    run_directory: Path
+    before: Tuning
+    request: Request | None
+
+    def watch(self, engine: SupervisedEngine) -> None:
+        """Let the engine be tuned, where a supervisor starts it again."""
+        if engine.supervision is not None:
+            engine.observers.append(Tuner(engine, self.request, self.before, self.run_directory))
+
+
+def prospect(model: nn.Module, wishes: Wishes, environment: Environment, run_directory: Path) -> Prospect | None:
+    """What to tune with; None where nothing is to be tuned (any more). Every rank calls this together.
+
+    Raises:
+        UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
+    """
+    standing = current()
+    if not standing.tunes:
+        return None
+    if wishes.training_data is None:
+        if environment.is_main:
+            print("dsplan: --tune changes how batches are cut: hand training_data= to dsplan.initialize", flush=True)
+        return None
+    before = on_rank_zero(lambda: _before(run_directory, standing))
+    if before.is_over:
+        return None
+    measured = machine_rates(fingerprint(probe()), environment.device)
+    request = live_request(model, wishes, environment, measured) if environment.is_main else None
+    return Prospect(run_directory=run_directory, before=before, request=request)
+
+
+def _before(run_directory: Path, standing: Standing) -> Tuning:
+    """What was measured with as many ranks as there are now."""
+    tuning = Tuning.load(run_directory)
+    if tuning is None or tuning.following is None:
+        return Tuning()
+    ranks = plan_from_dict(tuning.following).configuration.world_size
+    return tuning if ranks == standing.ranks else Tuning()

@@ -1,0 +1,257 @@
+"""ZeRO stages 1 to 3 through DeepSpeed: its engine behind the calls of ours."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from hardware_db.files import provide_torch_extensions
+from planner.emit.common import EmitOptions
+from planner.emit.deepspeed import deepspeed_config
+from strategies.backends.deepspeed.states import DeepSpeedStates, scale_of, state_tensors, take_scale, whole
+from strategies.config.names import plain
+from strategies.distributed.environment import ensure_group
+from strategies.engine.base import Engine, Strategy
+from strategies.errors import BackendMissing, CannotRun
+from strategies.modules.activation_checkpointing import apply_plan
+from strategies.modules.compression import gradient_travel
+from strategies.modules.precision import WEIGHT_DTYPE, narrowed
+from strategies.optim.optimizers import OPTIMIZERS, trainable_parameters
+from strategies.protocols import TrainingParts
+from strategies.tracing.step.checkpointing import keeps_products
+
+# ZeRO-3 from a model that lies on the host: split parameter by parameter.
+
+
+def partition_model(library: Any, model: nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
+    """Split a model's parameters over all ranks in the dtype that `config` trains in; rank 0's values count.
+
+    The device holds one whole parameter at a time. A model made under `deepspeed.zero.Init` is split already.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return
+    # DeepSpeed reads the number of ranks from its own view of torch's process group, which `initialize` opens later.
+    library.init_distributed(dist_backend=torch.distributed.get_backend())
+    dtype = _dtype(config)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    library.zero.Init(module=model, config_dict_or_path=dict(config), dtype=dtype)
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if config.get(name, {}).get("enabled"):
+            return dtype
+    return torch.float32
+
+
+# Sections a plan decides; whatever else a script's config says is DeepSpeed's to read.
+_PLANNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16")
+
+
+class DeepSpeedZero(Strategy):
+    """Stage 1 shards optimizer states, stage 2 gradients too, stage 3 parameters too."""
+
+    def engine(self, parts: TrainingParts) -> DeepSpeedEngine:
+        library = _library(self.environment.device, self.configuration.strategy)
+        torch.nn.functional.linear = torch._C._nn.linear  # an earlier stage-3 engine of this process replaced it
+        require_precision(self.configuration.precision)
+        gradient_travel(parts)  # refuses what DeepSpeed does not do
+        ensure_group(self.environment)
+        apply_plan(parts)
+        config = engine_config(parts, on_cpu=self.environment.device.type == "cpu")
+        if self.configuration.zero_stage == 3:
+            partition_model(library, parts.model, config, self.environment.device)
+        optimizer = self._optimizer(parts, config)
+        if optimizer is not None:
+            config.pop("optimizer", None)
+            config["zero_allow_untested_optimizer"] = True
+            # With offload it would insist on an optimizer of its own; the script's steps the same states.
+            config.setdefault("zero_force_ds_cpu_optimizer", False)
+        engine, wrapped, _, scheduler = library.initialize(
+            model=parts.model,
+            optimizer=optimizer,
+            model_parameters=trainable_parameters(parts.model, parts.model_parameters),
+            lr_scheduler=parts.lr_scheduler,
+            config=config,
+        )
+        return DeepSpeedEngine(engine, wrapped, scheduler, strategy=self, parts=parts)
+
+    def _optimizer(self, parts: TrainingParts, config: Mapping[str, Any]) -> Any:
+        """The script's optimizer, or torch's for the plan's name; None where DeepSpeed must make its own.
+
+        DeepSpeed makes the ones of the script's config that are its own, and under offload those for the CPU, which
+        the plan's time was counted for.
+        """
+        if parts.optimizer is not None:
+            return parts.optimizer
+        if parts.script.optimizer is not None:
+            _require_known(parts.script.optimizer.name)
+            return None
+        if self.configuration.offload != "none" and "optimizer" in config:
+            return None
+        return OPTIMIZERS[self.configuration.optimizer](trainable_parameters(parts.model, parts.model_parameters))
+
+
+class DeepSpeedEngine(Engine):
+    """DeepSpeed's engine, which scales, clips, accumulates, steps and saves by itself.
+
+    It skips steps whose gradients are not finite in fp16 alone.
+    """
+
+    def __init__(
+        self, engine: Any, optimizer: Any, scheduler: Any, *, strategy: DeepSpeedZero, parts: TrainingParts
+    ) -> None:
+        super().__init__(parts.plan, strategy.environment)
+        self.strategy = strategy
+        self.module = parts.model
+        self.wrapped = engine
+        self.optimizer = optimizer
+        self.lr_scheduler = scheduler
+
+    @property
+    def global_steps(self) -> int:
+        return int(self._deepspeed.global_steps)
+
+    @property
+    def gradient_norm(self) -> float | None:
+        norm = self._deepspeed.get_global_grad_norm()
+        return float(norm) if norm is not None and math.isfinite(norm) else None
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self._deepspeed.skipped_steps)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(getattr(self._deepspeed.optimizer, "loss_scale", 1.0))
+
+    def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        return state_tensors(self.module, self._deepspeed.optimizer)
+
+    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+        return whole(self.module, self.configuration.zero_stage, keeps_changes=keeps_changes)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return bool(self._deepspeed.is_gradient_accumulation_boundary())
+
+    def _states(self) -> DeepSpeedStates:
+        return DeepSpeedStates(self.module, self._deepspeed.optimizer)
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "scaler": scale_of(self._deepspeed.optimizer.loss_scaler),
+        }
+
+    def _resume(self, progress: Mapping[str, Any]) -> None:
+        engine, steps = self._deepspeed, progress["global_steps"]
+        engine.global_steps, engine.skipped_steps = steps, progress["skipped_steps"]
+        engine.micro_steps = steps * self.configuration.gradient_accumulation_steps
+        engine.global_samples = steps * self.configuration.global_batch_size
+        take_scale(engine.optimizer.loss_scaler, progress["scaler"])
+
+    @property
+    def _deepspeed(self) -> Any:
+        return self.wrapped
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        # DeepSpeed casts inputs of its own accord in fp16 alone.
+        args, kwargs = narrowed((args, kwargs), WEIGHT_DTYPE.get(self.configuration.precision))
+        return self.wrapped(*args, **kwargs)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self._deepspeed.backward(loss)
+
+    def _step(self) -> None:
+        self._deepspeed.step()
+
+
+def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
+    """The plan as DeepSpeed's config, with what the script's own config adds to it.
+
+    The plan decides stage, batch and precision; details of these and every other key are the script's where it has any.
+    """
+    script = parts.script.values
+    # The script's clipping, and 1e-3, torch's default for AdamW, for the optimizers that DeepSpeed makes.
+    options = EmitOptions(cpu=on_cpu, gradient_clipping=parts.gradient_clipping, learning_rate=1e-3)
+    config = deepspeed_config(parts.plan, options)
+    zero = {**_section(config, "zero_optimization"), **_section(script, "zero_optimization")}
+    zero["stage"] = parts.plan.configuration.zero_stage
+    if parts.plan.configuration.activation_checkpointing == "selective" or keeps_products(parts.model):
+        # Stage 3's own linear adds the bias in place to the product that selective checkpointing keeps.
+        zero["memory_efficient_linear"] = False
+    precisions = [name for name in ("bf16", "fp16") if name in config]
+    details: dict[str, Any] = {
+        name: {**_section(config, name), **_section(script, name), "enabled": True} for name in precisions
+    }
+    own = {key: value for key, value in script.items() if key not in _PLANNED}
+    return {**config, **own, **details, "zero_optimization": zero, "gradient_clipping": parts.gradient_clipping}
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name, {})
+    return section if isinstance(section, Mapping) else {}
+
+
+def _require_known(optimizer: str) -> None:
+    """Stop at an optimizer that this version of DeepSpeed has lost, or has not got yet.
+
+    Raises:
+        CannotRun: naming it.
+    """
+    known: list[str] = import_module("deepspeed.runtime.config").DEEPSPEED_OPTIMIZERS
+    if plain(optimizer) not in known:
+        raise CannotRun(
+            f"config: this DeepSpeed has no optimizer {optimizer}; use AdamW, or one of its own: {', '.join(known)}"
+        )
+
+
+def lacking(precision: str) -> str:
+    """Why DeepSpeed cannot train in a precision on this rank's device, as its accelerator says; empty where it can."""
+    accelerator = import_module("deepspeed.accelerator").get_accelerator()
+    asked = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    kind = precision.partition("-")[0]
+    if kind not in asked or asked[kind]():
+        return ""
+    name = accelerator.device_name()
+    return f"DeepSpeed has no {kind} on this machine's {name}; use backend 'native' or another precision"
+
+
+def require_precision(precision: str) -> None:
+    """
+    Raises:
+        CannotRun: DeepSpeed cannot train in it on this rank's device.
+    """
+    if problem := lacking(precision):
+        raise CannotRun(problem)
+
+
+def _library(device: torch.device, strategy: str) -> Any:
+    provide_torch_extensions(os.environ)
+    if device.type == "cpu":
+        # DeepSpeed looks for an accelerator when it is imported; without one it must be told.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        library = import_module("deepspeed")
+    except ImportError as problem:
+        remedy = "pip install dsplan[deepspeed], or use backend 'native', which shards the same without it"
+        raise BackendMissing(f"strategy {strategy!r} needs DeepSpeed ({problem}); {remedy}") from None
+    # DeepSpeed calls collectives by names that newer torch deprecates; a script's author can do nothing about it.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    if device.type == "cpu":
+        # Its shared-memory collectives serve inference alone, and would be compiled before the first step.
+        library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return library

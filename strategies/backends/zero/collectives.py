@@ -1,0 +1,226 @@
+"""Wire: the two collectives that ZeRO is made of, begun now and waited for later.
+
+NCCL has both as one call. Over gloo, whose reduce-scatter is an all-reduce with a copy and whose all-gather copies
+twice, every rank sends the others exactly what they need instead: half the bytes of an all-reduce, no copy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from hardware_db.microbench import collectives
+from strategies.backends.zero.flat_shard import Layout, Ranks
+
+_GATHER_TAG, _REDUCE_TAG, _EXCHANGE_TAG = 9401, 9402, 9403
+"""Messages of one kind are matched in the order they are sent, which is the same on every rank."""
+
+
+class Arrival(Protocol):
+    """Weights on their way."""
+
+    def wait(self) -> None: ...
+
+
+class Sum(Protocol):
+    """A sum over ranks on its way."""
+
+    def total(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's run of the sum in `dtype`, [layout.run] or without its padding; waits for it."""
+
+
+class Wire(ABC):
+    """Collectives over the ranks that share one copy of the states."""
+
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
+        self.ranks = ranks
+        self.group = group
+
+    needs_padding = False
+    """Whether a buffer to be summed must have a whole run for every rank."""
+
+    @abstractmethod
+    def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+        """Fill `whole`, [layout.padded], with every rank's `part`, [layout.run], which may be its own run of it."""
+
+    @abstractmethod
+    def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+        """Add up the ranks' buffers, each run on its owner; `buffer` must not be touched until the sum is there."""
+
+    @abstractmethod
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        """Send a message to every other rank and fill `incoming` with theirs, one by rank; this rank's are empty.
+
+        Both must be kept until it is waited for.
+        """
+
+    def sum_everywhere(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of a small tensor over ranks, on every rank; in place."""
+        if self.ranks.world_size > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class Alone(Wire):
+    """One rank: there is nothing to exchange."""
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+        _copy_own(whole, part, layout)
+        return _Done()
+
+    def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+        return _Own(buffer)
+
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        return _Done()
+
+
+class Collectives(Wire):
+    """NCCL's all-gather and reduce-scatter, on its own streams.
+
+    They want runs of equal length. Undivided parameters travel in one broadcast or reduction for each owner instead:
+    the same bytes, where padding to the longest run would send a bucket of one matrix once for every rank.
+    """
+
+    needs_padding = True
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+        if layout.borders is not None:
+            _copy_own(whole, part, layout)
+            return _All([dist.broadcast(run, **self._rooted("src", rank)) for rank, run in _filled(whole, layout)])
+        work: Arrival = collectives.all_gather(whole, part, group=self.group, async_op=True)
+        return work
+
+    def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+        if layout.borders is not None:
+            work = [dist.reduce(run, **self._rooted("dst", rank)) for rank, run in _filled(buffer, layout)]
+            return _Reduced(buffer[layout.own_slice], _All(work))
+        part = buffer.new_empty(layout.run)
+        return _Scattered(part, collectives.reduce_scatter(part, buffer, group=self.group, async_op=True))
+
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        work: Arrival = dist.all_to_all(list(incoming), list(outgoing), group=self.group, async_op=True)
+        return work
+
+    def _rooted(self, role: str, rank: int) -> dict[str, Any]:
+        return {role: self._global(rank), "group": self.group, "async_op": True}
+
+
+class Messages(Wire):
+    """Messages from rank to rank: each run goes to its owner, who adds up what arrives."""
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+        _copy_own(whole, part, layout)
+        runs = _runs(whole, layout)
+        return self._swap([runs[self.ranks.rank]] * len(runs), runs, _GATHER_TAG)
+
+    def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+        first, last = layout.own
+        runs = _runs(buffer, layout)
+        received = buffer.new_empty((len(runs) - 1, last - first))
+        rows = [*received]
+        rows.insert(self.ranks.rank, runs[self.ranks.rank])
+        return _Collected(buffer, runs[self.ranks.rank], received, self._swap(runs, rows, _REDUCE_TAG))
+
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        return self._swap(outgoing, incoming, _EXCHANGE_TAG)
+
+    def _swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int) -> Arrival:
+        """To every other rank its tensor, from every other rank into its place; nothing is sent that is empty."""
+        rank, world = self.ranks.rank, self.ranks.world_size
+        work: list[Any] = []
+        # Each rank begins with the next one, so that they do not all send to the same.
+        for distance in range(1, world):
+            to, source = (rank + distance) % world, (rank - distance) % world
+            if incoming[source].numel():
+                work.append(dist.irecv(incoming[source], self._global(source), self.group, tag))
+            if outgoing[to].numel():
+                work.append(dist.isend(outgoing[to], self._global(to), self.group, tag))
+        return _All(work)
+
+
+def wire_for(ranks: Ranks, device: torch.device) -> Wire:
+    """The wire that suits the device's process group."""
+    if ranks.world_size == 1:
+        return Alone(ranks)
+    return Collectives(ranks) if device.type == "cuda" else Messages(ranks)
+
+
+def _runs(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Every rank's run of a tensor that has them all."""
+    return [tensor[slice(*layout.bounds(rank))] for rank in range(layout.ranks.world_size)]
+
+
+def _filled(tensor: torch.Tensor, layout: Layout) -> list[tuple[int, torch.Tensor]]:
+    """The runs that are not empty, with their owners."""
+    return [(rank, run) for rank, run in enumerate(_runs(tensor, layout)) if run.numel()]
+
+
+def _copy_own(whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> None:
+    first, last = layout.own
+    own = whole[first:last]
+    if own.data_ptr() != part.data_ptr():
+        own.copy_(part[: last - first])
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class _All:
+    def __init__(self, work: list[Any]) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        for one in self._work:
+            one.wait()
+
+
+class _Own:
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def total(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._buffer.to(dtype)
+
+
+class _Scattered:
+    def __init__(self, part: torch.Tensor, work: Any) -> None:
+        self._part, self._work = part, work
+
+    def total(self, dtype: torch.dtype) -> torch.Tensor:
+        self._work.wait()
+        return self._part.to(dtype)
+
+
+class _Reduced:
+    def __init__(self, own: torch.Tensor, arrival: Arrival) -> None:
+        self._own, self._arrival = own, arrival
+
+    def total(self, dtype: torch.dtype) -> torch.Tensor:
+        self._arrival.wait()
+        return self._own.to(dtype, copy=True)  # the other runs of its buffer are of no use any more
+
+
+class _Collected:
+    def __init__(self, buffer: torch.Tensor, own: torch.Tensor, received: torch.Tensor, arrival: Arrival) -> None:
+        self._buffer, self._own, self._received, self._arrival = buffer, own, received, arrival
+
+    def total(self, dtype: torch.dtype) -> torch.Tensor:
+        self._arrival.wait()
+        if len(self._received) == 1 and self._received.dtype == dtype:
+            return self._received[0].add_(self._own)
+        # Several 16-bit values are added in fp32 and rounded once.
+        wide = dtype if dtype == torch.float64 else torch.float32
+        total = self._own.to(wide, copy=True)
+        for row in self._received:
+            total.add_(row)
+        return total.to(dtype)

@@ -1,0 +1,300 @@
+"""The engine of our ZeRO: what its three stages have in common."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from planner.cost.zero_buckets import NATIVE_STEP_RUNS
+from strategies.backends.zero.collectives import wire_for
+from strategies.backends.zero.compress import wires
+from strategies.backends.zero.flat_shard import Bucket, Place, Ranks, owners_of
+from strategies.backends.zero.gradient_reducer import Reducer
+from strategies.backends.zero.nvme import Disk
+from strategies.backends.zero.offload import HostGradients, fused_on_host, offload_of
+from strategies.backends.zero.optimizer import Pieces, script_optimizer
+from strategies.backends.zero.settings import read_settings
+from strategies.backends.zero.sharded_model import Held, ZeroStates
+from strategies.backends.zero.weights import Home
+from strategies.distributed.environment import ensure_group
+from strategies.engine.base import Engine, Strategy
+from strategies.engine.torch_engine import scheduler_of, tensors_in
+from strategies.errors import CannotRun
+from strategies.modules.activation_checkpointing import apply_plan
+from strategies.modules.precision import LossScale, narrowed
+from strategies.optim.optimizers import trainable_parameters, undivided
+from strategies.protocols import TrainingParts
+
+# Latecomers: parameters that are unfrozen, or given to the optimizer, after the engine was made.
+
+
+class Latecomers:
+    """Finds them before a backward pass and has them trained from it on, as plain torch does.
+
+    A parameter joins when it requires gradients and the optimizer holds it, whichever comes last. Every rank must make
+    the same changes.
+    """
+
+    def __init__(self, module: nn.Module, held: Held, pieces: Pieces, reducer: Reducer) -> None:
+        self._module, self._held, self._pieces, self._reducer = module, held, pieces, reducer
+        self._asleep = self._outside()
+
+    def welcome(self) -> None:
+        """Train those that have come since the last call; costs a look at the frozen parameters where none has.
+
+        Raises:
+            CannotRun: one has a gradient of its rank alone, or must be stepped whole and is divided.
+        """
+        if self._pieces.has_grown:
+            self._asleep = self._outside()
+        elif not any(parameter.requires_grad for _, parameter in self._asleep):
+            return
+        stepped = {tensor for group in self._pieces.optimizer.param_groups for tensor in group["params"]}
+        come = [
+            (n, p) for n, p in self._asleep if p.requires_grad and (p in stepped or self._pieces.of.get(p) in stepped)
+        ]
+        for name, parameter in come:
+            if parameter.grad is not None:
+                raise CannotRun(
+                    f"{name} has a gradient that was not summed over ranks; have it in the optimizer before the first"
+                    " backward pass of a step that makes one"
+                )
+        whole = undivided(self._pieces.optimizer, (parameter for _, parameter in come))
+        owners = owners_of(whole, self._held.home.wire.ranks.world_size)
+        made = self._held.admit(come, owners)
+        self._reducer.take(made)
+        self._pieces.add(made)
+        self._asleep = self._outside()
+
+    def _outside(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of the model whose gradients are not summed."""
+        return [(name, p) for name, p in self._module.named_parameters() if not self._reducer.sums(p)]
+
+
+# Stepping: the optimizer changes the masters, and the weights follow, in groups of buckets.
+
+
+class Renewing(Protocol):
+    """Who brings weights up to date."""
+
+    def renew(self, bucket: Bucket) -> None:
+        """The master of a bucket has changed: begin to bring its weights up to date on every rank."""
+
+    def renewed(self) -> None:
+        """All masters have changed: wait for the weights."""
+
+
+class Stepper:
+    """One step of the optimizer; `disk` has the states of the buckets that are there."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pieces: Pieces, weights: Renewing, disk: Disk | None) -> None:
+        self._optimizer, self._pieces, self._weights, self._disk = optimizer, pieces, weights, disk
+
+    def step(self, used: set[nn.Parameter], factor: float) -> None:
+        """Multiply the gradients of the parameters that any rank used by `factor`, and step with them."""
+        before = [_options(group) for group in self._optimizer.param_groups]
+        for group in self._groups():
+            # A count of steps that a group of parameters keeps goes up once in a step, however many parts that has.
+            for options, kept in zip(self._optimizer.param_groups, before, strict=True):
+                options.update(kept)
+            self._advance(group, used, factor)
+            for bucket in group:
+                self._weights.renew(bucket)
+        self._weights.renewed()
+
+    def _groups(self) -> Iterator[Sequence[Bucket]]:
+        """The device's buckets first, since it steps them while the host goes on with its own."""
+        at = {place: [bucket for bucket in self._pieces.buckets if bucket.states_at is place] for place in Place}
+        yield from self._runs(at[Place.DEVICE])
+        yield from ([bucket] for bucket in at[Place.HOST])
+        if self._disk is not None:
+            yield from ([bucket] for bucket in self._disk.visited(at[Place.DISK], self._pieces, self._optimizer))
+
+    def _runs(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
+        """All of the device's buckets at once, but one run of them after the other where their gradients must take the
+        masters' wider dtype first: a rank has room for few of them in that.
+
+        Optimizers of whole tensors may look at all of them together, and keep them together.
+        """
+        widens = any(one.gradient is not None and one.gradient.dtype != one.master.dtype for one in buckets)
+        if not widens or not all(bucket.is_divided for bucket in buckets):
+            yield from [buckets] if buckets else []
+            return
+        limit, run = sum(bucket.master.numel() for bucket in buckets) / NATIVE_STEP_RUNS, list[Bucket]()
+        for bucket in buckets:
+            if run and sum(one.master.numel() for one in [*run, bucket]) > limit:
+                yield run
+                run = []
+            run.append(bucket)
+        yield run
+
+    def _advance(self, group: Sequence[Bucket], used: set[nn.Parameter], factor: float) -> None:
+        is_away = group[0].states_at is not Place.DEVICE
+        with torch.profiler.record_function("dsplan::step_on_host" if is_away else "dsplan::step"):
+            self._pieces.attach(group, used, factor)
+            with fused_on_host(self._optimizer) if is_away else nullcontext():
+                self._optimizer.step()
+            self._pieces.detach(group)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+class ZeroStrategy(Strategy):
+    """Lays the model out in buckets; a stage says which of their tensors are whole and when gradients are summed."""
+
+    reduces_each_micro_batch: bool
+    """Whether gradients are summed over ranks in every micro-batch, so that no rank holds them whole."""
+
+    def engine(self, parts: TrainingParts) -> ZeroEngine:
+        ensure_group(self.environment)
+        environment, model = self.environment, parts.model
+        apply_plan(parts)
+        ranks = Ranks(rank=environment.rank, world_size=environment.world_size)
+        optimizer = script_optimizer(parts, trainable_parameters(model, parts.model_parameters))
+        settings = read_settings(parts, environment.device)
+        home = Home(
+            device=environment.device,
+            wire=wire_for(ranks, environment.device),
+            settings=settings,
+            offload=offload_of(settings.offload, environment.device),
+            owners=owners_of(undivided(optimizer, model.parameters()), ranks.world_size),
+        )
+        return ZeroEngine(strategy=self, parts=parts, home=home, held=self.hold(model, home), optimizer=optimizer)
+
+    @abstractmethod
+    def hold(self, model: nn.Module, home: Home) -> Held:
+        """Place the model's weights in buckets on the device."""
+
+
+class ZeroEngine(Engine):
+    """Accumulates, scales, clips, skips and steps the same way in every stage."""
+
+    gradient_norm: float | None = None
+    skipped_steps: int = 0
+
+    def __init__(
+        self,
+        *,
+        strategy: ZeroStrategy,
+        parts: TrainingParts,
+        home: Home,
+        held: Held,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        super().__init__(parts.plan, strategy.environment)
+        settings = home.settings
+        self.module = self.wrapped = parts.model
+        self.gradient_clipping = parts.gradient_clipping
+        self._home, self._held = home, held
+        self._scale = LossScale(settings.scale)
+        wire_of = wires(home.wire, settings.travel.codec, lambda: self._scale.value)
+        self._reducer = Reducer(held.trained, wire_of, accumulate=settings.accumulate, reduce=settings.travel.dtype)
+        held.follow(self._reducer)
+        self.optimizer = optimizer
+        self._pieces = Pieces(held.trained, home.wire, optimizer)
+        self._latecomers = Latecomers(self.module, held, self._pieces, self._reducer)
+        self._stepper = Stepper(optimizer, self._pieces, held, home.offload.disk)
+        if home.offload.copies is not None:
+            rounds = self.device.type == "cuda"
+            self._reducer.host = HostGradients(home.offload.copies, settings, rounds=rounds)
+        self.lr_scheduler = scheduler_of(parts, self.optimizer)
+        each = strategy.reduces_each_micro_batch and self.configuration.sync_each_micro_batch
+        self._reduces_each = each
+        self._micro_steps = 0
+        self._global_steps = 0
+
+    @property
+    def global_steps(self) -> int:
+        return self._global_steps
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale.value
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
+
+    def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        buckets = (*self._held.trained, *self._held.fixed)
+        summed = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
+        masters = [bucket.master for bucket in self._held.trained]
+        # A part that is its own master holds weights where both have one dtype, else the wider copy.
+        parts = [bucket.part for bucket in buckets if bucket.part.dtype == bucket.dtype]
+        return {
+            "parameters": [*parts, *self.module.parameters(), *self.module.buffers()],
+            "gradients": [*summed, *self._reducer.waiting],
+            "optimizer": [*masters, *tensors_in(self.optimizer.state)],
+        }
+
+    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+        return self._held.whole(keeps_changes=keeps_changes)
+
+    def _states(self) -> ZeroStates:
+        return ZeroStates(self.module, self.optimizer, self._pieces, self._held)
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "global_steps": self._global_steps,
+            "skipped_steps": self.skipped_steps,
+            "scaler": self._scale.state_dict(),
+        }
+
+    def _resume(self, progress: Mapping[str, Any]) -> None:
+        self._global_steps, self._micro_steps = progress["global_steps"], 0
+        self.skipped_steps = progress["skipped_steps"]
+        self._scale.load_state_dict(progress["scaler"])
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = narrowed((args, kwargs), self._home.settings.compute)
+        return self.module(*args, **kwargs)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        acts = self.is_gradient_accumulation_boundary()
+        self._latecomers.welcome()
+        # Divided here once, gradients are means over ranks and micro-batches when they have been added up.
+        parts = self.configuration.gradient_accumulation_steps * self._home.wire.ranks.world_size
+        self._reducer.begin(reduces=acts or (self._reduces_each and self._may_reduce))
+        with self._held.backward():
+            torch.autograd.backward(loss.float() * (self._scale.value / parts))
+            self._reducer.finish()
+
+    def _step(self) -> None:
+        acts = self.is_gradient_accumulation_boundary()
+        self._micro_steps += 1
+        if not acts:
+            return
+        self._latecomers.welcome()
+        self._reducer.settle()
+        square, used = self._pieces.agree(self._reducer.used, self.device)
+        if math.isfinite(square):
+            self._apply(math.sqrt(square) / self._scale.value, used)
+        else:
+            self.gradient_norm = None
+            self.skipped_steps += 1
+            self._scale.overflowed()
+        self._reducer.clear()
+        self._pieces.clear()
+        self._clear_untrained()
+        self._global_steps += 1
+
+    def _apply(self, norm: float, used: set[nn.Parameter]) -> None:
+        """Clip by the norm over all ranks, step, and bring the weights up to date."""
+        self.gradient_norm = norm
+        clip = min(1.0, self.gradient_clipping / (norm + 1e-6)) if self.gradient_clipping > 0 else 1.0
+        self._stepper.step(used, clip / self._scale.value)
+        self._scale.stepped()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def _clear_untrained(self) -> None:
+        """Parameters that no optimizer trains may have gradients too."""
+        for parameter in self.module.parameters():
+            parameter.grad = None

@@ -1,0 +1,212 @@
+"""Reduce: gradients are handed over as backward makes them, travel in buckets while it goes on, and are freed.
+
+Every parameter's hook puts its gradient into its bucket. A bucket whose gradients are all there is sent at once, in an
+order that all ranks agreed on (a rank with a branch of its own must not send other buckets than its peers); the sum
+over ranks of this rank's run stays, the gradients go. In a micro-batch that does not reduce they wait in the
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from strategies.backends.zero.collectives import Sum, Wire
+from strategies.backends.zero.flat_shard import Bucket, Place, Slot
+from strategies.backends.zero.offload import HostGradients
+from strategies.distributed.consensus import on_rank_zero
+from strategies.errors import CannotRun
+
+Listener = Callable[[Bucket], None]
+
+
+class Reducer:
+    """Sums the gradients of buckets over ranks during backward; what `finish` leaves is in `bucket.gradient`.
+
+    `accumulate` is the dtype in which gradients wait for the step and `reduce` that in which they travel, None for the
+    parameter's own. `wire_of` gives every bucket its wire, which may remember what it left out of the bucket. `used`
+    holds the parameters that had a gradient since the last `clear`. `when_made` is told of a bucket as soon as its
+    gradients are all made, `when_summed` when their sum is there, or on its way to the `host` that steps it.
+    """
+
+    def __init__(
+        self,
+        buckets: Iterable[Bucket],
+        wire_of: Callable[[], Wire],
+        *,
+        accumulate: torch.dtype | None,
+        reduce: torch.dtype | None,
+    ) -> None:
+        self._fills: list[_Fill] = []
+        self._wire_of, self._accumulate, self._reduce = wire_of, accumulate, reduce
+        self._hooked: set[nn.Parameter] = set()
+        self._waiting: dict[nn.Parameter, torch.Tensor] = {}
+        self._on_the_way: deque[tuple[Bucket, Sum]] = deque()
+        self._next = 0
+        self._ready: list[_Fill] = []
+        self._order_is_known = False
+        self._is_open = False
+        self._reduces = True
+        self.used: set[nn.Parameter] = set()
+        self.when_made: Listener = lambda bucket: None
+        self.when_summed: Listener = lambda bucket: None
+        self.host: HostGradients | None = None
+        self.take(buckets)
+
+    def take(self, buckets: Iterable[Bucket]) -> None:
+        """Sum the gradients of these buckets too, and of what requires gradients by now in all others."""
+        made = [_Fill(bucket, self._wire_of(), self._reduce or bucket.dtype) for bucket in buckets]
+        self._fills += reversed(made)
+        self._order_is_known = False
+        for fill in self._fills:
+            for slot in fill.bucket.slots:
+                if slot.parameter.requires_grad and slot.parameter not in self._hooked:
+                    self._hooked.add(slot.parameter)
+                    hooked: Any = slot.parameter  # the method has no annotations
+                    hooked.register_post_accumulate_grad_hook(partial(self._arrived, fill, slot))
+
+    def sums(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's gradients are summed."""
+        return parameter in self._hooked
+
+    def begin(self, *, reduces: bool) -> None:
+        """Before a backward pass: whether its gradients are summed over ranks or wait for a later one."""
+        self._is_open, self._reduces = True, reduces
+        self._next = 0
+        self._ready = []
+        for fill in self._fills:
+            fill.restart()
+
+    def finish(self) -> None:
+        """After a backward pass: send what some parameter without a gradient kept back, and wait for all sums."""
+        self._is_open = False
+        if not self._reduces:
+            return
+        for fill in self._fills:
+            for slot in [slot for slot in fill.bucket.slots if slot in fill.missing]:
+                self._hand_over(fill, slot, None)
+        while self._on_the_way:
+            self._receive()
+        if not self._order_is_known:
+            self._adopt_order()
+
+    def settle(self) -> None:
+        """Before a step: wait for sums that are on their way to the host."""
+        if self.host is not None:
+            self.host.settle()
+
+    @property
+    def waiting(self) -> list[torch.Tensor]:
+        """Whole gradients of earlier micro-batches, of parameters that have some."""
+        return list(self._waiting.values())
+
+    def clear(self) -> None:
+        """After a step: forget all gradients."""
+        for fill in self._fills:
+            fill.bucket.gradient = None
+        self._waiting.clear()
+        self.used.clear()
+
+    def _arrived(self, fill: _Fill, slot: Slot, parameter: torch.Tensor) -> None:
+        """The hook of a parameter: its gradient of this backward pass is complete."""
+        if not self._is_open:
+            return  # of another engine's backward pass through this model: the script's to clear, as in plain torch
+        self.used.add(slot.parameter)
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if self._reduces:
+            if slot not in fill.missing:
+                raise CannotRun(
+                    f"{slot.name} got a second gradient in one backward pass (reentrant checkpointing?); use"
+                    " use_reentrant=False, or call backward once for each forward"
+                )
+            self._hand_over(fill, slot, gradient)
+            return
+        self._keep(slot.parameter, gradient)
+
+    def _keep(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add a gradient to those of earlier micro-batches that were not reduced."""
+        before = self._waiting.get(parameter)
+        if before is None:
+            self._waiting[parameter] = gradient.to(self._accumulate or gradient.dtype)
+        else:
+            before.add_(gradient)
+
+    def _hand_over(self, fill: _Fill, slot: Slot, gradient: torch.Tensor | None) -> None:
+        kept = self._waiting.pop(slot.parameter, None)
+        if kept is not None:
+            gradient = kept if gradient is None else kept.add_(gradient)
+        fill.take(slot, gradient)
+        if fill.missing:
+            return
+        self.when_made(fill.bucket)
+        self._ready.append(fill)
+        while self._next < len(self._fills) and not self._fills[self._next].missing:
+            self._send(self._fills[self._next])
+            self._next += 1
+
+    def _send(self, fill: _Fill) -> None:
+        # One bucket is on the way while the next one fills: more would keep more gradients alive.
+        while len(self._on_the_way) > 1:
+            self._receive()
+        with torch.profiler.record_function("dsplan::reduce"):
+            self._on_the_way.append((fill.bucket, fill.wire.sum_to_owners(fill.emptied(), fill.bucket.layout)))
+
+    def _receive(self) -> None:
+        bucket, pending = self._on_the_way.popleft()
+        with torch.profiler.record_function("dsplan::sum"):
+            if self.host is not None and bucket.states_at is not Place.DEVICE:
+                self.host.keep(bucket, pending.total(self.host.dtype_of(bucket)))
+            else:
+                total = pending.total(self._accumulate or bucket.dtype)
+                bucket.gradient = total if bucket.gradient is None else bucket.gradient.add_(total)
+        self.when_summed(bucket)
+
+    def _adopt_order(self) -> None:
+        """From now on send in the order in which the first backward pass of rank 0 made the gradients."""
+        places = {id(fill): place for place, fill in enumerate(self._fills)}
+        order = on_rank_zero(lambda: [places[id(fill)] for fill in self._ready])
+        self._fills = [self._fills[place] for place in order]
+        self._order_is_known = True
+
+
+class _Fill:
+    """A bucket that gradients are put into."""
+
+    def __init__(self, bucket: Bucket, wire: Wire, dtype: torch.dtype) -> None:
+        self.bucket, self.wire = bucket, wire
+        self._dtype = dtype
+        self._size = bucket.layout.padded if wire.needs_padding else bucket.layout.elements
+        self._buffer: torch.Tensor | None = None
+        self.missing: set[Slot] = set(bucket.slots)
+
+    def restart(self) -> None:
+        self.missing = set(self.bucket.slots)
+
+    def take(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """Put in a parameter's gradient, None for zeros; the only one of a bucket becomes the buffer itself."""
+        self.missing.discard(slot)
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self.bucket.is_single and gradient is not None and gradient.numel() == self._size:
+            self._buffer = gradient.reshape(-1).to(self._dtype)
+            return
+        if self._buffer is None:
+            self._buffer = torch.empty(self._size, dtype=self._dtype, device=slot.parameter.device)
+            self._buffer[self.bucket.layout.elements :].zero_()
+        place = self._buffer[slot.start : slot.stop]
+        if gradient is None:
+            place.zero_()
+        else:
+            place.view(slot.parameter.shape).copy_(gradient)
+
+    def emptied(self) -> torch.Tensor:
+        """The full buffer, let go of here."""
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        return buffer

@@ -1,0 +1,225 @@
+"""Optimizer: any `torch.optim` class, working on this rank's pieces of the master weights.
+
+The optimizer object stays the script's own, with its groups, options and schedulers; only the tensors in its groups are
+exchanged for pieces. A piece of a divided parameter is a run of its elements, flat. A parameter that must be stepped
+whole (`strategies/optim/optimizers.py`) is one rank's: its piece there has the parameter's shape, and is empty and never
+stepped elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from strategies.backends.zero.collectives import Wire
+from strategies.backends.zero.flat_shard import Bucket, Slot
+from strategies.checkpoint.states import SCALARS
+from strategies.errors import CannotRun
+from strategies.optim.optimizers import OPTIMIZERS, needs_whole_tensors, takes_sparse_gradients_only
+from strategies.protocols import TrainingParts
+
+# Rows: which rows of an embedding any rank used, for optimizers that step those and leave the others alone.
+
+
+class TouchedRows:
+    """The rows of some parameters that have had a gradient since the last `clear`."""
+
+    def __init__(self) -> None:
+        self._masks: dict[nn.Parameter, torch.Tensor] = {}
+
+    def follow(self, name: str, parameter: nn.Parameter) -> None:
+        """Note the rows of a parameter from now on."""
+        self._masks[parameter] = torch.zeros(len(parameter), dtype=torch.int32, device=parameter.device)
+        parameter.register_hook(partial(self._note, name, self._masks[parameter]))  # type: ignore[no-untyped-call]
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._masks
+
+    def agree(self, wire: Wire) -> None:
+        """Every rank learns of the rows of all."""
+        masks = [*self._masks.values()]
+        if masks:
+            together = wire.sum_everywhere(torch.cat(masks))
+            for mask, rows in zip(masks, torch.split(together, [*map(len, masks)]), strict=True):
+                mask.copy_(rows)
+
+    def clear(self) -> None:
+        """After a step: no row has been touched."""
+        for mask in self._masks.values():
+            mask.zero_()
+
+    def of(self, parameter: nn.Parameter, start: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The touched elements of a parameter's run that begins at `start`: sparse, [len(gradient)]."""
+        width = parameter.numel() // len(parameter)
+        touched = self._masks[parameter].to(gradient.device).repeat_interleave(width)[start : start + len(gradient)]
+        places = touched.nonzero().t()
+        return torch.sparse_coo_tensor(
+            places, gradient[places[0]], gradient.shape, is_coalesced=True, check_invariants=False
+        )
+
+    def _note(self, name: str, mask: torch.Tensor, gradient: torch.Tensor) -> None:
+        if not gradient.is_sparse:
+            raise CannotRun(
+                f"{name} has a dense gradient, and its optimizer steps sparse ones alone; make its layer with"
+                " sparse=True, or use Adam"
+            )
+        mask[gradient._indices()[0]] = 1
+
+
+def script_optimizer(parts: TrainingParts, trained: Sequence[Any]) -> torch.optim.Optimizer:
+    """The script's optimizer, or the plan's, over the whole parameters, whose shapes a script may group them by."""
+    if isinstance(parts.optimizer, torch.optim.Optimizer):
+        return parts.optimizer
+    return (parts.optimizer or OPTIMIZERS[parts.plan.configuration.optimizer])(trained)
+
+
+class Pieces:
+    """Every parameter's piece on this rank: a leaf tensor that shares the master weights' memory, maybe empty."""
+
+    def __init__(self, buckets: Iterable[Bucket], wire: Wire, optimizer: torch.optim.Optimizer) -> None:
+        self.buckets: tuple[Bucket, ...] = ()
+        self.of: dict[nn.Parameter, torch.Tensor] = {}
+        self.optimizer = optimizer
+        self._wire = wire
+        self._elsewhere: set[nn.Parameter] = set()
+        self._rows = TouchedRows()
+        self._exchanged = 0
+        self.add(buckets)
+
+    def add(self, buckets: Iterable[Bucket]) -> None:
+        """More buckets, and what the optimizer holds of them or of earlier ones by now.
+
+        Raises:
+            CannotRun: it holds a parameter that is not the model's, or one that it must step whole and cannot.
+        """
+        for bucket in buckets:
+            self.buckets = (*self.buckets, bucket)
+            for slot in bucket.slots:
+                self.of[slot.parameter] = _piece(bucket, slot)
+                if not bucket.is_divided and not bucket.owns(slot):
+                    self._elsewhere.add(slot.parameter)
+        self._exchange(self.optimizer)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the optimizer has been given parameters since."""
+        return self._exchanged != sum(len(group["params"]) for group in self.optimizer.param_groups)
+
+    def steps(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank steps a piece of a parameter, maybe an empty one, and has its states."""
+        return parameter not in self._elsewhere
+
+    def attach(self, buckets: Sequence[Bucket], used: set[nn.Parameter], factor: float) -> None:
+        """Give each piece its gradient times `factor`; none where no rank used the parameter, so that it stays as it
+        is."""
+        for bucket in buckets:
+            whole = bucket.gradient
+            if whole is None:
+                continue
+            gradient = whole.to(device=bucket.master.device, dtype=bucket.master.dtype)
+            bucket.gradient = gradient.mul_(factor) if factor != 1.0 else gradient
+            for slot in bucket.slots:
+                start, stop = bucket.own_range(slot)
+                piece = self.of[slot.parameter]
+                steps = slot.parameter in used and self.steps(slot.parameter)
+                run = gradient[start:stop]
+                if steps and slot.parameter in self._rows:
+                    piece.grad = self._rows.of(slot.parameter, bucket.own_start(slot), run)
+                else:
+                    piece.grad = run.view(piece.shape) if steps else None
+
+    def detach(self, buckets: Sequence[Bucket]) -> None:
+        """Let go of the gradients."""
+        for bucket in buckets:
+            bucket.gradient = None
+            for slot in bucket.slots:
+                self.of[slot.parameter].grad = None
+
+    def clear(self) -> None:
+        """After a step: forget which rows were used."""
+        self._rows.clear()
+
+    def agree(self, used: set[nn.Parameter], device: torch.device) -> tuple[float, set[nn.Parameter]]:
+        """The square of the norm of all gradients, and the parameters that any rank used: one small collective.
+
+        Not a number, or infinite, where any gradient is.
+        """
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        flags = [float(slot.parameter in used) for slot in slots]
+        gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
+        each = [torch.linalg.vector_norm(one, dtype=_at_least_fp32(one.dtype)) for one in gradients]
+        norms = [norm.to(device=device, dtype=torch.float64) for norm in each]
+        square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+        message = torch.cat((square.to(device).reshape(1), torch.tensor(flags, dtype=torch.float64, device=device)))
+        values = self._wire.sum_everywhere(message).tolist()
+        self._rows.agree(self._wire)
+        anywhere = {slot.parameter for slot, flag in zip(slots, values[1:], strict=True) if flag}
+        return values[0], anywhere
+
+    def slots(self) -> Iterable[tuple[Bucket, Slot]]:
+        """Every parameter with its bucket."""
+        return ((bucket, slot) for bucket in self.buckets for slot in bucket.slots)
+
+    def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put pieces into an optimizer of whole parameters; of its states the part that belongs to the piece."""
+        places = {slot.parameter: (bucket, slot) for bucket, slot in self.slots()}
+        known, self._exchanged = set(self.of.values()), 0
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                self._exchanged += 1
+                if parameter in places:
+                    bucket, slot = places[parameter]
+                    _require_divisible(optimizer, group, bucket, slot)
+                    group["params"][index] = self._moved(bucket, slot)
+                elif parameter.requires_grad and parameter not in known:  # what is frozen it passes over
+                    raise CannotRun("the optimizer holds a parameter that is not the model's; build it from this model")
+
+    def _moved(self, bucket: Bucket, slot: Slot) -> torch.Tensor:
+        """The piece of a parameter that the optimizer steps from now on, with its part of the states."""
+        piece = self.of[slot.parameter]
+        states = self.optimizer.state.pop(slot.parameter, {})
+        if states and self.steps(slot.parameter):
+            self.optimizer.state[piece] = {
+                name: value if name in SCALARS else _cut(value, slot, bucket.own_start(slot), piece)
+                for name, value in states.items()
+            }
+        if takes_sparse_gradients_only(self.optimizer) and slot.parameter.requires_grad:
+            self._rows.follow(slot.name, slot.parameter)
+        return piece
+
+
+def _require_divisible(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], bucket: Bucket, slot: Slot) -> None:
+    if bucket.is_divided and needs_whole_tensors(optimizer, group):
+        raise CannotRun(
+            f"optimizer {type(optimizer).__name__} must step {slot.name} whole and ZeRO divided it; have it in the"
+            " optimizer when initialize is called"
+        )
+
+
+def _piece(bucket: Bucket, slot: Slot) -> torch.Tensor:
+    """A leaf tensor that shares the memory of this rank's master weights of a parameter."""
+    start, stop = bucket.own_range(slot)
+    run = bucket.master[start:stop].detach()
+    shape = slot.parameter.shape
+    if not bucket.is_divided:
+        run = run.view(shape) if start < stop else run.view(0, *shape[1:])
+    return run.requires_grad_()
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _cut(value: Any, slot: Slot, start: int, piece: torch.Tensor) -> Any:
+    """The piece's part of an optimizer state that has its parameter's shape; others as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != slot.parameter.shape:
+        return value.to(piece.device)
+    part = value.reshape(-1)[start : start + piece.numel()].view(piece.shape)
+    wider = value.is_floating_point() and value.element_size() < piece.element_size()
+    return part.to(device=piece.device, dtype=piece.dtype if wider else value.dtype, copy=True)

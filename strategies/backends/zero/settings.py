@@ -1,0 +1,109 @@
+"""Settings: the dtypes, bucket sizes and scales that a plan and the script's config ask of our ZeRO."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from planner.cost.zero_buckets import native_buckets
+from planner.types.plan import Configuration
+from planner.vocabulary import Offload
+from strategies.errors import CannotRun
+from strategies.modules.compression import GradientTravel, gradient_travel
+from strategies.modules.precision import ScaleSettings, scale_settings
+from strategies.protocols import TrainingParts
+from strategies.variables import NVME_PATH
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTE = {**_DTYPES, "bf16-pure": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadSettings:
+    """What leaves the device: `ratio` of what the plan's word `kind` names.
+
+    With `nvme` it goes to a file below `nvme_path`, of which `buffers` buckets may be in memory at once. `pins`: host
+    memory that a GPU copies from and to is page-locked.
+    """
+
+    kind: Offload = "none"
+    ratio: float = 1.0
+    nvme_path: str = ""
+    buffers: int = 4
+    pins: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroSettings:
+    """What the stages need to know.
+
+    `compute` is the dtype of weights, None where they keep their own; `master` that of the optimizer's copy, None for
+    no copy; `accumulate` that in which gradients wait for the step; `travel` says how they are summed over ranks.
+    `bucket` and `persistence_threshold` are elements.
+    """
+
+    compute: torch.dtype | None
+    master: torch.dtype | None
+    accumulate: torch.dtype | None
+    travel: GradientTravel
+    bucket: int
+    persistence_threshold: int
+    offload: OffloadSettings
+    scale: ScaleSettings | None
+
+    def weights(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter of `dtype` computes; fp64 and integers keep theirs."""
+        narrow = (torch.float32, torch.bfloat16, torch.float16)
+        return self.compute if self.compute is not None and dtype in narrow else dtype
+
+
+def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
+    """The settings of a plan, with what the script's config says of them.
+
+    Raises:
+        CannotRun: keys of the config contradict each other, or NVMe has no path.
+    """
+    configuration, script = parts.plan.configuration, parts.script
+    hidden = parts.plan.model.get("hidden_size")
+    buckets = native_buckets(
+        configuration.zero_stage,
+        hidden_size=hidden if isinstance(hidden, int) else 0,
+        on_cpu=device.type == "cpu",
+    )
+    bucket, threshold = script.zero.reduce_bucket_size, script.zero.param_persistence_threshold
+    accumulate = script.accumulate_dtype
+    return ZeroSettings(
+        compute=None if configuration.precision == "fp32" else _COMPUTE[configuration.precision],
+        master=torch.float32 if configuration.precision in ("bf16", "fp16") else None,
+        accumulate=_accumulate(configuration) if accumulate is None else _DTYPES[accumulate],
+        travel=gradient_travel(parts),
+        bucket=buckets.reduce if bucket is None else bucket,
+        persistence_threshold=buckets.persistence_threshold if threshold is None else threshold,
+        offload=_offload(parts),
+        scale=scale_settings(script.fp16) if configuration.precision == "fp16" else None,
+    )
+
+
+def _offload(parts: TrainingParts) -> OffloadSettings:
+    configuration, script = parts.plan.configuration, parts.script.zero
+    path = script.nvme_path or os.environ.get(NVME_PATH, "")
+    if configuration.offload == "nvme" and not path:
+        raise CannotRun(
+            "offload 'nvme' needs a directory on a local disk; set zero_optimization.offload_optimizer.nvme_path in the"
+            f" config, or {NVME_PATH}"
+        )
+    return OffloadSettings(
+        kind=configuration.offload,
+        ratio=min(script.offload_ratio, configuration.offload_ratio),
+        nvme_path=path,
+        buffers=script.buffer_count,
+        pins=script.pin_memory,
+    )
+
+
+def _accumulate(configuration: Configuration) -> torch.dtype | None:
+    """Sums over micro-batches lose bits in 16-bit types, a sum over ranks alone is rounded once."""
+    several = configuration.gradient_accumulation_steps > 1
+    return torch.float32 if several and configuration.precision in ("bf16", "fp16") else None

@@ -1,0 +1,127 @@
+"""Held: the model as a stage holds it, in buckets whose weights are whole or sharded between uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from strategies.backends.zero.flat_shard import Bucket, Named, Owners, buckets_of
+from strategies.backends.zero.gradient_reducer import Reducer
+from strategies.backends.zero.optimizer import Pieces
+from strategies.backends.zero.weights import Home, Publisher, load, take_over
+from strategies.checkpoint.parts import PartOfTensor
+from strategies.checkpoint.states import Place, States
+
+
+class Held:
+    """A model's buckets as a stage holds them: here, all weights whole on every rank.
+
+    `trained` are the buckets whose parameters require gradients, `fixed` others that are sharded as well.
+    """
+
+    def __init__(self, trained: Sequence[Bucket], home: Home, fixed: Sequence[Bucket] = ()) -> None:
+        self.trained, self.fixed, self.home = tuple(trained), tuple(fixed), home
+        self.weights = Publisher(home, self.kept_whole())
+
+    def kept_whole(self) -> Sequence[Bucket]:
+        """The trained buckets whose weights are whole on every rank between steps."""
+        return self.trained
+
+    def admit(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
+        """Parameters that are trained from now on; the new buckets, in which `owners` step whole tensors."""
+        return self._keep(named, owners)
+
+    def _keep(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
+        """New buckets whose weights are whole on every rank."""
+        made = keep_whole(named, replace(self.home, owners=owners))
+        self.trained = (*self.trained, *made)
+        self.weights.also(made)
+        return made
+
+    def follow(self, reducer: Reducer) -> None:
+        """Called once: the stage may listen to when gradients are made."""
+
+    def backward(self) -> AbstractContextManager[object]:
+        """What surrounds a backward pass."""
+        return nullcontext()
+
+    def renew(self, bucket: Bucket) -> None:
+        """The optimizer has changed a bucket's master: begin to bring its weights up to date on every rank."""
+        self.weights.renew(bucket)
+
+    def renewed(self) -> None:
+        """It has changed all of them: wait for the weights."""
+        self.weights.finish()
+
+    def updated(self) -> None:
+        """The masters have changed: bring all weights up to date on every rank."""
+        for bucket in self.trained:
+            self.renew(bucket)
+        self.renewed()
+
+    @contextmanager
+    def whole(self, *, keeps_changes: bool) -> Iterator[None]:
+        """All weights whole inside; `keeps_changes` takes over what rank 0 wrote to them."""
+        yield
+        if keeps_changes:
+            for bucket in self.trained:
+                take_over(bucket, bucket.whole, self.home.wire)
+
+
+def keep_whole(named: Sequence[Named], home: Home) -> list[Bucket]:
+    """Buckets whose weights stay whole on every rank while their optimizer states are sharded."""
+    buckets = buckets_for(named, home)
+    for bucket in buckets:
+        load(bucket, home, trains=True, keeps=True)
+    return buckets
+
+
+def buckets_for(named: Sequence[Named], home: Home) -> list[Bucket]:
+    """Parameters in buckets of the dtypes that they compute in."""
+    dtypes = {parameter: home.settings.weights(parameter.dtype) for _, parameter in named}
+    return buckets_of(named, home.wire.ranks, dtypes, home.settings.bucket, home.owners)
+
+
+# What a checkpoint of our ZeRO holds: each rank its pieces of whole named tensors, from the master copies.
+
+
+class ZeroStates(States):
+    """A module in buckets and an optimizer of pieces."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, pieces: Pieces, held: Held) -> None:
+        super().__init__(module, optimizer)
+        self._pieces, self._held = pieces, held
+        self._parts: dict[torch.Tensor, PartOfTensor] = {}
+        for bucket, slot in pieces.slots():
+            piece = pieces.of[slot.parameter].detach().reshape(-1)
+            self._parts[slot.parameter] = PartOfTensor(piece, slot.parameter.shape, bucket.own_start(slot))
+        for bucket in held.fixed:
+            for slot in bucket.slots:
+                start, stop = bucket.own_range(slot)
+                run = bucket.part[start:stop]
+                self._parts[slot.parameter] = PartOfTensor(run, slot.parameter.shape, bucket.own_start(slot))
+
+    def weight(self, tensor: torch.Tensor) -> Any:
+        return self._parts.get(tensor, tensor.detach())
+
+    def places(self) -> Iterator[Place]:
+        groups = {piece: group for group in self.optimizer.param_groups for piece in group["params"]}
+        names = self.names.of_parameters()
+        for bucket, slot in self._pieces.slots():
+            piece = self._pieces.of[slot.parameter]
+            if piece in groups:
+                yield Place(
+                    name=names[slot.parameter],
+                    group=groups[piece],
+                    tensor=piece,
+                    shape=slot.parameter.shape,
+                    start=bucket.own_start(slot) if bucket.is_divided else None,
+                )
+
+    def updated(self) -> None:
+        self._held.updated()

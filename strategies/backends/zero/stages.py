@@ -1,0 +1,219 @@
+"""Stage 3: weights are sharded too, and whole only while their unit is at work.
+
+Forward gathers a unit before its module runs and frees it after; backward gathers it again before the first gradient
+reaches it and frees it when its gradients are made. The next unit of the recorded order is asked for as soon as one
+begins, so that its weights travel while this one computes. Parameters up to a threshold stay whole, as in stage 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from strategies.backends.zero.engine import ZeroStrategy
+from strategies.backends.zero.flat_shard import Bucket, Named, Owners
+from strategies.backends.zero.gradient_reducer import Reducer
+from strategies.backends.zero.sharded_model import Held, buckets_for, keep_whole
+from strategies.backends.zero.units import Members, Unit, members_of
+from strategies.backends.zero.weights import Home, awaken, load, settle_rest, take_over
+
+# Stage 1: optimizer states are sharded; weights are whole, and gradients until the step's only reduction.
+
+
+class ZeroStage1(ZeroStrategy):
+    """Adds gradients up on every rank and sums them over ranks in the step's last backward pass, bucket by bucket;
+    a bucket's gradients are freed as it is summed."""
+
+    reduces_each_micro_batch = False
+
+    def hold(self, model: nn.Module, home: Home) -> Held:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        buckets = keep_whole(named, home)
+        settle_rest(model, {parameter for _, parameter in named}, home)
+        return Held(buckets, home)
+
+
+# Stage 2: gradients are sharded too: each micro-batch's are summed over ranks and freed while backward goes on.
+
+
+class ZeroStage2(ZeroStage1):
+    """Adds up this rank's part of the gradients; no rank ever holds more of the rest than two buckets."""
+
+    reduces_each_micro_batch = True
+
+
+class ZeroStage3(ZeroStrategy):
+    """Holds a rank's part of everything, and the weights of two units at a time."""
+
+    reduces_each_micro_batch = True
+
+    def hold(self, model: nn.Module, home: Home) -> Held:
+        if home.wire.ranks.world_size == 1 and not home.offload.weights:
+            return ZeroStage2(self.configuration, self.environment).hold(model, home)  # all of it is this rank's part
+        threshold = home.settings.persistence_threshold
+        members = members_of(model)
+        small = [
+            (name, parameter)
+            for unit in members
+            for name, parameter in unit.named
+            if parameter.requires_grad and parameter.numel() <= threshold
+        ]
+        kept = keep_whole(small, home)
+        kept_ones = {parameter for _, parameter in small}
+        units = [_unit(one, kept_ones, home) for one in members]
+        settle_rest(model, set(model.parameters()), home)
+        return ShardedWeights(kept, [unit for unit in units if unit.buckets or unit.is_root], home)
+
+
+def _unit(members: Members, kept: set[nn.Parameter], home: Home) -> Unit:
+    """A unit's parameters in buckets: those that are trained, and the frozen ones, which have no gradients."""
+    sharded = [(name, parameter) for name, parameter in members.named if parameter not in kept]
+    made: dict[bool, list[Bucket]] = {}
+    for trains in (True, False):
+        named = [(name, parameter) for name, parameter in sharded if parameter.requires_grad is trains]
+        made[trains] = buckets_for(named, home)
+        for bucket in made[trains]:
+            load(bucket, home, trains=trains, keeps=False)
+    return Unit(members, made[True], made[False], home)
+
+
+class ShardedWeights(Held):
+    """Follows forward and backward through the model, gathering units before they are used and freeing them after."""
+
+    def __init__(self, kept: list[Bucket], units: list[Unit], home: Home) -> None:
+        trained = [bucket for unit in units for bucket in unit.trained]
+        fixed = [bucket for unit in units for bucket in unit.buckets if bucket not in unit.trained]
+        self._kept, self._units = kept, units
+        super().__init__([*kept, *trained], home, fixed)
+        self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        self._unmade: dict[Unit, int] = {}
+        self._in_backward = False
+        self._order: tuple[Unit, ...] = ()  # of the last forward pass, which the next one is expected to follow
+        self._seen: list[Unit] = []
+        for unit in units:
+            unit.module.register_forward_pre_hook(_Hook(partial(self._before_forward, unit)), prepend=True)
+            unit.module.register_forward_hook(_Hook(partial(self._after_forward, unit)), always_call=True)
+
+    def admit(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
+        """Frozen parameters are sharded already: their bucket is trained from now on, with all that lies in it."""
+        bucket_of = {slot.parameter: bucket for bucket in self.fixed for slot in bucket.slots}
+        woken = tuple(dict.fromkeys(bucket_of[p] for _, p in named if p in bucket_of))
+        for bucket in woken:
+            awaken(bucket, self.home)
+            self._unit_of[bucket].train(bucket)
+        self.fixed = tuple(bucket for bucket in self.fixed if bucket not in woken)
+        self.trained = (*self.trained, *woken)
+        known = {slot.parameter for bucket in self.trained for slot in bucket.slots}
+        return *woken, *self._keep([(name, p) for name, p in named if p not in known], owners)
+
+    def follow(self, reducer: Reducer) -> None:
+        reducer.when_made = self._gradients_made
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self._in_backward = True
+        self._unmade = {unit: len(unit.trained) for unit in self._units}
+        try:
+            yield
+        finally:
+            self._in_backward = False
+            self._release_all()
+
+    def kept_whole(self) -> Sequence[Bucket]:
+        return self._kept
+
+    def renewed(self) -> None:
+        super().renewed()
+        self._release_all()  # weights gathered before the step are out of date
+
+    @contextmanager
+    def whole(self, *, keeps_changes: bool) -> Iterator[None]:
+        for unit in self._units:
+            unit.need()
+        # A module that runs inside must not free what is open.
+        pinned, self._in_backward = self._in_backward, True
+        try:
+            yield
+            if keeps_changes:
+                for bucket in (*self.trained, *self.fixed):
+                    take_over(bucket, bucket.whole, self.home.wire)
+        finally:
+            self._in_backward = pinned
+            self._release_all()
+
+    def _before_forward(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
+        if unit.is_root and not self._in_backward:
+            if self._seen:
+                self._order = tuple(self._seen)
+            self._seen = []
+        unit.need()
+        if not self._in_backward:
+            self._seen.append(unit)
+            self._prefetch(unit, self._order, len(self._seen))
+
+    def _prefetch(self, unit: Unit, order: tuple[Unit, ...], place: int) -> None:
+        """Ask for the unit that came after this one the last time."""
+        if place < len(order) and order[place - 1] is unit:
+            order[place].begin_gather()
+
+    def _after_forward(self, unit: Unit, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._in_backward:
+            return  # activation checkpointing computes the unit again; its weights are needed until its gradients are
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if torch.is_grad_enabled() and results:
+            place = len(self._seen) if not unit.is_root else 0
+            begins = partial(self._before_backward, unit, place)
+            torch.autograd.graph.register_multi_grad_hook(results, begins, mode="any")
+            if unit.is_root:
+                return  # it is the first that backward needs
+        elif torch.is_grad_enabled() and output is not None and unit.trained:
+            return  # nothing tells when backward reaches it: leave it whole
+        unit.release()
+
+    def _before_backward(self, unit: Unit, place: int, gradient: torch.Tensor) -> None:
+        unit.need()
+        if unit.is_root or not self._in_backward:
+            return
+        # What ran later in forward is done with; a unit whose gradients are all made has been freed before.
+        for later in self._seen[place:]:
+            if later is not unit:
+                later.release()
+        if place >= 2:
+            self._seen[place - 2].begin_gather()
+
+    def _gradients_made(self, bucket: Bucket) -> None:
+        """A trained unit's use is over when its last gradient is made, since whatever reads a weight that is trained
+        makes a gradient of it."""
+        unit = self._unit_of.get(bucket)
+        if unit is None or not self._in_backward:
+            return
+        self._unmade[unit] -= 1
+        if self._unmade[unit] == 0 and not unit.has_fixed:
+            unit.release()
+
+    def _release_all(self) -> None:
+        for unit in self._units:
+            unit.release()
+
+
+class _Hook:
+    """A hook of the engine's on its own model: copies of the model, such as moving averages, go without."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*arguments: Any) -> None:
+    return None

@@ -1,0 +1,280 @@
+"""Data for data-parallel ranks: every rank gets its own micro-batches, all of them together the global batch.
+
+The place in the data is an epoch and how many of its samples have been trained on. Both mean the same however many
+ranks share the samples, so a run resumes in the middle of an epoch on any number of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from planner.types.plan import Configuration
+from strategies.config import DataSection
+from strategies.distributed.environment import Environment
+from strategies.errors import CannotRun
+from strategies.run_directory.heartbeat import beat
+
+# Samples that cannot be read: a run goes on without up to so many of them.
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Tolerant(Dataset[Any]):
+    """A dataset whose samples are (sample, what could not be read in its place).
+
+    Raises:
+        CannotRun: no sample of the dataset can be read.
+    """
+
+    def __init__(self, dataset: Dataset[Any], length: int) -> None:
+        self._dataset, self._length = dataset, length
+
+    def __getitem__(self, index: int) -> tuple[Any, list[tuple[int, str]]]:
+        met: list[tuple[int, str]] = []
+        for place in range(index, index + self._length):
+            number = place % self._length
+            try:
+                return self._dataset[number], met
+            except Exception as problem:
+                met.append((number, f"{type(problem).__name__}: {problem}"))
+        raise CannotRun(f"no sample of training_data can be read; sample {met[0][0]}: {met[0][1]}")
+
+
+def collate_with(collate: Collate) -> Collate:
+    """A batch and what could not be read for it, from the samples of a `Tolerant` dataset."""
+    return partial(_collated, collate)
+
+
+def _collated(collate: Collate, samples: list[Any]) -> tuple[Any, list[tuple[int, str]]]:
+    return collate([sample for sample, _ in samples]), [problem for _, met in samples for problem in met]
+
+
+class BadSamples:
+    """Counts the distinct samples that could not be read, up to `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._seen: set[int] = set()
+
+    @property
+    def count(self) -> int:
+        return len(self._seen)
+
+    def noted(self, batch_and_met: tuple[Any, list[tuple[int, str]]]) -> Any:
+        """The batch; warns of each new bad sample.
+
+        Raises:
+            CannotRun: there are more of them than the limit.
+        """
+        batch, met = batch_and_met
+        for number, problem in met:
+            if number in self._seen:
+                continue
+            self._seen.add(number)
+            if self.count > self._limit:
+                raise CannotRun(
+                    f"sample {number} of training_data cannot be read ({problem}), the {self.count}th on this rank;"
+                    f" repair the data or raise dataloader.bad_samples, which is {self._limit}"
+                )
+            warnings.warn(f"dsplan: sample {number} of training_data is left out ({problem})", stacklevel=2)
+        return batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSettings:
+    """How samples are read (`section`, of the script's config) and put together; None for `default_collate`."""
+
+    section: DataSection = field(default_factory=DataSection)
+    collate: Collate | None = None
+
+
+class ShardedLoader:
+    """A rank's share of a dataset in micro-batches, shuffled anew every epoch.
+
+    The order of samples depends on the seed alone: however many ranks share it and however often they accumulate, step
+    i trains on the same global batch. Samples that do not fill a global batch are left out of that epoch.
+
+    Iterating begins where the last step ended after `load_state_dict`, else with a new epoch. The engine says which
+    batches have been trained on, by `trained`; those that workers have read ahead do not count.
+
+    Raises:
+        CannotRun: the dataset has no length, or less than one global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        configuration: Configuration,
+        environment: Environment,
+        settings: LoaderSettings | None = None,
+    ) -> None:
+        settings = settings or LoaderSettings()
+        section = settings.section
+        self.dataset = dataset
+        self.epoch = 0
+        self.samples = 0
+        self.seed = _shared_seed(environment) if section.seed is None else section.seed
+        self._length = _length(dataset, configuration)
+        self._configuration, self._environment = configuration, environment
+        self._bad = BadSamples(section.bad_samples)
+        self._handed_out = 0
+        self._passes = self._skipped_passes = 0
+        self._continues = True
+        self._worker_seeds = torch.Generator()
+        self._batches = _Order(configuration.micro_batch_size, environment)
+        self._tolerates = tolerates = section.bad_samples > 0
+        collate = settings.collate or default_collate
+        self._loader: DataLoader[Any] = DataLoader(
+            Tolerant(dataset, self._length) if tolerates else dataset,
+            batch_sampler=self._batches,
+            num_workers=section.num_workers,
+            pin_memory=environment.device.type == "cuda" if section.pin_memory is None else section.pin_memory,
+            collate_fn=collate_with(collate) if tolerates else collate,
+            persistent_workers=section.num_workers > 0,
+            generator=self._worker_seeds,
+        )
+
+    @property
+    def bad_samples(self) -> int:
+        """How many samples of this rank could not be read so far."""
+        return self._bad.count
+
+    def __len__(self) -> int:
+        """Micro-batches per epoch: whole global batches only."""
+        configuration = self._configuration
+        return self._length // configuration.global_batch_size * configuration.gradient_accumulation_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        self._passes += 1
+        if self._skipped_passes >= self._passes:
+            return iter(())
+        if self.samples and not self._continues:
+            self.epoch, self.samples = self.epoch + 1, 0
+        self._continues = False
+        self._handed_out = self.samples
+        return self._rest_of_epoch()
+
+    def trained(self) -> None:
+        """The engine has made a step of what was handed out so far."""
+        self.samples = self._handed_out
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the data, as JSON; the same on every rank and for any number of ranks."""
+        return {
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "seed": self.seed,
+            "length": self._length,
+            "passes": self._passes,
+        }
+
+    def require_state(self, state: Mapping[str, Any]) -> None:
+        """Check a place that `state_dict` gave, maybe on another number of ranks.
+
+        Raises:
+            CannotRun: the place is in a dataset of another length, or is none.
+        """
+        length = state.get("length", self._length)
+        if length != self._length:
+            raise CannotRun(
+                f"the checkpoint's place in the data is in {length} samples and training_data has {self._length}; pass"
+                " the same dataset, or set engine.dataloader = None before load_checkpoint to begin it anew"
+            )
+        most = {"epoch": 2**31, "samples": self._length, "seed": 2**62, "passes": 2**31}
+        for name, largest in most.items():
+            value = state.get(name, 0 if name == "passes" else None)
+            if type(value) is not int or not 0 <= value <= largest:
+                raise CannotRun(
+                    f"the checkpoint's place in the data has {value!r} as {name}; name another checkpoint, or set"
+                    " engine.dataloader = None before load_checkpoint to begin it anew"
+                )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place that `state_dict` gave, on whatever number of ranks.
+
+        Raises:
+            CannotRun: as `require_state`.
+        """
+        self.require_state(state)
+        self.epoch, self.samples, self.seed = state["epoch"], state["samples"], state["seed"]
+        self._passes = state.get("passes", 0)
+        self._continues = True
+
+    def skip_trained_passes(self) -> None:
+        """Begin the script's loops over the data anew, with nothing in those that are over at the place gone to.
+
+        For a script that was started again and knows nothing of it: `for epoch in range(3)` then ends where it would
+        have ended.
+        """
+        self._skipped_passes = max(0, self._passes - 1) if self.samples else self._passes
+        self._passes = 0
+
+    def skip_nothing(self) -> None:
+        """The script knows that it was started again, and counts its loops itself."""
+        self._passes, self._skipped_passes = self._passes + self._skipped_passes, 0
+
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        configuration, epoch = self._configuration, self.epoch
+        global_batches = (self._length - self.samples) // configuration.global_batch_size
+        last = self.samples + global_batches * configuration.global_batch_size
+        # A seed of its own: torch would draw it from the random state that the model's dropout goes on from.
+        self._worker_seeds.manual_seed(self.seed + epoch * self._environment.world_size + self._environment.rank)
+        self._batches.order = _permutation(self._length, self.seed + epoch)[self.samples : last]
+        for batch in self._loader:
+            beat()
+            self._handed_out += configuration.micro_batch_size * self._environment.world_size
+            yield self._bad.noted(batch) if self._tolerates else batch
+        if self.epoch == epoch and self.samples == last:
+            self.epoch, self.samples = epoch + 1, 0
+
+
+class _Order:
+    """A batch sampler: this rank's part of `order`, [samples], whose neighbours go to different ranks."""
+
+    def __init__(self, micro_batch_size: int, environment: Environment) -> None:
+        self.order = torch.empty(0, dtype=torch.int64)
+        self._size, self._environment = micro_batch_size, environment
+
+    def __len__(self) -> int:
+        return len(self.order) // (self._size * self._environment.world_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        own = self.order[self._environment.rank :: self._environment.world_size]
+        return (own[first : first + self._size].tolist() for first in range(0, len(own), self._size))
+
+
+def _permutation(length: int, seed: int) -> torch.Tensor:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+
+
+def _length(dataset: Dataset[Any], configuration: Configuration) -> int:
+    if isinstance(dataset, IterableDataset):
+        raise CannotRun(
+            "training_data is an IterableDataset, which only its author can split over ranks; pass a dataset with"
+            " a length, or build the DataLoader in the script"
+        )
+    sized: Any = dataset
+    samples = len(sized)
+    if samples < configuration.global_batch_size:
+        raise CannotRun(
+            f"training_data has {samples} samples and a global batch takes {configuration.global_batch_size};"
+            " lower train_batch_size"
+        )
+    return samples
+
+
+def _shared_seed(environment: Environment) -> int:
+    """Rank 0's torch seed: a script that seeds torch decides the order of samples too."""
+    seed = [torch.initial_seed() % 2**31]
+    if environment.world_size > 1:
+        dist.broadcast_object_list(seed, src=0)
+    return seed[0]

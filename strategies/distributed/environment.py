@@ -1,0 +1,115 @@
+"""Environment: which rank this process is, how many there are, and which device is its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from strategies.distributed.launcher_env import ProcessVariables, own_place, read_process_variables
+from strategies.distributed.rendezvous import meet
+from strategies.errors import CannotRun
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """This process among its peers; the words are torchrun's."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether other nodes take part; the same on every rank, also where nodes hold unequal numbers of ranks."""
+        return self.local_world_size < self.world_size
+
+
+def join() -> Environment:
+    """Read who this process is, take the local GPU, and join the process group where there are several ranks.
+
+    Understands torchrun, Open MPI, SLURM, MPICH and Intel MPI; a process that none of them started is alone. All ranks
+    are checked against each other before the first collective. A group that the script has joined already is used as
+    it is.
+
+    Raises:
+        CannotRun: the launcher's variables, the ranks or their GPUs do not fit together, or a rank does not come.
+    """
+    if dist.is_initialized():
+        place = read_process_variables(
+            {**os.environ, "RANK": f"{dist.get_rank()}", "WORLD_SIZE": f"{dist.get_world_size()}"}
+        )
+    else:
+        place = own_place()
+    environment = Environment(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        device=_device(place),
+    )
+    if place.world_size > 1:
+        ensure_group(environment)
+    return environment
+
+
+def meet_before_script() -> Store | None:
+    """Have the ranks of a launched script meet before any of its code runs, and give the store they share; None for a
+    process alone. What is wrong with how they were started is told within half a minute, however long the script would
+    load its model.
+
+    Raises:
+        CannotMeet: they do not come or do not agree, or their launcher's variables do not fit together.
+    """
+    place = own_place()
+    return meet(place, *device_name(place.local_rank)) if place.world_size > 1 else None
+
+
+def ensure_group(environment: Environment) -> None:
+    """Join the default process group unless this process is in it; a lone process makes a group of its own.
+
+    Raises:
+        CannotMeet: the ranks do not come or do not agree.
+    """
+    if dist.is_initialized():
+        return
+    # Objects and metadata of checkpoints travel over gloo also where tensors travel over NCCL.
+    backend = "cpu:gloo,cuda:nccl" if environment.device.type == "cuda" else "gloo"
+    rank, world_size = environment.rank, environment.world_size
+    store = HashStore() if world_size == 1 else meet(own_place(), str(environment.device))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def _device(place: ProcessVariables) -> torch.device:
+    """This rank's GPU, made the current one, or the CPU; a rank without a GPU tells the others before it ends."""
+    name, complaint = device_name(place.local_rank)
+    if complaint and place.world_size > 1 and not dist.is_initialized():
+        meet(place, name, complaint)
+    if complaint:
+        raise CannotRun(complaint)
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def device_name(local_rank: int) -> tuple[str, str]:
+    """The device of a local rank, as torch writes it, and what is wrong with it."""
+    if not torch.cuda.is_available():
+        return "cpu", ""
+    complaint = ""
+    if local_rank >= torch.cuda.device_count():
+        complaint = (
+            f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()};"
+            f" start at most that many ranks per node"
+        )
+    return f"cuda:{local_rank}", complaint

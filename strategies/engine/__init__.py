@@ -1,0 +1,1 @@
+"""One engine over every strategy."""

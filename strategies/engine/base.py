@@ -1,0 +1,294 @@
+"""Engine and Strategy: what a training script holds, and what makes it for one way of spreading a model."""
+
+from __future__ import annotations
+
+import atexit
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from planner.types.plan import Configuration, Plan
+from strategies.checkpoint.checkpoints import Checkpoints, custom_of
+from strategies.checkpoint.saving import SaveOptions
+from strategies.checkpoint.states import States
+from strategies.config.values import CheckpointSection
+from strategies.distributed.environment import Environment
+from strategies.protocols import Observer, Scheduler, TrainingParts
+from strategies.run_directory.heartbeat import beat
+from strategies.telemetry.timers import Section
+
+if TYPE_CHECKING:
+    from strategies.data.loader import ShardedLoader
+    from strategies.supervision.supervision import Supervision
+    from strategies.telemetry.memory_report import MemoryReport
+
+class Strategy(ABC):
+    """One way of spreading a model over ranks; makes the engine that trains it."""
+
+    def __init__(self, configuration: Configuration, environment: Environment) -> None:
+        self.configuration = configuration
+        self.environment = environment
+
+    @abstractmethod
+    def engine(self, parts: TrainingParts) -> Engine:
+        """Place the model and its optimizer and return the engine that trains them."""
+
+
+class Engine(ABC):
+    """A model in training: call it, `backward` the loss, `step`. The same calls under every strategy.
+
+    `step` is called after every `backward`; it changes the weights once per `gradient_accumulation_steps` calls.
+    `module` is the script's own model, `wrapped` what runs it. `observers` are told what happens; without any, nothing
+    is measured. `counted_peak_bytes` is the most that `memory_timeline` has seen alive. `client_state`, JSON, is what
+    the script wants to find again after a restart: checkpoints that `dsplan run` has the engine save by itself hold it.
+    """
+
+    module: nn.Module
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Scheduler | None
+    checkpointing: CheckpointSection = CheckpointSection()
+
+    def __init__(self, plan: Plan, environment: Environment) -> None:
+        self.plan = plan
+        self.environment = environment
+        self.dataloader: ShardedLoader | None = None
+        self.observers: list[Observer] = []
+        self.counted_peak_bytes: int | None = None
+        self.client_state: dict[str, Any] = {}
+        self.supervision: Supervision | None = None
+        self._may_reduce = True
+
+    @property
+    def configuration(self) -> Configuration:
+        return self.plan.configuration
+
+    @property
+    def device(self) -> torch.device:
+        return self.environment.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes for all."""
+        return self.environment.is_main
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass under the plan's precision."""
+        if not self.observers or not self.module.training:
+            beat()
+            return self._forward(*args, **kwargs)
+        for observer in self.observers:
+            observer.forward_starts(self.module, (args, kwargs))
+        with self.profile("forward"):
+            return self._forward(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add this micro-batch's gradients; the loss is divided by the accumulation steps here, not by the caller."""
+        if not self.observers:
+            return self._backward(loss)
+        for observer in self.observers:
+            observer.loss_is(loss)
+        with self.profile("backward"):
+            return self._backward(loss)
+
+    def step(self) -> None:
+        """At the accumulation boundary: clip, change the weights, clear gradients, step the scheduler. Else nothing.
+
+        Gradients that are not finite on some rank change nothing on any: the step is skipped and counted.
+        """
+        acts = self.is_gradient_accumulation_boundary()
+        with self.profile("step") if self.observers and acts else nullcontext():
+            self._step()
+        if not acts:
+            return
+        if self.dataloader is not None:
+            self.dataloader.trained()
+        for observer in self.observers:
+            observer.step_ended()
+
+    def profile(self, name: str) -> AbstractContextManager[None]:
+        """A section of the script by name, in traces and, where timers run, in the times that are printed."""
+        return Section(self.observers, name)
+
+    def memory_report(self) -> MemoryReport:
+        """What this rank's tensors take now and took at most, beside the plan's prediction; printed, it is a table."""
+        from strategies.telemetry.memory_report import memory_report
+
+        return memory_report(self)
+
+    def memory_timeline(self, path: str | Path) -> AbstractContextManager[None]:
+        """Draw this rank's memory over the steps that are made inside, as an SVG picture; they take longer."""
+        from strategies.telemetry.memory_timeline import memory_timeline
+
+        return memory_timeline(self, path)
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the module in training mode."""
+        self.wrapped.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the module in evaluation mode."""
+        return self.train(False)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside may keep their gradients on this rank, whole, until one outside sums them."""
+        before, self._may_reduce = self._may_reduce, False
+        try:
+            yield
+        finally:
+            self._may_reduce = before
+
+    def close(self) -> None:
+        """Let the observers finish their files; leaving Python does it too."""
+        for observer in self.observers:
+            observer.close()
+        atexit.unregister(self.close)
+
+    @property
+    @abstractmethod
+    def global_steps(self) -> int:
+        """Optimizer steps so far, over all runs that this one resumed."""
+
+    @property
+    @abstractmethod
+    def gradient_norm(self) -> float | None:
+        """The norm of the last step's gradients over all ranks before clipping; None where it was not finite."""
+
+    @property
+    @abstractmethod
+    def skipped_steps(self) -> int:
+        """Steps that were not taken because gradients were not finite, over all runs that this one resumed."""
+
+    @property
+    @abstractmethod
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward, 1 but for fp16."""
+
+    @abstractmethod
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` changes the weights."""
+
+    @abstractmethod
+    def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """This rank's `parameters`, `gradients` and `optimizer` states (masters too), as they lie in memory."""
+
+    @abstractmethod
+    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+        """Inside, `module.parameters()` are whole on every rank, to read, to generate with, or to change.
+
+        They are in the dtype that they compute in. Every rank must enter and leave together; inside, one may run the
+        model alone, but for DeepSpeed's stage 3. Changes may be lost unless `keeps_changes`, which takes over rank 0's.
+        """
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        asynchronous: bool | None = None,
+        keep_last: int | None = None,
+        save: Callable[[Engine, Path], object] | None = None,
+    ) -> Path:
+        """Write model, optimizer, scheduler, counters, random states, the place in the data and `client_state`.
+
+        Called on every rank; returns the path below `directory`. The checkpoint appears whole or not at all, and
+        `latest` names it only then.
+
+        Args:
+            client_state: JSON (numbers, texts, lists, dicts); None: `engine.client_state`.
+            asynchronous: return when all is copied to host memory and write meanwhile; None: what the config says.
+                The next call waits for it, and raises what went wrong with it.
+            keep_last: how many of the newest checkpoints stay; None: what the config says, else all.
+            save: called on every rank with the engine and a folder, writes the tensors its own way instead, at once.
+
+        Raises:
+            BrokenFile: it cannot be written; the checkpoints that are there are as they were.
+            CannotRun: something in it cannot be saved.
+        """
+        self._settle()
+        how = self.checkpointing
+        options = SaveOptions(
+            keep_last=how.keep_last if keep_last is None else keep_last,
+            asynchronous=how.asynchronous if asynchronous is None else asynchronous,
+            custom=custom_of(save, self),
+        )
+        state = self.client_state if client_state is None else client_state
+        path = self._checkpoints.save(Path(directory), state, options)
+        if self.supervision is not None:
+            self.supervision.script_saved(path)
+        return path
+
+    def load_checkpoint(self, directory: str | Path) -> tuple[Path | None, dict[str, Any]]:
+        """Restore the latest checkpoint below `directory`, or the one that it is; called on every rank.
+
+        Any strategy reads what any other wrote, on any number of ranks. Returns its path and the `client_state` it was
+        saved with, or (None, {}) where there is no checkpoint. The first call after `dsplan run` has started the script
+        again gives the run's own newest checkpoint where that is the newer one.
+
+        Raises:
+            BrokenFile: a file of it is damaged or missing, or it is of another model or optimizer.
+        """
+        if self.supervision is not None:
+            return self.supervision.load(Path(directory))
+        return self._checkpoints.load(Path(directory))
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint that is being written in the background is complete; called on every rank.
+
+        Raises:
+            BrokenFile: it could not be written.
+        """
+        self._settle()
+        self._checkpoints.wait()
+
+    def export(
+        self, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | None = None
+    ) -> list[Path]:
+        """Write the weights as safetensors, with `config.json`, as `from_pretrained` reads them; called on every rank.
+
+        `dsplan.export_checkpoint` describes the arguments and the files that are returned.
+        """
+        self._settle()
+        return self._checkpoints.export(Path(directory), dtype, max_shard_bytes)
+
+    def _settle(self) -> None:
+        """Complete a checkpoint that was not the script's: that it failed does not end what the script does next."""
+        if self.supervision is not None:
+            self.supervision.settle()
+
+    @cached_property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self)
+
+    @abstractmethod
+    def _states(self) -> States:
+        """The module and the optimizer as checkpoints name them."""
+
+    @abstractmethod
+    def _progress(self) -> dict[str, Any]:
+        """Counters and the loss scale, as JSON that `_resume` of every engine reads."""
+
+    @abstractmethod
+    def _resume(self, progress: Mapping[str, Any]) -> None:
+        """Go on from counters and loss scale that some engine's `_progress` gave."""
+
+    @abstractmethod
+    def _forward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    @abstractmethod
+    def _backward(self, loss: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _step(self) -> None: ...

@@ -1,0 +1,279 @@
+"""The engine of the strategies that need only torch: single, DDP and FSDP2."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from strategies.checkpoint.states import WholeStates
+from strategies.engine.base import Engine, Strategy
+from strategies.errors import CannotRun
+from strategies.modules.activation_checkpointing import apply_plan
+from strategies.modules.precision import LossScale, cast_model, scale_settings
+from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
+from strategies.protocols import Scheduler, TrainingParts
+
+# Gradients of the torch strategies: their norm over all ranks, their scaling, and their sums over micro-batches.
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The 2-norm of all gradients in fp64, a scalar on their device; every rank of sharded ones calls it.
+
+    Replicated gradients are the same on every rank already. Sharded ones share one device mesh.
+    """
+    parameters = list(parameters)
+    values = [value for value in _values(parameters) if value.numel()]
+    if values:
+        norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
+        square = torch.stack(norms).double().square().sum()
+    else:
+        square = torch.zeros((), dtype=torch.float64)
+    sharded = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
+    if sharded is not None:
+        square = square.to(sharded.device)
+        for dimension, placement in enumerate(sharded.placements):
+            if placement.is_shard():
+                dist.all_reduce(square, group=sharded.device_mesh.get_group(dimension))
+    return square.sqrt()
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by a factor, in place."""
+    if factor != 1.0 and (values := _values(parameters)):
+        torch._foreach_mul_(values, factor)
+
+
+class WideSums:
+    """Gradients of earlier micro-batches, added up in fp32 where they are narrower, at 4 bytes per element."""
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+
+    def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take over the gradients of a backward pass that is not a step's last."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None or gradient.dtype not in (torch.bfloat16, torch.float16):
+                continue
+            parameter.grad = None
+            if parameter in self._sums:
+                self._sums[parameter].add_(gradient)
+            else:
+                self._sums[parameter] = gradient.float()
+
+    def give_back(self) -> None:
+        """Rounded once, the sums are the gradients that the step's last backward pass adds to, and reduces."""
+        for parameter, total in self._sums.items():
+            parameter.grad = total.to(parameter.dtype)
+        self._sums.clear()
+
+
+def wide_sums(asked: str | None, parameters: Iterable[nn.Parameter]) -> WideSums | None:
+    """What `data_types.grad_accum_dtype` asks for; None where gradients are in that dtype anyway.
+
+    Raises:
+        CannotRun: it asks for a narrower dtype than that of the gradients.
+    """
+    dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    if asked is None or dtypes == {_DTYPES[asked]}:
+        return None
+    if asked != "fp32":
+        raise CannotRun(
+            f"config: data_types.grad_accum_dtype is {asked!r} and the gradients of this strategy are"
+            f" {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}; leave it out, or use ZeRO"
+        )
+    return WideSums()
+
+
+def _values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """What this rank holds of every gradient: the shard, or the values of a sparse one."""
+    values: list[torch.Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            # The sum of repeated rows is what counts; it replaces them.
+            parameter.grad = gradient = gradient.coalesce()
+            gradient = gradient._values()
+        values.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    return values
+
+
+def _norm_dtype(values: list[torch.Tensor]) -> torch.dtype:
+    is_double = any(value.dtype == torch.float64 for value in values)
+    return torch.float64 if is_double else torch.float32
+
+
+class TorchStrategy(Strategy):
+    """A strategy that wraps the module and leaves loss, optimizer and loop to `TorchEngine`."""
+
+    def engine(self, parts: TrainingParts) -> TorchEngine:
+        parameters = trainable_parameters(parts.model, parts.model_parameters)
+        move = ParameterMove(parts.model)
+        model = cast_model(parts.model, self.configuration.precision)
+        apply_plan(parts)
+        module = self.wrap(model)
+        optimizer = self._optimizer(parts, move.parameters(model, parameters))
+        if optimizer is parts.optimizer:
+            move.optimizer(model, optimizer)
+        return TorchEngine(strategy=self, wrapped=module, optimizer=optimizer, parts=parts)
+
+    @abstractmethod
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model placed on this rank's device and spread over the ranks.
+
+        The model's own parameter names stay valid on `model`, whatever is put around it.
+        """
+
+    def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
+        """What surrounds a forward pass: whether its backward pass reduces gradients over the ranks."""
+        return nullcontext()
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether gradients are reduced before the accumulation boundary too, so that no rank keeps them whole."""
+        return False
+
+    @contextmanager
+    def whole(self, module: nn.Module, *, keeps_changes: bool) -> Iterator[None]:
+        """All weights whole inside; `keeps_changes` takes over what rank 0 wrote to them."""
+        yield
+        if keeps_changes and self.environment.world_size > 1:
+            for parameter in module.parameters():
+                dist.broadcast(parameter.data, 0)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """What surrounds a forward pass: the casts of the plan's precision, unless the wrapper does them."""
+        return nullcontext()
+
+    def _optimizer(self, parts: TrainingParts, parameters: list[Any]) -> torch.optim.Optimizer:
+        if isinstance(parts.optimizer, torch.optim.Optimizer):
+            return parts.optimizer
+        make = parts.optimizer or OPTIMIZERS[self.configuration.optimizer]
+        return make(parameters)
+
+
+class TorchEngine(Engine):
+    """Accumulates, scales, clips and steps as DeepSpeed's engine does, over any torch strategy."""
+
+    gradient_norm: float | None = None
+    skipped_steps: int = 0
+
+    def __init__(
+        self, *, strategy: TorchStrategy, wrapped: nn.Module, optimizer: torch.optim.Optimizer, parts: TrainingParts
+    ) -> None:
+        super().__init__(parts.plan, strategy.environment)
+        self.strategy = strategy
+        self.module = parts.model
+        self.wrapped = wrapped
+        self.optimizer = optimizer
+        self.lr_scheduler = scheduler_of(parts, optimizer)
+        self.gradient_clipping = parts.gradient_clipping
+        self._scale = LossScale(scale_settings(parts.script.fp16) if self.configuration.precision == "fp16" else None)
+        self._wide_sums = wide_sums(parts.script.accumulate_dtype, self.module.parameters())
+        self._micro_steps = 0
+        self._global_steps = 0
+
+    @property
+    def global_steps(self) -> int:
+        return self._global_steps
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale.value
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
+
+    def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        parameters = list(self.module.parameters())
+        return {
+            "parameters": [*parameters, *self.module.buffers()],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer": tensors_in(self.optimizer.state),
+        }
+
+    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+        return self.strategy.whole(self.module, keeps_changes=keeps_changes)
+
+    def _states(self) -> WholeStates:
+        return WholeStates(self.module, self.optimizer)
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "global_steps": self._global_steps,
+            "skipped_steps": self.skipped_steps,
+            "scaler": self._scale.state_dict(),
+        }
+
+    def _resume(self, progress: Mapping[str, Any]) -> None:
+        self._global_steps, self._micro_steps = progress["global_steps"], 0
+        self.skipped_steps = progress["skipped_steps"]
+        self._scale.load_state_dict(progress["scaler"])
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        each = self.strategy.reduces_each_micro_batch and self._may_reduce
+        reduces = each or self.is_gradient_accumulation_boundary()
+        with self.strategy.synchronization(self.wrapped, reduces=reduces), self.strategy.autocast():
+            return self.wrapped(*args, **kwargs)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        mean = loss / self.configuration.gradient_accumulation_steps
+        acts = self.is_gradient_accumulation_boundary()
+        if self._wide_sums is not None and acts:
+            self._wide_sums.give_back()
+        torch.autograd.backward(mean if self._scale.value == 1 else mean * self._scale.value)
+        if self._wide_sums is not None and not acts:
+            self._wide_sums.set_aside(self.module.parameters())
+
+    def _step(self) -> None:
+        acts = self.is_gradient_accumulation_boundary()
+        self._micro_steps += 1
+        if not acts:
+            return
+        # The whole module, not the optimizer: parameters that it does not train have gradients too.
+        norm = total_norm(self.module.parameters()).item() / self._scale.value
+        if math.isfinite(norm):
+            self._apply(norm)
+        else:
+            self.gradient_norm = None
+            self.skipped_steps += 1
+            self._scale.overflowed()
+        self.module.zero_grad(set_to_none=True)
+        self._global_steps += 1
+
+    def _apply(self, norm: float) -> None:
+        """Clip by the norm over all ranks and step."""
+        self.gradient_norm = norm
+        clip = min(1.0, self.gradient_clipping / (norm + 1e-6)) if self.gradient_clipping > 0 else 1.0
+        scale_gradients(self.module.parameters(), clip / self._scale.value)
+        self.optimizer.step()
+        self._scale.stepped()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+
+def tensors_in(state: Mapping[Any, Any]) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+    return [leaf for leaf in tree_leaves([*state.values()]) if isinstance(leaf, torch.Tensor)]
+
+
+def scheduler_of(parts: TrainingParts, optimizer: torch.optim.Optimizer) -> Scheduler | None:
+    """The script's scheduler, made from the optimizer where it is a function."""
+    given = parts.lr_scheduler
+    if given is None or isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+        return given
+    return given(optimizer)

@@ -1,0 +1,264 @@
+"""Why an attempt ended, read from what its ranks and its launcher left in the run directory. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from strategies.run_directory.spec import ENDING_KINDS, RESULT_FILE, STOPS, EndingKind, log_path
+
+# How often the kernel has killed a process of this cgroup for want of memory. No torch.
+
+
+_ROOT = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+
+
+def memory_kills(own: Path = _OWN, root: Path = _ROOT) -> int:
+    """Kills so far in this process's cgroup; 0 where nobody counts."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return 0
+    return max((_count(path) for line in lines for path in _counters(line, root)), default=0)
+
+
+def _counters(line: str, root: Path) -> list[Path]:
+    """Where the counter of a line of /proc/self/cgroup (`id:controllers:path`) may be.
+
+    In a container the path may be the host's while the mount shows the container's own cgroup as its root.
+    """
+    _, controllers, path = (*line.split(":", 2), "", "")[:3]
+    inside = path.lstrip("/")
+    if not controllers:
+        return [root / inside / "memory.events", root / "memory.events"]
+    if "memory" in controllers.split(","):
+        return [root / "memory" / inside / "memory.oom_control", root / "memory" / "memory.oom_control"]
+    return []
+
+
+def _count(path: Path) -> int:
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return 0
+    found = dict(zip(words[::2], words[1::2], strict=False)).get("oom_kill", "0")
+    return int(found) if found.isdecimal() else 0
+
+
+AGENT_LOG = "agent.log"
+"""What the launcher itself printed."""
+_FAILURE = re.compile(r"rank(\d+)\.failure\.json")
+_SUCCESS = re.compile(r"rank(\d+)\.success\.json")
+_OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+# What gloo, NCCL and the store say on the ranks that are left when a peer is gone.
+_ECHO_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+    "ncclremoteerror",
+    "socket timeout",
+    "recvvalue failed",
+    "sendbytes failed",
+    "failed to recv, got 0 bytes",
+    "timed out waiting",
+    "heartbeat monitor",
+)
+_CONNECTION_ERRORS = ("ConnectionError", *(kind.__name__ for kind in ConnectionError.__subclasses__()))
+FIRST: tuple[EndingKind, ...] = (
+    "regrouped",
+    "preempted",
+    "switch",
+    "out_of_memory",
+    "not_finite",
+    "disk_full",
+    "hung",
+    "failed",
+    "killed",
+    "refused",
+    "lost",
+)
+"""Which rank's word counts where several ended at once: causes before the effects they have on other ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """Why an attempt did not complete.
+
+    `rank` is the one that was first, None where the launcher itself ended; `step` the global step it was in;
+    `exit_status` its own, negative for a signal; `type` the exception's; `saved` the checkpoint of a stop on purpose.
+    """
+
+    kind: EndingKind
+    rank: int | None = None
+    host: str = ""
+    step: int | None = None
+    type: str = ""
+    reason: str = ""
+    log: Path | None = None
+    exit_status: int | None = None
+    saved: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ending as JSON has it."""
+        return {**asdict(self), "log": None if self.log is None else str(self.log)}
+
+
+def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> Ending:
+    """Why an attempt ended whose launcher ended with `status`, not 0.
+
+    `memory_killed` says that the kernel killed a process of this cgroup for want of memory meanwhile.
+    """
+    result = _read(directory / RESULT_FILE)
+    codes = {int(rank): int(code) for rank, code in result.get("failures", {}).items()}
+    failures = _words_of(directory, _FAILURE)
+    own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+    silent = {
+        rank: code for rank, code in (own or ({} if failures else codes)).items() if code and rank not in failures
+    }
+    found = [_said(directory, rank, failure, codes.get(rank)) for rank, failure in failures.items()]
+    found += [_silent(directory, rank, code, memory_killed=memory_killed) for rank, code in silent.items()]
+    if (deserter := _who_ended_early(directory, found)) is not None:
+        found = [deserter]
+    found.sort(key=lambda one: (FIRST.index(one.kind), _is_echo(one), one.rank is None, one.rank or 0))
+    if result.get("kind") in ENDING_KINDS:
+        return _as_launcher_says(result, found, directory)
+    return found[0] if found else _of_launcher(directory, status, memory_killed=memory_killed)
+
+
+def forget_last_attempt(directory: Path) -> None:
+    """Remove what the last attempt left to say why it ended, before the next one begins."""
+    for pattern in ("rank*.failure.json", "rank*.success.json", "rank*.pid", "rank*.heartbeat", RESULT_FILE):
+        for path in directory.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def with_stacks_kept(ending: Ending, directory: Path, attempt: int) -> Ending:
+    """Give the stacks that ranks wrote when they hung names that the next attempt leaves alone; the ending's log is
+    those of the rank at fault where there are any."""
+    for path in directory.glob("rank*.stacks.txt"):
+        if path.stat().st_size:
+            path.rename(path.with_name(f"attempt{attempt}.{path.name}"))
+    stacks = directory / f"attempt{attempt}.rank{ending.rank}.stacks.txt"
+    return replace(ending, log=stacks) if stacks.exists() else ending
+
+
+def _words_of(directory: Path, kind: re.Pattern[str]) -> dict[int, dict[str, Any]]:
+    """What ranks wrote of their own ends; a file cut short says nothing."""
+    named = ((kind.fullmatch(path.name), path) for path in directory.glob("rank*.json"))
+    return {int(match[1]): word for match, path in named if match and (word := _read(path))}
+
+
+def _who_ended_early(directory: Path, found: Sequence[Ending]) -> Ending | None:
+    """The rank that ended with status 0 while others trained, where they ended for nothing else."""
+    ended = _words_of(directory, _SUCCESS)
+    if not ended or not found or not all(_may_miss(one, ended) for one in found):
+        return None
+    rank = min(ended, key=lambda one: float(ended[one].get("time") or 0))
+    step = ended[rank].get("step")
+    where = "before its first step" if step is None else f"at step {step}"
+    return Ending(
+        kind="failed",
+        rank=rank,
+        host=str(ended[rank].get("host") or ""),
+        step=step,
+        type="EndedEarly",
+        reason=f"ended with status 0 {where} while the others were training",
+        log=log_path(directory, rank, "stderr"),
+        exit_status=0,
+    )
+
+
+def _may_miss(one: Ending, ended: Mapping[int, object]) -> bool:
+    """Whether a rank may have ended only because another one did: its collectives failed, or waited for that one."""
+    if one.kind == "hung":
+        return one.rank in ended
+    return _is_echo(one) or one.exit_status == -signal.SIGABRT
+
+
+def _said(directory: Path, rank: int, failure: Mapping[str, Any], exit_status: int | None) -> Ending:
+    """The ending that a rank wrote down itself."""
+    message = str(failure.get("message", ""))
+    # The rank that noticed a hang waits for the one that is behind.
+    behind = [int(one) for one in failure.get("behind") or ()]
+    return Ending(
+        kind=_kind(failure),
+        rank=behind[0] if behind else rank,
+        host="" if behind else str(failure.get("host") or ""),
+        step=failure.get("step"),
+        type=str(failure.get("type", "")),
+        reason=message if failure.get("expected") else f"{failure.get('type')}: {message}",
+        log=log_path(directory, rank, "stderr"),
+        exit_status=exit_status,
+        saved=failure.get("saved"),
+    )
+
+
+def _kind(failure: Mapping[str, Any]) -> EndingKind:
+    """What a rank said it was; by its words where it named no kind, and where it only raised what a peer's end made of
+    its collective."""
+    kind, words = failure.get("kind"), str(failure.get("message", "")).lower()
+    if kind in ENDING_KINDS and kind != "failed":
+        return kind  # type: ignore[no-any-return]
+    if kind is None and failure.get("expected"):
+        return "refused"
+    if kind is None and any(word in words for word in _OUT_OF_MEMORY_WORDS):
+        return "out_of_memory"
+    return "lost" if any(word in words for word in _ECHO_WORDS) else "failed"
+
+
+def _is_echo(one: Ending) -> bool:
+    """Whether a rank may only have lost a peer, as gloo, NCCL and the store tell it, and nothing of its own."""
+    return one.kind == "lost" and one.type not in _CONNECTION_ERRORS
+
+
+def _silent(directory: Path, rank: int, code: int, *, memory_killed: bool) -> Ending:
+    """The ending of a rank that said nothing."""
+    log = log_path(directory, rank, "stderr")
+    kind: EndingKind = "killed" if code < 0 else "failed"
+    reason = f"killed by signal {-code}" if code < 0 else _last_line(log) or f"exit status {code}"
+    if code == -signal.SIGKILL and memory_killed:
+        kind, reason = "out_of_memory", "killed by the kernel: the host, or the job's share of it, is out of memory"
+    elif any(word in reason.lower() for word in _OUT_OF_MEMORY_WORDS):
+        kind = "out_of_memory"
+    return Ending(kind=kind, rank=rank, reason=reason, log=log, exit_status=code)
+
+
+def _as_launcher_says(result: Mapping[str, Any], found: Sequence[Ending], directory: Path) -> Ending:
+    """The kind that the launcher names, which knows of other nodes too; the rest from a rank here that says so."""
+    kind: EndingKind = result["kind"]
+    for one in found:
+        if one.kind == kind or (one.kind in STOPS and kind in STOPS):
+            return replace(one, kind=kind)
+    reason, host = str(result.get("reason") or kind), str(result.get("node") or "")
+    return Ending(kind=kind, reason=reason, host=host, log=directory / AGENT_LOG)
+
+
+def _of_launcher(directory: Path, status: int, *, memory_killed: bool) -> Ending:
+    log = directory / AGENT_LOG
+    # A signal's number is added to 128 by whatever stands between the program and this process.
+    number = -status if status < 0 else status - 128
+    if 0 < number < signal.NSIG:
+        kind: EndingKind = "out_of_memory" if number == signal.SIGKILL and memory_killed else "killed"
+        return Ending(kind=kind, reason=f"the launcher was killed by signal {number}", log=log, exit_status=-number)
+    return Ending(kind="failed", reason=_last_line(log) or f"status {status}", log=log, exit_status=status)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "")

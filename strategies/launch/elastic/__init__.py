@@ -1,0 +1,1 @@
+"""Ranks on several nodes that may come and go."""

@@ -1,0 +1,1 @@
+"""What is changed inside a module or its gradients, whichever strategy runs."""

@@ -1,0 +1,131 @@
+"""What each precision of a plan means under the torch strategies.
+
+`single` and `ddp` compute `bf16` and `fp16` under autocast over fp32 weights, as HF Trainer does. FSDP keeps fp32
+shards, computes in 16 bits and reduces gradients in fp32. `bf16-pure` keeps everything, optimizer states too, in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map
+
+from strategies.config import Fp16Section
+
+_COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHT_DTYPE = {**_COMPUTE_DTYPE, "bf16-pure": torch.bfloat16}
+"""What ZeRO's weights compute in; fp32 is not in it."""
+
+
+def cast_model(model: nn.Module, precision: str) -> nn.Module:
+    """The model with its weights in the dtype they are kept in: bf16 for `bf16-pure`, else as they are."""
+    return model.to(torch.bfloat16) if precision == "bf16-pure" else model
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Autocast for `bf16` and `fp16`, nothing for the others."""
+    dtype = _COMPUTE_DTYPE.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def sharding_policy(precision: str, reduce: torch.dtype | None = None) -> MixedPrecisionPolicy:
+    """FSDP2's policy: 16-bit compute over fp32 shards, gradients reduced in `reduce`, fp32 unless it is given."""
+    dtype = _COMPUTE_DTYPE.get(precision)
+    if dtype is None:
+        return MixedPrecisionPolicy(reduce_dtype=reduce)
+    return MixedPrecisionPolicy(dtype, reduce or torch.float32)
+
+
+def narrowed(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """Inputs of a forward pass with their fp32 tensors in the dtype that weights compute in; as they are for None."""
+
+    def narrow(value: Any) -> Any:
+        is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(dtype) if is_wide else value
+
+    return inputs if dtype is None else tree_map(narrow, inputs)
+
+
+# Loss scale: fp16 gradients are made larger than they are, so that the small ones are not rounded to zero.
+
+
+_FACTOR = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleSettings:
+    """`initial` scale, steps without overflow (`window`) until it grows, overflows (`hysteresis`) until it shrinks."""
+
+    initial: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    floor: float = 1.0
+    is_dynamic: bool = True
+
+
+def scale_settings(section: Fp16Section) -> ScaleSettings:
+    """What a config's `fp16` asks for."""
+    fixed = section.loss_scale
+    return ScaleSettings(
+        initial=fixed or 2.0**section.initial_scale_power,
+        window=section.loss_scale_window,
+        hysteresis=section.hysteresis,
+        floor=section.min_loss_scale,
+        is_dynamic=not fixed,
+    )
+
+
+class LossScale:
+    """The scale and how it changes; without settings it is 1 and stays it."""
+
+    def __init__(self, settings: ScaleSettings | None) -> None:
+        self._settings = settings
+        self.value = 1.0 if settings is None else settings.initial
+        self._good_steps = 0
+        self._overflows_left = 0 if settings is None else settings.hysteresis
+
+    def stepped(self) -> None:
+        """A step was taken."""
+        if self._settings is None or not self._settings.is_dynamic:
+            return
+        self._good_steps += 1
+        if self._good_steps >= self._settings.window:
+            self._good_steps = 0
+            self._overflows_left = self._settings.hysteresis
+            self.value *= _FACTOR
+
+    def overflowed(self) -> None:
+        """A step was skipped for gradients that are not finite."""
+        if self._settings is None or not self._settings.is_dynamic:
+            return
+        self._good_steps = 0
+        self._overflows_left -= 1
+        if self._overflows_left <= 0:
+            self.value = max(self._settings.floor, self.value / _FACTOR)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON, with the names of torch's GradScaler, so that its strategies resume from it."""
+        if self._settings is None:
+            return {}
+        return {
+            "scale": self.value,
+            "growth_factor": _FACTOR,
+            "backoff_factor": 1 / _FACTOR,
+            "growth_interval": self._settings.window,
+            "_growth_tracker": self._good_steps,
+            "overflows_left": self._overflows_left,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the scale of this class or of torch's GradScaler; nothing where fp16 is off on either side."""
+        if self._settings is None or "scale" not in state:
+            return
+        self.value = float(state["scale"])
+        self._good_steps = int(state["_growth_tracker"])
+        self._overflows_left = int(state.get("overflows_left", self._settings.hysteresis))

@@ -1,0 +1,210 @@
+"""Optimizers by the plan's names, and the move of an optimizer from whole parameters to their shards."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from planner.types.plan import Configuration
+from planner.vocabulary import FSDP_STRATEGIES
+from strategies.errors import BackendMissing, CannotRun
+from strategies.optim.lion import Lion
+from strategies.protocols import OptimizerFactory, TrainingParts
+
+
+def _adamw_8bit(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    try:
+        library = import_module("bitsandbytes")
+    except ImportError:
+        raise BackendMissing(
+            "optimizer 'adamw-8bit' needs bitsandbytes; pip install bitsandbytes, or choose optimizer 'adamw'"
+        ) from None
+    made: torch.optim.Optimizer = library.optim.AdamW8bit(parameters)
+    return made
+
+
+OPTIMIZERS: Mapping[str, OptimizerFactory] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adamw-forloop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "adamw-8bit": _adamw_8bit,
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+    "lion": Lion,
+}
+
+
+def trainable_parameters(model: nn.Module, chosen: Iterable[Any] | None) -> list[Any]:
+    """The script's own choice of parameters or groups, or every parameter that requires a gradient.
+
+    Raises:
+        CannotRun: there is nothing to train.
+    """
+    parameters = list(chosen) if chosen is not None else [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise CannotRun("the model has no parameter that requires a gradient; unfreeze some before initialize")
+    return parameters
+
+
+class ParameterMove:
+    """Follows parameters through a wrapping that replaces them, as `fully_shard` does.
+
+    Make it before the wrapping; afterwards it translates parameters, groups and whole optimizers to the new tensors.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[torch.Tensor, str] = {
+            parameter: name for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+
+    def parameters(self, wrapped: nn.Module, old: Iterable[Any]) -> list[Any]:
+        """The replacements of parameters, of (name, parameter) pairs, or of groups of either.
+
+        Raises:
+            CannotRun: a parameter is not the model's.
+        """
+        translate = self._translator(wrapped)
+        return [translated(item, translate) for item in old]
+
+    def optimizer(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Point an optimizer made from the whole parameters at their replacements, groups and settings unchanged.
+
+        Raises:
+            CannotRun: the optimizer has stepped already (its state has the shapes of whole parameters).
+        """
+        translate = self._translator(wrapped)
+        groups = [[translate(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        moved = any(
+            new is not old
+            for group, new_group in zip(optimizer.param_groups, groups, strict=True)
+            for old, new in zip(group["params"], new_group, strict=True)
+        )
+        if moved and optimizer.state:
+            raise CannotRun("the optimizer has stepped before initialize; pass a fresh one and use load_checkpoint")
+        for group, new_group in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = new_group
+
+    def _translator(self, wrapped: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        replacements = dict(wrapped.named_parameters(remove_duplicate=False))
+
+        def translate(parameter: torch.Tensor) -> torch.Tensor:
+            name = self._names.get(parameter)
+            if name is None:
+                raise CannotRun("the optimizer holds a parameter that is not the model's; build it from this model")
+            return replacements[name]
+
+        return translate
+
+
+def translated(item: Any, translate: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A parameter, a (name, parameter) pair, or a group of either, with every parameter replaced."""
+    if isinstance(item, Mapping):
+        members = item["params"]
+        members = [members] if isinstance(members, torch.Tensor) else members
+        return {**item, "params": [translated(member, translate) for member in members]}
+    if isinstance(item, tuple):
+        return item[0], translate(item[1])
+    return translate(item)
+
+
+# What an optimizer needs of the strategy that runs it: whole tensors, sparse gradients, a closure.
+
+
+_ELEMENT_BY_ELEMENT = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+    optim.SparseAdam,
+)
+"""torch's optimizers that treat every element by itself, so that any part of a tensor can be stepped alone."""
+
+_REFUSES_FLAT = tuple(kind for kind in (getattr(optim, "Muon", None), optim.SparseAdam) if kind is not None)
+_ELSEWHERE = "ddp, or zero1 to zero3 with backend 'native'"
+WHOLE_TENSORS = "whole_tensors"
+"""The attribute of an optimizer, or the option of one of its groups, that says whether it needs whole tensors."""
+
+
+def needs_whole_tensors(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether the parameters of a group must be stepped whole.
+
+    The group's option `whole_tensors` decides, else the optimizer's attribute of that name. An optimizer that says
+    nothing steps whole tensors, unless it is one of torch's that work element by element: norms of tensors (LAMB), rows
+    and columns (Adafactor), matrices (Muon, Shampoo) and blocks of 256 values (8-bit) all give other results on parts.
+    """
+    said = group.get(WHOLE_TENSORS, getattr(optimizer, WHOLE_TENSORS, None))
+    return type(optimizer) not in _ELEMENT_BY_ELEMENT if said is None else bool(said)
+
+
+def undivided(optimizer: optim.Optimizer, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """Those of `parameters` that an optimizer must step whole, now or when it is given them."""
+    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in parameters:
+        if needs_whole_tensors(optimizer, group_of.get(parameter, {})):
+            yield parameter
+
+
+def takes_sparse_gradients_only(optimizer: optim.Optimizer) -> bool:
+    """Whether an optimizer steps the rows that a gradient has, and refuses gradients that have them all."""
+    return isinstance(optimizer, optim.SparseAdam)
+
+
+def fitting(parts: TrainingParts) -> TrainingParts:
+    """The parts, with an optimizer that is refused as soon as it is made where the plan's strategy cannot step it.
+
+    Raises:
+        CannotRun: it exists and cannot be stepped, or the model makes gradients that the strategy cannot reduce.
+    """
+    given, configuration = parts.optimizer, parts.plan.configuration
+    _refuse_sparse_layers(parts.model, configuration)
+    if isinstance(given, optim.Optimizer):
+        _refuse(given, configuration)
+    if given is None or isinstance(given, optim.Optimizer):
+        return parts
+
+    def made(parameters: Iterable[Any]) -> optim.Optimizer:
+        optimizer = given(parameters)
+        _refuse(optimizer, configuration)
+        return optimizer
+
+    return replace(parts, optimizer=made)
+
+
+def _refuse(optimizer: optim.Optimizer, configuration: Configuration) -> None:
+    name, strategy = type(optimizer).__name__, configuration.strategy
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise CannotRun(
+            f"optimizer {name} computes the loss again in a closure, which engine.step() has not; use AdamW, or another"
+            " optimizer whose step() takes none"
+        )
+    if strategy in FSDP_STRATEGIES and isinstance(optimizer, optim.Adafactor):
+        raise CannotRun(f"optimizer {name} cannot step the shards of strategy {strategy!r}; use {_ELSEWHERE}")
+    is_whole = isinstance(optimizer, _REFUSES_FLAT) or getattr(optimizer, WHOLE_TENSORS, False)
+    if configuration.backend == "deepspeed" and (is_whole or any(g.get(WHOLE_TENSORS) for g in optimizer.param_groups)):
+        raise CannotRun(f"optimizer {name} cannot step the flat tensors of backend 'deepspeed'; use {_ELSEWHERE}")
+
+
+def _refuse_sparse_layers(model: nn.Module, configuration: Configuration) -> None:
+    """FSDP2 and DeepSpeed's ZeRO reduce flat dense tensors."""
+    if configuration.strategy not in FSDP_STRATEGIES and configuration.backend != "deepspeed":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise CannotRun(
+                f"{name or 'the model'} makes sparse gradients, which strategy {configuration.strategy!r} of backend"
+                f" {configuration.backend!r} cannot reduce; make it with sparse=False, or use {_ELSEWHERE}"
+            )

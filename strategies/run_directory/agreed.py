@@ -1,0 +1,105 @@
+"""What the ranks of a run agree on before its script's first line, and the ranks that wait because all are too many."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.types.plan_io import load_plan
+from strategies.run_directory.heartbeat import resting
+from strategies.run_directory.standing import Findings, Standing, combined
+from strategies.variables import PLAN_FILE, STRATEGY
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_LOOK_SECONDS = 0.5
+_ENDED = "ended"
+
+_standing: Standing | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A rank of `ranks` that were started, and its number on its node."""
+
+    rank: int
+    local_rank: int
+    ranks: int
+
+
+def agree(store: Store | None, run_directory: Path) -> Standing:
+    """How the run stands, of what every node knows; called once on every rank, whose RANK and WORLD_SIZE are set.
+
+    `store` is the one that the ranks met in, None for a rank alone.
+
+    Raises:
+        BrokenFile: the plan of the command line cannot be read.
+    """
+    global _standing
+    place = Place(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        ranks=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+    _standing = agreement(store, place, run_directory)
+    return _standing
+
+
+def agreement(store: Store | None, place: Place, run_directory: Path) -> Standing:
+    """The same, of a rank at a place."""
+    # The first rank of every node tells what is in its run directory.
+    own = Findings.of(run_directory) if place.local_rank == 0 else Findings()
+    if store is None:
+        return _combined([own], place.ranks)
+    store.set(f"findings-{place.rank}", own.to_text())
+    if place.rank == 0:
+        everyone = [Findings.from_text(store.get(f"findings-{one}").decode()) for one in range(place.ranks)]
+        store.set("standing", _combined(everyone, place.ranks).to_text())
+    return Standing.from_text(store.get("standing").decode())
+
+
+def current() -> Standing:
+    """What was agreed; of a process that `dsplan run` did not start, that nothing went before."""
+    return _standing or Standing(ranks=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def narrow(standing: Standing, variables: MutableMapping[str, str]) -> None:
+    """Tell this rank's process that only the first ranks train."""
+
+    rank, local = int(variables["RANK"]), int(variables.get("LOCAL_RANK", "0"))
+    here = int(variables.get("LOCAL_WORLD_SIZE", "1"))
+    variables["WORLD_SIZE"] = str(standing.ranks)
+    variables["LOCAL_WORLD_SIZE"] = str(min(here, standing.ranks - (rank - local)))
+
+
+def wait_for_the_others(store: Store, standing: Standing) -> None:
+    """What a rank does that does not train: return when rank 0's script has ended."""
+    rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    print(
+        f"dsplan: rank {rank} of {ranks} waits: the global batch of {standing.global_batch_size} is split over"
+        f" {standing.ranks} ranks",
+        file=sys.stderr,
+        flush=True,
+    )
+    # The store may go with the process that has it.
+    with contextlib.suppress(RuntimeError), resting():
+        while not store.check([_ENDED]):
+            time.sleep(_LOOK_SECONDS)
+
+
+def let_the_waiting_go(store: Store) -> None:
+    """Rank 0, when its script has ended: those that wait may end too."""
+    with contextlib.suppress(RuntimeError):
+        store.set(_ENDED, "")
+
+
+def _combined(findings: list[Findings], ranks: int) -> Standing:
+    given = os.environ.get(PLAN_FILE)
+    return combined(findings, ranks, load_plan(given) if given else None, os.environ.get(STRATEGY))

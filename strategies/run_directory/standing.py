@@ -1,0 +1,196 @@
+"""Standing: what earlier attempts of a run mean for the plan of this one. No torch.
+
+Every node has a run directory of its own, and what failed may be known on one of them alone. `Findings` is what one
+node knows; `combined` makes one Standing of all of them, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from planner.errors import DsplanError
+from planner.types.plan import Configuration, Plan
+from planner.types.plan_io import configuration_from_dict, load_plan, plan_from_dict, plan_to_dict
+from strategies.run_directory.orders import FailedPlan, Orders
+from strategies.run_directory.spec import write_json
+
+# What tuning has measured so far: `tuning.json` in the run directory of rank 0's node. No torch.
+
+
+TUNING_FILE = "tuning.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """A plan (the object of the JSON contract) and the seconds that its step took, without the first ones."""
+
+    plan: Mapping[str, Any]
+    step_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """The plans that were measured, in this order; the one to go on with; and whether nothing is to be tried any more.
+
+    `switches` counts the changes of plan that were made.
+    """
+
+    tried: tuple[Tried, ...] = ()
+    following: Mapping[str, Any] | None = None
+    is_over: bool = False
+    switches: int = 0
+
+    def in_order(self) -> list[Mapping[str, Any]]:
+        """The plan to go on with, then those that were measured, fastest first."""
+        fastest = [one.plan for one in sorted(self.tried, key=lambda one: one.step_seconds)]
+        return [*((self.following,) if self.following else ()), *fastest]
+
+    def save(self, run_directory: Path) -> None:
+        """Replace the file."""
+        write_json(run_directory / TUNING_FILE, asdict(self))
+
+    @classmethod
+    def load(cls, run_directory: Path) -> Tuning | None:
+        """What the file holds; None where there is none."""
+        path = run_directory / TUNING_FILE
+        if not path.exists():
+            return None
+        raw = json.loads(path.read_text())
+        return cls(**{**raw, "tried": tuple(Tried(**one) for one in raw["tried"])})
+
+
+PLAN_FILE = "plan.yaml"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What one node's run directory says: the plans that tuning came to, best first, the plan that ran last, and when
+    they were written (seconds since 1970)."""
+
+    orders: Mapping[str, Any] = field(default_factory=dict)
+    goes_on: bool = False
+    tuned: tuple[Mapping[str, Any], ...] = ()
+    last: Mapping[str, Any] | None = None
+    written: float = 0.0
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Findings:
+        raw = json.loads(text)
+        return cls(**{**raw, "tuned": tuple(raw["tuned"])})
+
+    @classmethod
+    def of(cls, run_directory: Path) -> Findings:
+        """Those of a run directory, before any rank of this attempt writes to it."""
+        orders = Orders.load(run_directory)
+        if orders is None:
+            return cls()
+        tuning, last = Tuning.load(run_directory), run_directory / PLAN_FILE
+        files = [path for path in (run_directory / TUNING_FILE, last) if path.exists()]
+        began = any(path.stat().st_size for path in run_directory.glob("metrics-rank*.jsonl"))
+        return cls(
+            orders=asdict(orders),
+            goes_on=orders.attempt > 0 or orders.resumes or began,
+            tuned=tuple(tuning.in_order()) if tuning else (),
+            last=plan_to_dict(load_plan(last)) if last.exists() else None,
+            written=max((path.stat().st_mtime for path in files), default=0.0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """How a run stands when its ranks start.
+
+    `goes_on` says that earlier ranks of it have trained, or tried to. Every plan keeps `global_batch_size`; None where
+    there was no plan yet. `plan` is the one to go on with, None where one has to be found; it is for `ranks` ranks, the
+    first of those that were started. `is_given` says that it is the one of the command line.
+    """
+
+    ranks: int
+    goes_on: bool = False
+    attempt: int = 0
+    tunes: bool = False
+    global_batch_size: int | None = None
+    failed_plans: tuple[FailedPlan, ...] = ()
+    plan: Plan | None = None
+    is_given: bool = False
+
+    def has_failed(self, plan: Plan) -> bool:
+        """Whether a plan ran out of memory in this run, or is predicted to take as much as one that did.
+
+        Of a plan that offloads it is not known which memory was short, so it rules out itself alone.
+        """
+        return any(_rules_out(one, configuration_of(one), plan) for one in self.failed_plans)
+
+    def to_text(self) -> str:
+        plan = None if self.plan is None else plan_to_dict(self.plan)
+        rest = {name: getattr(self, name) for name in self.__slots__ if name not in ("plan", "failed_plans")}
+        return json.dumps({**rest, "failed_plans": [asdict(one) for one in self.failed_plans], "plan": plan})
+
+    @classmethod
+    def from_text(cls, text: str) -> Standing:
+        raw = json.loads(text)
+        plan = None if raw["plan"] is None else plan_from_dict(raw["plan"])
+        failed = tuple(FailedPlan(**one) for one in raw["failed_plans"])
+        return cls(**{**raw, "plan": plan, "failed_plans": failed})
+
+
+def combined(
+    findings: Iterable[Findings], ranks: int, given: Plan | None = None, strategy: str | None = None
+) -> Standing:
+    """What all nodes' findings mean for `ranks` ranks that were started.
+
+    `given` and `strategy` are those of the command line; a plan of another strategy is not gone on with.
+
+    Where the global batch cannot be split over the ranks, as many of them train as it can be split over.
+    """
+    known = sorted(findings, key=lambda one: one.written, reverse=True)
+    goes_on = any(one.goes_on for one in known)
+    orders = [one.orders for one in known if one.orders]
+    if not goes_on:
+        return Standing(ranks=ranks, tunes=any(one["tunes"] for one in orders))
+    tuned = [plan_from_dict(plan) for one in known for plan in one.tuned]
+    plans = [*tuned, *([given] if given else ()), *(plan_from_dict(one.last) for one in known if one.last)]
+    batches = [one["global_batch_size"] for one in orders] + [plan.configuration.global_batch_size for plan in plans]
+    batch = next((one for one in batches if one), None)
+    failed = {json.dumps(one, sort_keys=True): one for each in orders for one in each["failed_plans"]}
+    standing = Standing(
+        ranks=largest_divisor(batch, ranks) if batch else ranks,
+        goes_on=True,
+        attempt=max((int(one["attempt"]) for one in orders), default=0),
+        tunes=any(one["tunes"] for one in orders),
+        global_batch_size=batch,
+        failed_plans=tuple(FailedPlan(**one) for one in failed.values()),
+    )
+    of_strategy = (one for one in plans if strategy in (None, one.configuration.strategy))
+    for_ranks = (one for one in of_strategy if one.configuration.world_size == standing.ranks)
+    plan = next((one for one in for_ranks if not standing.has_failed(one)), None)
+    return replace(standing, plan=plan, is_given=plan is not None and plan is given)
+
+
+def largest_divisor(batch: int, ranks: int) -> int:
+    """The most ranks up to `ranks` over which a global batch can be split evenly."""
+    return next(count for count in range(ranks, 0, -1) if batch % count == 0)
+
+
+def configuration_of(failed: FailedPlan) -> Configuration | None:
+    """The configuration of a failed plan; None where it is of a release that knew other words."""
+    try:
+        return configuration_from_dict(failed.configuration)
+    except DsplanError:
+        return None
+
+
+def _rules_out(failed: FailedPlan, configuration: Configuration | None, plan: Plan) -> bool:
+    takes_as_much = plan.memory.peak_allocated_bytes >= failed.predicted_bytes
+    if configuration is None:
+        return takes_as_much
+    if configuration == plan.configuration or configuration.uses_host:
+        return configuration == plan.configuration
+    return takes_as_much and configuration.world_size <= plan.configuration.world_size

@@ -1,0 +1,296 @@
+"""Checkpoints that the ranks save by themselves, as the orders say; the last two of a run stay."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch.distributed as dist
+
+from hardware_db.errors import DsplanError
+from hardware_db.probe.cgroup import cgroup_limits
+from strategies.checkpoint import content
+from strategies.checkpoint.checkpoints import CheckpointedEngine, Checkpoints
+from strategies.checkpoint.saving import SaveOptions
+from strategies.supervision import lineage
+from strategies.telemetry.alerts import Alert, post
+
+# When the ranks save by themselves. No torch, no clock of its own: times come in, decisions go out.
+
+
+_FURTHEST_LOOK = 50
+"""Steps between looks at most: the next steps may take far longer than the last."""
+_CLOSE = 0.02
+"""Share of the interval by which a save may come early."""
+_RETRY_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """How often to save: every so many seconds, and at every multiple of so many optimizer steps; None: not by that."""
+
+    seconds: float | None = None
+    steps: int | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self.seconds is not None or self.steps is not None
+
+
+class SaveClock:
+    """Decides at which steps to look, and there whether to save.
+
+    Every rank has one and feeds it the same values, so all decide alike. Time counts from the first look on, and again
+    from the look after a save.
+    """
+
+    def __init__(self, interval: Interval, *, step: int) -> None:
+        self._interval = interval
+        self._counts_from: float | None = None
+        self._looked_at, self._looked_step = 0.0, step
+        self._has_failed = False
+        self.next_look = step + 1
+
+    def is_due(self, step: int, now: float) -> bool:
+        """Whether to save at this step, a look; sets the next one. `now` is rank 0's time in seconds."""
+        every = self._interval.steps
+        if self._counts_from is None:
+            self._counts_from = now
+            self._looked_at, self._looked_step = now, step - 1
+        left = self._left(now)
+        self._set_next(step, now, left)
+        is_time = left is not None and left <= _CLOSE * (self._interval.seconds or 0.0)
+        return is_time or (every is not None and step % every == 0)
+
+    def saved(self) -> None:
+        """A checkpoint was begun, by whomever."""
+        self._counts_from, self._has_failed = None, False
+
+    def failed(self) -> None:
+        """A checkpoint could not be written: the next try by time comes within a minute."""
+        self._counts_from, self._has_failed = None, True
+
+    def _left(self, now: float) -> float | None:
+        """Seconds until it is time to save; None where time does not count."""
+        seconds, since = self._interval.seconds, self._counts_from
+        if seconds is None or since is None:
+            return None
+        return (min(seconds, _RETRY_SECONDS) if self._has_failed else seconds) - (now - since)
+
+    def _set_next(self, step: int, now: float, left: float | None) -> None:
+        per_step = (now - self._looked_at) / max(1, step - self._looked_step)
+        self._looked_at, self._looked_step = now, step
+        ahead = _FURTHEST_LOOK
+        if left is not None:
+            ahead = min(ahead, int(max(left, 0.0) / per_step / 2)) if per_step > 0 else 1
+        self.next_look = step + max(1, ahead)
+        if self._interval.steps is not None:
+            multiple = (step // self._interval.steps + 1) * self._interval.steps
+            self.next_look = min(self.next_look, multiple)
+
+
+KEPT = 2
+_SPARE = 2.0
+"""Host memory that must be free for a copy of what a node's ranks save, in sizes of that copy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Look:
+    """What a rank says at a look: its clock, whether it is worth saving, how its last save went."""
+
+    now: float
+    is_clean: bool
+    may_save: bool
+    has_room: bool
+    is_written: bool
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavePlace:
+    """Where to save and how often, the run and the attempt that saves, and the first one whose checkpoints count."""
+
+    directory: Path
+    interval: Interval
+    attempt: int = 0
+    run_id: str = ""
+    since: int = 0
+
+
+class SupervisedEngine(CheckpointedEngine, Protocol):
+    """An engine that is saved, resumed and stopped from outside its script."""
+
+    @property
+    def _checkpoints(self) -> Checkpoints: ...
+
+
+class AutomaticSaves:
+    """Saves one engine's checkpoints when it is time. Every rank has one and calls its methods together.
+
+    `complete` is the last checkpoint of the run that is known to be complete, and `seconds` what saving it took, until
+    it was seen to be complete; None before the first.
+    """
+
+    def __init__(
+        self,
+        engine: SupervisedEngine,
+        place: SavePlace,
+        *,
+        run_directory: Path,
+        is_clean: Callable[[], bool],
+        may_save: Callable[[], bool],
+    ) -> None:
+        self._engine, self._place, self._run_directory = engine, place, run_directory
+        self._is_clean, self._may_save = is_clean, may_save
+        self._clock = SaveClock(place.interval, step=engine.global_steps)
+        self._told = False
+        self._has_room: bool | None = None
+        self._is_saving = False
+        self._begun: lineage.Made | None = None
+        self.complete: lineage.Made | None = None
+        self.seconds: float | None = None
+
+    @property
+    def mark(self) -> dict[str, Any]:
+        """What a checkpoint that is begun now says of its run, in the words of `lineage.Made`."""
+        return {"run": self._place.run_id, "attempt": self._place.attempt, "is_automatic": self._is_saving}
+
+    def resumed(self, made: lineage.Made) -> None:
+        """Training goes on from a checkpoint of the run."""
+        self.complete = made
+        self._clock = SaveClock(self._place.interval, step=made.step)
+
+    def step_ended(self, step: int) -> None:
+        """Look at the clock where it is time to look, and save where it is time to save."""
+        if step < self._clock.next_look or not self._place.interval.is_set:
+            return
+        looks = self._look()
+        if self._begun is not None and (looks[0].is_written or any(look.problem for look in looks)):
+            self.finish()
+        is_due = self._clock.is_due(step, looks[0].now) and looks[0].may_save
+        if is_due and all(look.is_clean for look in looks):
+            self.finish()
+            self.save(asynchronous=all(look.has_room for look in looks))
+
+    def save(self, *, asynchronous: bool) -> Path | None:
+        """Save now; None where that was not possible, which is told and does not end the training."""
+        options = SaveOptions(asynchronous=asynchronous)
+        begun = time.time()
+        self._is_saving = True
+        try:
+            path = self._engine._checkpoints.save(self._place.directory, self._engine.client_state, options)
+        except DsplanError as problem:
+            self.failed(problem)
+            return None
+        finally:
+            self._is_saving = False
+        self._begun = self.note(path, is_automatic=True, since=begun)
+        self._clock.saved()
+        if not asynchronous:
+            self._written()
+        return path
+
+    def finish(self) -> None:
+        """Wait for the automatic checkpoint that is on its way, if there is one; that it failed is told, not raised."""
+        if self._begun is None:
+            return
+        try:
+            self._engine._checkpoints.wait()
+        except DsplanError as problem:
+            self.failed(problem)
+        else:
+            self._written()
+
+    def script_saved(self, path: Path) -> None:
+        """The script has begun a checkpoint by itself: time counts from there, and the last of ours is complete."""
+        if self._begun is not None:
+            self._written()
+        self.complete = self.note(path)
+        self._clock.saved()
+
+    def failed(self, problem: DsplanError) -> None:
+        """A checkpoint could not be written. Told once until one can."""
+        self._begun = None
+        self._clock.failed()
+        if not self._told and self._engine.is_main:
+            message = f"{problem}; training goes on, the checkpoint before stays, and saving is tried again"
+            post(Alert(kind="checkpoint", metric="checkpoint", message=message, step=self._engine.global_steps))
+        self._told = True
+
+    def note(self, path: Path, *, is_automatic: bool = False, since: float | None = None) -> lineage.Made:
+        """Remember a checkpoint that was begun; a full disk makes a later resume begin earlier and ends nothing."""
+        made = lineage.Made(
+            path=str(path.absolute()),
+            step=self._engine.global_steps,
+            attempt=self._place.attempt,
+            is_automatic=is_automatic,
+            time=since or time.time(),
+            run=self._place.run_id,
+        )
+        if self._engine.environment.local_rank == 0:
+            try:
+                lineage.note(self._run_directory, made)
+            except OSError as problem:
+                _say(f"{self._run_directory}: the checkpoint of step {made.step} is not listed ({problem.strerror})")
+        return made
+
+    def _written(self) -> None:
+        assert self._begun is not None
+        self.complete, self._begun = self._begun, None
+        self.seconds = time.time() - self.complete.time
+        if self._engine.is_main:
+            if self._told:
+                _say("checkpoints can be written again")
+            self._clear_away()
+        self._told = False
+
+    def _clear_away(self) -> None:
+        """Of this run's own automatic checkpoints the newest stay; what others have put there is not touched."""
+        made, place = lineage.read(self._run_directory), self._place
+        for path in lineage.outdated(made, KEPT, run=place.run_id, since=place.since):
+            with suppress(OSError):
+                content.remove(path)
+
+    def _look(self) -> list[_Look]:
+        checkpoints = self._engine._checkpoints
+        own = _Look(
+            now=time.monotonic(),
+            is_clean=self._is_clean(),
+            may_save=self._may_save(),
+            has_room=self._room(),
+            is_written=checkpoints.is_written,
+            problem=checkpoints.problem,
+        )
+        world_size = self._engine.environment.world_size
+        if world_size == 1:
+            return [own]
+        looks: list[Any] = [None] * world_size
+        dist.all_gather_object(looks, own)
+        return looks
+
+    def _room(self) -> bool:
+        """Whether host memory takes a copy of this node's part of the training state."""
+        if self._has_room is None:
+            if not self._engine.optimizer.state:
+                return True  # states are made in the first step; ask again
+            tensors = self._engine.state_tensors()
+            needed = sum(one.nbytes for kind in ("parameters", "optimizer") for one in tensors[kind])
+            on_node = needed * self._engine.environment.local_world_size
+            self._has_room = _free_bytes() > _SPARE * on_node
+        return self._has_room
+
+
+def _free_bytes() -> int:
+    """Host memory that is free for this process: of the machine, and within its control group."""
+    available, left = int(psutil.virtual_memory().available), cgroup_limits().memory_left_bytes
+    return available if left is None else min(available, left)
+
+
+def _say(text: str) -> None:
+    print(f"dsplan: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,174 @@
+"""Why a rank ends, recognised in the rank itself and left as `rank{N}.failure.json` for the command. No torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hardware_db.errors import DsplanError
+from planner.errors import NothingFits
+from strategies.run_directory.heartbeat import PULSE
+from strategies.run_directory.orders import Orders
+from strategies.run_directory.spec import EndingKind, exit_status_of, failure_path, success_path, write_json
+
+_MOST_CHARACTERS = 500
+# Allocators of torch, CUDA's libraries, NCCL and the C library, in the words of their messages.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "not enough memory",
+    "std::bad_alloc",
+)
+# What gloo, NCCL and torch's store say when another process of the group is gone.
+_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+    "remote process has ended",
+    "ncclremoteerror",
+)
+_DISK_FULL = tuple(os.strerror(number).lower() for number in (errno.ENOSPC, errno.EDQUOT))
+_ONE_AT_A_TIME = threading.Lock()
+
+
+class NotFinite(DsplanError):
+    """Losses or gradients stay NaN or infinite, so that going on would train nothing."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A rank's last word.
+
+    `expected` failures are told in one line without a traceback. `step` is the last one that ended, None before the
+    first; `saved` the checkpoint that a stop on purpose has left, `behind` the ranks for which a hung one waits.
+    """
+
+    kind: EndingKind
+    type: str
+    message: str
+    expected: bool
+    step: int | None
+    host: str
+    attempt: int
+    saved: str | None = None
+    behind: tuple[int, ...] = ()
+
+
+def kind_of(error: BaseException) -> EndingKind:
+    """What an exception means for the run; one that was raised from another means what that one does."""
+    if isinstance(error, NotFinite):
+        return "not_finite"
+    for one in _chain(error):
+        if _is_out_of_memory(one):
+            return "out_of_memory"
+    for one in _chain(error):
+        text = str(one).lower()
+        if (isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)) or _says(text, _DISK_FULL):
+            return "disk_full"
+        if isinstance(one, ConnectionError) or (isinstance(one, RuntimeError) and _says(text, _LOST)):
+            return "lost"
+    if isinstance(error, NothingFits):
+        return "refused"
+    # Peers of a rank that failed in a joint doing carry its exit status, which is not that of a refusal.
+    return "refused" if isinstance(error, DsplanError) and error.exit_code == DsplanError.exit_code else "failed"
+
+
+def failure_of(error: BaseException, directory: Path) -> Failure:
+    """The last word about an exception."""
+    return described(kind_of(error), error, directory)
+
+
+def described(kind: EndingKind, error: BaseException, directory: Path) -> Failure:
+    """The last word of an ending of a known kind."""
+    lines = str(error).strip().splitlines() or [""]
+    return Failure(
+        kind=kind,
+        type=type(error).__name__,
+        message=lines[0][:_MOST_CHARACTERS],
+        expected=isinstance(error, DsplanError),
+        step=PULSE.step or None,
+        host=socket.gethostname(),
+        attempt=attempt_of(directory),
+    )
+
+
+def attempt_of(directory: Path) -> int:
+    """Which attempt of its run this is, 0 where nobody counts."""
+    try:
+        orders = Orders.load(directory)
+    except (OSError, ValueError, TypeError, KeyError):
+        orders = None
+    return 0 if orders is None else orders.attempt
+
+
+def write_failure(directory: Path, rank: int, failure: Failure) -> None:
+    """Leave a rank's last word, once: what ends a rank first is why it ended. A full disk cannot be helped."""
+    path = failure_path(directory, rank)
+    with _ONE_AT_A_TIME:
+        if path.exists():
+            return
+        try:
+            write_json(path, asdict(failure))
+        except OSError as problem:
+            print(f"dsplan: why rank {rank} ended could not be written: {problem}", file=sys.stderr, flush=True)
+
+
+def write_success(directory: Path, rank: int) -> None:
+    """Leave word that a rank ends with status 0, after which step and when: too early, where the others fail for it."""
+    word = {"step": PULSE.step or None, "host": socket.gethostname(), "time": time.time()}
+    with suppress(OSError):
+        write_json(success_path(directory, rank), word)
+
+
+def read_failure(directory: Path, rank: int) -> dict[str, Any] | None:
+    """What a rank left as its last word; None where it left none that can be read."""
+    try:
+        found = json.loads(failure_path(directory, rank).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def exit_status(failure: Failure) -> int:
+    """The status with which a rank ends."""
+    return exit_status_of(failure.kind, failure.type)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that it was raised from, or while handling which it was raised."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _says(str(error).lower(), _OUT_OF_MEMORY)
+
+
+def _says(text: str, words: tuple[str, ...]) -> bool:
+    return any(word in text for word in words)

@@ -1,0 +1,120 @@
+"""Which checkpoints a run has made, wherever they are: one line each in `checkpoints.jsonl` of the run directory.
+
+A line is written when saving begins. A checkpoint has its path only when it is complete, so the lines whose path is
+there are the complete ones. The journal lists every complete one a second time (`saved`), and an engine's checkpoint
+says itself which run and attempt it is of: what is lost of the list is found again. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from strategies.run_directory.journal import append_line, read_journal
+
+LINEAGE_FILE = "checkpoints.jsonl"
+Author = Literal["engine", "huggingface"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """One checkpoint of a run: the optimizer step it is of, who wrote it, whether nobody asked for it but the orders,
+    when it was begun (seconds since 1970), and the id of the run, empty where nobody knows it."""
+
+    path: str
+    step: int
+    attempt: int = 0
+    by: Author = "engine"
+    is_automatic: bool = False
+    time: float = field(default_factory=time.time)
+    run: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """What the files of a run directory say of its checkpoints.
+
+    `listed` are those of the list in the order they were begun, `journalled` those that the journal knows to have been
+    complete; `damaged_lines` of the list cannot be read.
+    """
+
+    listed: tuple[Made, ...] = ()
+    journalled: tuple[Made, ...] = ()
+    damaged_lines: int = 0
+    has_list: bool = False
+
+    @property
+    def all(self) -> list[Made]:
+        """Each checkpoint once; the list's word counts."""
+        return list({one.path: one for one in (*self.journalled, *self.listed)}.values())
+
+
+def note(directory: Path, made: Made) -> None:
+    """Add a checkpoint to the list of a run.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    append_line(directory / LINEAGE_FILE, (json.dumps(asdict(made)) + "\n").encode())
+
+
+def read(directory: Path) -> list[Made]:
+    """The checkpoints of a run in the order they were begun; lines that a crash cut short are left out."""
+    return list(known(directory).listed)
+
+
+def known(directory: Path) -> Known:
+    """What list and journal say."""
+    path = directory / LINEAGE_FILE
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    rows = [_row(line) for line in lines if line.strip()]
+    listed = [made for row in rows if (made := _made(row)) is not None]
+    saved = [made for row in read_journal(directory) if row.get("event") == "saved" and (made := _made(row))]
+    return Known(
+        listed=tuple(listed),
+        journalled=tuple(saved),
+        damaged_lines=len(rows) - len(listed),
+        has_list=path.is_file(),
+    )
+
+
+def outdated(made: Iterable[Made], keep: int, *, run: str = "", since: int = 0) -> list[Path]:
+    """The automatic checkpoints that are complete and no longer wanted, where the newest `keep` stay.
+
+    Those of another run, or of attempts before `since`, are neither counted nor named.
+    """
+    own = [one for one in made if one.is_automatic and one.run == run and one.attempt >= since]
+    return [Path(one.path) for one in newest_first(own)[keep:]]
+
+
+def newest_first(made: Iterable[Made]) -> list[Made]:
+    """The complete ones, the furthest step first and of one step the last."""
+    by_path = {one.path: one for one in made}
+    complete = [one for one in by_path.values() if Path(one.path).is_dir()]
+    return sorted(complete, key=lambda one: (one.step, one.time), reverse=True)
+
+
+def _row(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _made(row: Any) -> Made | None:
+    """A row of the list or of the journal; None where it is neither."""
+    if not isinstance(row, Mapping) or not isinstance(row.get("path"), str):
+        return None
+    step, attempt = row.get("step"), row.get("attempt", 0)
+    if not isinstance(step, int) or not isinstance(attempt, int):
+        return None
+    found = {item.name: row[item.name] for item in fields(Made) if item.name in row}
+    return Made(**{**found, "time": _seconds(row.get("time"))})
+
+
+def _seconds(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

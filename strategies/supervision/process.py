@@ -1,0 +1,66 @@
+"""The start of a rank's process, before its script: signals, stacks on demand, and the thread that watches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from strategies.run_directory.spec import STOPPED, EndingKind, LaunchSpec, failure_path, pid_path, success_path
+from strategies.supervision.failures import Failure, described, write_failure
+from strategies.supervision.stopping import STOP_SIGNAL, Stopped, Stopping
+from strategies.supervision.watchdog import Watchdog, begin_watching
+
+_USABLE = 0.8
+"""Share of the grace that a rank may use; ending takes the rest."""
+
+
+def begin(spec: LaunchSpec, rank: int) -> None:
+    """Take signals, watch for hangs, and say under which process id this rank is to be found.
+
+    Scripts in which nothing of dsplan sees the end of a step cannot save when they are asked to: these end at once.
+    """
+    directory = spec.directory
+    failure_path(directory, rank).unlink(missing_ok=True)
+    success_path(directory, rank).unlink(missing_ok=True)
+    if spec.kind in ("dsplan", "huggingface"):
+        STOP_SIGNAL.listen(grace_seconds=_USABLE * spec.supervision.grace_seconds)
+    elif threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, lambda number, frame: _leave_unsaved(spec, rank))
+    begin_watching(directory, rank, spec.supervision.hang_seconds, only_tells=spec.kind == "plain")
+    with suppress(OSError):
+        path = pid_path(directory, rank)
+        new = path.with_suffix(".pid.new")
+        new.write_text(str(os.getpid()))
+        os.replace(new, path)
+
+
+def _leave_unsaved(spec: LaunchSpec, rank: int) -> None:
+    failure = described("preempted", Stopped(), spec.directory)
+    write_failure(spec.directory, rank, failure)
+    raise Stopped
+
+
+# The last thing a rank does that stops on purpose.
+
+
+def stopped(kind: EndingKind, message: str, run_directory: Path, saved: Path | None) -> Failure:
+    """The last word of a rank that stops on purpose, with the checkpoint it has left."""
+    word = described(kind, Stopped(), run_directory)
+    return replace(word, message=message, expected=True, saved=None if saved is None else str(saved))
+
+
+def leave(stopping: Stopping, watch: Watchdog, run_directory: Path, word: Failure) -> NoReturn:
+    """Leave the last word, wait a moment for the other ranks, and end; every rank calls this.
+
+    Raises:
+        Stopped: always.
+    """
+    write_failure(run_directory, watch.rank, word)
+    watch.expect_end(STOPPED)
+    stopping.take_leave()
+    raise Stopped

@@ -1,0 +1,235 @@
+"""Going on where an earlier attempt of the run has saved.
+
+Three sources say which checkpoints a run has: its list, its journal, and the directories themselves, whose checkpoints
+say of which run they are. What is on disk counts; a list that is lost, cut or of another run makes no run start over.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hardware_db.errors import DsplanError
+from strategies.checkpoint import content as folder
+from strategies.checkpoint.content import Content, read_content
+from strategies.distributed.consensus import on_rank_zero
+from strategies.distributed.environment import Environment
+from strategies.errors import CannotRun
+from strategies.run_directory.orders import CHECKPOINTS, Orders
+from strategies.supervision import lineage
+from strategies.supervision.autosave import SupervisedEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """Where an engine goes on: the checkpoint, the script's own state in it, and what had to be passed over (empty:
+    nothing)."""
+
+    made: lineage.Made
+    client_state: Mapping[str, Any]
+    passed_over: str = ""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.made.path)
+
+    @property
+    def step(self) -> int:
+        return self.made.step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """The checkpoints to try, newest first, and the furthest step of which there was a complete one."""
+
+    candidates: tuple[lineage.Made, ...]
+    furthest: int
+
+
+def agreed(orders: Orders, environment: Environment) -> Orders:
+    """Rank 0's orders with what the other nodes know of the run's past, which a node that has just come does not."""
+    if environment.world_size == 1:
+        return orders
+    everyones: list[Any] = [None] * environment.world_size
+    dist.all_gather_object(everyones, orders)
+    first: Orders = everyones[0]
+    return replace(
+        first,
+        reached=max(one.reached for one in everyones),
+        may_begin_anew=all(one.may_begin_anew for one in everyones),
+        since=max(one.since for one in everyones),
+        base=next((one.base for one in everyones if one.base), ""),
+    )
+
+
+def resume(engine: SupervisedEngine, run_directory: Path, orders: Orders) -> Resumed | None:
+    """Restore the newest checkpoint of the run that is whole; None where the run has none. Every rank calls this.
+
+    Raises:
+        DsplanError: there are checkpoints and none of them can be loaded; the newest one's reason, and what to do.
+    """
+    refusal: DsplanError | None = None
+    found = _find(engine, run_directory, orders)
+    for made in found.candidates:
+        try:
+            path, state = engine._checkpoints.load(Path(made.path))
+        except DsplanError as problem:  # on every rank, a BrokenFile on the one that found it
+            refusal = refusal or problem
+            if engine.is_main:
+                _say(f"{problem}; trying the one before")
+            continue
+        if path is not None:
+            if made.is_automatic:
+                engine.client_state.update(state)
+            behind = found.furthest - made.step
+            again = "1 step is made again" if behind == 1 else f"{behind} steps are made again"
+            what = "cannot be loaded" if refusal else "is gone"
+            why = f"the newer one of step {found.furthest} {what}, so {again}"
+            return Resumed(made=made, client_state=state, passed_over=why if behind > 0 else "")
+    if refusal is not None and refusal.exit_code == DsplanError.exit_code:
+        raise CannotRun(
+            f"{refusal}; no checkpoint of the run can be loaded: put a whole one back, or begin anew with dsplan run"
+            f" --resume {run_directory} --resume-from start"
+        )
+    if refusal is not None:
+        raise refusal
+    return None
+
+
+def nothing_left(run_directory: Path, orders: Orders, folders: Sequence[Path] = ()) -> CannotRun:
+    """What to say where a run has come to some step and nothing is there to go on from; `folders` is where it was
+    looked for, if not where ranks save by themselves."""
+    where = f" (looked in {', '.join(map(str, folders or _own_folders(run_directory, orders)))})"
+    lost = f"the checkpoint {orders.base} it was to go on from is not there" if orders.base else "no checkpoint is left"
+    return CannotRun(
+        f"{run_directory}: the run came to step {orders.reached} and {lost}{'' if orders.base else where}; put its"
+        f" checkpoints back, or begin anew with dsplan run --resume {run_directory} --resume-from start"
+    )
+
+
+def step_of(directory: Path) -> int | None:
+    """The step of the checkpoint that `load_checkpoint(directory)` would load, the same on every rank; None where
+    there is none."""
+
+    def look() -> int | None:
+        try:
+            path = folder.named_latest(directory)
+            return None if path is None else int(read_content(path).progress["global_steps"])
+        except (DsplanError, KeyError, ValueError, TypeError, OverflowError):
+            return None  # loading it says what is wrong
+
+    return on_rank_zero(look)
+
+
+def is_left_behind(directory: Path, orders: Orders) -> bool:
+    """Whether what `load_checkpoint(directory)` would load is of attempts of this run that were begun anew after; the
+    same on every rank."""
+
+    def look() -> bool:
+        path = folder.named_latest(directory)
+        made = None if path is None else _made_at(path)
+        return made is not None and made.run == orders.run_id and made.attempt < orders.since
+
+    return bool(orders.since) and on_rank_zero(look)
+
+
+def _find(engine: SupervisedEngine, run_directory: Path, orders: Orders) -> _Found:
+    """What any node knows of; what rank 0 finds. Rank 0 says what is wrong with the list."""
+    known = lineage.known(run_directory) if engine.environment.local_rank == 0 else lineage.Known()
+    everyones: list[Any] = [known]
+    if engine.environment.world_size > 1:
+        everyones = [None] * engine.environment.world_size
+        dist.all_gather_object(everyones, known)
+    return on_rank_zero(lambda: _choose(everyones, run_directory, orders, is_shared=engine.environment.spans_nodes))
+
+
+def _choose(everyones: Sequence[lineage.Known], run_directory: Path, orders: Orders, *, is_shared: bool) -> _Found:
+    noted = [one for known in everyones for one in known.all if one.by != "huggingface"]
+    # The list of a node that was rank 0 before has the id that its checkpoints bear.
+    runs = {orders.run_id, *(one.run for one in noted if is_shared)}
+    foreign = [one for one in noted if _is_foreign(one, runs)]
+    if foreign:
+        _say(f"{run_directory / lineage.LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
+    counted = [one for one in noted if one not in foreign and one.attempt >= orders.since]
+    places = {path.parent for path in (Path(one.path) for one in noted if one not in foreign)}
+    own = _own_folders(run_directory, orders)
+    found = _unnoted({*own, *places}, {one.path for one in noted}, runs, run_directory)
+    candidates = lineage.newest_first([*counted, *(one for one in found if one.attempt >= orders.since)])
+    listed = {one.path for known in everyones for one in known.listed}
+    if missing := [one for one in candidates if one.path not in listed]:
+        _mend(missing, everyones, run_directory)
+    if not candidates and orders.base:
+        candidates = [one for one in [_made_at(Path(orders.base))] if one is not None]
+    complete = [one for known in everyones for one in known.journalled if one.attempt >= orders.since]
+    furthest = max((one.step for one in (*candidates, *complete) if one not in foreign), default=0)
+    return _Found(candidates=tuple(candidates), furthest=furthest)
+
+
+def _own_folders(run_directory: Path, orders: Orders) -> list[Path]:
+    """Where the run's ranks save by themselves, now or when nobody said where."""
+    named, usual = Path(orders.checkpoint_directory).absolute(), (run_directory / CHECKPOINTS).absolute()
+    return list(dict.fromkeys([named, usual]))
+
+
+def _is_foreign(one: lineage.Made, runs: set[str]) -> bool:
+    return bool(one.run) and one.run not in runs
+
+
+def _unnoted(places: Iterable[Path], noted: set[str], runs: set[str], run_directory: Path) -> list[lineage.Made]:
+    """The checkpoints of this run that lie in some directories and neither list nor journal names.
+
+    One that does not say whose it is counts where only this run saves.
+    """
+    usual, found = (run_directory / CHECKPOINTS).absolute(), []
+    for place in sorted(places):
+        for path in folder.published(place):
+            if str(path.absolute()) in noted or (made := _made_at(path)) is None:
+                continue
+            if made.run in runs if made.run else place == usual:
+                found.append(made)
+    return found
+
+
+def _made_at(path: Path) -> lineage.Made | None:
+    """A checkpoint in the words of the list, from what it says itself; None where it says nothing."""
+    try:
+        content = read_content(path)
+        step = content.progress["global_steps"]
+    except (DsplanError, KeyError):
+        return None
+    if not isinstance(step, int):
+        return None
+    mark = _mark(content)
+    return lineage.Made(path=str(path.absolute()), step=step, time=path.stat().st_mtime, **mark)
+
+
+def _mark(content: Content) -> dict[str, Any]:
+    mark = content.written_by.get("made")
+    if not isinstance(mark, Mapping):
+        return {}
+    kinds = {"run": str, "attempt": int, "is_automatic": bool}
+    return {name: mark[name] for name, kind in kinds.items() if isinstance(mark.get(name), kind)}
+
+
+def _mend(missing: Sequence[lineage.Made], everyones: Sequence[lineage.Known], run_directory: Path) -> None:
+    """Say that the list lacks checkpoints that are there, and add them to it, so that they are cleared away in time."""
+    path = run_directory / lineage.LINEAGE_FILE
+    what = "is not complete" if any(known.has_list for known in everyones) else "is gone"
+    if damaged := sum(known.damaged_lines for known in everyones):
+        what = f"has {damaged} line{'s' if damaged > 1 else ''} that cannot be read"
+    steps = ", ".join(str(one.step) for one in sorted(missing, key=lambda one: one.step))
+    _say(f"{path} {what} and does not name the checkpoints of step {steps}, which are there; they count")
+    for one in reversed(missing):
+        try:
+            lineage.note(run_directory, one)
+        except OSError:
+            return  # the next attempt finds them again
+
+
+def _say(text: str) -> None:
+    print(f"dsplan: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,315 @@
+"""Supervision: what an engine does at the end of every step for a run that has to reach its last one."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch.distributed as dist
+from torch import nn
+
+from hardware_db.errors import DsplanError
+from strategies.distributed.consensus import on_rank_zero
+from strategies.protocols import Observer
+from strategies.run_directory.heartbeat import PULSE
+from strategies.run_directory.orders import Orders
+from strategies.run_directory.spec import EndingKind
+from strategies.supervision.autosave import AutomaticSaves, Interval, SavePlace, SupervisedEngine
+from strategies.supervision.not_finite import FiniteWatch
+from strategies.supervision.process import leave, stopped
+from strategies.supervision.resume import Resumed, agreed, is_left_behind, nothing_left, resume, step_of
+from strategies.supervision.stopping import Stopping, open_board
+from strategies.supervision.watchdog import begin_watching
+from strategies.variables import RUN_DIRECTORY
+
+if TYPE_CHECKING:
+    import torch
+
+# Whether a script keeps its place in `client_state`, read from its source without running it.
+
+
+def reads_client_state(script: Path) -> bool:
+    """Whether a script uses the second thing that `load_checkpoint` returns; False for what cannot be read."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    taken: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and _loads(node.value):
+            for target in node.targets:
+                second = target.elts[1] if isinstance(target, ast.Tuple) and len(target.elts) == 2 else None
+                taken |= {second.id} if isinstance(second, ast.Name) else set()
+        elif isinstance(node, ast.Subscript) and _loads(node.value):
+            taken |= set() if isinstance(node.slice, ast.Constant) and node.slice.value == 0 else read
+    return bool(taken & read)
+
+
+def _loads(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load_checkpoint"
+
+
+_MARGIN = 1.5
+"""A save is begun in the time left where the last one took no more than this part of it; the first one always is."""
+
+
+class Supervision(Observer):
+    """Saves, stops and gives up for one engine. It comes last among the observers: a step is written down by then.
+
+    Every rank has one. The script's own calls of `save_checkpoint` and `load_checkpoint` come through it.
+    """
+
+    def __init__(self, engine: SupervisedEngine, orders: Orders, run_directory: Path) -> None:
+        environment = engine.environment
+        orders = agreed(orders, environment)
+        self._engine, self._orders, self._run_directory = engine, orders, run_directory
+        self._finite = FiniteWatch(engine)
+        board = open_board(run_directory, environment)
+        self._stopping = Stopping(board, environment.rank, environment.world_size)
+        self._watch = begin_watching(run_directory, environment.rank, orders.hang_seconds)
+        self._watch.attach(board, self._stopping, environment.world_size)
+        self._resumed: Resumed | None = None
+        self._owed: DsplanError | None = None
+        self._script_reads_state = reads_client_state(Path(sys.argv[0]))
+        self._is_first_load = self._trains_alone = True
+        self._saves = AutomaticSaves(
+            engine,
+            _place_of(orders),
+            run_directory=run_directory,
+            is_clean=lambda: self._finite.is_clean,
+            may_save=self._may_save,
+        )
+        atexit.register(self._close)
+
+    def resume(self) -> None:
+        """Go on where an earlier attempt has saved. Where nothing of it is left, training may begin once the script has
+        loaded something itself.
+
+        Raises:
+            BrokenFile: none of its checkpoints can be loaded.
+        """
+        orders = self._orders
+        resumed = self._resumed = resume(self._engine, self._run_directory, orders)
+        loader = self._engine.dataloader
+        if resumed is None:
+            if orders.reached and not orders.may_begin_anew:
+                self._owed = nothing_left(self._run_directory, orders)
+            elif orders.reached and self._engine.is_main:
+                _say(f"no checkpoint was complete when the run was at step {orders.reached}: it begins at step 1 again")
+            return
+        PULSE.step = resumed.step
+        self._saves.resumed(resumed.made)
+        if loader is not None:
+            loader.skip_trained_passes()
+        if self._engine.is_main:
+            passed_over = f"; {resumed.passed_over}" if resumed.passed_over else ""
+            _say(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
+            if loader is None:
+                _say("the script reads its data itself, and begins with its first sample again; training_data= goes on")
+
+    # What happens in a step.
+
+    def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
+        """Training goes on.
+
+        Raises:
+            CannotRun: it would begin at its first step though the run had got further.
+        """
+        if self._owed is not None:
+            raise self._owed
+        PULSE.call()
+
+    def loss_is(self, loss: torch.Tensor) -> None:
+        PULSE.call()
+        self._finite.loss_is(loss)
+
+    def starts(self, section: str) -> None:
+        PULSE.section = section
+        PULSE.beat()
+
+    def ends(self, section: str) -> None:
+        PULSE.section = ""
+        PULSE.beat()
+
+    def step_ended(self) -> None:
+        """Count the step, save where it is time, stop where that was asked for.
+
+        Raises:
+            NotFinite: too many steps in a row were not finite.
+            Stopped: the rank has saved and ends on purpose.
+        """
+        step = PULSE.step = self._engine.global_steps
+        PULSE.call()
+        self._is_first_load = False
+        self._finite.step_ended()
+        if self._stopping.is_at(step):
+            request = self._stopping.request
+            assert request is not None
+            self.stop(request.kind, request.deadline)
+        self._saves.step_ended(step)
+
+    def stop(self, kind: EndingKind, deadline: float = sys.float_info.max) -> NoReturn:
+        """Save if there is time until `deadline` (`time.monotonic`), say why, and leave; every rank calls this.
+
+        Raises:
+            Stopped: always.
+        """
+        step = self._engine.global_steps
+        path, sentence = self._save_in_time(step, deadline)
+        message = f"stopped at step {step}{sentence}"
+        if self._engine.is_main:
+            _say(message)
+        word = stopped(kind, message, self._run_directory, path)
+        leave(self._stopping, self._watch, self._run_directory, word)
+
+    @property
+    def mark(self) -> dict[str, Any]:
+        """What a checkpoint that is begun now says of its run."""
+        return self._saves.mark
+
+    # The script's own checkpoints.
+
+    def settle(self) -> None:
+        """Complete the automatic checkpoint that is on its way; that it failed is an alert."""
+        self._saves.finish()
+
+    def script_saved(self, path: Path) -> None:
+        """The script has begun a checkpoint of its own; a resume considers it, and time counts from here."""
+        self._saves.script_saved(path)
+
+    def script_could_not_save(self, problem: DsplanError) -> None:
+        """A save that the config asked for went wrong, which does not end the training."""
+        self._saves.failed(problem)
+
+    def load(self, directory: Path) -> tuple[Path | None, dict[str, Any]]:
+        """What the script's `load_checkpoint` does: at the start of a resumed attempt the newer of its checkpoint and
+        the run's is the one to go on from."""
+        is_first, self._is_first_load = self._is_first_load, False
+        if self._resumed is not None and is_first:
+            there = step_of(directory)
+            if there is None or there <= self._resumed.step:
+                if self._engine.dataloader is not None:
+                    self._engine.dataloader.skip_nothing()
+                return self._resumed.path, dict(self._resumed.client_state)
+        if is_first and is_left_behind(directory, self._orders):
+            if self._engine.is_main:
+                _say(f"{directory} is not loaded: the run begins anew, as --resume-from said")
+            return None, {}
+        self.settle()
+        found = self._engine._checkpoints.load(directory)
+        if found[0] is not None:
+            self._owed = None
+        PULSE.step = self._engine.global_steps
+        return found
+
+    def _save_in_time(self, step: int, deadline: float) -> tuple[Path | None, str]:
+        """The checkpoint of this step, and how the sentence about the stop goes on; the same on every rank."""
+        saves = self._saves
+        saves.finish()
+        if saves.complete is not None and saves.complete.step == step:
+            return Path(saves.complete.path), " and saved"
+        known = 0.0 if saves.seconds is None else _MARGIN * saves.seconds
+        is_clean = self._is_clean_everywhere()
+        reason = on_rank_zero(lambda: self._why_not(deadline - time.monotonic() - known, is_clean))
+        path = None if reason else saves.save(asynchronous=False)
+        if path is not None:
+            return path, " and saved"
+        before = "" if saves.complete is None else f"; the checkpoint before is of step {saves.complete.step}"
+        return None, f", not saved: {reason or 'it could not be written'}{before}"
+
+    def _is_clean_everywhere(self) -> bool:
+        """Whether the last step was finite on every rank."""
+        own, world_size = self._finite.is_clean, self._engine.environment.world_size
+        if world_size == 1:
+            return own
+        answers: list[Any] = [None] * world_size
+        dist.all_gather_object(answers, own)
+        return all(answers)
+
+    @property
+    def unsaveable(self) -> str:
+        """Why no checkpoint can be made now from which the run could go on; empty where one can."""
+        return self._why_not(0.0, self._finite.is_clean)
+
+    def _why_not(self, seconds_left: float, is_clean: bool) -> str:
+        if seconds_left < 0:
+            return "the time left is shorter than saving takes"
+        if not is_clean:
+            return "losses or gradients are not finite"
+        if not self._may_save():
+            return "the script reads client_state, which only it can fill in; keep it in engine.client_state"
+        return ""
+
+    def _may_save(self) -> bool:
+        """Whether an automatic checkpoint holds all that the script needs to go on; rank 0's answer counts."""
+        return self._trains_alone and (not self._script_reads_state or bool(self._engine.client_state))
+
+    def give_up(self, second: SupervisedEngine) -> None:
+        """Leave saving to the script, which trains a second engine: a checkpoint of one of them is not the run."""
+        self._trains_alone = False
+        if second.is_main:
+            _say("the script trains a second model: dsplan run saves neither by itself; call save_checkpoint on both")
+
+    def _close(self) -> None:
+        """At the end of the process: the last checkpoint is completed by its own thread, which Python waits for."""
+        self._watch.end()
+
+
+def supervise(engine: SupervisedEngine) -> None:
+    """Let a run's orders rule an engine: resume it, and add what saves and stops it; nothing where there are none.
+
+    Every rank calls this together, at the end of `initialize`. The orders are those of one engine per process: a script
+    that trains a second one saves by itself.
+
+    Raises:
+        BrokenFile: none of the run's checkpoints can be loaded.
+    """
+    global _supervised
+    directory = os.environ.get(RUN_DIRECTORY)
+    orders = None if directory is None else Orders.load(Path(directory))
+    if directory is None or orders is None:
+        return
+    if _supervised is not None:
+        _supervised.give_up(engine)
+        return
+    supervision = _supervised = Supervision(engine, orders, Path(directory))
+    engine.supervision = supervision
+    engine.observers.append(supervision)
+    supervision.resume()
+
+
+_supervised: Supervision | None = None
+
+
+def stop_here(engine: SupervisedEngine, kind: EndingKind) -> None:
+    """Save and leave with status 75; every rank calls this together at the end of a step.
+
+    Raises:
+        Stopped: always, where the engine is supervised; elsewhere nothing happens.
+    """
+    if engine.supervision is not None:
+        engine.supervision.stop(kind)
+
+
+def _place_of(orders: Orders) -> SavePlace:
+    """Where the orders say to save, and how often."""
+    seconds = None if orders.checkpoint_minutes is None else 60 * orders.checkpoint_minutes
+    interval = Interval(seconds=seconds, steps=orders.checkpoint_steps)
+    return SavePlace(
+        directory=Path(orders.checkpoint_directory),
+        interval=interval,
+        attempt=orders.attempt,
+        run_id=orders.run_id,
+        since=orders.since,
+    )
+
+
+def _say(text: str) -> None:
+    print(f"dsplan: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,291 @@
+"""The thread that watches a rank from inside: it spreads wishes to stop, tells how far the rank is, and ends a hang.
+
+Two lines of defence. The thread itself sees a main thread that waits for ever; for one that never lets go of the
+interpreter's lock, which stops this thread too, there is faulthandler's timer, which needs no lock and is set again at
+every look. Other ranks of the same machine are asked for their stacks by SIGUSR2, which faulthandler answers without
+the lock as well.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, NoReturn
+
+import psutil
+
+from strategies.run_directory.heartbeat import PULSE, Pulse
+from strategies.run_directory.spec import heartbeat_path, stacks_path
+from strategies.supervision.failures import described, write_failure
+from strategies.supervision.hang_verdict import (
+    Heartbeat,
+    Verdict,
+    judge,
+    read_heartbeat,
+    read_verdict,
+    slowest,
+)
+
+if TYPE_CHECKING:
+    from strategies.supervision.stopping import Board, Stopping
+
+# Whether this process gets on, as far as another thread of it can see.
+
+
+_BUSY = 0.05
+"""Share of a processor from which on a thread, or the children together, are at work."""
+
+
+class Activity:
+    """Looks at the process now and then; every look tells whether something happened since the one before."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+        self._main = threading.main_thread().ident
+        self._beats, self._stack = -1, 0
+        self._looked_at = time.monotonic()
+        self._own_seconds = self._main_seconds()
+        self._children_seconds: float | None = None
+
+    def is_there(self, *, with_children: bool) -> bool:
+        """Whether the process got on since the last look. Children are looked at on demand, as finding them is slow."""
+        now = time.monotonic()
+        passed, self._looked_at = now - self._looked_at, now
+        beats, stack, seconds = self._pulse.beats, self._main_stack(), self._main_seconds()
+        moved = beats != self._beats
+        # Before the first step a script loads and downloads, which may take its time with little of the processor's.
+        share = _BUSY if self._pulse.step else 0.0
+        works = stack != self._stack and seconds - self._own_seconds >= share * passed
+        self._beats, self._stack, self._own_seconds = beats, stack, seconds
+        return moved or works or self._pulse.rests > 0 or self._children_work(passed, look=with_children)
+
+    def _main_stack(self) -> int:
+        """A number that changes when the main thread goes on to another instruction, in any of its frames."""
+        frame: FrameType | None = sys._current_frames().get(self._main or 0)
+        places = []
+        while frame is not None:
+            places.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+        return hash(tuple(places))
+
+    def _main_seconds(self) -> float:
+        if self._main is None or not hasattr(time, "pthread_getcpuclockid"):
+            return time.process_time()
+        return time.clock_gettime(time.pthread_getcpuclockid(self._main))
+
+    def _children_work(self, passed: float, *, look: bool) -> bool:
+        before, self._children_seconds = self._children_seconds, _seconds_of_children() if look else None
+        if before is None or self._children_seconds is None:
+            return False
+        return self._children_seconds - before >= _BUSY * passed
+
+
+def _seconds_of_children() -> float:
+    total = 0.0
+    for child in psutil.Process(os.getpid()).children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return total
+
+
+_POLL_SECONDS = 0.25
+_BEAT_SECONDS = 1.0
+_LOCK_SECONDS = 30.0
+"""How much later than the thread faulthandler's timer ends a rank, so that other ranks can name it before."""
+_PATIENT = 3.0
+"""Where one rank works, those that wait for it wait this many times as long before it counts as a hang."""
+_ASIDE_SECONDS = 3.0
+"""What the other ranks get to write their stacks, before this one's end makes the launcher end them."""
+_ALONE_SECONDS = 120.0
+_LOOKS_BETWEEN = 3
+_FILED = 5
+"""Heartbeats of which one is left in the run directory, for people."""
+_LEAVE_SECONDS = 15.0
+_HUNG = "hung"
+
+
+class Hung(RuntimeError):
+    """No progress for too long."""
+
+
+class Watchdog(threading.Thread):
+    """Watches one rank; `hang_seconds` 0: never calls anything a hang.
+
+    With `only_tells` a hang is told, with the stacks, and does not end the process: a script that trains nothing may
+    wait as long as it likes.
+    """
+
+    def __init__(self, directory: Path, rank: int, hang_seconds: float, *, only_tells: bool = False) -> None:
+        super().__init__(name="dsplan watchdog", daemon=True)
+        self.directory, self.rank, self._hang_seconds = directory, rank, hang_seconds
+        self._stacks: IO[str] = open(stacks_path(directory, rank), "a")  # noqa: SIM115 - open until the process ends
+        self._activity = Activity(PULSE)
+        self._active_at = self._beat_at = time.monotonic()
+        self._only_tells, self._has_told = only_tells, False
+        self._number, self._world_size = 0, 1
+        self._board: Board | None = None
+        self._stopping: Stopping | None = None
+        self._must_end: tuple[float, int] | None = None
+        self._ended = threading.Event()
+        self._beat_seconds = min(_BEAT_SECONDS, hang_seconds / 8) if hang_seconds else _BEAT_SECONDS
+        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
+
+    def attach(self, board: Board, stopping: Stopping, world_size: int) -> None:
+        """The ranks have met: from here on they are watched together."""
+        self._board, self._stopping, self._world_size = board, stopping, world_size
+        # Peers can only end a rank that hangs from here on if they know its process.
+        self._publish(0.0)
+
+    def expect_end(self, status: int) -> None:
+        """The rank is about to leave; end it where that takes long, as in code that runs at the end."""
+        self._must_end = (time.monotonic() + _LEAVE_SECONDS, status)
+
+    def end(self) -> None:
+        """Stop watching: what Python does at its end may take its time."""
+        self._ended.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def run(self) -> None:
+        """Look every quarter of a second until the process ends."""
+        while not self._ended.wait(min(_POLL_SECONDS, self._beat_seconds)):
+            now = time.monotonic()
+            if self._must_end is not None and now > self._must_end[0]:
+                os._exit(self._must_end[1])
+            if self._stopping is not None:
+                self._stopping.poll()
+            if now - self._beat_at >= self._beat_seconds:
+                self._look(now)
+
+    def _look(self, now: float) -> None:
+        was_stopped = now - self._beat_at > max(5.0, 4 * self._beat_seconds)
+        self._beat_at = now
+        quiet = now - self._active_at
+        looks_further = 0 < self._hang_seconds < 4 * quiet
+        if self._activity.is_there(with_children=looks_further) or was_stopped:
+            self._active_at, quiet = now, 0.0
+        self._publish(quiet)
+        if not self._hang_seconds:
+            return
+        limit = self._hang_seconds + _LOCK_SECONDS
+        faulthandler.dump_traceback_later(limit, file=self._stacks, exit=not self._only_tells)
+        told = None if self._board is None else read_verdict(self._board.get(_HUNG))
+        if told is not None:
+            self._give_up(told)
+        elif quiet >= self._limit and (verdict := self._verdict(quiet)) is not None:
+            self._give_up(verdict)
+
+    @property
+    def _limit(self) -> float:
+        """Until the ranks have met they wait for each other with limits of their own."""
+        return self._hang_seconds if self._board is not None else max(self._hang_seconds, _ALONE_SECONDS)
+
+    def _publish(self, quiet: float) -> None:
+        self._number += 1
+        beat = Heartbeat(
+            rank=self.rank,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            number=self._number,
+            step=PULSE.step,
+            calls=PULSE.calls,
+            section=PULSE.section,
+            quiet_seconds=quiet,
+            time=time.time(),
+        )
+        text = beat.text()
+        if self._number % _FILED == 1:
+            with suppress(OSError):
+                heartbeat_path(self.directory, self.rank).write_text(text)
+        if self._board is not None:
+            self._board.put(_beat(self.rank), text)
+
+    def _verdict(self, quiet: float) -> Verdict | None:
+        """Whom the ranks wait for, after a second look at them; None where this rank has moved meanwhile."""
+        if self._board is None:
+            return Verdict(behind=(self.rank,), sentence=f"no progress for {quiet:.0f} s")
+        before = self._heartbeats(self._board)
+        time.sleep(_LOOKS_BETWEEN * self._beat_seconds)
+        self._beat_at = time.monotonic()
+        if self._activity.is_there(with_children=True):
+            self._active_at = self._beat_at
+            return None
+        self._publish(self._beat_at - self._active_at)
+        now = self._heartbeats(self._board)
+        verdict = judge(before, now, quiet_seconds=self._hang_seconds)
+        if verdict is None and quiet >= _PATIENT * self._hang_seconds:
+            return slowest(now, quiet)
+        return verdict
+
+    def _heartbeats(self, board: Board) -> dict[int, Heartbeat | None]:
+        return {rank: read_heartbeat(board.get(_beat(rank))) for rank in range(self._world_size)}
+
+    def _give_up(self, verdict: Verdict) -> None:
+        """Write the stacks and say whom the ranks wait for, once; then end, unless that is left to the script."""
+        if self._has_told:
+            return
+        if self._board is not None and self._board.get(_HUNG) is None:
+            self._board.put(_HUNG, verdict.text())
+        self._write_stacks(verdict.sentence)
+        print(
+            f"dsplan: rank {self.rank}: {verdict.sentence}; stacks in {self._stacks.name}", file=sys.stderr, flush=True
+        )
+        self._has_told = True
+        if not self._only_tells:
+            self._end_hung(verdict)
+
+    def _end_hung(self, verdict: Verdict) -> NoReturn:
+        """Have silent ranks write their stacks, leave the last word, and end, with those that no SIGTERM ends."""
+        asked = self._ask_for_stacks(verdict)
+        failure = described("hung", Hung(verdict.sentence), self.directory)
+        write_failure(self.directory, self.rank, replace(failure, expected=True, behind=verdict.behind))
+        time.sleep(_ASIDE_SECONDS)
+        for beat in asked:
+            # A stopped process takes no SIGTERM, and its launcher would wait for it to.
+            with suppress(OSError):
+                os.kill(beat.pid, signal.SIGKILL)
+        os._exit(1)
+
+    def _write_stacks(self, why: str) -> None:
+        with suppress(OSError):
+            self._stacks.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}: {why}\n")
+            self._stacks.flush()
+            faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+
+    def _ask_for_stacks(self, verdict: Verdict) -> list[Heartbeat]:
+        """Ask the ranks on this machine whose watchdogs do not answer; others write when they read the verdict."""
+        asked: list[Heartbeat] = []
+        for rank in verdict.silent:
+            beat = None if self._board is None else read_heartbeat(self._board.get(_beat(rank)))
+            if rank != self.rank and beat is not None and beat.host == socket.gethostname():
+                with suppress(OSError):
+                    os.kill(beat.pid, signal.SIGUSR2)
+                    asked.append(beat)
+        return asked
+
+
+def begin_watching(directory: Path, rank: int, hang_seconds: float, *, only_tells: bool = False) -> Watchdog:
+    """This process's watchdog, started at the first call."""
+    global _watchdog
+    if _watchdog is None:
+        _watchdog = Watchdog(directory, rank, hang_seconds, only_tells=only_tells)
+        _watchdog.start()
+    return _watchdog
+
+
+_watchdog: Watchdog | None = None
+
+
+def _beat(rank: int) -> str:
+    return f"beat-{rank}"

@@ -1,0 +1,94 @@
+"""Alert: something about a run that somebody should look at. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from strategies.telemetry.metrics import metrics_path
+from strategies.variables import RUN_DIRECTORY
+
+AlertKind = Literal[
+    "not_finite",  # a loss or a metric is NaN or infinite
+    "loss_spike",  # the loss jumped far above all it was lately, and stayed there
+    "slowdown",  # steps take much longer than they did
+    "memory_creep",  # memory rises from minute to minute
+    "straggler",  # one rank keeps the others waiting
+    "throttled",  # a GPU lowers its clocks because it is too hot or its power fails
+    "checkpoint",  # a checkpoint could not be written
+    "threshold",  # a figure crossed the limit that was set for it
+]
+ALERT = "alert"
+"""`event` of an alert's row in the metrics and in the journal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alert:
+    """One alert, told once when it begins. `step` is the global step, `value` what was seen of `metric` (None where
+    that is no finite number), `limit` what it was held against; `time` is seconds since 1970."""
+
+    kind: AlertKind
+    metric: str
+    message: str
+    value: float | None = None
+    limit: float | None = None
+    step: int = 0
+    rank: int = 0
+    time: float = field(default_factory=time.time)
+
+    def to_row(self) -> dict[str, Any]:
+        """As a line of the metrics or of the journal."""
+        return {"event": ALERT, **asdict(self)}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Alert:
+        """The alert that `to_row` wrote."""
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__ if name in row})
+
+    def line(self) -> str:
+        """For the terminal."""
+        return f"alert: rank {self.rank}, step {self.step}: {self.message}"
+
+
+def finite(value: float) -> float | None:
+    """A number that JSON can hold."""
+    return value if math.isfinite(value) else None
+
+
+# Leave an alert where `dsplan run` finds it. No torch.
+
+
+def post(alert: Alert) -> None:
+    """Append an alert of this rank to its metrics; on stderr where no run watches, or where the file takes no more.
+
+    Raises nothing: an alert ends no training.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    told = replace(alert, rank=rank)
+    directory = os.environ.get(RUN_DIRECTORY)
+    try:
+        if not directory:
+            raise FileNotFoundError(RUN_DIRECTORY)
+        append_line(metrics_path(Path(directory), rank), json.dumps(told.to_row()))
+    except OSError:
+        print(f"dsplan: {told.line()}", file=sys.stderr, flush=True)
+
+
+def append_line(path: Path, line: str) -> None:
+    """One line in one write, which no other writer of the file can come between.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, line.encode() + b"\n")
+    finally:
+        os.close(file)

@@ -1,0 +1,263 @@
+"""The metrics of a run: the file each rank writes, its reader, and the figures that follow. No torch.
+
+`metrics-rank{N}.jsonl` in the run directory holds one JSON object per line. Every attempt of the run appends to it, in
+this order,
+
+    {"event": "attempt", "attempt": k}             under `dsplan run`, where an attempt of the rank begins
+    {"event": "plan", ...}                         rank 0 only, when the engine made the plan itself
+    {"event": "step", "step": i, "global_step": n, "loss": mean over this rank's micro-batches,
+     "seconds": since the last step ended, "load_seconds": of them before the first forward pass,
+     "ready_seconds": of them before the first loss was there, "samples": ..., "tokens": ... of this rank,
+     "allocated_bytes": ..., "reserved_bytes": ..., "peak_bytes": ..., "rss_bytes": ..., "private_bytes": ...,
+     "measured_by": "cuda" | "storage-tracker"}
+    {"event": "figures", "step": ..., "forward_seconds": ..., "communication_seconds": ..., ...}
+                                                   now and then, where the config asks for `wall_clock_breakdown`
+    {"event": "machine", "time": ..., "cpu_percent": ..., "gpu_utilization_percent": ..., ...}
+                                                   every few seconds; `strategies/telemetry/machine.py` has the names
+    {"event": "alert", ...Alert}                   where one begins
+    {"event": "end", ...MeasuredRun of this rank in this attempt alone}
+
+`step` counts from 0 in the process that wrote it, `global_step` from 1 over all attempts: an attempt that resumes from
+an earlier step writes the steps after it again, and those before it took their place are no part of the run's
+lineage. Memory figures are null where a step did not measure them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from strategies.run_directory.orders import Orders
+
+Row = Mapping[str, Any]
+
+# Steps 0 and 1 pay for lazy states, bucket rebuilding, kernel selection and allocator growth.
+WARM_UP_STEPS = 2
+_TAIL = 0.05
+"""Share of the steps on either side of the interval that holds nine of ten."""
+STORAGE_TRACKER = "storage-tracker"
+"""`measured_by` of a step whose memory was counted in Python, which slows the step down."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredRun:
+    """What the `ranks` of a run measured.
+
+    `steps` and losses are those of the final lineage, each step once, however often it was run. The other figures are
+    those of the last attempt that has steps after warm-up, because attempts may follow different plans:
+    `step_seconds` is the median of the first rank's steps after warm-up that no memory tracker slowed down, nine of ten
+    of which lie between `step_seconds_low` and `step_seconds_high`;
+    `peak_allocated_bytes` the largest over the ranks; `tokens_per_second` counts the tokens of all of them. None where
+    the run gave no such figure.
+    """
+
+    steps: int
+    ranks: int
+    first_loss: float | None
+    last_loss: float | None
+    step_seconds: float | None
+    step_seconds_low: float | None
+    step_seconds_high: float | None
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_rss_bytes: int | None
+
+
+def metrics_path(directory: Path, rank: int) -> Path:
+    """Where a rank writes its metrics."""
+    return directory / f"metrics-rank{rank}.jsonl"
+
+
+def parse_row(line: str) -> dict[str, Any] | None:
+    """A metrics line as a dictionary; None for a line cut short by the end of its process."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def read_metrics(directory: Path, ranks: int) -> list[list[dict[str, Any]]]:
+    """The complete rows of every rank, empty lists for ranks that wrote none."""
+    rows: list[list[dict[str, Any]]] = []
+    for rank in range(ranks):
+        path = metrics_path(directory, rank)
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        rows.append([row for line in lines if (row := parse_row(line)) is not None])
+    return rows
+
+
+def of_attempt(metrics: Sequence[Sequence[Row]], attempt: int) -> list[list[Row]]:
+    """The rows of one attempt, of the ranks that took part in it."""
+    found = [[row for index, row in with_attempts(rows) if index == attempt] for rows in metrics]
+    return [rows for rows in found if rows]
+
+
+def last_attempt(metrics: Sequence[Sequence[Row]]) -> int:
+    """The last attempt that wrote anything; 0 where none did."""
+    return max((index for rows in metrics for index, _ in with_attempts(rows)), default=0)
+
+
+def lineage(rows: Sequence[Row]) -> list[Row]:
+    """A rank's step rows in the order of training, each step as it was run last.
+
+    A row whose `global_step` was reached before begins a new course from there: what came after that step has no part
+    in the weights at the end.
+    """
+    course: list[Row] = []
+    for row in rows:
+        if row.get("event") != "step":
+            continue
+        while course and _global_step(course[-1]) >= _global_step(row):
+            course.pop()
+        course.append(row)
+    return course
+
+
+def summarise(metrics: Sequence[Sequence[Row]]) -> MeasuredRun:
+    """The figures of a run from the rows of every rank."""
+    course = lineage(next((rows for rows in metrics if rows), ()))
+    steps = _last_settled(metrics)
+    first = next((rows for rows in steps if rows), [])
+    settled = sorted(row["seconds"] for row in _after_warm_up(first) if row.get("measured_by") != STORAGE_TRACKER)
+    seconds = statistics.median(settled) if settled else None
+    tail = round(len(settled) * _TAIL)
+    settled_ranks = [_after_warm_up(rows) for rows in steps]
+    losses = [row["loss"] for row in course if row.get("loss") is not None]
+    return MeasuredRun(
+        steps=len(course),
+        ranks=len(metrics),
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        step_seconds=seconds,
+        step_seconds_low=settled[tail] if settled else None,
+        step_seconds_high=settled[-1 - tail] if settled else None,
+        tokens_per_second=_rate(settled_ranks, "tokens", seconds),
+        samples_per_second=_rate(settled_ranks, "samples", seconds),
+        peak_allocated_bytes=_largest(steps, "peak_bytes"),
+        peak_reserved_bytes=_largest(steps, "reserved_bytes"),
+        peak_rss_bytes=_largest(steps, "rss_bytes"),
+    )
+
+
+def with_attempts(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
+    """Every row with the attempt that wrote it."""
+    attempt = 0
+    for row in rows:
+        if row.get("event") == "attempt":
+            attempt = int(row["attempt"])
+        yield attempt, row
+
+
+def _global_step(row: Row) -> int:
+    """A step's place in the lineage; a row without `global_step` counts in its own process alone."""
+    return int(row["global_step"]) if "global_step" in row else int(row["step"]) + 1
+
+
+def _after_warm_up(steps: Sequence[Row]) -> list[Row]:
+    return [row for row in steps if row["step"] >= WARM_UP_STEPS]
+
+
+def _last_settled(metrics: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """Every rank's step rows of the last attempt with steps after warm-up; of the last with steps where none has."""
+    attempts: dict[int, list[list[Row]]] = {}
+    for rows in metrics:
+        by_attempt: dict[int, list[Row]] = {}
+        for attempt, row in with_attempts(rows):
+            if row.get("event") == "step":
+                by_attempt.setdefault(attempt, []).append(row)
+        for attempt, steps in by_attempt.items():
+            attempts.setdefault(attempt, []).append(steps)
+    settled = [attempt for attempt, ranks in attempts.items() if any(map(_after_warm_up, ranks))]
+    return attempts[max(settled or attempts)] if attempts else []
+
+
+def _rate(ranks: Sequence[Sequence[Row]], key: str, seconds: float | None) -> float | None:
+    """Units of `key` per second: the mean of each rank's steps, summed over ranks, over the step time."""
+    if not seconds:
+        return None
+    per_step = sum(statistics.fmean(row.get(key) or 0 for row in rows) for rows in ranks if rows)
+    return per_step / seconds if per_step else None
+
+
+def _largest(steps: Sequence[Sequence[Row]], key: str) -> int | None:
+    values = [row[key] for rows in steps for row in rows if row.get(key)]
+    return max(values) if values else None
+
+
+# One rank's metrics file, as `strategies/telemetry/metrics.py` describes it.
+
+
+class MetricsFile:
+    """Appends rows, from any thread. Where `dsplan run` gave orders they follow those of earlier attempts; elsewhere
+    the file is new. A file that takes no more is told once, on stderr, and ends no training."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        orders = Orders.load(directory)
+        self.path = metrics_path(directory, rank)
+        self.attempt = 0 if orders is None else orders.attempt
+        self._lock = Lock()
+        self._is_told = False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if orders is None else 0)
+        self._file: int | None = os.open(self.path, flags, 0o644)
+        self._is_cut = _is_cut(self.path)
+        self._began = self.path.stat().st_size
+        if orders is not None:
+            self.write({"event": "attempt", "attempt": orders.attempt})
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row: one write, so that nobody reads half of it and no other writer comes between."""
+        line = json.dumps(row).encode() + b"\n"
+        with self._lock:
+            if self._file is None:
+                return
+            # What a killed attempt or a full disk left of a line gets an end.
+            whole = b"\n" + line if self._is_cut else line
+            try:
+                self._is_cut = os.write(self._file, whole) < len(whole)
+            except OSError as problem:
+                self._tell(problem)
+
+    def own_rows(self) -> list[dict[str, Any]]:
+        """What this attempt wrote, read back: a long run keeps no rows in memory."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._began)
+                return [row for line in file if (row := parse_row(line.decode(errors="replace"))) is not None]
+        except OSError:
+            return []
+
+    def close(self) -> None:
+        """Later rows are dropped."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _tell(self, problem: OSError) -> None:
+        if not self._is_told:
+            self._is_told = True
+            print(f"dsplan: {self.path} takes no more rows ({problem.strerror})", file=sys.stderr, flush=True)
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether a file ends in the middle of a line."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

@@ -1,0 +1,235 @@
+"""What an engine's steps were like: loss, learning rate, norms, seconds and bytes, written every few steps.
+
+Figures stay where they are made until then, so that a GPU is waited for once per interval.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+from torch import nn
+
+from hardware_db.units import format_seconds
+from strategies.errors import BackendMissing
+from strategies.protocols import Observer, TrainingEngine
+from strategies.telemetry.monitor import RunMonitor
+from strategies.telemetry.timers import Timers
+from strategies.telemetry.traces import StepProfile
+
+Row = Mapping[str, float]
+"""A step's figures by name; `step` is its number, counted from 1."""
+WHOLE = "whole_step"
+
+
+class Writer(Protocol):
+    """Where rows go."""
+
+    def write(self, rows: Sequence[Row]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StepLog(Observer):
+    """Collects a row per optimizer step and hands the rows to `writers` every `every` steps.
+
+    With `times`, seconds per section are in the last row of an interval, as means over its steps, and so is what a
+    profile of that one step says of communication; the profiled step itself is in no mean. An interval of one step has
+    no room for a profile.
+    """
+
+    def __init__(self, engine: TrainingEngine, writers: Sequence[Writer], *, every: int, times: bool) -> None:
+        self._engine, self._writers, self._every = engine, tuple(writers), every
+        self._timers = Timers(engine.device) if times else None
+        self._losses: list[torch.Tensor] = []
+        self._rows: list[dict[str, Any]] = []
+        self._profile: StepProfile | None = None
+        self._rate = 0.0
+        if self._timers is not None:
+            self._timers.starts(WHOLE)
+
+    def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
+        last = len(self._rows) == self._every - 1 > 0
+        if self._timers is not None and not self._losses and last and StepProfile.is_possible():
+            self._profile = StepProfile(self._engine.device)
+            self._profile.start()
+            self._timers.forget()  # sections of this step that have ended before its forward pass
+
+    def loss_is(self, loss: torch.Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    def starts(self, section: str) -> None:
+        if section == "step":
+            self._rate = self._engine.get_lr()[0]  # a scheduler changes it at the end of the step
+        if self._timers is not None and self._profile is None:
+            self._timers.starts(section)
+
+    def ends(self, section: str) -> None:
+        if self._timers is not None and self._profile is None:
+            self._timers.ends(section)
+
+    def step_ended(self) -> None:
+        engine = self._engine
+        norm = engine.gradient_norm
+        row: dict[str, Any] = {
+            "step": engine.global_steps,
+            "loss": torch.stack([loss.float() for loss in self._losses]).mean() if self._losses else None,
+            "learning_rate": self._rate,
+            "loss_scale": engine.loss_scale,
+            **({"gradient_norm": norm} if norm is not None else {}),
+            **_memory(engine.device),
+        }
+        self._losses = []
+        self._rows.append(row)
+        if self._timers is not None and self._profile is None:
+            self._timers.ends(WHOLE)
+        if len(self._rows) == self._every:
+            self._write()
+        if self._timers is not None:
+            self._timers.keep()
+            self._timers.starts(WHOLE)
+
+    def close(self) -> None:
+        self._write()
+        for writer in self._writers:
+            writer.close()
+
+    def _write(self) -> None:
+        if not self._rows:
+            return
+        self._rows[-1].update(self._seconds())
+        rows = [{name: float(value) for name, value in row.items() if value is not None} for row in self._rows]
+        self._rows = []
+        for writer in self._writers:
+            writer.write(rows)
+
+    def _seconds(self) -> dict[str, float]:
+        """Mean seconds per step of the interval's sections, and the communication of its last step."""
+        if self._timers is None:
+            return {}
+        profile, self._profile = self._profile, None
+        steps = len(self._rows) - (profile is not None)
+        figures = {f"{name}_seconds": seconds / max(1, steps) for name, seconds in self._timers.take().items()}
+        if profile is None:
+            return figures
+        found = profile.stop()
+        return {
+            **figures,
+            "communication_seconds": found.seconds,
+            "exposed_communication_seconds": found.exposed_seconds,
+        }
+
+
+def _memory(device: torch.device) -> dict[str, int]:
+    """Bytes that tensors have now and had at most, as far as the device counts them, and this process's memory."""
+    resident = {"host_bytes": psutil.Process().memory_info().rss}
+    if device.type != "cuda":
+        return resident
+    return {
+        **resident,
+        "allocated_bytes": torch.cuda.memory_allocated(device),
+        "peak_bytes": torch.cuda.max_memory_allocated(device),
+    }
+
+
+# Where a log's rows go: TensorBoard's event files, CSV, the terminal, or the metrics of `dsplan run`.
+
+
+_GROUPS = {"seconds": "seconds", "bytes": "memory"}
+
+
+class TensorboardWriter:
+    """Event files of rank 0.
+
+    Raises:
+        BackendMissing: the package is not installed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            kind: Any = import_module("torch.utils.tensorboard").SummaryWriter
+        except ImportError:
+            raise BackendMissing(
+                "config: tensorboard.enabled needs the package tensorboard; pip install dsplan[tensorboard], or use"
+                " csv_monitor"
+            ) from None
+        self._events: Any = kind(log_dir=str(directory))
+
+    def write(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            for name, value in row.items():
+                if name != "step":
+                    group = _GROUPS.get(name.rpartition("_")[2], "train")
+                    self._events.add_scalar(f"{group}/{name}", value, int(row["step"]))
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class CsvWriter:
+    """A file per figure, of lines `step,value`; a run that goes on in the same directory goes on in its files."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+
+    def write(self, rows: Sequence[Row]) -> None:
+        for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
+            path = self._directory / f"{name.replace('/', '_')}.csv"
+            is_new = not path.exists()
+            with open(path, "a", newline="") as file:
+                lines = csv.writer(file)
+                if is_new:
+                    lines.writerow(("step", name))
+                lines.writerows((int(row["step"]), row[name]) for row in rows if name in row)
+
+    def close(self) -> None:
+        """Every file is closed already."""
+
+
+class Console:
+    """A line per interval on rank 0's terminal: where the step is, and where its time went."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+
+    def write(self, rows: Sequence[Row]) -> None:
+        self._show(line_of(rows[-1]))
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+def line_of(row: Row) -> str:
+    """A row as a line."""
+    parts = [f"dsplan: step {row['step']:.0f}"]
+    if "loss" in row:
+        parts.append(f"loss {row['loss']:.4g}")
+    parts.append(f"lr {row['learning_rate']:.3g}")
+    seconds = {name.removesuffix("_seconds"): value for name, value in row.items() if name.endswith("_seconds")}
+    whole, sent, exposed = (seconds.pop(name, None) for name in (WHOLE, "communication", "exposed_communication"))
+    if whole is not None:
+        parts.append(f"{format_seconds(whole)} per step")
+    parts.extend(f"{name} {format_seconds(value)}" for name, value in seconds.items())
+    if sent is not None and exposed is not None:
+        parts.append(f"communication {format_seconds(sent)}, {format_seconds(exposed)} of it exposed")
+    return ", ".join(parts)
+
+
+class MetricsWriter:
+    """The metrics of `dsplan run`, of every rank."""
+
+    def __init__(self, monitor: RunMonitor) -> None:
+        self._monitor = monitor
+
+    def write(self, rows: Sequence[Row]) -> None:
+        self._monitor.figures(rows[-1])
+
+    def close(self) -> None:
+        """The monitor is closed by its engine."""

@@ -1,0 +1,216 @@
+"""StepRows: from what an engine or a library's loop does to one row of figures per optimizer step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from strategies.telemetry.machine import ProcessMemory
+from strategies.telemetry.metrics import STORAGE_TRACKER, WARM_UP_STEPS
+from strategies.tracing.storage_tracker import StorageTracker
+
+# Memory is in its steady state once the steps of the warm-up are over.
+TRACKED_STEP = WARM_UP_STEPS
+
+
+_LOOK_SECONDS = 0.5
+"""Code that runs once per step finds its caches cold: what need not be that new is done less often."""
+
+
+class StepRows:
+    """Collects a step's figures. `global_steps` tells the steps over all attempts once a step is over; without it they
+    are counted here.
+
+    On a GPU torch's allocator counts every step; on the CPU the storage tracker, which slows a step down, counts step 2
+    alone, where `tracks`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        sequence_length: int,
+        global_steps: Callable[[], int] | None = None,
+        tracks: bool = True,
+    ) -> None:
+        self._memory: CudaMemory | TrackedMemory = (
+            CudaMemory(device) if device.type == "cuda" else TrackedMemory(tracks=tracks)
+        )
+        self._ready = CudaReady() if device.type == "cuda" else HostReady()
+        self._process = ProcessMemory()
+        self._look_at, self._looked = 0.0, dict[str, int]()
+        self._sequence_length = sequence_length
+        self._global_steps = global_steps
+        self._losses: list[torch.Tensor] = []
+        self._load: float | None = None
+        self._samples = self._tokens = self._steps = 0
+        self._started = time.perf_counter()
+
+    def begin(self, global_steps: Callable[[], int] | None) -> None:
+        """The first step starts now; `global_steps` tells its number when it is over."""
+        self._global_steps, self._started = global_steps, time.perf_counter()
+
+    def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
+        """Count the micro-batch and, at the start of a step, begin to measure its memory."""
+        if not self._losses:
+            if self._load is None:
+                self._load = time.perf_counter() - self._started
+            self._memory.step_starts(self._steps, module)
+        samples, tokens = _count(inputs, self._sequence_length)
+        self._samples += samples
+        self._tokens += tokens
+
+    def loss_is(self, loss: torch.Tensor) -> None:
+        """Note a micro-batch's loss; it stays on the device until the step ends."""
+        if not self._losses:
+            self._ready.loss_is()
+        self._losses.append(loss.detach())
+
+    def step_ended(self, global_step: int | None = None) -> dict[str, Any]:
+        """The row of the step that is over, the `global_step`th over all attempts."""
+        loss = _mean(self._losses)  # waits for the device, which makes the clock below tell the truth
+        now = time.perf_counter()
+        row = {
+            "event": "step",
+            "step": self._steps,
+            "global_step": self._global_step() if global_step is None else global_step,
+            "loss": loss,
+            "seconds": now - self._started,
+            "load_seconds": self._load,
+            "ready_seconds": self._ready.seconds(self._started),
+            "samples": self._samples,
+            "tokens": self._tokens,
+            **self._memory.step_ended(),
+            **self._process_memory(now),
+        }
+        self._steps += 1
+        self._losses, self._load = [], None
+        self._samples = self._tokens = 0
+        self._ready.step_ended()
+        self._started = time.perf_counter()
+        return row
+
+    def close(self) -> None:
+        """Stop to measure memory."""
+        self._memory.step_ended()
+
+    def _process_memory(self, now: float) -> dict[str, int]:
+        """The process's memory, as it was at most `_LOOK_SECONDS` ago."""
+        if now >= self._look_at:
+            self._look_at, self._looked = now + _LOOK_SECONDS, self._process.read()
+        return self._looked
+
+    def _global_step(self) -> int:
+        return self._steps + 1 if self._global_steps is None else self._global_steps()
+
+
+class HostReady:
+    """When the step's first loss was there, by the host's clock."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+
+    def loss_is(self) -> None:
+        self._at = time.perf_counter()
+
+    def seconds(self, started: float) -> float | None:
+        """Seconds from `started` to the loss; the step is over."""
+        return None if self._at is None else self._at - started
+
+    def step_ended(self) -> None:
+        self._at = None
+
+
+class CudaReady:
+    """When the step's first loss was there, by events on the GPU's stream."""
+
+    def __init__(self) -> None:
+        event: Any = torch.cuda.Event
+        self._began, self._loss = event(enable_timing=True), event(enable_timing=True)
+        self._has_loss = False
+        self._began.record()
+
+    def loss_is(self) -> None:
+        self._loss.record()
+        self._has_loss = True
+
+    def seconds(self, started: float) -> float | None:
+        """Seconds from the end of the step before to the loss; the device has been waited for."""
+        if not self._has_loss or not self._loss.query():
+            return None
+        return float(self._began.elapsed_time(self._loss)) / 1000
+
+    def step_ended(self) -> None:
+        self._has_loss = False
+        self._began.record()
+
+
+class CudaMemory:
+    """Allocator statistics of one GPU, per step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def step_starts(self, step: int, module: torch.nn.Module) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def step_ended(self) -> dict[str, Any]:
+        # One look: `memory_allocated` and its like each flatten hundreds of figures for the one that they return.
+        figures = torch.cuda.memory_stats_as_nested_dict(self._device)
+        allocated, reserved = (figures.get(f"{kind}_bytes", {}).get("all", {}) for kind in ("allocated", "reserved"))
+        return {
+            "allocated_bytes": allocated.get("current", 0),
+            "reserved_bytes": reserved.get("peak", 0),
+            "peak_bytes": allocated.get("peak", 0),
+            "measured_by": "cuda",
+        }
+
+
+class TrackedMemory:
+    """The storage tracker around one step, nothing around the others."""
+
+    def __init__(self, *, tracks: bool = True) -> None:
+        self._tracks = tracks
+        self._tracker: StorageTracker | None = None
+
+    def step_starts(self, step: int, module: torch.nn.Module) -> None:
+        if self._tracks and step == TRACKED_STEP:
+            self._tracker = StorageTracker([*module.parameters(), *module.buffers()])
+            self._tracker.__enter__()
+
+    def step_ended(self) -> dict[str, Any]:
+        tracker, self._tracker = self._tracker, None
+        if tracker is None:
+            return dict.fromkeys(("allocated_bytes", "reserved_bytes", "peak_bytes", "measured_by"))
+        measured = {"allocated_bytes": tracker.live_bytes, "reserved_bytes": None, "peak_bytes": tracker.peak_bytes}
+        tracker.__exit__(None, None, None)
+        return {**measured, "measured_by": STORAGE_TRACKER}
+
+
+def _mean(losses: list[torch.Tensor]) -> float | None:
+    if not losses:
+        return None
+    if len(losses) == 1:
+        return float(losses[0].item()) if losses[0].dim() == 0 else losses[0].float().mean().item()
+    return torch.stack([loss.float() for loss in losses]).mean().item()
+
+
+def _count(inputs: tuple[Any, Mapping[str, Any]], sequence_length: int) -> tuple[int, int]:
+    """Samples and tokens of a micro-batch: its first tensor's rows, and its elements where these are token ids."""
+    positional, named = inputs
+    first = next((item for item in (*positional, *named.values()) if _is_batch(item)), None)
+    if first is None:  # deeper inside, where looking takes longer
+        first = next((leaf for leaf in tree_leaves(inputs) if _is_batch(leaf)), None)
+    if first is None:
+        return 0, 0
+    shape = first.shape
+    is_ids = len(shape) == 2 and not first.dtype.is_floating_point
+    return shape[0], shape[0] * (shape[1] if is_ids else sequence_length)
+
+
+def _is_batch(item: object) -> bool:
+    return isinstance(item, torch.Tensor) and item.dim() > 0

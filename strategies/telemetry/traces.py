@@ -1,0 +1,139 @@
+"""Traces of chosen steps, as the config's `profiler` asks: a file per rank that Perfetto or chrome://tracing opens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity
+
+from strategies.config import ProfilerSection
+from strategies.protocols import Observer
+
+# Seconds of communication in a step, whichever strategy makes it: read from a short profile of that step.
+
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommunicationTime:
+    """Seconds of one step in which something was sent or received, and those in which nothing was computed then."""
+
+    seconds: float
+    exposed_seconds: float
+
+
+class StepProfile:
+    """A profile of what happens between `start` and `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self._on_gpu else [ProfilerActivity.CPU]
+        self._profile = torch.profiler.profile(activities=activities)
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether no other profile is running; there can be one at a time."""
+        return not torch._C._autograd._profiler_enabled()
+
+    def start(self) -> None:
+        self._profile.start()
+
+    def stop(self) -> CommunicationTime:
+        """End the profile and read it."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self._profile.stop()
+        results: Any = self._profile.profiler
+        return communication_time(results.kineto_results.events(), on_gpu=self._on_gpu)
+
+
+def communication_time(events: Iterable[Any], *, on_gpu: bool) -> CommunicationTime:
+    """Communication among a profile's events: NCCL's kernels on a GPU, gloo's transfers between CPU ranks.
+
+    What computes are the other kernels there, and torch's operators here.
+    """
+    sent: list[Interval] = []
+    computed: list[Interval] = []
+    for event in events:
+        name = event.name()
+        place = (event.start_ns(), event.start_ns() + event.duration_ns())
+        if on_gpu:
+            if event.device_type() == DeviceType.CUDA and not name.startswith(("Mem", "gpu_")):
+                (sent if name.startswith("nccl") else computed).append(place)
+        elif name.startswith("gloo:"):
+            sent.append(place)
+        elif name.startswith("aten::"):
+            computed.append(place)
+    busy, working = merged(sent), merged(computed)
+    total = sum(end - start for start, end in busy)
+    return CommunicationTime(seconds=total / 1e9, exposed_seconds=(total - overlap(busy, working)) / 1e9)
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments as intervals that are sorted and do not touch."""
+    result: list[Interval] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
+    """How long two lists of `merged` intervals run at the same time."""
+    total = place = 0
+    for start, end in first:
+        while place < len(second) and second[place][1] <= start:
+            place += 1
+        for other_start, other_end in second[place:]:
+            if other_start >= end:
+                break
+            total += min(end, other_end) - max(start, other_start)
+    return total
+
+
+class Traces(Observer):
+    """Profiles `active` steps once, after `wait` steps that are not watched and `warmup` that are dropped."""
+
+    def __init__(self, section: ProfilerSection, device: torch.device, rank: int) -> None:
+        self._section, self._rank = section, rank
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self._profile: torch.profiler.profile | None = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=section.wait, warmup=section.warmup, active=section.active, repeat=1),
+            on_trace_ready=self._write,
+            record_shapes=True,
+        )
+        self._started = False
+
+    def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
+        if self._profile is not None and not self._started:
+            self._profile.start()
+            self._started = True
+
+    def step_ended(self) -> None:
+        if self._profile is not None:
+            self._profile.step()
+
+    def close(self) -> None:
+        """A run that ends early leaves what was watched so far."""
+        profile, self._profile = self._profile, None
+        if profile is not None and self._started:
+            profile.stop()
+
+    def _write(self, profile: Any) -> None:
+        directory = Path(self._section.output_path)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"trace-rank{self._rank}.json"
+        temporary = path.with_suffix(".json.tmp")
+        profile.export_chrome_trace(str(temporary))
+        os.replace(temporary, path)

@@ -1,0 +1,1 @@
+"""Training steps under fake tensors, and models read from live modules."""

@@ -1,0 +1,58 @@
+"""The tracer's answer to a question of `strategies.tracing.cache`: a reading, or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from planner.cost.memory.ledger import Ledger
+from planner.errors import DsplanError
+from planner.types.job import Job
+from strategies.tracing.cache.reading import Answer, Reading, Refusal, sizes_of
+from strategies.tracing.cache.source import ModelSource
+from strategies.tracing.factory import made_by
+from strategies.tracing.step.build import Subject, own_subject, subject_of
+from strategies.tracing.step.refusal import TraceFailed, guarded, why_refused
+from strategies.tracing.step.step import trace_step
+
+# What `save_pretrained` writes beside the arguments of a config, and what the subject decides itself.
+_NO_ARGUMENTS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache")
+
+
+def trace_answer(job: Job, source: ModelSource, report: Callable[[str], None]) -> Answer:
+    """Builds the module without memory for its weights and traces a step of the job; `report` is told what is done.
+
+    Raises:
+        DsplanError: the factory that makes the module fails.
+    """
+    sizes = sizes_of(job)
+    made = made_by(source.factory) if source.factory else None
+    try:
+        with guarded():
+            report(f"building {source.facts.architecture} without its weights")
+            subject = _subject(job, source, made)
+            report(f"tracing a step of {source.facts.architecture} on fake tensors")
+            step = trace_step(job, subject)
+    except TraceFailed as problem:
+        return Refusal(sizes=sizes, reason=why_refused(problem, subject.module))
+    except DsplanError as problem:
+        return Refusal(sizes=sizes, reason=str(problem))
+    except Exception as problem:
+        # Code of the user's own may raise anything, also where it is copied or sharded; ours has its traceback.
+        if made is None:
+            raise
+        lines = str(problem).strip().splitlines() or ["no message"]
+        return Refusal(sizes=sizes, reason=f"{type(made).__name__} raised {type(problem).__name__}: {lines[0][:200]}")
+    phases = {phase: {str(name): size for name, size in parts.items()} for phase, parts in step.phases.items()}
+    return Reading(sizes=sizes, phases={phase: Ledger(**parts) for phase, parts in phases.items()})
+
+
+def _subject(job: Job, source: ModelSource, made: Any) -> Subject:
+    attention = job.configuration.attention
+    if isinstance(made, nn.Module):
+        return own_subject(made, source.facts, attention)
+    config = made.to_dict() if hasattr(made, "to_dict") else made or source.config
+    arguments = {name: value for name, value in config.items() if name not in _NO_ARGUMENTS}
+    return subject_of(source.facts, attention=attention, task=job.workload.task, overrides=arguments)

@@ -1,0 +1,154 @@
+"""`dsplan estimate --exact`: the plan of one configuration with the memory that a trace of its step found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from planner.cost.memory.activations.instants import instants_of
+from planner.cost.memory.estimate import composed, phases_of
+from planner.cost.memory.ledger import Ledger, bytes_at
+from planner.cost.memory.overhead import (
+    FRAGMENTATION,
+    FRAGMENTATION_UPPER,
+    closed_form_margin,
+    library_workspace,
+)
+from planner.cost.precision import recipe_of
+from planner.cost.timing import step_time
+from planner.search.estimate import Priced, judged, plan_of, possible
+from planner.search.request import Request
+from planner.types.job import Job
+from planner.types.plan import Configuration, Plan
+from strategies.tracing.cache.ask import AGREEMENT, Tracing, ask
+from strategies.tracing.cache.cache import trace_versions
+from strategies.tracing.cache.reading import Reading, Refusal, Sizes
+from strategies.tracing.cache.source import ModelSource
+
+# Coverage: which step the tracer runs for a configuration, and what it does not run.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coverage:
+    """`job` is the step that is traced, None where there is none; `partly` whether only its activations are taken.
+
+    `remark` says in one line what the trace leaves to the closed forms; empty where it leaves nothing.
+    """
+
+    job: Job | None
+    partly: bool = False
+    remark: str = ""
+
+
+def coverage_of(job: Job) -> Coverage:
+    """The traced step is the asked one, or the same without offload, of which only the activations count."""
+    asked = job.configuration
+    if asked.tp > 1 or asked.pp > 1:
+        remark = f"the trace does not cover tp {asked.tp} x pp {asked.pp}; the closed form is used, with a wider bound"
+        return Coverage(job=None, remark=remark)
+    if not asked.zero_stage and asked.offload == "none":
+        return Coverage(job=job)
+    what = asked.strategy if asked.offload == "none" else f"{asked.strategy} with --offload {asked.offload}"
+    remark = f"the trace does not run {what}: its activations are traced, its states and buffers are closed forms"
+    kept = replace(asked, offload="none", offload_ratio=1.0)
+    return Coverage(job=replace(job, configuration=kept), partly=True, remark=remark)
+
+
+TRACED_MARGIN = FRAGMENTATION
+"""What the upper bound adds to a traced peak: what the allocator cannot use. Closed forms add how far they may lie
+below the truth; a trace misses no tensor."""
+UNPROVEN = 0.08
+"""What it adds to a closed form, beside that form's own margin, where a trace was asked for and there is none: the
+largest difference from a trace that the closed forms of known architectures are allowed (docs/exact.md)."""
+
+
+def traced_estimate(request: Request, configuration: Configuration, source: ModelSource, tracing: Tracing) -> Plan:
+    """The plan with traced memory; with the closed form's and a wider bound where the tracer cannot follow the module.
+
+    Raises:
+        ContradictoryRequest: as `planner.search.estimate.possible`.
+        DsplanError: torch or transformers is missing, or has no such model.
+    """
+    priced = possible(request, configuration)
+    coverage = coverage_of(priced.job)
+    if coverage.job is None:
+        found = _unproven(priced, coverage.remark)
+    else:
+        answer = ask(coverage.job, source, tracing)
+        if isinstance(answer, Refusal):
+            found = _unproven(priced, f"trace: {answer.reason}; the closed form is used, with a wider bound")
+        else:
+            found = _traced(priced, coverage, answer)
+    if tracing.cache.problem:
+        found = replace(found, notes=(*found.notes, f"traces are not kept: {tracing.cache.problem}"))
+    return plan_of(found, step_time(found.job))
+
+
+def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
+    job = priced.job
+    closed, workspace = phases_of(job), Ledger(temporaries=library_workspace(job))
+    if coverage.partly:
+        phases, margin = _corrected(job, closed, reading.phases), FRAGMENTATION_UPPER
+    else:
+        seen = {name: ledger + workspace for name, ledger in reading.phases.items()}
+        # Loading, evaluation and saving are not part of a step.
+        phases, margin = {**closed, **seen}, TRACED_MARGIN
+    memory = composed(job, phases, margin + (AGREEMENT if reading.taken_from else 0.0))
+    off = priced.memory.peak_allocated_bytes / memory.peak_allocated_bytes - 1
+    notes = (_what_was_traced(job, reading, partly=coverage.partly) + _distance(off), coverage.remark)
+    return replace(
+        priced,
+        memory=memory,
+        judgement=judged(job, memory, priced.experience),
+        memory_source="traced",
+        notes=tuple(note for note in notes if note),
+    )
+
+
+def _corrected(job: Job, closed: Mapping[str, Ledger], seen: Mapping[str, Ledger]) -> dict[str, Ledger]:
+    """Closed forms whose activations are off as much as their largest ones are off those of a trace."""
+    largest: dict[str, float] = {}
+    for instant in instants_of(job, recipe_of(job.configuration)):
+        alive = bytes_at(instant.activations, job.configuration.micro_batch_size)
+        largest[instant.phase] = max(largest.get(instant.phase, 0.0), alive)
+    corrected = dict(closed)
+    for name, activations in largest.items():
+        off = seen[name].activations + seen[name].temporaries - activations
+        corrected[name] = replace(closed[name], activations=max(closed[name].activations + off, 0.0))
+    return corrected
+
+
+def _unproven(priced: Priced, note: str) -> Priced:
+    phases = phases_of(priced.job)
+    margin = closed_form_margin(priced.job, max(phases.values(), key=lambda ledger: ledger.total))
+    memory = composed(priced.job, phases, margin + UNPROVEN)
+    return replace(priced, memory=memory, judgement=judged(priced.job, memory, priced.experience), notes=(note,))
+
+
+def _what_was_traced(job: Job, reading: Reading, *, partly: bool) -> str:
+    what = "activations are" if partly else "memory is"
+    versions = trace_versions()
+    by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if versions[name])
+    if reading.taken_from:
+        return f"{what} extrapolated from traces at {_sizes(reading)} ({by})"
+    ranks = job.configuration.world_size
+    rank = f" on rank 0 of {ranks}" if ranks > 1 else ""
+    return f"{what} a trace of one step of {job.facts.architecture}{rank} ({by})"
+
+
+def _sizes(reading: Reading) -> str:
+    """The sizes that the traces behind an extrapolated reading differ in: `micro-batch 2 and 4`."""
+    known, asked = reading.taken_from, reading.sizes
+    by_samples = any(sizes.micro_batch != asked.micro_batch for sizes in known)
+    numbers = [str(_size(sizes, by_samples=by_samples)) for sizes in known]
+    return f"{'micro-batch' if by_samples else 'sequence length'} {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _size(sizes: Sizes, *, by_samples: bool) -> int:
+    return sizes.micro_batch if by_samples else sizes.sequence
+
+
+def _distance(off: float) -> str:
+    if abs(off) < 0.0005:
+        return "; the closed form agrees"
+    return f"; the closed form is {abs(off):.1%} {'above' if off > 0 else 'below'} it"

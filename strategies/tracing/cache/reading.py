@@ -1,0 +1,112 @@
+"""Reading: what one trace of a training step found, or why it could not be followed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+from hardware_db.measurement import trace_key
+from planner.cost.memory.ledger import Ledger
+from planner.types.job import Job
+from strategies.tracing.cache.source import ModelSource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Sizes:
+    """What traces of one series differ in: samples of a micro-batch, and positions of its sequences."""
+
+    micro_batch: int
+    sequence: int
+    source: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """Bytes alive on rank 0 at the peak of each phase of a step in the steady state.
+
+    `taken_from` are the sizes of the traces that a reading was extrapolated from; empty for a trace of its own.
+    """
+
+    sizes: Sizes
+    phases: Mapping[str, Ledger]
+    taken_from: tuple[Sizes, ...] = field(default=())
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(ledger.total for ledger in self.phases.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """A module that the tracer cannot follow: `reason` names the operation and the part of the module, in one line."""
+
+    sizes: Sizes
+    reason: str
+
+
+Answer: TypeAlias = "Reading | Refusal"
+
+
+def sizes_of(job: Job) -> Sizes:
+    """The sizes that a job asks for."""
+    configuration, workload = job.configuration, job.workload
+    return Sizes(
+        micro_batch=configuration.micro_batch_size,
+        sequence=configuration.sequence_length,
+        source=workload.source_length,
+    )
+
+
+def to_document(answer: Answer) -> dict[str, object]:
+    """The JSON object that the database keeps; extrapolated readings are not kept."""
+    if isinstance(answer, Refusal):
+        return {"sizes": asdict(answer.sizes), "refused": answer.reason}
+    phases = {name: ledger.rounded() for name, ledger in answer.phases.items()}
+    return {"sizes": asdict(answer.sizes), "phases": phases}
+
+
+def from_document(document: Mapping[str, Any]) -> Answer:
+    """The answer that such an object holds."""
+    sizes = Sizes(**document["sizes"])
+    if "refused" in document:
+        return Refusal(sizes=sizes, reason=document["refused"])
+    phases = {name: Ledger(**bytes_of) for name, bytes_of in document["phases"].items()}
+    return Reading(sizes=sizes, phases=phases)
+
+
+# The key of a question to the tracer: everything that its answer depends on, and nothing else.
+
+
+# They follow from the rest, or are the sizes themselves, or say no more than whether gradients wait (see below); what
+# offloads or travels is not traced.
+_LEFT_OUT = frozenset(
+    {"micro_batch_size", "global_batch_size", "sequence_length", "gradient_accumulation_steps", "offload_ratio"}
+    | {"gradient_compression"}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """`series` is the key of all questions that differ from this one in `sizes` only."""
+
+    key: str
+    series: str
+    sizes: Sizes
+
+
+def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Question:
+    """What a job asks of the tracer. Of a device only the compute capability counts, which decides the kernels."""
+    configuration = {name: value for name, value in asdict(job.configuration).items() if name not in _LEFT_OUT}
+    if not job.configuration.activations_on_host:
+        del configuration["activations_on_host"]  # traces that are older than it
+    asked: dict[str, object] = {
+        "model": source.identity,
+        "configuration": configuration,
+        "accumulates": job.configuration.gradient_accumulation_steps > 1,
+        "task": job.workload.task,
+        "device": "cpu" if job.cluster.device.is_cpu else job.cluster.device.compute_capability,
+        "versions": dict(versions),
+    }
+    sizes = sizes_of(job)
+    return Question(key=trace_key({**asked, "sizes": asdict(sizes)}), series=trace_key(asked), sizes=sizes)

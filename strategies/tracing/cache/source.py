@@ -1,0 +1,163 @@
+"""ModelSource: where the module to trace comes from, known well enough to find its earlier traces without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hardware_db.files import digest
+from hardware_db.handed_in import read_json
+from hardware_db.measurement import trace_key, trace_record
+from planner.models.facts import ModelFacts
+from planner.models.resolve import config_file, is_factory, resolve_model
+from strategies.tracing.cache.cache import TraceCache, rebuild, trace_versions
+from strategies.tracing.factory import facts_of_made, made_by
+
+# The files that a module of one's own is written in, by the hash of their contents.
+
+
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+
+
+def source_files(modules: Collection[str]) -> dict[str, str]:
+    """Path and SHA-256 of the files of loaded modules, and of the user's own modules that these use in turn.
+
+    What an installed package uses is left out: its version speaks for it.
+    """
+    waiting, seen, files = list(modules), set[str](), dict[str, str]()
+    while waiting:
+        name = waiting.pop()
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if name in seen or path is None:
+            continue
+        seen.add(name)
+        if _is_own(path):
+            waiting += _used_by(sys.modules[name])
+        if _is_own(path) or name in modules:
+            files[path] = _digest(path)
+    return files
+
+
+def unchanged(files: Mapping[str, str]) -> bool:
+    """Whether every file still has its contents."""
+    return all(_digest(path) == digest for path, digest in files.items())
+
+
+def _is_own(path: str) -> bool:
+    return not path.startswith(_INSTALLED) and not _PACKAGES & set(Path(path).parts)
+
+
+def _used_by(module: ModuleType) -> set[str]:
+    """The modules that a module's names are or come from."""
+    names = [
+        value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        for value in list(vars(module).values())
+    ]
+    return {name for name in names if isinstance(name, str)}
+
+
+def _digest(path: str) -> str:
+    """The hash of a file's contents; empty where it cannot be read, which equals no file's."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+# Names and remarks do not change what is built.
+_NOT_BUILT = ("name", "aliases", "note", "traced")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """A model as facts, and where it is built from: the facts alone, a `config` (parsed JSON), or a `factory`
+    (`package.module:function`). `identity` is what the module depends on, as JSON.
+    """
+
+    facts: ModelFacts
+    config: Mapping[str, Any] = field(default_factory=dict)
+    factory: str = ""
+    identity: Mapping[str, object]
+
+
+def model_source(name: str | None, model_size: str | None, cache: TraceCache) -> ModelSource:
+    """The source of what `--model` or `--model-size` names.
+
+    Raises:
+        DsplanError: as `resolve_model`.
+    """
+    if name is not None and model_size is None:
+        file = config_file(name)
+        if file is not None:
+            facts = resolve_model(name)
+            config = read_json(file, "name the model's config.json")
+            return ModelSource(facts=facts, config=config, identity={"facts": facts_identity(facts), "config": config})
+        if is_factory(name):
+            # HOUSE
+
+            return factory_source(name.strip(), cache)
+    facts = resolve_model(name, model_size=model_size)
+    return ModelSource(facts=facts, identity={"facts": facts_identity(facts)})
+
+
+def facts_identity(facts: ModelFacts) -> dict[str, object]:
+    """The facts that decide what is built."""
+    return {name: value for name, value in asdict(facts).items() if name not in _NOT_BUILT}
+
+
+# `--model package.module:factory` a second time: its facts from the database, as long as its code is the same.
+
+
+_DIGITS = 32
+
+
+def factory_source(spec: str, cache: TraceCache) -> ModelSource:
+    """The source of a factory's module. Its code runs only where it was never asked for or one of its files changed.
+
+    Raises:
+        DsplanError: as `made_by` and `facts_of_made`.
+    """
+    series = trace_key({"factory": spec, "directory": os.getcwd(), "versions": trace_versions()})
+    for record in cache.series(series):
+        files: Any = record.document["files"]
+        if unchanged(files):
+            return _source(spec, record.document)
+    made = made_by(spec)
+    document: dict[str, object] = {
+        "facts": asdict(facts_of_made(spec, made)),
+        "files": source_files(_modules(spec, made)),
+        "structure": _structure(made),
+    }
+    cache.keep(trace_record(trace_key({"series": series, **document}), series, document))
+    return _source(spec, document)
+
+
+def _source(spec: str, document: Mapping[str, Any]) -> ModelSource:
+    facts = rebuild(ModelFacts, document["facts"])
+    code = digest(document["files"], _DIGITS)
+    identity = {"factory": spec, "code": code, "structure": document["structure"]}
+    return ModelSource(facts=facts, factory=spec, identity=identity)
+
+
+def _modules(spec: str, made: Any) -> set[str]:
+    """The Python modules that define the factory and every class of what it made."""
+    parts = made.modules() if hasattr(made, "modules") else (made,)
+    return {spec.partition(":")[0], *(type(part).__module__ for part in parts)}
+
+
+def _structure(made: Any) -> str:
+    """The hash of a module's parts, weights and buffers, or of a config."""
+    if hasattr(made, "named_parameters"):
+        parts = [[name, type(part).__name__] for name, part in made.named_modules()]
+        tensors = [*made.named_parameters(), *made.named_buffers()]
+        shapes = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors]
+        return digest([parts, shapes], _DIGITS)
+    return digest(made.to_dict() if hasattr(made, "to_dict") else dict(made), _DIGITS)

@@ -1,0 +1,1 @@
+"""Memory forms, read off small symbolic steps."""

@@ -1,0 +1,287 @@
+"""Live bytes of a traced step by category, with the peak of each phase.
+
+Every storage that an operation returns is alive until Python's weak reference to it dies; its size is rounded up to 512
+bytes as CUDA's allocator does. What kernels allocate and free inside is added by `strategies.tracing.cuda.kernels`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from strategies.tracing.storage_tracker import plain_parts, resizes_reported
+
+# Results of operations seen before, made again without asking torch's fake kernels, which is most of a trace's time.
+
+
+_aten = torch.ops.aten
+# Their schemas do not say that they return a view, or the result holds a number that code may read.
+_EXCEPTIONS = frozenset({_aten._unsafe_view.default, _aten.lift_fresh_copy.default})
+_IN_PLACE = frozenset(
+    {_aten.copy_.default, _aten.add_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor, _aten.zero_.default}
+)
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_Kind = Literal["makes", "changes lists", "other"]
+_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+
+
+class _NoKeyError(Exception):
+    """Something in the arguments has no short description."""
+
+
+class Replay:
+    """Runs operations on the fake tensors of one mode."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._kinds: dict[Any, _Kind] = {}
+        self._seen: dict[Any, tuple[type, tuple[_Made | None, ...]] | None] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func(*args, **kwargs)` returns."""
+        if func in _IN_PLACE and self._is_mine(args[0]):
+            return args[0]
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind(func)
+        if kind == "changes lists" and all(self._is_mine(value) for value in args[0]):
+            return None
+        if kind != "makes":
+            return func(*args, **kwargs)
+        try:
+            key = (func, self._key(args), self._key(tuple(kwargs.items())))
+        except _NoKeyError:
+            return func(*args, **kwargs)
+        if key not in self._seen:
+            result = func(*args, **kwargs)
+            self._seen[key] = self._description(result, args)
+            return result
+        known = self._seen[key]
+        return func(*args, **kwargs) if known is None else self._again(*known)
+
+    def _is_mine(self, value: Any) -> bool:
+        return isinstance(value, FakeTensor) and value.fake_mode is self._mode
+
+    def _key(self, value: Any) -> Any:
+        if isinstance(value, FakeTensor):
+            if value.fake_mode is not self._mode:
+                raise _NoKeyError
+            return value.shape, value.stride(), value.dtype
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        if isinstance(value, (list, tuple)):
+            return tuple(self._key(item) for item in value)
+        raise _NoKeyError
+
+    def _description(self, result: Any, args: tuple[Any, ...]) -> tuple[type, tuple[_Made | None, ...]] | None:
+        """What it takes to make the result again; None where it shares a storage or is only part of one."""
+        results = result if isinstance(result, (list, tuple)) else (result,)
+        tensors = [item for item in results if item is not None]
+        if not all(self._is_mine(tensor) and _is_whole(tensor) for tensor in tensors):
+            return None
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        if len(set(storages)) < len(storages) or not set(storages).isdisjoint(_storages(args)):
+            return None
+        made = tuple(None if item is None else _made(item) for item in results)
+        return type(result), made
+
+    def _again(self, kind: type, made: tuple[_Made | None, ...]) -> Any:
+        with torch._C._DisableTorchDispatch():
+            results = [None if item is None else self._tensor(item) for item in made]
+        if kind is list:
+            return results
+        return tuple(results) if kind is tuple else results[0]
+
+    def _tensor(self, made: _Made) -> torch.Tensor:
+        shape, stride, dtype, device = made
+        return FakeTensor(self._mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+def _made(tensor: FakeTensor) -> _Made:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device
+
+
+def _kind(func: Any) -> _Kind:
+    if func.namespace != "aten" or func in _EXCEPTIONS or torch.Tag.dynamic_output_shape in func.tags:
+        return "other"
+    schema = func._schema
+    if schema.name.startswith("aten::_foreach_") and schema.name.endswith("_"):
+        return "changes lists"
+    places = [*schema.arguments, *schema.returns]
+    tensors = all(str(place.type) in ("Tensor", "List[Tensor]") for place in schema.returns)
+    makes = tensors and bool(schema.returns) and not any(place.alias_info for place in places)
+    return "makes" if makes else "other"
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether an empty tensor of this shape and stride would have a storage of the same size."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = reach if tensor.numel() else 0
+    return tensor.untyped_storage().nbytes() == elements * tensor.element_size()
+
+
+def _storages(values: Any) -> set[int]:
+    if isinstance(values, torch.Tensor):
+        return {values.untyped_storage()._cdata}
+    if isinstance(values, (list, tuple)):
+        return {number for value in values for number in _storages(value)}
+    return set()
+
+
+Category = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries", "host"]
+CATEGORIES: tuple[Category, ...] = (
+    *("parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"),
+    "host",
+)
+"""`host` is not on the device and not part of any sum."""
+_ROUNDING = 512
+_FAKE = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+_DEVICE = torch.ops.prim.device.default
+_TO_COPY = torch.ops.aten._to_copy.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
+Scratch = Callable[[Any, tuple[Any, ...]], int]
+
+
+class Storages:
+    """Counts the storages of the fake tensors of `mode` while it is active.
+
+    DTensor has fake tensors of its own, with which it works out shapes; they do not count.
+
+    `category` is that of storages made from now on. `scratch` tells the bytes that an operation allocates and frees
+    inside. `answers_items` lets code read a number from a tensor (optimizers do, their step count): it reads one.
+    """
+
+    def __init__(self, mode: FakeTensorMode, scratch: Scratch | None = None) -> None:
+        self.category: Category = "activations"
+        self.answers_items = False
+        self.operation = ""
+        self._mode, self._scratch, self._replay = mode, scratch, Replay(mode)
+        self._live = dict.fromkeys(CATEGORIES, 0)
+        self._total = 0
+        self._peak_total = -1
+        self._peak: dict[Category, int] = {}
+        self._known: dict[weakref.ref[torch.UntypedStorage], tuple[int, Category]] = {}
+        self._weights: set[weakref.ref[torch.UntypedStorage]] = set()
+        self._active = contextlib.ExitStack()
+
+    def __enter__(self) -> Storages:
+        self._active.enter_context(resizes_reported(self._resized))
+        self._active.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._active.close()
+
+    @property
+    def live(self) -> Mapping[Category, int]:
+        """Bytes alive now, by category."""
+        return dict(self._live)
+
+    def take_peak(self) -> dict[Category, int]:
+        """Bytes by category at the largest moment since the last call; the next search starts now."""
+        peak = self._peak if self._peak_total >= self._total else dict(self._live)
+        self._peak_total, self._peak = self._total, dict(self._live)
+        return peak
+
+    def label(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
+        """Count these tensors under another category from now on, or for the first time."""
+        for tensor in tensors:
+            for part in plain_parts(tensor) if tensor is not None else ():
+                storage = part.untyped_storage()
+                self._set(weakref.ref(storage, self._died), storage.nbytes(), category)
+
+    def cast_is_temporary(self, weights: Iterable[torch.Tensor]) -> None:
+        """Copies of these weights in another dtype, which autocast makes, are temporaries."""
+        self._weights = {weakref.ref(part.untyped_storage()) for weight in weights for part in plain_parts(weight)}
+
+    @contextlib.contextmanager
+    def making(self, category: Category) -> Iterator[None]:
+        """Storages made inside are of this category."""
+        before, self.category = self.category, category
+        try:
+            yield
+        finally:
+            self.category = before
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operation, its inputs and results counted."""
+        if func is _ITEM and self.answers_items:
+            return 1
+        self.operation = str(func)
+        for value in args:
+            self._see(value)
+        result = self._replay.run(func, args, kwargs)
+        category = self.category
+        if func is _TO_COPY and weakref.ref(args[0].untyped_storage()) in self._weights:
+            category = "temporaries"
+        self._see(result, category)
+        self._count_inside(func, args)
+        self.operation = ""
+        return result
+
+    def _count_inside(self, func: Any, args: tuple[Any, ...]) -> None:
+        beside = self._scratch(func, args) if self._scratch is not None else 0
+        if self._total + beside > self._peak_total:
+            self._peak_total = self._total + beside
+            self._peak = {**self._live, "temporaries": self._live["temporaries"] + beside}
+
+    def _see(self, value: Any, category: Category | None = None) -> None:
+        if isinstance(value, torch.Tensor):
+            for part in plain_parts(value):
+                if not isinstance(part, FakeTensor) or part.fake_mode is not self._mode:
+                    continue
+                reference = weakref.ref(part.untyped_storage(), self._died)
+                if reference not in self._known:
+                    self._set(reference, part.untyped_storage().nbytes(), category or self.category)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self._see(item, category)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        reference = weakref.ref(storage, self._died)
+        _, category = self._known.get(reference, (0, self.category))
+        self._set(reference, storage.nbytes(), category)
+
+    def _set(self, reference: weakref.ref[torch.UntypedStorage], nbytes: int, category: Category) -> None:
+        size = -(-nbytes // _ROUNDING) * _ROUNDING
+        old_size, old_category = self._known.pop(reference, (0, category))
+        self._known[reference] = size, category
+        self._add(-old_size, old_category)
+        self._add(size, category)
+
+    def _add(self, size: int, category: Category) -> None:
+        self._live[category] += size
+        if category == "host":
+            return
+        self._total += size
+        if self._total > self._peak_total:
+            self._peak_total, self._peak = self._total, dict(self._live)
+
+    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        size, category = self._known.pop(reference, (0, "host"))
+        self._add(-size, category)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's wrapper costs as much as the operation
+
+    def __init__(self, storages: Storages) -> None:
+        initialize: Any = super().__init__
+        initialize()
+        self._storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if not _FAKE.issuperset(types):
+            # A tensor subclass such as DTensor: its own dispatch runs plain operations, which come back here.
+            return NotImplemented
+        return self._storages.run(func, args, kwargs or {})

@@ -1,0 +1,169 @@
+"""Arguments of the transformers configs of dense decoders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.models.facts import ModelFacts
+
+# Arguments of transformers configs that many families share.
+
+
+Arguments = dict[str, Any]
+
+
+def standard(facts: ModelFacts) -> Arguments:
+    return {
+        "hidden_size": facts.hidden_size,
+        "num_hidden_layers": facts.num_layers,
+        "num_attention_heads": facts.num_heads,
+        "intermediate_size": facts.intermediate_size,
+        "vocab_size": facts.vocab_size,
+        "max_position_embeddings": facts.max_position_embeddings,
+        "hidden_act": facts.activation,
+        "tie_word_embeddings": facts.tie_word_embeddings,
+    }
+
+
+def grouped(facts: ModelFacts) -> Arguments:
+    return standard(facts) | {"num_key_value_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
+
+
+def windowed(facts: ModelFacts) -> Arguments:
+    return grouped(facts) | {"sliding_window": facts.sliding_window or None}
+
+
+def partly_rotated(facts: ModelFacts) -> Arguments:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": facts.rotary_pct}
+    return {"rope_parameters": rope}
+
+
+def llama(facts: ModelFacts) -> Arguments:
+    return grouped(facts) | {"attention_bias": facts.qkv_bias, "mlp_bias": facts.mlp_bias}
+
+
+def gpt2(facts: ModelFacts) -> Arguments:
+    return {
+        "n_embd": facts.hidden_size,
+        "n_layer": facts.num_layers,
+        "n_head": facts.num_heads,
+        "n_inner": facts.intermediate_size,
+        "n_positions": facts.max_position_embeddings,
+        "vocab_size": facts.vocab_size,
+        "activation_function": facts.activation,
+        "tie_word_embeddings": facts.tie_word_embeddings,
+    }
+
+
+def gpt_bigcode(facts: ModelFacts) -> Arguments:
+    return gpt2(facts) | {"multi_query": facts.num_kv_heads == 1}
+
+
+def rotary_gpt2(facts: ModelFacts) -> Arguments:
+    return gpt2(facts) | {"rotary_dim": facts.rotary_dim}
+
+
+def gpt_neo(facts: ModelFacts) -> Arguments:
+    return {
+        "hidden_size": facts.hidden_size,
+        "num_layers": facts.num_layers,
+        "num_heads": facts.num_heads,
+        "intermediate_size": facts.intermediate_size,
+        "vocab_size": facts.vocab_size,
+        "max_position_embeddings": facts.max_position_embeddings,
+        "window_size": facts.sliding_window,
+        "activation_function": facts.activation,
+        "attention_types": [[["global", "local"], facts.num_layers // 2]]
+        if facts.num_layers % 2 == 0
+        else [[["global"], facts.num_layers]],
+        "tie_word_embeddings": facts.tie_word_embeddings,
+    }
+
+
+def gpt_neox(facts: ModelFacts) -> Arguments:
+    own = {"use_parallel_residual": facts.parallel_residual, "attention_bias": facts.qkv_bias}
+    return standard(facts) | partly_rotated(facts) | own
+
+
+def opt(facts: ModelFacts) -> Arguments:
+    return {
+        "hidden_size": facts.hidden_size,
+        "num_hidden_layers": facts.num_layers,
+        "num_attention_heads": facts.num_heads,
+        "ffn_dim": facts.intermediate_size,
+        "vocab_size": facts.vocab_size,
+        "max_position_embeddings": facts.max_position_embeddings,
+        "word_embed_proj_dim": facts.word_embed_proj_dim,
+        "do_layer_norm_before": not facts.post_norm,
+        "activation_function": facts.activation,
+        "tie_word_embeddings": facts.tie_word_embeddings,
+    }
+
+
+def bloom(facts: ModelFacts) -> Arguments:
+    return {
+        "hidden_size": facts.hidden_size,
+        "n_layer": facts.num_layers,
+        "n_head": facts.num_heads,
+        "vocab_size": facts.vocab_size,
+        "tie_word_embeddings": facts.tie_word_embeddings,
+    }
+
+
+def falcon(facts: ModelFacts) -> Arguments:
+    return standard(facts) | {
+        "ffn_hidden_size": facts.intermediate_size,
+        "num_kv_heads": facts.num_kv_heads,
+        "multi_query": facts.num_kv_heads == 1,
+        "alibi": facts.position_type == "alibi",
+        "parallel_attn": facts.parallel_residual,
+        "new_decoder_architecture": facts.new_decoder_architecture,
+        "num_ln_in_parallel_attn": facts.num_ln_in_parallel_attn or None,
+        "bias": facts.qkv_bias,
+    }
+
+
+def mpt(facts: ModelFacts) -> Arguments:
+    return {
+        "d_model": facts.hidden_size,
+        "n_layers": facts.num_layers,
+        "n_heads": facts.num_heads,
+        "expansion_ratio": facts.intermediate_size // facts.hidden_size,
+        "max_seq_len": facts.max_position_embeddings,
+        "vocab_size": facts.vocab_size,
+        "tie_word_embeddings": facts.tie_word_embeddings,
+    }
+
+
+def phi(facts: ModelFacts) -> Arguments:
+    return standard(facts) | partly_rotated(facts) | {"num_key_value_heads": facts.num_kv_heads}
+
+
+def phi3(facts: ModelFacts) -> Arguments:
+    return windowed(facts) | partly_rotated(facts) | {"pad_token_id": 0, "eos_token_id": 1}
+
+
+def stablelm(facts: ModelFacts) -> Arguments:
+    return standard(facts) | {
+        "num_key_value_heads": facts.num_kv_heads,
+        "use_qkv_bias": facts.qkv_bias,
+        "qk_layernorm": facts.qk_norm == "per_head_layernorm",
+        "use_parallel_residual": facts.parallel_residual,
+    }
+
+
+def cohere(facts: ModelFacts) -> Arguments:
+    return grouped(facts) | {"use_qk_norm": bool(facts.qk_norm), "attention_bias": facts.qkv_bias}
+
+
+def starcoder2(facts: ModelFacts) -> Arguments:
+    return windowed(facts) | {"use_bias": facts.mlp_bias}
+
+
+def gemma(facts: ModelFacts) -> Arguments:
+    arguments = windowed(facts)
+    return arguments | {"hidden_activation": arguments.pop("hidden_act")}
+
+
+def glm(facts: ModelFacts) -> Arguments:
+    return grouped(facts) | {"attention_bias": facts.qkv_bias, "pad_token_id": 0}

@@ -1,0 +1,95 @@
+"""Arguments of the transformers configs of encoders and encoder-decoders."""
+
+from __future__ import annotations
+
+from planner.models.facts import ModelFacts
+from strategies.tracing.to_hf.decoders import Arguments, standard
+
+
+def bert(facts: ModelFacts) -> Arguments:
+    return standard(facts) | {"type_vocab_size": facts.type_vocab_size}
+
+
+def albert(facts: ModelFacts) -> Arguments:
+    return bert(facts) | {"embedding_size": facts.embedding_size}
+
+
+def distilbert(facts: ModelFacts) -> Arguments:
+    return {
+        "dim": facts.hidden_size,
+        "n_layers": facts.num_layers,
+        "n_heads": facts.num_heads,
+        "hidden_dim": facts.intermediate_size,
+        "vocab_size": facts.vocab_size,
+        "max_position_embeddings": facts.max_position_embeddings,
+        "activation": facts.activation,
+        "tie_word_embeddings": facts.tie_word_embeddings,
+    }
+
+
+def deberta(facts: ModelFacts) -> Arguments:
+    return bert(facts) | {
+        "relative_attention": True,
+        "position_buckets": facts.position_buckets,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": facts.share_att_key,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+        "max_relative_positions": -1,
+        "legacy": True,
+    }
+
+
+def modernbert(facts: ModelFacts) -> Arguments:
+    arguments = standard(facts)
+    return arguments | {
+        "hidden_activation": arguments.pop("hidden_act"),
+        "local_attention": facts.sliding_window,
+        "cls_token_id": 0,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "sep_token_id": 0,
+    }
+
+
+def t5(facts: ModelFacts) -> Arguments:
+    gate = "gated-" if facts.gated_mlp else ""
+    return {
+        "d_model": facts.hidden_size,
+        "d_kv": facts.head_dim,
+        "d_ff": facts.intermediate_size,
+        "num_layers": facts.encoder_layers,
+        "num_decoder_layers": facts.decoder_layers,
+        "num_heads": facts.num_heads,
+        "vocab_size": facts.vocab_size,
+        "relative_attention_num_buckets": facts.relative_attention_num_buckets,
+        "feed_forward_proj": gate + {"gelu_new": "gelu"}.get(facts.activation, facts.activation),
+    }
+
+
+def bart(facts: ModelFacts) -> Arguments:
+    return {
+        "d_model": facts.hidden_size,
+        "encoder_layers": facts.encoder_layers,
+        "decoder_layers": facts.decoder_layers,
+        "encoder_attention_heads": facts.num_heads,
+        "decoder_attention_heads": facts.num_heads,
+        "encoder_ffn_dim": facts.intermediate_size,
+        "decoder_ffn_dim": facts.intermediate_size,
+        "vocab_size": facts.vocab_size,
+        "max_position_embeddings": facts.max_position_embeddings,
+        "activation_function": facts.activation,
+        "tie_word_embeddings": facts.tie_word_embeddings,
+    }
+
+
+def whisper(facts: ModelFacts) -> Arguments:
+    arguments = bart(facts)
+    del arguments["max_position_embeddings"]
+    return arguments | {
+        "num_mel_bins": facts.num_mel_bins,
+        "max_source_positions": facts.max_source_positions,
+        "max_target_positions": facts.max_target_positions,
+        "pad_token_id": 0,
+    }

@@ -1,0 +1,178 @@
+"""What the commands print, and the JSON that scripts rely on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import dsplan
+from dsplan.cli.app import COMMANDS, load_command
+from planner.types.plan_io import load_plan, plan_from_dict
+from tests.dsplan.cli import Cli
+
+HARDWARE = "--gpus 8 --gpu A100-SXM4-80GB"
+CONTRACT = {
+    "model": {"name", "parameters", "trainable_parameters"},
+    "cluster": {"device", "gpus", "nodes", "capacity_bytes"},
+    "plan": {
+        "strategy",
+        "backend",
+        "dp_replicate",
+        "dp_shard",
+        "tp",
+        "pp",
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "global_batch_size",
+        "sequence_length",
+        "precision",
+        "optimizer",
+        "attention",
+        "activation_checkpointing",
+        "offload",
+    },
+    "memory": {
+        "parameters_bytes",
+        "gradients_bytes",
+        "optimizer_bytes",
+        "activations_bytes",
+        "buffers_bytes",
+        "temporaries_bytes",
+        "peak_allocated_bytes",
+        "peak_phase",
+        "peak_reserved_bytes",
+        "device_overhead_bytes",
+        "device_used_bytes",
+        "device_used_upper_bytes",
+        "host_bytes_per_node",
+    },
+    "time": {
+        "step_seconds",
+        "compute_seconds",
+        "communication_seconds",
+        "exposed_communication_seconds",
+        "offload_seconds",
+        "optimizer_seconds",
+        "bubble_seconds",
+    },
+    "throughput": {"tokens_per_second_per_gpu", "samples_per_second", "tflops_per_gpu", "mfu"},
+}
+
+
+def test_version(cli: Cli) -> None:
+    assert cli("--version").out == f"dsplan {dsplan.__version__}\n"
+
+
+@pytest.mark.parametrize("line", ["", "--help"])
+def test_help_lists_every_command(cli: Cli, line: str) -> None:
+    printed = cli(line)
+    assert printed.status == 0
+    assert all(f"\n  {name} " in printed.out for name in COMMANDS)
+
+
+def test_every_command_and_flag_has_help() -> None:
+    for name in COMMANDS:
+        command = load_command(name)
+        for inner in getattr(command, "commands", {"": command}).values():
+            assert inner.help, name
+            assert all(option.help for option in inner.params if option.name != "help"), (name, inner.name)
+
+
+def test_estimate_json_is_the_contract(cli: Cli) -> None:
+    printed = cli(f"estimate --json --model opt-125m {HARDWARE} --strategy zero2 --micro-batch 4")
+    assert printed.status == 0
+    assert printed.err == ""
+    answer = printed.json
+    assert {group: set(CONTRACT[group]) - set(answer[group]) for group in CONTRACT} == {
+        group: set() for group in CONTRACT
+    }
+    assert answer["schema_version"] == 1
+    assert answer["verdict"] in ("fits", "tight")
+    assert set(answer["provenance"].values()) <= {"measured", "calibrated", "datasheet"}
+    memory = answer["memory"]
+    parts = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporaries")
+    assert sum(memory[f"{part}_bytes"] for part in parts) == memory["peak_allocated_bytes"]
+
+
+def test_the_plan_that_is_printed_can_be_read_back(cli: Cli) -> None:
+    answer = cli(f"estimate --json --model opt-125m {HARDWARE}").json
+    assert plan_from_dict(answer).configuration.strategy == "ddp"
+
+
+def test_recommend_json_is_ranked_and_keeps_the_batch(cli: Cli) -> None:
+    printed = cli(f"recommend --json --model opt-1.3b {HARDWARE} --global-batch 48 --top 3")
+    assert printed.status == 0
+    plans = printed.json["plans"]
+    assert len(plans) == 3
+    assert {plan["plan"]["global_batch_size"] for plan in plans} == {48}
+    assert all(item["reason"] for item in printed.json["rejected"])
+    assert plans[0]["runnable"]
+
+
+def test_objective_memory_puts_the_smallest_first(cli: Cli) -> None:
+    plans = cli(f"recommend --json --model opt-1.3b {HARDWARE} --objective memory --all-plans").json["plans"]
+    used = [plan["memory"]["device_used_bytes"] for plan in plans]
+    assert used == sorted(used)
+
+
+def test_what_does_not_fit_ends_with_status_1(cli: Cli) -> None:
+    printed = cli("estimate --model opt-6.7b --gpus 1 --gpu RTX-4090 --strategy single")
+    assert printed.status == 1
+    assert "does not fit" in printed.out
+
+
+def test_nothing_fits_is_an_answer_with_remedies(cli: Cli) -> None:
+    line = "recommend --model opt-6.7b --gpus 1 --gpu RTX-4090 --max-memory-gb 2.5"
+    printed = cli(line)
+    assert printed.status == 1
+    assert "no plan fits" in printed.out
+    assert "closest: " in printed.out
+    assert "  1. " in printed.out
+    answer = cli(f"{line} --json")
+    assert answer.status == 1
+    assert answer.json["plans"] == []
+    assert answer.json["closest"]["verdict"] == "does_not_fit"
+    assert answer.json["remedies"]
+
+
+def test_recommend_names_what_it_assumed(cli: Cli) -> None:
+    out = cli("recommend --model opt-125m --gpus 8").out
+    assert "assumed" in out
+    assert "--global-batch" in out
+    assert "--seq-len" in out
+
+
+def test_out_writes_plans_and_configs(cli: Cli, tmp_path: Path) -> None:
+    printed = cli(f"recommend --model opt-1.3b {HARDWARE} --top 2 --out", tmp_path / "deep" / "plans")
+    assert printed.status == 0
+    written = tmp_path / "deep" / "plans"
+    assert sorted(path.name for path in written.iterdir()) == ["plan-1", "plan-1.yaml", "plan-2", "plan-2.yaml"]
+    assert load_plan(written / "plan-1.yaml").verdict in ("fits", "tight")
+    assert list((written / "plan-1").glob("*/*"))
+
+
+def test_explain_tells_why_the_others_lost(cli: Cli, tmp_path: Path) -> None:
+    cli(f"recommend --model opt-6.7b {HARDWARE} --out", tmp_path)
+    out = cli("explain", tmp_path / "plan-1.yaml").out
+    assert "facebook/opt-6.7b" in out
+    assert "chosen over" in out
+    assert "single" in out
+    assert cli("explain --json", tmp_path / "plan-1.yaml").json["plan"]["strategy"]
+
+
+def test_models_and_devices(cli: Cli) -> None:
+    assert len(cli("models --json").json) == 280
+    assert len(cli("devices --json").json) == 85
+    assert len(cli("devices --links --json").json) == 52
+    assert len(cli("devices --nodes --json").json) == 109
+    assert "gpt2-xl" in cli("models gpt2").out
+    assert "H100-SXM5-80GB" in cli("devices h100").out
+    assert cli("devices h100 --json").json[0]["source"]
+
+
+def test_probe_answers_on_any_machine(cli: Cli) -> None:
+    printed = cli("probe")
+    assert printed.status == 0
+    assert "memory" in printed.out
+    assert cli("probe --json").json["host"]["logical_cores"]

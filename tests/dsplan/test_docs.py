@@ -1,0 +1,100 @@
+"""Pages that are generated are fresh, and links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.cluster.cluster_file import KEYS
+from tests.dsplan.cli import Cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize(
+    "script", ["build_cli_reference", "build_recommendation_table", "build_accuracy_report", "build_zero_report"]
+)
+def test_generated_pages_are_fresh(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / f"{script}.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    """Every `planner/…`, `docs/…` and the like in backquotes is there."""
+    named = re.findall(
+        r"`((?:planner|strategies|hardware_db|dsplan|docs|scripts|tests)/[\w./-]*)`", page.read_text("utf-8")
+    )
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def shown_commands() -> list[str]:
+    """The planning commands that pages show, without comments and without those that hold a placeholder."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    lines = re.findall(r"^ *\$ dsplan ((?:recommend|estimate|models|devices|probe).*)$", text, flags=re.MULTILINE)
+    return sorted({line.split("#")[0].strip() for line in lines if "NAME" not in line})
+
+
+@pytest.mark.parametrize("command", shown_commands())
+def test_commands_that_pages_show_work(command: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli("", *shlex.split(command)).status == 0
+
+
+def test_the_planning_snippet_of_the_start_page_runs() -> None:
+    snippet = next(code for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL))
+    names: dict[str, object] = {}
+    exec(snippet, names)
+    assert names["best"].verdict in ("fits", "tight")  # type: ignore[attr-defined]
+
+
+def test_the_training_script_of_the_docs_trains_and_resumes(tmp_path: Path) -> None:
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    script = tmp_path / "train.py"
+    script.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DSPLAN_HOME": str(tmp_path / "home"), "DSPLAN_QUIET": "1"}
+    runs = [
+        subprocess.run(
+            [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    assert [run.rpartition(", loss")[0] for run in runs] == ["epoch 0, step 8", "epoch 1, step 16"]
+
+
+def test_the_fields_that_the_docs_name_are_those_that_are_printed(cli: Cli) -> None:
+    page = (ROOT / "docs/scripting.md").read_text(encoding="utf-8")
+    printed = cli("estimate --model opt-125m --gpus 2 --gpu A100-SXM4-80GB --json").json
+    rows = dict(re.findall(r"^\| (`[^|]*) \| ([^|]*) \|$", page, re.MULTILINE))
+    groups = {group: fields for names, fields in rows.items() for group in re.findall(r"`(\w+)`", names)}
+    assert set(printed) <= set(groups)
+    for group, figures in printed.items():
+        if isinstance(figures, dict) and group != "provenance":
+            assert set(re.findall(r"`(\w+)`", groups[group])) == set(figures)
+
+
+def test_the_cluster_file_of_the_docs_is_read(cli: Cli, tmp_path: Path) -> None:
+    page = (ROOT / "docs/scripting.md").read_text(encoding="utf-8")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0], encoding="utf-8")
+    printed = cli("recommend --model opt-125m --json --cluster", path).json
+    assert printed["plans"][0]["cluster"]["gpus"] == 32
+    section = page.partition("## A cluster file")[2].partition("\n## ")[0]
+    keys = [key for row in re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)]
+    assert sorted(keys) == sorted(KEYS)

@@ -1,0 +1,97 @@
+"""Whole processes: what is imported, on which terminals it prints, how it ends."""
+
+from __future__ import annotations
+
+import ast
+import os
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECOMMEND = ("recommend", "--model", "opt-6.7b", "--gpus", "8")
+
+# What an environment with the base dependencies alone would do: these packages are not there.
+WITHOUT = """
+import importlib.abc, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ModuleNotFoundError(f"{{name}} is blocked by the test")
+sys.meta_path.insert(0, Blocker())
+from dsplan.__main__ import main
+status = main({arguments})
+print(sorted({{name.split(".")[0] for name in sys.modules}}), file=sys.stderr)
+sys.exit(status)
+"""
+TRAINING = {"torch", "numpy", "transformers", "accelerate", "deepspeed", "psutil", "safetensors"}
+
+
+def run(*arguments: str, blocked: frozenset[str] = frozenset(), **environment: str) -> subprocess.CompletedProcess[str]:
+    code = WITHOUT.format(blocked=set(blocked) or "()", arguments=list(arguments))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        RECOMMEND,
+        ("recommend", "--model", "llama-2-70b", "--gpus", "1024", "--gpu", "H100", "--all-plans", "--json"),
+        ("estimate", "--model", "bert-large", "--gpus", "1", "--gpu", "A100-SXM4-80GB"),
+        ("models", "opt"),
+        ("devices", "a100"),
+        ("probe",),
+        ("--help",),
+    ],
+)
+def test_planning_works_with_the_base_dependencies_alone(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments, blocked=frozenset(TRAINING | {"pydantic"}))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert not TRAINING & set(ast.literal_eval(done.stderr.splitlines()[-1]))
+
+
+def test_a_piped_answer_needs_no_rich() -> None:
+    done = run(*RECOMMEND, blocked=frozenset({"rich"}))
+    assert done.returncode == 0, done.stderr
+    assert "rich" not in ast.literal_eval(done.stderr)
+
+
+def test_recommend_stays_within_its_import_budget() -> None:
+    """Processor seconds, which a busy machine inflates less than wall-clock; `scripts/bench/startup.py` has that."""
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run(*RECOMMEND).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) < 0.6
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437", "utf-8"])
+@pytest.mark.sweep(suite=lambda encoding: encoding in ("ascii", "cp437"))
+def test_any_encoding_prints(encoding: str) -> None:
+    for arguments in (RECOMMEND, ("models",), ("devices", "--nodes"), ("probe",)):
+        assert run(*arguments, PYTHONIOENCODING=encoding).returncode == 0
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{shlex.quote(sys.executable)} -m dsplan models --json | head -n 1"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert done.stdout == "[\n"
+    assert done.stderr == ""

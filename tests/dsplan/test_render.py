@@ -1,0 +1,97 @@
+"""Blocks as plain text and on terminals of any width and encoding."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import get_args
+
+import pytest
+
+import dsplan
+from dsplan.render.blocks import Bar, Block, Table, Text, columns
+from dsplan.render.catalogues import devices_table, models_table, nodes_table
+from dsplan.render.pretty import print_blocks
+from dsplan.render.recommendation import recommendation_blocks
+from dsplan.render.show import plain_text
+from hardware_db.datasheets import devices, node_types
+from planner import vocabulary
+from planner.models.catalogue import models
+
+BLOCKS: list[Block] = [
+    Text(text="opt-6.7b: 6.66B parameters", style="heading"),
+    Table(
+        title="memory",
+        columns=columns("category", "share", ">size"),
+        rows=[["parameters", Bar(share=0.5), "9.3 GiB"], ["über", Bar(share=1.7), "80.0 GiB"]],
+    ),
+]
+
+
+def test_plain_text_is_aligned_ascii_apart_from_the_words() -> None:
+    assert plain_text(BLOCKS) == (
+        "opt-6.7b: 6.66B parameters\n"
+        "\n"
+        "memory\n"
+        "category    share           size\n"
+        "----------  ----------  --------\n"
+        "parameters  #####.....   9.3 GiB\n"
+        "über        ##########  80.0 GiB\n"
+    )
+
+
+@pytest.mark.parametrize("share", [-1.0, 0.0, 0.04, 0.5, 1.0, 7.0])
+def test_a_bar_never_leaves_its_width(share: float) -> None:
+    assert 0 <= Bar(share=share).filled <= 10
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("width", ["1", "20", "80", "300"])
+def test_terminals_of_any_width_and_encoding(monkeypatch: pytest.MonkeyPatch, encoding: str, width: str) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding, errors="backslashreplace"))
+    monkeypatch.setenv("COLUMNS", width)
+    print_blocks(BLOCKS)
+    sys.stdout.flush()
+    drawn = raw.getvalue().decode(encoding)
+    if int(width) >= 80:
+        assert "9.3 GiB" in drawn
+        assert ("█████░░░░░" if encoding == "utf-8" else "#####.....") in drawn
+
+
+def test_ranked_plans_fit_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    print_blocks(recommendation_blocks(dsplan.recommend(model="llama-3-8b", gpus=16, gpu="H100-SXM5-80GB")))
+    out = capsys.readouterr().out
+    assert "fsdp-grad-op" in out
+    assert "…" not in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("blocks", [models_table(models()), devices_table(devices()), nodes_table(node_types())])
+def test_a_narrow_terminal_leaves_columns_out_rather_than_cut_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], blocks: list[Block]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    print_blocks(blocks)
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert "a wider terminal also shows" in out
+
+
+@pytest.mark.parametrize("objective", get_args(vocabulary.Objective))
+def test_why_the_first_plan_is_first_is_one_line(objective: vocabulary.Objective) -> None:
+    answer = dsplan.recommend(model="opt-6.7b", gpus=8, gpu="A100-SXM4-80GB", objective=objective)
+    (line,) = [line for line in plain_text(recommendation_blocks(answer)).splitlines() if line.startswith("first: ")]
+    assert line == f"first: {answer.choice}"
+    assert answer.choice.startswith(answer.plans[0].configuration.strategy)
+
+
+def test_a_faster_plan_that_is_not_shown_says_why() -> None:
+    answer = dsplan.recommend(model="gpt2", gpus=8, gpu="A100-SXM4-80GB", top=1)
+    first = answer.plans[0].time.step_seconds
+    faster = [item for item in answer.rejected if item.plan and item.plan.time.step_seconds < 0.99 * first]
+    assert faster
+    assert all("which is simpler" in item.reason for item in faster if item.plan and item.plan.runnable)
+    slower = [item for item in answer.rejected if item.plan and item.plan.time.step_seconds > first]
+    assert not any("simpler" in item.reason for item in slower)

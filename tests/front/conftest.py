@@ -1,9 +1,0 @@
-from __future__ import annotations
-
-import pytest
-from front_cli import Cli
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)

@@ -1,0 +1,129 @@
+"""The catalogues of devices, links and node types: complete, strict, fresh, fast, found by the names people type."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hardware_db.datasheets import devices, find_device, find_link, links, node_types, sources
+from hardware_db.datasheets.compile import compile_devices, compile_interconnects
+from hardware_db.errors import BrokenFile, UnknownName
+from hardware_db.units import MIB
+from scripts.generate.catalogues import stale
+
+DATA = Path("hardware_db/datasheets")
+
+
+def test_every_row_is_there() -> None:
+    assert (len(devices()), len(links()), len(node_types())) == (85, 52, 109)
+
+
+def test_compiled_catalogues_are_fresh() -> None:
+    assert [str(path) for path in stale()] == [], "run scripts/generate/catalogues.py"
+
+
+def test_every_cited_source_is_explained() -> None:
+    cited = {key for row in (*devices(), *links(), *node_types()) for keys in row.source.values() for key in keys}
+    assert cited <= set(sources())
+
+
+def test_every_node_type_names_a_device_and_links_of_the_catalogue() -> None:
+    for node in node_types():
+        assert find_device(node.gpu).name == node.gpu
+        for link in (node.intra_link, node.inter_link):
+            assert link is None or find_link(link).name == link
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("a100", "A100-SXM4-80GB"),
+        ("A100-40", "A100-SXM4-40GB"),
+        ("a100-80gb", "A100-SXM4-80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIE-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB"),
+        ("h100", "H100-SXM5-80GB"),
+        ("RTX 4090", "RTX-4090"),
+        ("rtx4090", "RTX-4090"),
+        ("4090", "RTX-4090"),
+        ("nvidia geforce rtx 4090", "RTX-4090"),
+        ("v100", "V100-SXM2-16GB"),
+        ("v100-32", "V100-SXM2-32GB"),
+        ("Tesla T4", "T4"),
+        ("l4", "L4"),
+        ("mi300x", "MI300X"),
+        ("mi250x", "MI250X-GCD"),
+        ("gb200", "GB200-186GB"),
+        ("3090ti", "RTX-3090-Ti"),
+    ],
+)
+def test_devices_answer_to_the_names_people_type(spelling: str, name: str) -> None:
+    assert find_device(spelling).name == name
+
+
+def test_a_device_carries_its_figures_in_our_units() -> None:
+    device = find_device("A100-SXM4-80GB")
+    assert device.total_bytes == 81920 * MIB
+    assert device.peak_flops("bf16") == 312e12
+    assert device.memory_bandwidth_bytes_per_s == pytest.approx(2039e9)
+    assert device.source["tflops"]
+
+
+def test_an_unknown_gpu_offers_the_nearest_names() -> None:
+    with pytest.raises(UnknownName, match=r"unknown GPU 'a1000'; nearest: A100") as raised:
+        find_device("a1000")
+    assert "\n" not in str(raised.value)
+
+
+def edited(tmp_path: Path, name: str, old: str, new: str) -> Path:
+    text = (DATA / name).read_text(encoding="utf-8")
+    assert old in text
+    path = tmp_path / name
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("  tdp_watts: 300", "  tpd_watts: 300", r"row 'P100-SXM2-16GB' has unknown key 'tpd_watts'; keys are name"),
+        ("  tdp_watts: 300", "  tdp_watts: lots", r"key 'tdp_watts' is 'lots'; write a number or null"),
+        ("  tdp_watts: 300", "  tdp_watts: -300", r"key 'tdp_watts' is -300"),
+        ("  vendor: nvidia", "  vendor: null", r"row 'P100-SXM2-16GB' lacks 'vendor'"),
+        ("    tdp: [REC]", "    tdp: []", r"gives no source for 'tdp'"),
+        ("    tdp: [REC]", "    tdp: [XYZ]", r"cites 'XYZ' for 'tdp'"),
+        ("aliases: [Tesla P100-PCIE-16GB,", "aliases: [P100-SXM2,", r"both answer to 'P100-SXM2'"),
+        ("- name: P100-SXM2-16GB", "- nmae: P100-SXM2-16GB", r"row 0 has no name"),
+        ("sources:", "sauces:", r"the top level must be devices, sources"),
+        ("devices:\n", "devices: [\n", r"is not YAML"),
+    ],
+)
+def test_a_broken_catalogue_names_file_row_key_and_remedy(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = edited(tmp_path, "devices.yaml", old, new)
+    with pytest.raises(BrokenFile, match=message) as raised:
+        compile_devices(path)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_node_type_cannot_name_a_link_that_is_not_there(tmp_path: Path) -> None:
+    path = edited(tmp_path, "interconnects.yaml", "inter_link: eth-10", "inter_link: eth-11")
+    with pytest.raises(BrokenFile, match="names no link: 'eth-11'"):
+        compile_interconnects(path)
+
+
+def test_one_device_loads_within_five_milliseconds() -> None:
+    program = (
+        "import time, hardware_db.datasheets as d\n"
+        "best = 1e9\n"
+        "for _ in range(5):\n"
+        "    d.loader._devices.cache_clear()\n"
+        "    start = time.process_time(); d.find_device('h100'); best = min(best, time.process_time() - start)\n"
+        "print(best)"
+    )
+    best = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert float(best) < 0.005

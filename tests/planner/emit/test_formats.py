@@ -1,0 +1,73 @@
+"""What holds for every format: the table of formats, the frozen files, refusals in one line."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from planner.emit import FORMATS, emit
+from planner.errors import ContradictoryRequest, UnknownName
+from planner.types.plan import Plan
+from tests.planner.emit.canaries import CANARIES, FROZEN, frozen_files
+from tests.planner.emit.plans import make_plan
+
+
+def test_formats_are_these() -> None:
+    assert list(FORMATS) == ["deepspeed", "accelerate", "huggingface", "torchrun", "slurm", "mpi", "kubernetes"]
+    for target in FORMATS.values():
+        module, _, function = target.partition(":")
+        assert callable(getattr(import_module(module), function))
+
+
+@pytest.mark.parametrize("name", ["slrum", "", "deepsped"])
+def test_an_unknown_format_names_those_that_exist(name: str) -> None:
+    with pytest.raises(UnknownName) as caught:
+        emit(make_plan(), name)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith("choose one of deepspeed, accelerate, huggingface, torchrun, slurm, mpi, kubernetes")
+
+
+@pytest.mark.parametrize("case", CANARIES)
+def test_frozen(case: str) -> None:
+    """scripts/generate/refresh_frozen.py rewrites them after an intended change."""
+    directory = FROZEN / case
+    frozen = {
+        path.relative_to(directory).as_posix(): path.read_text(encoding="utf-8")
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+    assert frozen_files(CANARIES[case]) == frozen
+
+
+def test_no_frozen_case_is_left_over() -> None:
+    assert {path.name for path in FROZEN.iterdir()} == set(CANARIES)
+
+
+REFUSED = [
+    ("deepspeed", make_plan("fsdp"), "fsdp plan (FSDP)"),
+    ("deepspeed", make_plan("zero2", dp_replicate=2, dp_shard=4), "with dp_replicate 2"),
+    ("deepspeed", make_plan("zero1", offload="all"), "with offload all"),
+    ("deepspeed", make_plan("ddp", precision="bf16-pure"), "in bf16-pure"),
+    ("deepspeed", make_plan("zero1", dp_shard=4, tp=2), "with tp 2 and pp 1"),
+    ("accelerate", make_plan("fsdp", offload="optimizer"), "with offload optimizer"),
+    ("accelerate", make_plan("ddp", dp_replicate=4, tp=2), "with tp 2"),
+    ("accelerate", make_plan("fsdp", dp_shard=4, pp=2), "with pp 2"),
+    ("accelerate", make_plan("fsdp", gpus=2, vendor="cpu"), "for CPU ranks"),
+    ("accelerate", make_plan("zero3", precision="bf16-pure", offload="all"), "in bf16-pure with offload"),
+    ("huggingface", make_plan("hsdp", dp_replicate=2, dp_shard=4), "hsdp plan"),
+    ("huggingface", make_plan("fsdp", offload="nvme"), "with offload nvme"),
+    ("huggingface", make_plan("fsdp", gpus=2, vendor="cpu"), "for CPU ranks"),
+    ("huggingface", make_plan("fsdp", dp_shard=4, pp=2), "with tp 1 and pp 2"),
+]
+
+
+@pytest.mark.parametrize(("format", "plan", "reason"), REFUSED)
+def test_what_a_format_cannot_carry_is_refused_in_one_line(format: str, plan: Plan, reason: str) -> None:
+    with pytest.raises(ContradictoryRequest) as caught:
+        emit(plan, format)
+    message = str(caught.value)
+    assert reason in message
+    assert "\n" not in message
+    assert "; " in message

@@ -1,0 +1,153 @@
+"""The catalogue: every row is read strictly, found by any of its names, and quick to find."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from planner.errors import BrokenFile, UnknownName
+from planner.models import catalogue, compile
+from planner.models.catalogue import find_model, models
+from planner.models.from_hf import reader
+
+ROWS = yaml.load(
+    (compile.HERE / "catalogue.yaml").read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+)["models"]
+EXPECTED = {
+    "opt-125m": "facebook/opt-125m",
+    "opt-6.7b": "facebook/opt-6.7b",
+    "OPT-6.7B": "facebook/opt-6.7b",
+    "facebook/opt-6.7b": "facebook/opt-6.7b",
+    "llama-3-8b": "meta-llama/Meta-Llama-3-8B",
+    "llama-2-70b": "meta-llama/Llama-2-70b-hf",
+    "llama-7b": "huggyllama/llama-7b",
+    "bert-large": "google-bert/bert-large-uncased",
+    "bert-base-uncased": "google-bert/bert-base-uncased",
+    "t5-3b": "google-t5/t5-3b",
+    "t5-small": "google-t5/t5-small",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "gpt2": "openai-community/gpt2",
+    "mirror-of-it/opt_125m": "facebook/opt-125m",
+}
+
+
+@pytest.mark.parametrize(("asked", "found"), EXPECTED.items())
+def test_people_find_models_by_the_names_they_use(asked: str, found: str) -> None:
+    assert find_model(asked).name == found
+
+
+def test_all_280_models_answer_to_their_815_names() -> None:
+    names = [(spelling, row["id"]) for row in ROWS for spelling in (row["id"], *row["aliases"])]
+    assert (len(ROWS), len(names)) == (280, 815)
+    assert [spelling for spelling, row in names if find_model(spelling).name != row] == []
+    assert [row["id"] for row in ROWS if find_model(row["id"].rpartition("/")[2]).name != row["id"]] == []
+
+
+def test_every_figure_of_a_row_reaches_the_facts() -> None:
+    parts = ("mla", "text", "vision")
+    for row in ROWS:
+        facts = find_model(row["id"])
+        for key, value in row.items():
+            if key in compile.BOOKKEEPING or key in ("id", *parts) or value is None:
+                continue
+            stored = getattr(facts, key)
+            assert (list(stored) if key == "aliases" else stored) == value, f"{row['id']} {key}"
+        for key in parts:
+            for name, value in (row.get(key) or {}).items():
+                assert getattr(getattr(facts, key), name) == value, f"{row['id']} {key}.{name}"
+
+
+def test_every_row_cites_a_source() -> None:
+    assert [row["id"] for row in ROWS if not all(isinstance(cited, str) and cited for cited in row["source"])] == []
+
+
+def test_compiled_files_are_fresh() -> None:
+    assert catalogue.COMPILED.read_text(encoding="utf-8") == compile.compile_catalogue()
+    assert reader.COMPILED.read_text(encoding="utf-8") == compile.compile_architectures()
+
+
+def test_unknown_name_offers_the_nearest() -> None:
+    with pytest.raises(UnknownName, match=r"unknown model 'opt-6\.8b'; nearest: opt-6\.7b, .*dsplan models") as caught:
+        find_model("facebook/opt-6.8b")
+    assert "\n" not in str(caught.value)
+
+
+def test_models_are_in_the_order_of_the_file() -> None:
+    assert [facts.name for facts in models()] == [row["id"] for row in ROWS]
+
+
+def test_finding_one_model_takes_under_ten_milliseconds_from_disk() -> None:
+    code = (
+        "import time, planner.models.catalogue as c\n"
+        "def once():\n"
+        "    c._table.cache_clear(); start = time.process_time(); c.find_model('opt-6.7b')\n"
+        "    return time.process_time() - start\n"
+        "print(min(once() for _ in range(5)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(out.stdout) < 0.010
+
+
+GOOD_ROW = """
+- id: somebody/model
+  aliases: []
+  family: gpt2
+  model_type: gpt2
+  architecture: GPT2LMHeadModel
+  kind: decoder
+  hidden_size: 8
+  num_layers: 1
+  num_heads: 1
+  num_kv_heads: 1
+  head_dim: 8
+  intermediate_size: 32
+  vocab_size: 10
+  source: [recalled]
+"""
+
+
+def _compile(tmp_path: Path, rows: str) -> str:
+    path = tmp_path / "catalogue.yaml"
+    path.write_text("models:" + rows, encoding="utf-8")
+    return compile.compile_catalogue(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("  num_heads: 1\n", "", "lacks 'num_heads'"),
+        ("num_heads: 1", "num_heds: 1", "unknown key 'num_heds'"),
+        ("num_heads: 1", "num_heads: one", "key 'num_heads' is 'one'"),
+        ("  source: [recalled]\n", "", "has no source"),
+        ("model_type: gpt2", "model_type: gpt9", "has model_type 'gpt9'"),
+        ("vocab_size: 10", "vision: {hiden_size: 3}", "key 'vision'.*'hiden_size'"),
+    ],
+)
+def test_a_broken_row_is_named_with_its_key(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert '"somebody/model"' in _compile(tmp_path, GOOD_ROW)
+    with pytest.raises(BrokenFile, match=message):
+        _compile(tmp_path, GOOD_ROW.replace(old, new))
+
+
+def test_two_rows_cannot_share_a_name(tmp_path: Path) -> None:
+    with pytest.raises(BrokenFile, match="both answer to"):
+        _compile(tmp_path, GOOD_ROW + GOOD_ROW.replace("somebody", "another"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpt2: {kind: decoder, block_clas: GPT2Block}", "unknown key 'block_clas'"),
+        ("gpt2: {kind: decoder, facts: {gated: true}}", "unknown key 'gated'"),
+        ("gpt2: {extends: gpt3}", "extends unknown 'gpt3'"),
+    ],
+)
+def test_a_broken_architecture_entry_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "architectures.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(BrokenFile, match=message):
+        compile.compile_architectures(path)

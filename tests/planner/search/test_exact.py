@@ -1,0 +1,92 @@
+"""From the flags of `dsplan estimate` to one configuration whose numbers agree."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.errors import ContradictoryRequest
+from planner.models.catalogue import find_model
+from planner.search.estimate import estimate
+from planner.search.exact import ExactOptions, exact
+from planner.search.request import Request, WorkOptions, make_request
+from planner.types.plan import Configuration
+from planner.vocabulary import Strategy
+
+DIVISORS = st.sampled_from([1, 2, 4, 8])
+
+
+def request(gpus: int = 8, nodes: int | None = None, global_batch: int | None = None) -> Request:
+    cluster = resolve_cluster(HardwareRequest(gpus=gpus, nodes=nodes, gpu="A100-SXM4-80GB"))
+    return make_request(find_model("opt-125m"), cluster, WorkOptions(global_batch=global_batch))
+
+
+def configuration(options: ExactOptions, **of_request: int) -> Configuration:
+    return exact(request(**of_request, global_batch=options.global_batch), options)[1]
+
+
+@given(tp=DIVISORS, pp=DIVISORS, micro=st.integers(1, 64), accumulation=st.integers(1, 64))
+def test_the_degrees_use_every_gpu_and_the_batch_is_their_product(
+    tp: int, pp: int, micro: int, accumulation: int
+) -> None:
+    options = ExactOptions(strategy="fsdp", tp=tp, pp=pp, micro_batch=micro, grad_accum=accumulation)
+    chosen_request, chosen = exact(request(gpus=64), options)
+    assert chosen.world_size == 64
+    assert chosen.dims.data_parallel == 64 // (tp * pp)
+    assert chosen.global_batch_size == micro * accumulation * 64 // (tp * pp)
+    assert chosen_request.workload.global_batch_size == chosen.global_batch_size
+    assert not any("--global-batch" in text for text in chosen_request.defaults)
+
+
+@pytest.mark.parametrize(
+    ("options", "micro", "accumulation"),
+    [
+        (ExactOptions(), 1, 1),
+        (ExactOptions(micro_batch=4), 4, 1),
+        (ExactOptions(global_batch=64), 1, 8),
+        (ExactOptions(global_batch=64, micro_batch=4), 4, 2),
+        (ExactOptions(global_batch=64, grad_accum=4), 2, 4),
+        (ExactOptions(global_batch=64, micro_batch=8, grad_accum=1), 8, 1),
+    ],
+)
+def test_what_was_not_said_follows(options: ExactOptions, micro: int, accumulation: int) -> None:
+    chosen = configuration(options)
+    assert (chosen.micro_batch_size, chosen.gradient_accumulation_steps) == (micro, accumulation)
+
+
+def test_strategies_place_the_ranks() -> None:
+    degrees = {
+        strategy: (chosen.dp_replicate, chosen.dp_shard)
+        for strategy in ("ddp", "zero1", "zero3", "fsdp", "hsdp")
+        for chosen in [configuration(ExactOptions(strategy=strategy), gpus=16, nodes=2)]
+    }
+    assert degrees == {"ddp": (16, 1), "zero1": (1, 16), "zero3": (1, 16), "fsdp": (1, 16), "hsdp": (2, 8)}
+    assert configuration(ExactOptions(), gpus=1).strategy == "single"
+    assert configuration(ExactOptions()).strategy == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (ExactOptions(tp=3), "--tp 3 x --pp 1 = 3 does not divide 8 GPUs"),
+        (ExactOptions(strategy="hsdp"), "hsdp copies the model over nodes"),
+        (ExactOptions(global_batch=60), "not a multiple of 8; the nearest that is: 56 or 64"),
+        (ExactOptions(global_batch=4), "not a multiple of 8; the nearest that is: 8"),
+        (ExactOptions(global_batch=64, micro_batch=4, grad_accum=3), "= 96; leave one out"),
+    ],
+)
+def test_contradictions_name_the_numbers(options: ExactOptions, message: str) -> None:
+    with pytest.raises(ContradictoryRequest, match=message.replace("(", r"\(")):
+        configuration(options)
+
+
+@given(strategy=st.sampled_from(["ddp", "fsdp", "zero2", "zero3"]), micro=st.integers(1, 64))
+def test_the_memory_figures_add_up_to_the_byte(strategy: Strategy, micro: int) -> None:
+    memory = estimate(*exact(request(), ExactOptions(strategy=strategy, micro_batch=micro))).memory
+    categories = (memory.parameters_bytes, memory.gradients_bytes, memory.optimizer_bytes)
+    assert sum(categories) + memory.activations_bytes + memory.buffers_bytes + memory.temporaries_bytes == (
+        memory.peak_allocated_bytes
+    )
+    assert memory.peak_reserved_bytes + memory.device_overhead_bytes == memory.device_used_bytes

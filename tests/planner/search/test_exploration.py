@@ -1,0 +1,86 @@
+"""The search prices a fraction of the configurations and finds what pricing all of them finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.calibration.experience import Experience, KnownRun
+from planner.search import evaluate
+from planner.search.device_counts import device_counts
+from planner.search.estimate import Priced
+from planner.search.evaluate import Candidate, best, closest
+from planner.search.ranking import Timed
+from planner.search.request import Request
+from planner.search.search import grouped, recommend
+from planner.search.space import shapes
+from planner.types.plan import Configuration
+from tests.planner.search.exhaustive import best_by_group
+from tests.planner.search.questions import question
+
+QUESTIONS = (
+    ("opt-6.7b", "a100-80gb", 8, {}),
+    ("llama-3-8b", "h100", 64, {"global_batch": 512}),
+    ("llama-2-70b", "a100-40gb", 16, {"global_batch": 48}),
+    ("t5-3b", "v100-32gb", 1, {"global_batch": 48}),
+    ("mixtral-8x7b", "rtx4090", 32, {"global_batch": 96}),
+    ("gpt2", "rtx4090", 4, {"global_batch": 12, "micro_batch": 3}),
+    ("opt-1.3b", "a100-40gb", 8, {"objective": "cost", "global_batch": 24}),
+    ("llama-3-8b", "h100", 16, {"objective": "cost"}),
+    ("t5-3b", "rtx4090", 8, {"objective": "memory"}),
+    ("vit-large", "a100-80gb", 8, {"objective": "memory", "global_batch": 384}),
+    ("llama-3-8b", "h100", 4, {"objective": "memory", "global_batch": 8, "seq_len": 256}),
+)
+
+
+def searched(request: Request) -> dict[str, Timed]:
+    found = {name: best(group, request.objective) for name, group in grouped(request).items()}
+    return {name: item for name, item in found.items() if item is not None}
+
+
+@pytest.mark.parametrize(("model", "gpu", "gpus", "options"), QUESTIONS)
+def test_the_best_of_every_group_is_that_of_an_exhaustive_search(
+    model: str, gpu: str, gpus: int, options: dict[str, object]
+) -> None:
+    request = question(model, gpu, gpus, **options)
+    every, few = best_by_group(device_counts(request)), searched(request)
+    assert {name: item.configuration for name, item in few.items()} == {
+        name: item.configuration for name, item in every.items()
+    }
+    assert few
+
+
+def test_a_small_part_of_the_configurations_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced: list[Configuration] = []
+    real = evaluate.price
+
+    def counted(request: Request, configuration: Configuration) -> Priced:
+        priced.append(configuration)
+        return real(request, configuration)
+
+    monkeypatch.setattr(evaluate, "price", counted)
+    recommend(question("opt-6.7b", "a100-80gb", 8))
+    assert len(priced) == len(set(priced))
+    assert len(priced) < 120  # of some 700
+
+
+def test_the_closest_miss_is_the_least_pressed() -> None:
+    request = question("llama-2-70b", "rtx4090", 8, strategies=("ddp",))
+    candidates = [Candidate(request, shape) for shape in shapes(request) if shape.tp * shape.pp == 1]
+    found = closest(candidates)
+    assert found is not None
+    every = [one.priced(index).judgement.pressure for one in candidates for index in range(len(one.micros))]
+    assert found.judgement.pressure == min(every) > 1
+
+
+def test_a_configuration_that_was_run_counts_with_what_it_took() -> None:
+    request = question("opt-1.3b", "a100-80gb", 8, strategies=("ddp", "zero2"))
+    by_name = searched(request)
+    first, second = by_name["ddp"], by_name["zero2"]
+    run = KnownRun(step_seconds=second.time.step_seconds / 2, each=(second.time.step_seconds / 2,), created_at="")
+    known = replace(request, experience=Experience(known={second.configuration: run}))
+    answer = recommend(known)
+    assert recommend(request).plans[0].configuration == first.configuration
+    assert answer.plans[0].configuration == second.configuration
+    assert answer.plans[0].time.step_seconds == run.step_seconds

@@ -1,0 +1,33 @@
+"""What two plans are told apart by is what published runs say of pairs, and of single predictions."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.search.ranking import NEVER_COMPARED, SPLIT_OR_WHOLE
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "ratio_spread.py"
+
+
+@pytest.fixture(scope="module")
+def lines() -> dict[str, list[str]]:
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True)
+    return {line[:24].strip(): line[24:].split() for line in done.stdout.splitlines()}
+
+
+def test_split_and_whole_layers(lines: dict[str, list[str]]) -> None:
+    pairs, groups, _, p90 = lines["whole and split layers"]
+    assert int(pairs) > 500
+    assert int(groups) > 20
+    assert abs(math.exp(float(p90)) - 1 - SPLIT_OR_WHOLE) < 0.015
+
+
+def test_what_was_never_compared_differs_by_two_single_predictions(lines: dict[str, list[str]]) -> None:
+    runs, *_, p90 = lines["single predictions"]
+    assert int(runs) > 300
+    assert abs(math.sqrt(2) * float(p90) - NEVER_COMPARED) < 0.03

@@ -1,0 +1,206 @@
+"""What the search promises: plans fit, the batch stays, the best is first, every loser has its reason."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from planner import vocabulary as words
+from planner.cluster.budget import Budget, bill_of, tokens_per_step
+from planner.errors import ContradictoryRequest
+from planner.search.ranking import group_name, simplicity, told_apart_from
+from planner.search.search import Recommendation, can_fit, recommend
+from tests.planner.search.exhaustive import everything_that_fits
+from tests.planner.search.questions import question
+
+
+def every(answer: Recommendation) -> list[str]:
+    return [plan.configuration.strategy for plan in answer.plans] + [item.strategy for item in answer.rejected]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    model=some.sampled_from(["gpt2", "opt-1.3b", "llama-3-8b", "bert-large", "t5-3b", "mixtral-8x7b"]),
+    gpu=some.sampled_from(["rtx4090", "a100-40gb", "h100"]),
+    gpus=some.sampled_from([1, 2, 8, 16]),
+    per_gpu=some.sampled_from([1, 3, 8]),
+    objective=some.sampled_from(get_args(words.Objective)),
+)
+def test_every_plan_fits_and_keeps_the_batch(model: str, gpu: str, gpus: int, per_gpu: int, objective: str) -> None:
+    request = question(model, gpu, gpus, global_batch=gpus * per_gpu, objective=objective)
+    answer = recommend(request)
+    for plan in answer.plans:
+        configuration = plan.configuration
+        assert plan.verdict in ("fits", "tight")
+        assert plan.memory.device_used_upper_bytes <= request.cluster.capacity_bytes
+        product = configuration.micro_batch_size * configuration.gradient_accumulation_steps
+        assert product * configuration.dims.data_parallel == gpus * per_gpu
+    if answer.plans:
+        assert answer.plans[0].runnable
+    else:
+        assert answer.closest is not None
+        assert answer.closest.verdict == "does_not_fit"
+    named = {name.split(" + ")[0] for name in every(answer)}
+    assert named == set(words.STRATEGIES)
+
+
+def test_the_micro_batch_is_the_largest_that_fits() -> None:
+    request = question("opt-1.3b", "a100-40gb", 8, global_batch=512, strategies=("ddp",))
+    found = {plan.configuration.micro_batch_size for plan in recommend(request).plans if plan.runnable}
+    (micro,) = found
+    doubled = recommend(replace(request, micro_batch=2 * micro))
+    assert all(plan.configuration.activation_checkpointing != "none" for plan in doubled.plans if plan.runnable)
+
+
+def test_a_small_model_on_one_fast_node_is_replicated() -> None:
+    assert recommend(question("opt-125m", "a100-80gb", 8)).plans[0].configuration.strategy == "ddp"
+
+
+def test_a_large_model_is_sharded_and_ddp_says_what_it_lacks() -> None:
+    answer = recommend(question("opt-6.7b", "a100-80gb", 8))
+    assert answer.plans[0].configuration.strategy in ("fsdp", "zero2", "zero3", "fsdp-grad-op", "zero1")
+    (ddp,) = [item for item in answer.rejected if item.strategy == "ddp"]
+    assert "needs up to" in ddp.reason
+    assert ddp.plan is not None
+    assert ddp.plan.verdict == "does_not_fit"
+
+
+def test_nothing_fits_is_an_answer_whose_remedies_hold() -> None:
+    request = question("llama-2-70b", "rtx4090", 1)
+    request = replace(request, cluster=replace(request.cluster, nvme_bytes_per_node=0))
+    answer = recommend(request)
+    assert not answer.plans
+    assert answer.closest is not None
+    assert answer.remedies
+    more = [remedy for remedy in answer.remedies if remedy.flag.startswith("--gpus")]
+    gpus = int(more[0].flag.split()[1])
+    assert can_fit(question("llama-2-70b", "rtx4090", gpus, global_batch=gpus)) is not None
+
+
+def test_a_batch_that_cannot_be_split_names_its_neighbours() -> None:
+    with pytest.raises(ContradictoryRequest, match="60 cannot be split evenly over 8 GPUs; use 56 or 64"):
+        recommend(question("opt-1.3b", "a100-80gb", 8, global_batch=60))
+
+
+def test_objectives_rank_by_what_they_name() -> None:
+    fast = recommend(question("opt-1.3b", "a100-80gb", 8)).plans[0]
+    small = recommend(question("opt-1.3b", "a100-80gb", 8, objective="memory")).plans[0]
+    cheap = recommend(question("opt-1.3b", "a100-80gb", 8, objective="cost")).plans[0]
+    assert small.memory.device_used_bytes < fast.memory.device_used_bytes
+    assert cheap.configuration.world_size < 8
+    seconds = fast.time.step_seconds * fast.configuration.world_size
+    assert cheap.time.step_seconds * cheap.configuration.world_size < seconds
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    assert recommend(question("gpt2", "a100-80gb", 4)) == recommend(question("gpt2", "a100-80gb", 4))
+
+
+def test_a_thousand_gpus_rank_tensor_and_pipeline_plans_but_put_a_runnable_one_first() -> None:
+    answer = recommend(question("llama-2-70b", "h100", 1024, top=30))
+    assert answer.plans[0].runnable
+    assert any(plan.configuration.tp > 1 for plan in answer.plans)
+    for plan in answer.plans:
+        model_parallel = plan.configuration.tp * plan.configuration.pp > 1
+        assert plan.runnable != model_parallel
+        assert not model_parallel or "cannot yet run" in plan.notes[0]
+
+
+def test_a_memory_cap_is_kept() -> None:
+    capped = recommend(question("opt-1.3b", "a100-80gb", 8, max_memory_gb=16.0))
+    assert capped.plans
+    assert all(plan.memory.device_used_upper_bytes <= 16e9 for plan in capped.plans)
+
+
+def test_the_answer_does_not_depend_on_how_python_hashes(tmp_path: Path) -> None:
+    asked = "recommend --model llama-3-8b --gpus 16 --gpu h100 --objective cost --pareto --price 2 --json"
+    answers = set()
+    for seed in ("0", "1", "4711"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "DSPLAN_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "dsplan", *asked.split()]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        answers.add(done.stdout)
+    assert len(answers) == 1
+
+
+def test_a_simpler_plan_goes_first_unless_it_is_slower_beyond_what_can_be_told() -> None:
+    request = question("opt-1.3b", "a100-80gb", 8)
+    ranked = recommend(request).plans
+    by_speed = recommend(replace(request, simplest_first=False)).plans
+    seconds = [plan.time.step_seconds for plan in by_speed]
+    assert seconds == sorted(seconds)
+    assert simplicity(ranked[0].configuration) <= simplicity(by_speed[0].configuration)
+    allowed = 1 + told_apart_from(ranked[0].configuration, by_speed[0].configuration)
+    assert ranked[0].time.step_seconds <= by_speed[0].time.step_seconds * allowed
+
+
+@pytest.mark.parametrize("objective", get_args(words.Objective))
+def test_every_choice_is_explained_in_one_line(objective: words.Objective) -> None:
+    answer = recommend(question("llama-3-8b", "a100-80gb", 8, objective=objective))
+    assert answer.choice.startswith(group_name(answer.plans[0].configuration))
+    assert "\n" not in answer.choice
+
+
+def test_with_a_deadline_only_plans_in_time_are_shown_and_the_rest_say_how_long_they_take() -> None:
+    request = question("opt-1.3b", "a100-80gb", 8, global_batch=512)
+    fastest = recommend(request).plans[0]
+    day_tokens = 86_400 / fastest.time.step_seconds * tokens_per_step(request.workload)
+    budget = Budget(tokens=day_tokens, deadline_days=1.3, usd_per_gpu_hour=2.0)
+    answer = recommend(replace(request, budget=budget))
+    assert answer.plans
+    for plan in answer.plans:
+        bill = bill_of(plan.configuration, plan.time.step_seconds, 2.0, budget)
+        assert bill.days is not None
+        assert bill.days <= 1.3
+        assert bill.usd == pytest.approx(bill.days * 24 * 8 * 2.0)
+    late = [item for item in answer.rejected if "takes" in item.reason]
+    assert late
+    assert all(item.plan and item.plan.time.step_seconds > 1.3 * fastest.time.step_seconds * 0.99 for item in late)
+    assert [one.gpus for one in answer.on_devices if one.in_time] == [8]
+    assert answer.on_devices[0].gpus == 4
+
+
+def test_devices_are_in_time_where_any_plan_is() -> None:
+    request = question("opt-1.3b", "a100-80gb", 4)
+    simplest = recommend(request).plans[0].time.step_seconds
+    fastest = recommend(replace(request, simplest_first=False)).plans[0].time.step_seconds
+    assert fastest < 0.97 * simplest
+    tokens = 86_400 / ((simplest + fastest) / 2) * tokens_per_step(request.workload)
+    answer = recommend(replace(request, budget=Budget(tokens=tokens, deadline_days=1.0)))
+    assert answer.plans
+    assert [one.gpus for one in answer.on_devices if one.in_time] == [4]
+
+
+def test_a_deadline_that_nothing_meets_names_the_devices_that_would() -> None:
+    request = question("opt-1.3b", "a100-80gb", 8, global_batch=512)
+    step = recommend(request).plans[0].time.step_seconds
+    tokens = 86_400 / step * tokens_per_step(request.workload)
+    answer = recommend(replace(request, budget=Budget(tokens=tokens, deadline_days=0.4)))
+    assert not answer.plans
+    assert answer.closest is not None
+    assert answer.closest.verdict != "does_not_fit"
+    (remedy,) = answer.remedies
+    gpus = int(remedy.flag.split()[1])
+    enough = question("opt-1.3b", "a100-80gb", gpus, global_batch=512, budget=Budget(tokens=tokens, deadline_days=0.4))
+    assert recommend(enough).plans
+
+
+def test_no_plan_of_the_front_is_beaten_and_the_fastest_is_on_it() -> None:
+    request = question("llama-3-8b", "a100-80gb", 8)
+    answer = recommend(request, with_front=True)
+    figures = [
+        (plan.configuration.world_size, plan.time.step_seconds, plan.memory.device_used_bytes) for plan in answer.front
+    ]
+    for one in figures:
+        beaten = [other for other in figures if other != one and all(a <= b for a, b in zip(other, one, strict=True))]
+        assert not beaten
+    fastest = min(item.time.step_seconds for item in everything_that_fits(request) if item.plan.runnable)
+    assert min(seconds for _, seconds, _ in figures) <= fastest * 1.1

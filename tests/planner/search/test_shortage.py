@@ -1,0 +1,152 @@
+"""A plan that ran out of memory here is not proposed again, nor is one that is predicted to take as much."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hardware_db.measurement import Measurement, Outcome
+from hardware_db.store import MemoryStore
+from planner.calibration.oom_history import Shortage
+from planner.search.estimate import estimate, price
+from planner.search.recall import recalled_from, shortages
+from planner.search.request import Request
+from planner.search.search import recommend
+from planner.types.plan import Configuration
+from tests.planner.calibration.runs import User, on_this_machine
+
+USER = on_this_machine(noise=0.0)
+
+
+def _run(configuration: Configuration, outcome: Outcome, number: int, day: int = 1, user: User = USER) -> Measurement:
+    made = user.run(configuration, random.Random(1), outcome)
+    return replace(made, id=f"{number:032x}", created_at=f"2026-05-{day:02}T00:00:00.000000Z")
+
+
+def _asked(*runs: Measurement, **options: Any) -> Request:
+    store = MemoryStore()
+    store.add(*runs)
+    return recalled_from(store, USER.request(**options))
+
+
+def _proposed(request: Request) -> list[Configuration]:
+    return [plan.configuration for plan in recommend(replace(request, top=20)).plans]
+
+
+def _peak(configuration: Configuration) -> int:
+    return price(USER.request(), configuration).memory.peak_allocated_bytes
+
+
+BY_PEAK = sorted(USER.configurations(), key=_peak)
+FIRST = _proposed(USER.request())[0]
+FAILED, LARGER, SMALLER = BY_PEAK[len(BY_PEAK) // 2], BY_PEAK[-1], BY_PEAK[0]
+
+
+def test_the_failed_plan_and_all_that_take_as_much_are_out() -> None:
+    request = _asked(_run(FIRST, "out_of_memory", 7))
+    proposed = _proposed(request)
+    assert proposed
+    assert FIRST not in proposed
+    assert all(_peak(one) < _peak(FIRST) for one in proposed)
+    request = _asked(_run(FAILED, "out_of_memory", 7))
+    assert [estimate(request, one).verdict for one in (SMALLER, FAILED, LARGER)] == ["fits", *2 * ["does_not_fit"]]
+    assert "ran out of memory here on 2026-05-01" in estimate(request, LARGER).notes[0]
+
+
+def test_it_is_listed_with_its_reason_its_date_and_how_to_allow_it() -> None:
+    reasons = [one.reason for one in recommend(_asked(_run(FIRST, "out_of_memory", 7))).rejected]
+    (reason,) = [one for one in reasons if "dsplan db forget" in one]
+    assert reason.startswith(f"ran out of memory here on 2026-05-01 at micro-batch {FIRST.micro_batch_size}")
+    assert "`dsplan db forget 00000000`" in reason
+
+
+@pytest.mark.parametrize(("later", "proposed"), [(True, True), (False, False)])
+def test_the_newest_run_of_a_plan_decides(*, later: bool, proposed: bool) -> None:
+    failed, done = _run(FIRST, "out_of_memory", 7, day=2), _run(FIRST, "completed", 8, day=3 if later else 1)
+    assert (FIRST in _proposed(_asked(failed, done))) is proposed
+    assert len(_asked(failed, done).experience.shortages) == (0 if proposed else 1)
+
+
+def test_a_newer_run_that_took_more_and_completed_takes_a_failure_back() -> None:
+    failed = _run(FAILED, "out_of_memory", 7)
+    assert not _asked(failed, _run(LARGER, "completed", 8, day=2)).experience.shortages
+    assert _asked(failed, _run(SMALLER, "completed", 8, day=2)).experience.shortages
+
+
+def test_a_failure_of_a_plan_that_offloads_is_taken_back_by_the_same_plan_alone() -> None:
+    user = User()
+    plain = next(one for one in user.configurations() if one.strategy == "zero3" and one.micro_batch_size == 4)
+    smaller, offloads = replace(plain, activation_checkpointing="full"), replace(plain, offload="optimizer")
+
+    def left(failed: Configuration, completed: Configuration) -> list[Configuration]:
+        runs = (_run(failed, "out_of_memory", 7, user=user), _run(completed, "completed", 8, day=2, user=user))
+        return [one.configuration for one in shortages(runs[:1], runs[1:], user.request())]
+
+    assert left(offloads, plain) == [offloads]
+    assert left(offloads, offloads) == []
+    assert left(smaller, plain) == []
+
+
+@pytest.mark.parametrize("change", [{"seq_len": 512}, {"precision": "fp32"}, {"optimizer": "sgd"}])
+def test_other_work_and_other_models_are_as_they_were(change: dict[str, Any]) -> None:
+    failed = _run(FIRST, "out_of_memory", 7)
+    assert not _asked(failed, **change).experience.shortages
+    store = MemoryStore()
+    store.add(failed)
+    assert not recalled_from(store, replace(USER, model="distilgpt2").request()).experience.shortages
+
+
+def test_another_global_batch_is_the_same_work() -> None:
+    assert _asked(_run(FIRST, "out_of_memory", 7), global_batch=32).experience.shortages
+
+
+def test_failures_elsewhere_say_nothing() -> None:
+    gpus = User()
+    assert not _asked(_run(gpus.configurations()[0], "out_of_memory", 7, user=gpus)).experience.shortages
+
+
+def test_a_gpu_with_more_free_memory_than_then_is_another_matter() -> None:
+    request = User().request()
+    configuration = User().configurations()[0]
+    then = request.cluster.capacity_bytes
+    shortage = Shortage(configuration=configuration, peak_allocated_bytes=1, capacity_bytes=then)
+    assert shortage.counts_on(request.cluster)
+    assert not shortage.counts_on(replace(request.cluster, capacity_bytes=then * 6 // 5))
+
+
+def test_fewer_ranks_on_one_host_have_more_of_its_memory() -> None:
+    request = USER.request()
+    four = replace(FIRST, dp_replicate=4, dp_shard=1, gradient_accumulation_steps=1, micro_batch_size=16)
+    assert not Shortage(configuration=four, peak_allocated_bytes=1).counts_on(request.cluster)
+    assert Shortage(configuration=FIRST, peak_allocated_bytes=1).counts_on(request.cluster)
+
+
+def test_a_plan_that_offloads_rules_out_only_what_takes_as_much_of_both_memories() -> None:
+    user = User()
+    request = user.request()
+    base = next(one for one in user.configurations() if one.strategy == "zero3" and one.micro_batch_size == 4)
+    offloads = replace(base, offload="optimizer")
+    memory = price(request, offloads).memory
+    shortage = Shortage(
+        configuration=offloads,
+        peak_allocated_bytes=memory.peak_allocated_bytes,
+        host_bytes_per_node=memory.host_bytes_per_node,
+    )
+    priced = price(request, base)
+    assert priced.memory.peak_allocated_bytes > memory.peak_allocated_bytes
+    assert priced.memory.host_bytes_per_node < memory.host_bytes_per_node
+    assert not shortage.rules_out(priced.job, priced.memory)
+    more = price(request, replace(offloads, micro_batch_size=8, gradient_accumulation_steps=1))
+    assert shortage.rules_out(more.job, more.memory)
+
+
+def test_where_everything_took_as_much_nothing_is_proposed_and_the_reason_is_said() -> None:
+    request = USER.request()
+    experience = replace(request.experience, shortages=(Shortage(configuration=FIRST, peak_allocated_bytes=1),))
+    answer = recommend(replace(request, experience=experience))
+    assert not answer.plans
+    assert answer.closest is not None
+    assert "ran out of memory in this run" in answer.closest.notes[0]

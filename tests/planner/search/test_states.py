@@ -1,0 +1,103 @@
+"""Resident states against the ZeRO arithmetic (FEATURES E1), to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.search.estimate import estimate
+from planner.types.plan import Configuration, Plan
+from tests.planner.search.questions import question
+
+GPUS = 8
+PSI = 6_658_473_984  # OPT-6.7b as transformers builds it
+K = 12  # fp32 master copy and both moments of Adam
+
+
+def plan(strategy: str, precision: str = "bf16", **options: object) -> Plan:
+    backend = "deepspeed" if strategy.startswith("zero") else "torch"
+    sharded = strategy != "ddp"
+    configuration = Configuration(
+        strategy=strategy,  # type: ignore[arg-type]
+        backend=backend,  # type: ignore[arg-type]
+        dp_replicate=1 if sharded else GPUS,
+        dp_shard=GPUS if sharded else 1,
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        global_batch_size=GPUS,
+        sequence_length=2048,
+        precision=precision,  # type: ignore[arg-type]
+        optimizer="adamw",
+        **options,  # type: ignore[arg-type]
+    )
+    return estimate(question("opt-6.7b", "a100-80gb", GPUS, global_batch=GPUS, precision=precision), configuration)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("zero1", (2 * PSI, 2 * PSI, K * PSI / GPUS)),
+        ("zero2", (2 * PSI, 2 * PSI / GPUS, K * PSI / GPUS)),
+        ("zero3", (2 * PSI / GPUS, 2 * PSI / GPUS, K * PSI / GPUS)),
+        ("fsdp", (4 * PSI / GPUS, 4 * PSI / GPUS, 8 * PSI / GPUS)),
+        ("ddp", (4 * PSI, 4 * PSI, 8 * PSI)),
+    ],
+)
+def test_states_follow_the_zero_arithmetic(strategy: str, expected: tuple[float, float, float]) -> None:
+    states = plan(strategy).memory.states
+    found = (states["parameters_bytes"], states["gradients_bytes"], states["optimizer_bytes"])
+    assert found == tuple(round(value) for value in expected)
+
+
+@pytest.mark.parametrize(("precision", "total"), [("fp32", 16), ("bf16", 16), ("bf16-pure", 8)])
+def test_bytes_per_parameter_of_a_replica(precision: str, total: int) -> None:
+    assert sum(plan("ddp", precision).memory.states.values()) == total * PSI
+
+
+def test_offload_moves_optimizer_states_to_the_host() -> None:
+    here, moved = plan("zero2"), plan("zero2", offload="optimizer")
+    assert moved.memory.states["optimizer_bytes"] == 0
+    # fp32 master, both moments and an fp32 gradient of the whole model live on the node.
+    assert moved.memory.host_bytes_per_node - here.memory.host_bytes_per_node >= 16 * PSI
+
+
+def test_categories_add_up_to_the_peak_and_the_peak_is_the_largest_phase() -> None:
+    for strategy in ("ddp", "fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3"):
+        memory = plan(strategy).memory
+        categories = (
+            memory.parameters_bytes
+            + memory.gradients_bytes
+            + memory.optimizer_bytes
+            + memory.activations_bytes
+            + memory.buffers_bytes
+            + memory.temporaries_bytes
+        )
+        assert categories == memory.peak_allocated_bytes
+        assert memory.peak_allocated_bytes == pytest.approx(max(memory.phases.values()), abs=4)
+        assert memory.peak_allocated_bytes < memory.peak_reserved_bytes < memory.device_used_bytes
+        assert memory.device_used_bytes < memory.device_used_upper_bytes
+
+
+def test_unsynchronised_accumulation_costs_four_bytes_per_parameter() -> None:
+    phases = {}
+    for each in (True, False):
+        configuration = Configuration(
+            strategy="fsdp",
+            backend="torch",
+            dp_shard=GPUS,
+            micro_batch_size=1,
+            gradient_accumulation_steps=2,
+            global_batch_size=2 * GPUS,
+            sequence_length=2048,
+            precision="bf16",
+            optimizer="adamw",
+            sync_each_micro_batch=each,
+        )
+        request = question("opt-6.7b", "a100-80gb", GPUS, global_batch=2 * GPUS)
+        phases[each] = estimate(request, configuration).memory.phases
+    more = {name: phases[False][name] - phases[True][name] for name in ("forward", "loss", "backward")}
+    whole = 4 * PSI - 4 * PSI / GPUS
+    # In forward and loss both peaks are at the same moment, so that nothing but the gradients is between them.
+    assert more["forward"] == pytest.approx(whole, rel=1e-5)
+    assert more["loss"] == pytest.approx(whole, rel=1e-5)
+    # Backward's are not: only the synchronised one has a reduction beside it, of a block at most.
+    assert whole - 4 * request.counts.largest_block <= more["backward"] <= whole

@@ -1,0 +1,46 @@
+"""`dsplan doctor` as a command of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "dsplan", "doctor", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+
+
+def test_a_problem_is_one_line_with_what_to_do_and_status_one() -> None:
+    done = doctor(GLOO_SOCKET_IFNAME="none0")
+    assert done.returncode == 1
+    assert done.stderr == ""
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith(
+        "problem  interface GLOO_SOCKET_IFNAME is 'none0' and no interface that is up has that name"
+    )
+    assert "; unset it or name one of " in first
+    assert last.startswith("1 problem, ")
+
+
+def test_json_has_every_finding() -> None:
+    done = doctor("--json", CUDA_LAUNCH_BLOCKING="1")
+    told = json.loads(done.stdout)
+    assert done.returncode == (0 if told["healthy"] else 1)
+    assert told["links"] == []
+    settings = next(one for one in told["findings"] if one["check"] == "settings")
+    assert settings["level"] == "warning"
+    assert set(settings) == {"level", "check", "message", "remedy", "hosts"}
+
+
+def test_variables_that_contradict_each_other_are_one_line() -> None:
+    done = doctor(RANK="3", WORLD_SIZE="2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dsplan: the environment (RANK, WORLD_SIZE) says rank 3 of 2;")
+    assert done.stderr.count("\n") == 1

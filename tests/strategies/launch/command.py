@@ -1,0 +1,58 @@
+"""`dsplan run` as a process of its own, as a person starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "scripts" / "examples"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A command that ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """What stdout held, which has to be one JSON object and nothing else."""
+        found = json.loads(self.out)
+        assert isinstance(found, dict)
+        return found
+
+
+def start_run(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
+    """`dsplan run ...`, running."""
+    command = [sys.executable, "-m", "dsplan", "run", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(*arguments: str | Path, cwd: Path) -> Finished:
+    """`dsplan run ...` to its end."""
+    process = start_run(*arguments, cwd=cwd)
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    return Finished(status=process.returncode, out=out, err=err)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

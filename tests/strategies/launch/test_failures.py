@@ -1,0 +1,139 @@
+"""Runs that do not end well, on real processes: what is said, what is stored, and that nothing is left running."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hardware_db.store import open_store
+from tests.strategies.launch.command import EXAMPLES, is_alive, run, start_run
+
+PLANNED = f"""
+import os, sys, time
+sys.path.insert(0, {str(EXAMPLES)!r})
+import dsplan, torch
+from stdlib_text import StdlibText
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(256, 32)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(),
+                                                              torch.nn.Linear(64, 32)) for _ in range(2))
+        self.head = torch.nn.Linear(32, 256)
+    def forward(self, input_ids, labels):
+        hidden = self.table(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+engine, *_ , loader, _ = dsplan.initialize(model=Model(), training_data=StdlibText(length=64, windows=64),
+                                           config={{"train_batch_size": 8}})
+def train(steps):
+    for _, batch in zip(range(steps), loader):
+        engine.backward(engine(**batch))
+        engine.step()
+"""
+WAITING = """
+import os, pathlib, time
+folder = pathlib.Path(os.environ["PIDS"])
+(folder / os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(120)
+"""
+
+
+def _script(tmp_path: Path, source: str) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    return path
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert condition()
+
+
+def test_a_failing_rank_is_named_with_its_last_words_and_its_log(tmp_path: Path) -> None:
+    source = "import os\nprint('to stdout')\nif os.environ['RANK'] == '1':\n    raise ValueError('bad thing')\n"
+    finished = run(_script(tmp_path, source), cwd=tmp_path)
+    assert finished.status == 1
+    last = finished.err.splitlines()[-1]
+    assert last.startswith("dsplan: rank 1: ValueError: bad thing; log: ")
+    assert "ValueError: bad thing" in Path(last.partition("log: ")[2]).read_text()
+    assert "to stdout" in finished.out
+    assert "rank_main" not in finished.err
+    assert "session.py" not in finished.err
+
+
+def test_running_out_of_memory_is_stored_as_such(tmp_path: Path) -> None:
+    script = _script(tmp_path, PLANNED + "train(3)\ntorch.empty(1 << 60)\n")
+    finished = run("--json", "--nproc", "1", script, cwd=tmp_path)
+    found = finished.json
+    assert (finished.status, found["outcome"]) == (1, "out_of_memory")
+    assert found["measured"]["steps"] == 3
+    with open_store() as store:
+        (row,) = store.list()
+    assert (row.id, row.outcome, row.measured.steps) == (found["measurement_id"], "out_of_memory", 3)
+
+
+def test_bad_input_to_the_engine_is_one_line_and_status_two(tmp_path: Path) -> None:
+    source = "import dsplan, torch\ndsplan.initialize(model=torch.nn.Linear(2, 2), strategy='zero9')\n"
+    finished = run(_script(tmp_path, source), cwd=tmp_path)
+    assert finished.status == 2
+    assert "unknown strategy 'zero9'" in finished.err.splitlines()[-1]
+    assert "Traceback" not in finished.err
+
+
+def test_killing_the_command_stops_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    monkeypatch.setenv("PIDS", str(folder))
+    process = start_run(_script(tmp_path, WAITING), cwd=tmp_path)
+    try:
+        _wait_for(lambda: len([path for path in folder.iterdir() if path.read_text()]) == 2)
+        pids = [int(path.read_text()) for path in folder.iterdir()]
+        process.kill()
+        process.communicate(timeout=60)
+        _wait_for(lambda: not any(is_alive(pid) for pid in pids))
+    finally:
+        process.kill()
+
+
+def test_an_interrupted_run_stops_every_rank_and_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    monkeypatch.setenv("PIDS", str(folder))
+    process = start_run(_script(tmp_path, PLANNED + "train(3)\n" + WAITING), cwd=tmp_path)
+    try:
+        _wait_for(lambda: len([path for path in folder.iterdir() if path.read_text()]) == 2)
+        pids = [int(path.read_text()) for path in folder.iterdir()]
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+        _wait_for(lambda: not any(is_alive(pid) for pid in pids))
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "interrupted" in out
+    with open_store() as store:
+        assert [row.outcome for row in store.list()] == ["interrupted"]
+
+
+def test_a_plain_script_is_run_and_said_to_be_plain(tmp_path: Path) -> None:
+    source = "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\nsys.exit(0)\n"
+    finished = run("--nproc", "1", _script(tmp_path, source), "--nproc", "7", cwd=tmp_path)
+    assert finished.status == 0
+    assert "0 1 ['--nproc', '7']" in finished.out
+    assert "--nproc after the script is the script's" in finished.err
+    assert "finds nothing to plan" in finished.err
+
+
+def test_the_exit_text_of_a_script_is_the_reason(tmp_path: Path) -> None:
+    finished = run("--nproc", "1", _script(tmp_path, "import sys\nsys.exit('no data here')\n"), cwd=tmp_path)
+    assert finished.status == 1
+    assert "no data here" in finished.err.splitlines()[-1]

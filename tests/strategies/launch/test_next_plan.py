@@ -1,0 +1,109 @@
+"""A plan that is too large on purpose: the run goes down the chain of plans to one that fits; the machine remembers.
+
+The machine's memory is what the probe says; what a rank may really take is less (RLIMIT_DATA), which nobody is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hardware_db.store import open_store
+from planner.types.plan_io import load_plan
+from tests.strategies.launch.command import ROOT, run
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.up = nn.Linear(128, 512)
+        self.down = nn.Linear(512, 128)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(512, 128)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(128, 512)
+
+    def forward(self, ids, labels):
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+def make():
+    return Net()
+"""
+TRAIN = """
+import resource
+import dsplan, torch
+from tiny_net import make
+
+LENGTH, BATCH, MIB = 64, 256, 1 << 20
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4 * BATCH
+
+    def __getitem__(self, index):
+        ids = torch.randint(512, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"ids": ids, "labels": ids}
+
+engine, _, loader, _ = dsplan.initialize(model=make(), training_data=Data(), config={"train_batch_size": BATCH})
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
+limit = used + ROOM * MIB
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+for batch in loader:
+    engine.backward(engine(**batch))
+    engine.step()
+    if engine.global_steps == 3:
+        break
+"""
+ROOM_MIB = 170
+"""Half of what the activations of the fastest plan take, and more than those of a quarter of its micro-batch with all
+that is not activations."""
+
+
+def _recommended(folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "dsplan", "recommend", "--model", "tiny_net:make", "--gpu", "cpu", "--gpus", "2"]
+    asked = [*command, "--seq-len", "64", "--global-batch", "256", "--json"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    done = subprocess.run(asked, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_plan_that_is_too_large_gives_way_to_one_that_fits_and_is_not_proposed_again(tmp_path: Path) -> None:
+    (tmp_path / "tiny_net.py").write_text(MODEL)
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.replace("ROOM", str(ROOM_MIB)))
+    finished = run("--json", "--nproc", "2", "--run-dir", tmp_path / "run", script, cwd=tmp_path)
+    assert finished.status == 0, finished.err
+    assert finished.json["outcome"] == "completed"
+    assert finished.json["measured"]["steps"] == 3
+    with open_store() as store:
+        last, *failed = store.list()
+    assert last.outcome == "completed"
+    assert failed
+    assert {row.outcome for row in failed} == {"out_of_memory"}
+    used = load_plan(tmp_path / "run" / "plan.yaml").configuration
+    assert used.global_batch_size == 256
+    after = _recommended(tmp_path)
+    proposed = [plan["plan"] for plan in after["plans"]]
+    assert proposed
+    assert not [row for row in failed if row.plan["plan"] in proposed]
+    reasons = [item["reason"] for item in after["rejected"]]
+    assert sum("ran out of memory here on" in reason for reason in reasons) == len(failed)

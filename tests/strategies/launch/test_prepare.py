@@ -1,0 +1,173 @@
+"""What `dsplan run` refuses before it starts a process, each in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hardware_db.device import Device
+from hardware_db.errors import DsplanError
+from hardware_db.probe import Host, Machine, Software
+from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.models.catalogue import find_model
+from planner.search.request import WorkOptions, make_request
+from planner.search.search import recommend
+from planner.types.plan import Plan
+from planner.types.plan_io import save_plan
+from strategies.launch import prepare as prepare_module
+from strategies.launch.options import asked_supervision
+from strategies.launch.prepare import RunRequest, prepare
+
+CPU = Device(name="cpu", vendor="cpu", architecture="x86")
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(host=Host(system="Linux"), software=Software(python="3.11"))
+    monkeypatch.setattr(prepare_module, "probe", lambda: machine)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("import dsplan\ndsplan.initialize(None)")
+    return path
+
+
+def _plan(gpus: int = 2, **configuration: int) -> Plan:
+    cluster = resolve_cluster(HardwareRequest(gpu="A100-SXM4-80GB", gpus=gpus))
+    options = WorkOptions(seq_len=128, global_batch=8 * gpus)
+    plan = recommend(make_request(find_model("opt-125m"), cluster, options, strategies=("ddp",))).plans[0]
+    return replace(plan, configuration=replace(plan.configuration, **configuration))
+
+
+def _plan_file(tmp_path: Path, plan: Plan) -> Path:
+    path = tmp_path / "plan.yaml"
+    save_plan(plan, path)
+    return path
+
+
+def _refusal(request: RunRequest) -> str:
+    with pytest.raises(DsplanError) as caught:
+        prepare(request)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_two_processes_on_a_machine_without_a_gpu(script: Path) -> None:
+    launch = prepare(RunRequest(script=script, arguments=("--x", "1")))
+    assert (launch.spec.processes, launch.spec.arguments, launch.plan) == (2, ("--x", "1"), None)
+    assert launch.spec.environment["DSPLAN_RUN_DIR"] == launch.spec.run_directory
+    assert "DSPLAN_PLAN" not in launch.spec.environment
+
+
+def test_a_plan_decides_the_number_of_processes(script: Path, tmp_path: Path) -> None:
+    launch = prepare(RunRequest(script=script, plan_file=_plan_file(tmp_path, _plan(gpus=4))))
+    assert launch.spec.processes == 4
+    assert launch.spec.environment["DSPLAN_PLAN"] == str(tmp_path / "plan.yaml")
+
+
+def test_a_plan_that_splits_layers(script: Path, tmp_path: Path) -> None:
+    plan = _plan_file(tmp_path, _plan(tp=2, dp_replicate=1, global_batch_size=8))
+    assert "cannot do yet" in _refusal(RunRequest(script=script, plan_file=plan))
+
+
+def test_a_plan_for_more_processes_than_asked(script: Path, tmp_path: Path) -> None:
+    plan = _plan_file(tmp_path, _plan())
+    assert "--nproc 3 contradicts" in _refusal(RunRequest(script=script, plan_file=plan, processes=3))
+
+
+def test_a_plan_over_several_nodes(script: Path, tmp_path: Path) -> None:
+    plan = _plan()
+    several = replace(plan, cluster={**plan.cluster, "nodes": 2})
+    assert "spans 2 nodes" in _refusal(RunRequest(script=script, plan_file=_plan_file(tmp_path, several)))
+
+
+def test_more_processes_than_gpus(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "usable_gpus", (object(),))
+    assert "this machine has 1; use --nproc 1 or fewer" in _refusal(RunRequest(script=script, processes=2))
+
+
+@pytest.mark.parametrize("processes", [0, -1, 100_000])
+def test_a_number_of_processes_that_is_none(processes: int, script: Path) -> None:
+    assert "use 1 to 1024" in _refusal(RunRequest(script=script, processes=processes))
+
+
+def test_plan_and_strategy_together(script: Path, tmp_path: Path) -> None:
+    request = RunRequest(script=script, plan_file=_plan_file(tmp_path, _plan()), strategy="ddp")
+    assert "leave one out" in _refusal(request)
+
+
+def test_an_unknown_strategy_offers_the_known(script: Path) -> None:
+    assert "nearest: zero2" in _refusal(RunRequest(script=script, strategy="zero22"))
+
+
+@pytest.mark.parametrize(
+    ("source", "strategy"),
+    [
+        ("from accelerate import Accelerator\nAccelerator()", "fsdp"),
+        ("from transformers import Trainer\nTrainer()", "zero3"),
+        ("import deepspeed\ndeepspeed.initialize()", "fsdp"),
+    ],
+)
+def test_a_strategy_that_the_library_cannot_run_here(source: str, strategy: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    assert f"cannot run {strategy} without a GPU" in _refusal(RunRequest(script=script, strategy=strategy))
+
+
+def test_no_torch(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
+    assert "torch is not installed" in _refusal(RunRequest(script=script))
+
+
+def test_a_run_directory_is_not_used_twice(script: Path, tmp_path: Path) -> None:
+    prepare(RunRequest(script=script, run_directory=tmp_path / "run")).spec.save()
+    assert "holds an earlier run" in _refusal(RunRequest(script=script, run_directory=tmp_path / "run"))
+
+
+def test_a_run_directory_that_cannot_be_made(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "--run-dir" in _refusal(RunRequest(script=script, run_directory=tmp_path / "file" / "run"))
+
+
+def test_a_checkpoint_directory_that_cannot_be_made(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    asked = asked_supervision(checkpoints=(tmp_path / "file" / "saves", None, None))
+    assert "--checkpoint-dir" in _refusal(RunRequest(script=script, supervision=asked))
+
+
+def test_times_that_are_no_numbers() -> None:
+    with pytest.raises(DsplanError, match="--hang-minutes is nan; give a number"):
+        asked_supervision(hang_minutes=float("nan"))
+
+
+def test_a_run_to_go_on_with_that_is_not_there(tmp_path: Path) -> None:
+    assert "no such directory" in _refusal(RunRequest(resume=tmp_path / "nowhere"))
+    assert "holds no run to go on with" in _refusal(RunRequest(resume=tmp_path))
+
+
+def test_where_to_go_on_from(script: Path, tmp_path: Path) -> None:
+    assert "add --resume DIR" in _refusal(RunRequest(script=script, resume_from="start"))
+    launch = prepare(RunRequest(script=script, run_directory=tmp_path / "run"))
+    launch.spec.save()
+    request = RunRequest(resume=tmp_path / "run", resume_from="start")
+    again = prepare(request)
+    assert (again.resume_from, again.spec.run_id) == ("start", launch.spec.run_id)
+    named = replace(request, resume_from=str(tmp_path / "step-00000004"))
+    assert "is no checkpoint (state.json is not there); name one, or start" in _refusal(named)
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / "step-00000004" / "state.json").write_text("{}")
+    assert prepare(named).resume_from == str(tmp_path / "step-00000004")
+    script.write_text("from accelerate import Accelerator\nAccelerator()")
+    assert "dsplan loads no checkpoint for" in _refusal(request)
+    assert "dsplan keeps no checkpoint of it" in prepare(RunRequest(resume=tmp_path / "run")).notice
+
+
+def test_new_run_directories_differ(script: Path) -> None:
+    directories = {prepare(RunRequest(script=script)).spec.run_directory for _ in range(3)}
+    assert len(directories) == 3

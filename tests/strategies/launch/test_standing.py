@@ -1,0 +1,199 @@
+"""How a run stands when its ranks start: failed plans of all nodes, one global batch, the plan to go on with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.errors import NothingFits
+from planner.models.resolve import resolve_model
+from planner.search.request import Request, WorkOptions, make_request
+from planner.search.search import recommend
+from planner.types.plan import Plan
+from planner.types.plan_io import plan_to_dict, save_plan
+from strategies.autoplan import fallback
+from strategies.run_directory import agreed
+from strategies.run_directory.orders import FailedPlan, Orders
+from strategies.run_directory.standing import Findings, Standing, Tried, Tuning, combined, largest_divisor
+
+
+def _request(ranks: int, batch: int = 24) -> Request:
+    cluster = resolve_cluster(HardwareRequest(gpus=ranks, gpu="A100-SXM4-80GB"))
+    options = WorkOptions(seq_len=512, global_batch=batch, precision="bf16")
+    return make_request(resolve_model("openai-community/gpt2"), cluster, options)
+
+
+@cache
+def _plans(ranks: int) -> tuple[Plan, ...]:
+    return recommend(_request(ranks)).plans
+
+
+def _failed(plan: Plan) -> FailedPlan:
+    return FailedPlan(configuration=plan_to_dict(plan)["plan"], predicted_bytes=plan.memory.peak_allocated_bytes)
+
+
+def _findings(plan: Plan | None = None, written: float = 1.0, **orders: Any) -> Findings:
+    given = asdict(Orders(checkpoint_directory="c", **{"attempt": 1, **orders}))
+    return Findings(orders=given, goes_on=True, last=plan and plan_to_dict(plan), written=written)
+
+
+def test_a_first_attempt_has_nothing_to_keep(tmp_path: Path) -> None:
+    Orders(checkpoint_directory="c", tunes=True).save(tmp_path)
+    assert combined([Findings.of(tmp_path)], 3) == Standing(ranks=3, tunes=True)
+
+
+def test_a_later_attempt_goes_on_with_the_plan_that_ran_last() -> None:
+    plan, other = _plans(4)[:2]
+    standing = combined([_findings(other, written=1.0), _findings(plan, written=2.0, global_batch_size=24)], 4)
+    assert (standing.plan, standing.is_given) == (plan, False)
+    assert (standing.goes_on, standing.attempt, standing.global_batch_size) == (True, 1, 24)
+    assert Standing.from_text(standing.to_text()) == standing
+
+
+def test_what_failed_on_any_node_is_not_gone_on_with() -> None:
+    large, small = sorted(_plans(4), key=lambda plan: plan.memory.peak_allocated_bytes)[::-1][:2]
+    here = _findings(large, failed_plans=(_failed(large),))
+    standing = combined([_findings(large), here], 4)
+    assert standing.plan is None
+    assert standing.failed_plans == (_failed(large),)
+    assert combined([_findings(small), here], 4).plan == small
+    larger = replace(large, memory=replace(large.memory, peak_allocated_bytes=large.memory.peak_allocated_bytes + 1))
+    assert standing.has_failed(larger)
+
+
+def test_a_plan_that_offloads_and_failed_rules_out_itself_alone() -> None:
+    large, small = sorted(_plans(4), key=lambda plan: plan.memory.peak_allocated_bytes)[::-1][:2]
+    offloads = replace(small, configuration=replace(small.configuration, offload="optimizer"))
+    standing = combined([_findings(offloads, failed_plans=(_failed(offloads),))], 4)
+    assert standing.has_failed(offloads)
+    assert not standing.has_failed(large)
+    assert combined([_findings(small, failed_plans=(_failed(small),))], 4).has_failed(large)
+
+
+def test_a_plan_for_another_number_of_ranks_is_left_and_its_batch_kept() -> None:
+    standing = combined([_findings(_plans(4)[0])], 2)
+    assert (standing.plan, standing.ranks, standing.global_batch_size) == (None, 2, 24)
+
+
+def test_a_given_plan_comes_before_the_last_one_unless_it_failed_and_tuned_ones_before_it() -> None:
+    given, last = _plans(4)[:2]
+    assert combined([_findings(last)], 4, given).is_given
+    failed = combined([_findings(last, failed_plans=(_failed(given),))], 4, given)
+    assert not failed.is_given
+    tuned = replace(_findings(last), tuned=(plan_to_dict(last),))
+    assert combined([tuned], 4, given).plan == last
+
+
+def test_a_plan_of_another_strategy_than_is_asked_for_now_is_left() -> None:
+    plan = _plans(4)[0]
+    assert combined([_findings(plan)], 4, strategy=plan.configuration.strategy).plan == plan
+    other = combined([_findings(plan)], 4, strategy="fsdp-grad-op")
+    assert plan.configuration.strategy != "fsdp-grad-op"
+    assert (other.plan, other.global_batch_size) == (None, 24)
+
+
+@pytest.mark.parametrize(("batch", "ranks", "expected"), [(8, 3, 2), (8, 4, 4), (24, 3, 3), (7, 4, 1)])
+def test_as_many_ranks_train_as_the_batch_can_be_split_over(batch: int, ranks: int, expected: int) -> None:
+    assert largest_divisor(batch, ranks) == expected
+    assert combined([_findings(global_batch_size=batch)], ranks).ranks == expected
+
+
+def test_metrics_of_ranks_that_trained_say_that_the_run_goes_on(tmp_path: Path) -> None:
+    Orders(checkpoint_directory="c").save(tmp_path)
+    (tmp_path / "metrics-rank1.jsonl").touch()
+    assert not Findings.of(tmp_path).goes_on
+    (tmp_path / "metrics-rank1.jsonl").write_text("{}\n")
+    save_plan(_plans(4)[0], tmp_path / "plan.yaml")
+    found = Findings.of(tmp_path)
+    assert found.goes_on
+    assert found.last == plan_to_dict(_plans(4)[0])
+    assert Findings.from_text(found.to_text()).to_text() == found.to_text()
+
+
+def test_tuning_says_what_to_follow_and_after_it_what_was_fastest(tmp_path: Path) -> None:
+    first, second, third = (plan_to_dict(plan) for plan in _plans(4)[:3])
+    tried = (Tried(plan=first, step_seconds=3.0), Tried(plan=second, step_seconds=2.0))
+    Tuning(tried=tried, following=third, switches=2).save(tmp_path)
+    assert Tuning.load(tmp_path) == Tuning(tried=tried, following=third, switches=2)
+    Orders(checkpoint_directory="c", attempt=2).save(tmp_path)
+    assert Findings.of(tmp_path).tuned == (third, second, first)
+
+
+def test_the_ranks_of_all_nodes_come_to_one_standing(tmp_path: Path) -> None:
+    store = HashStore()
+    plan = _plans(4)[0]
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for number, node in enumerate(nodes):
+        node.mkdir()
+        failed = (_failed(plan),) if number else ()
+        Orders(checkpoint_directory="c", attempt=2, failed_plans=failed, global_batch_size=24).save(node)
+    found: dict[int, Standing] = {}
+
+    def rank(number: int) -> None:
+        place = agreed.Place(rank=number, local_rank=number % 2, ranks=4)
+        found[number] = agreed.agreement(store, place, nodes[number // 2])
+
+    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(20)
+    assert len(found) == 4
+    assert set(map(Standing.to_text, found.values())) == {found[0].to_text()}
+    assert found[3].failed_plans == (_failed(plan),)
+
+
+def test_a_rank_that_does_not_train_waits_until_the_script_of_rank_0_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    store = HashStore()
+    waiting = threading.Thread(target=agreed.wait_for_the_others, args=(store, Standing(ranks=2, global_batch_size=8)))
+    waiting.start()
+    time.sleep(0.1)
+    assert waiting.is_alive()
+    agreed.let_the_waiting_go(store)
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_the_ranks_that_train_count_themselves_alone() -> None:
+    variables = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    agreed.narrow(Standing(ranks=3), variables)
+    assert variables == {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
+
+
+def _best(monkeypatch: pytest.MonkeyPatch, request: Request, *failed: Plan) -> Plan:
+    standing = Standing(ranks=4, goes_on=True, failed_plans=tuple(map(_failed, failed)))
+    monkeypatch.setattr(fallback, "current", lambda: standing)
+    return fallback.best_plan(request)
+
+
+def test_every_next_plan_is_smaller_by_a_growing_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, failed = _request(4), list[Plan]()
+    for _ in range(4):
+        failed.append(_best(monkeypatch, request, *failed))
+    peaks = [plan.memory.peak_allocated_bytes for plan in failed]
+    assert peaks[1] <= 0.95 * peaks[0]
+    assert peaks[2] <= 0.9 * peaks[1]
+    assert peaks[3] <= 0.8 * peaks[2]
+
+
+def test_a_chain_of_failures_ends_with_the_smallest_plan_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, failed = _request(4), list[Plan]()
+    refusal = ""
+    while not refusal and len(failed) < 100:
+        try:
+            failed.append(_best(monkeypatch, request, *failed))
+        except NothingFits as nothing:
+            refusal = str(nothing)
+    assert "ran out of memory in this run" in refusal
+    assert 4 < len(failed) < 15
+    assert len({plan.configuration for plan in failed}) == len(failed)

@@ -1,0 +1,156 @@
+"""What a rank says of its end, what a script keeps for itself, and which checkpoints a run knows."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hardware_db.errors import DsplanError
+from planner.errors import NothingFits
+from strategies.errors import BrokenFile, CannotRun
+from strategies.supervision import lineage, stopping
+from strategies.supervision.failures import (
+    NotFinite,
+    exit_status,
+    failure_of,
+    kind_of,
+    read_failure,
+    write_failure,
+)
+from strategies.supervision.stopping import FileBoard, Request, Stopping, StopSignal
+from strategies.supervision.supervision import reads_client_state
+
+
+def _from(cause: BaseException) -> BaseException:
+    try:
+        try:
+            raise cause
+        except BaseException as problem:
+            raise ValueError("the script's own words") from problem
+    except ValueError as error:
+        return error
+
+
+def _joint() -> DsplanError:
+    error = DsplanError("rank 1 failed: ZeroDivisionError: division by zero")
+    error.exit_code = 1
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"), "out_of_memory"),
+        (MemoryError(), "out_of_memory"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+            "out_of_memory",
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out_of_memory"),
+        (_from(MemoryError()), "out_of_memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out_of_memory"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+        (BrokenFile("x", "cannot be written (No space left on device)"), "disk_full"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:33509"), "lost"),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "lost"),
+        (NotFinite("losses are NaN"), "not_finite"),
+        (CannotRun("config: no"), "refused"),
+        (CannotRun("a plan that would run out of memory"), "refused"),
+        (NothingFits("no plan fits this machine"), "refused"),
+        (_joint(), "failed"),
+        (ZeroDivisionError("division by zero"), "failed"),
+        (KeyError("out of memory"), "failed"),
+    ],
+)
+def test_an_exception_is_recognised(error: BaseException, kind: str) -> None:
+    assert kind_of(error) == kind
+
+
+def test_the_first_word_of_a_rank_is_its_last(tmp_path: Path) -> None:
+    first = failure_of(CannotRun("config: no such key\nmore"), tmp_path)
+    write_failure(tmp_path, 3, first)
+    write_failure(tmp_path, 3, failure_of(ValueError("an effect"), tmp_path))
+    found = read_failure(tmp_path, 3)
+    assert found is not None
+    assert (found["kind"], found["message"], found["expected"]) == ("refused", "config: no such key", True)
+    assert exit_status(first) == 2
+    assert exit_status(failure_of(ValueError("x"), tmp_path)) == 1
+    assert read_failure(tmp_path, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("script", "reads"),
+    [
+        ("path, state = engine.load_checkpoint('d')\nstart = state['step']", True),
+        ("path, state = engine.load_checkpoint('d')\nprint(path)", False),
+        ("path, _ = engine.load_checkpoint('d')", False),
+        ("engine.load_checkpoint('d')", False),
+        ("start = engine.load_checkpoint('d')[1]['step']", True),
+        ("path = engine.load_checkpoint('d')[0]", False),
+        ("if True:\n    _, sd = model.load_checkpoint(a, b)\n    f(sd)", True),
+        ("not python(", False),
+    ],
+)
+def test_a_script_that_reads_client_state_is_known_by_its_source(tmp_path: Path, script: str, reads: bool) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    assert reads_client_state(path) is reads
+
+
+def test_a_run_knows_its_checkpoints_and_only_complete_ones_count(tmp_path: Path) -> None:
+    for step, exists in ((5, True), (10, True), (15, False)):
+        path = tmp_path / f"step-{step}"
+        if exists:
+            path.mkdir()
+        lineage.note(tmp_path, lineage.Made(path=str(path), step=step, is_automatic=step != 5))
+    with (tmp_path / lineage.LINEAGE_FILE).open("a") as file:
+        file.write('{"path": "cut sho')
+    made = lineage.read(tmp_path)
+    assert [one.step for one in made] == [5, 10, 15]
+    assert [one.step for one in lineage.newest_first(made)] == [10, 5]
+    assert lineage.outdated(made, 0) == [tmp_path / "step-10"]
+    assert lineage.outdated(made, 1) == []
+
+
+def test_ranks_out_of_step_agree_on_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks as threads that meet in every step, as in a collective, and whose watchdogs look at different times."""
+    monkeypatch.setattr(stopping, "STOP_SIGNAL", StopSignal())
+    board, barrier = FileBoard(tmp_path / "board"), threading.Barrier(2)
+    ranks = [Stopping(board, rank, 2) for rank in range(2)]
+    board.put("stop", json.dumps({"kind": "preempted", "seconds": 60.0}))
+    stopped_at: dict[int, int] = {}
+
+    def train(rank: int) -> None:
+        for step in range(1, 200):
+            barrier.wait()
+            if step == 5 + 7 * rank:  # the watchdogs look when they like
+                ranks[rank].poll()
+            if ranks[rank].is_at(step):
+                stopped_at[rank] = step
+                return
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert stopped_at[0] == stopped_at[1]
+    assert 12 < stopped_at[0] <= 14
+    request = ranks[1].request
+    assert request is not None
+    assert request.kind == "preempted"
+
+
+def test_the_first_request_counts() -> None:
+    asked = StopSignal()
+    asked.ask("switch", 5.0)
+    asked.ask("preempted", 1.0)
+    assert isinstance(asked.request, Request)
+    assert asked.request.kind == "switch"
+    assert asked.request.deadline > time.monotonic() + 1.0

@@ -1,0 +1,231 @@
+"""A traced step against real steps: storage by storage in one process, and on gloo ranks under DDP and FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hardware_db.measured_rows import SHIPPED, read_memory_runs
+from hardware_db.spawn import RankPool
+from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.models.catalogue import find_model
+from planner.models.counting.count import count_parameters
+from planner.models.facts import ModelFacts
+from planner.models.from_hf.config import facts_from_config
+from planner.types.job import Job
+from planner.types.plan import Configuration
+from planner.types.workload import Workload
+from strategies.distributed.gloo import quiet
+from strategies.tracing.step.build import Subject, subject_of
+from strategies.tracing.step.refusal import TraceFailed
+from strategies.tracing.step.step import trace_step
+from tests.strategies.tracing import trace_bodies as bodies
+
+SAMPLES, LENGTH, RANKS = 2, 128, 2
+NARROW: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256, "intermediate_size": 256}
+GROUPED = {**NARROW, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def configuration_of(
+    *, strategy: str = "single", ranks: int = 1, accumulation: int = 1, **chosen: Any
+) -> Configuration:
+    replicated = strategy in ("single", "ddp")
+    fields: dict[str, Any] = {
+        "strategy": strategy,
+        "backend": "torch",
+        "dp_replicate": ranks if replicated else 1,
+        "dp_shard": 1 if replicated else ranks,
+        "micro_batch_size": SAMPLES,
+        "gradient_accumulation_steps": accumulation,
+        "global_batch_size": SAMPLES * accumulation * ranks,
+        "sequence_length": LENGTH,
+        "precision": "fp32",
+        "optimizer": "adamw",
+    }
+    return Configuration(**{**fields, **chosen})
+
+
+def job_of(facts: ModelFacts, configuration: Configuration, gpu: str = "cpu") -> Job:
+    workload = Workload(
+        task="causal-lm", sequence_length=LENGTH, global_batch_size=configuration.global_batch_size, precision="fp32"
+    )
+    cluster = resolve_cluster(HardwareRequest(gpus=configuration.world_size, gpu=gpu))
+    counts = count_parameters(facts)
+    return Job(facts=facts, counts=counts, workload=workload, cluster=cluster, configuration=configuration)
+
+
+def llama(depth: int = 2) -> Subject:
+    return subject_of(find_model("llama-3-8b"), layers=depth, overrides=GROUPED)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "chosen"),
+    [
+        ("llama-3-8b", GROUPED, {"precision": "fp32", "optimizer": "sgd"}),
+        ("llama-3-8b", GROUPED, {"precision": "bf16-pure", "accumulation": 2}),
+        ("llama-3-8b", GROUPED, {"precision": "bf16", "activation_checkpointing": "full"}),
+        ("llama-3-8b", GROUPED, {"precision": "bf16", "activation_checkpointing": "selective"}),
+        ("bert-base-uncased", NARROW, {"precision": "bf16", "optimizer": "adamw-fused"}),
+        ("mixtral-8x7b", {**GROUPED, "num_local_experts": 4}, {"precision": "bf16", "optimizer": "adafactor"}),
+    ],
+)
+def test_a_trace_is_what_a_real_step_of_one_process_uses(
+    model: str, overrides: dict[str, object], chosen: dict[str, Any]
+) -> None:
+    configuration = configuration_of(**chosen)
+    subject = subject_of(find_model(model), layers=2, overrides=overrides)
+    traced = trace_step(job_of(find_model(model), configuration), subject)
+    assert traced.totals == pytest.approx(bodies.single_peaks(subject, configuration), rel=0.001)
+
+
+@pytest.fixture(scope="module")
+def pool(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
+    with new_pool(RANKS) as ranks:
+        yield quiet(ranks)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "accumulation"),
+    [("ddp", "bf16", 1), ("fsdp", "bf16", 1), ("fsdp", "fp32", 2), ("fsdp-grad-op", "bf16", 1)],
+)
+def test_a_trace_is_what_a_rank_among_others_uses(
+    pool: RankPool, strategy: str, precision: str, accumulation: int
+) -> None:
+    configuration = configuration_of(strategy=strategy, ranks=RANKS, precision=precision, accumulation=accumulation)
+    real = pool.run(bodies.rank_peaks, configuration)[0]
+    traced = trace_step(job_of(find_model("gpt2"), configuration), bodies.Own())
+    assert traced.totals == pytest.approx(real, rel=0.01)
+
+
+MEASURED = {
+    (run.model, run.strategy): run
+    for run in read_memory_runs(SHIPPED / "memory_cpu.csv")
+    if run.outcome == "completed" and run.world_size == 2
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"), [("t5", "ddp"), ("mixtral", "fsdp"), ("gemma2", "fsdp"), ("opt", "fsdp-grad-op")]
+)
+def test_a_trace_is_what_was_measured_of_the_engine(model: str, strategy: str) -> None:
+    run = MEASURED[model, strategy]
+    facts = facts_from_config(run.model_config, model)
+    arguments = {name: value for name, value in run.model_config.items() if name != "model_type"}
+    # What runs do not name was not varied.
+    chosen = {item.name: getattr(run, item.name) for item in fields(Configuration) if hasattr(run, item.name)}
+    configuration = Configuration(**chosen)
+    job = job_of(facts, configuration)
+    subject = subject_of(facts, attention=configuration.attention, overrides=arguments)
+    assert trace_step(job, subject).totals == pytest.approx(run.phases, rel=0.002)
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    own = bodies.Own()
+    before = {name: weight.clone() for name, weight in own.module.state_dict().items()}
+    trace_step(job_of(find_model("gpt2"), configuration_of(precision="bf16-pure")), own)
+    assert all(torch.equal(before[name], weight) for name, weight in own.module.state_dict().items())
+    assert all(weight.grad is None for weight in own.module.parameters())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in own.module.modules())
+
+
+def test_categories_are_told_apart() -> None:
+    configuration = configuration_of(precision="bf16", strategy="ddp", ranks=RANKS)
+    subject = llama()
+    phases = trace_step(job_of(find_model("llama-3-8b"), configuration, gpu="a100-80gb"), subject).phases
+    weights = 4 * sum(weight.numel() for weight in subject.module.parameters())
+    near = pytest.approx(weights, rel=0.01)  # every storage is rounded up
+    step = phases["step"]
+    assert (step["parameters"], step["gradients"], step["temporaries"], step["buffers"]) == (near, near, near, near)
+    assert step["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    # The cast copies of all weights but the token table, which autocast does not copy.
+    table = subject.module.get_input_embeddings().weight.numel()
+    assert phases["loss"]["temporaries"] == pytest.approx(weights / 2 - 2 * table, rel=0.01)
+
+
+def test_sharding_divides_states_and_gathers_weights() -> None:
+    facts, subject = find_model("llama-3-8b"), llama()
+    few, many = (
+        trace_step(
+            job_of(facts, configuration_of(strategy="fsdp", ranks=ranks, precision="bf16"), gpu="a100-80gb"), subject
+        )
+        for ranks in (2, 16)
+    )
+    for name in ("parameters", "optimizer"):
+        assert many.phases["step"][name] == pytest.approx(
+            few.phases["step"][name] / 8, rel=0.1
+        )  # small shards are rounded up
+    assert many.phases["backward"]["buffers"] == pytest.approx(few.phases["backward"]["buffers"], rel=0.05)
+
+
+def test_more_micro_batches_change_nothing_after_the_second() -> None:
+    facts, subject = find_model("llama-3-8b"), llama()
+    two, four = (
+        trace_step(job_of(facts, configuration_of(accumulation=accumulation), gpu="a100-80gb"), subject)
+        for accumulation in (2, 4)
+    )
+    assert two.phases == four.phases
+
+
+class Sorting(nn.Module):
+    """Reads a number out of a tensor, which a trace cannot know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: int(x.sum().item())].sum() + x.sum()
+
+
+class Unfollowable(bodies.Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module.head = nn.Sequential(self.module.head, Sorting())
+
+
+def test_what_cannot_be_followed_is_named_in_one_line() -> None:
+    with pytest.raises(TraceFailed) as failed:
+        trace_step(job_of(find_model("gpt2"), configuration_of()), Unfollowable())
+    assert failed.value.operation == "aten._local_scalar_dense.default"
+    assert failed.value.module_path == "head.1"
+    assert "\n" not in str(failed.value)
+    assert "head.1" in str(failed.value)
+
+
+def test_under_zero_weights_and_activations_are_traced_in_16_bits() -> None:
+    subject = llama()
+    configuration = configuration_of(strategy="zero2", ranks=RANKS, precision="bf16", backend="deepspeed")
+    phases = trace_step(job_of(find_model("llama-3-8b"), configuration, gpu="a100-80gb"), subject).phases
+    weights = sum(weight.numel() for weight in subject.module.parameters())
+    assert set(phases) == {"forward", "loss", "backward"}
+    assert phases["backward"]["parameters"] == pytest.approx(2 * weights, rel=0.01)
+    assert not any(parts["optimizer"] + parts["gradients"] for parts in phases.values())
+
+
+def test_flash_attention_is_told_of_a_window_without_a_mask() -> None:
+    subject = subject_of(find_model("mistral-7b-v0.1"), layers=2, overrides={**GROUPED, "sliding_window": 32})
+    with_mask, without = (
+        trace_step(
+            job_of(
+                find_model("mistral-7b-v0.1"), configuration_of(precision="bf16", attention=attention), gpu="a100-80gb"
+            ),
+            subject,
+        ).phases["forward"]["activations"]
+        for attention in ("sdpa", "flash")
+    )
+    # Masks have no place for groups either: keys and values are repeated for all heads.
+    assert with_mask > without + SAMPLES * LENGTH * LENGTH * 2
+
+
+def test_what_fsdp_does_not_take_is_said() -> None:
+    clip = find_model("openai/clip-vit-base-patch32")
+    configuration = configuration_of(strategy="fsdp", ranks=RANKS)
+    with pytest.raises(TraceFailed, match="fully_shard in CLIPModel"):
+        trace_step(job_of(clip, configuration, gpu="a100-80gb"), subject_of(clip, layers=1))
+
+
+def test_a_plan_that_is_not_traced_is_refused() -> None:
+    split = configuration_of(ranks=2, tp=2, dp_replicate=1, global_batch_size=SAMPLES)
+    with pytest.raises(TraceFailed, match="tensor and pipeline"):
+        trace_step(job_of(find_model("gpt2"), split))

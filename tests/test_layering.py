@@ -1,0 +1,77 @@
+"""Imports go dsplan -> strategies -> planner -> hardware_db, and planning never needs torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("hardware_db", "planner", "strategies", "dsplan")
+HEAVY = {"torch", "numpy", "transformers", "accelerate", "deepspeed", "psutil", "safetensors", "hypothesis", "pytest"}
+MAY_BE_HEAVY = (
+    "strategies/",
+    "hardware_db/microbench/",
+    "hardware_db/spawn.py",
+    "planner/trace/",
+    *("strategies/tracing/live.py", "strategies/tracing/module_trace.py", "strategies/tracing/storage_tracker.py"),
+)
+
+FILES = sorted(path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+LIGHT = [path for path in FILES if not path.startswith(MAY_BE_HEAVY)]
+
+
+def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            literals = (item.value for item in node.args if isinstance(item, ast.Constant))
+            yield from (value for value in literals if isinstance(value, str))
+
+
+def when_loaded(tree: ast.Module) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported: not function bodies, not what only type checkers read."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+def test_the_walk_sees_imports_in_functions_and_skips_type_checking() -> None:
+    tree = ast.parse(
+        "if TYPE_CHECKING:\n    import torch\ndef f():\n    import planner\n    import_module('dsplan.x')\nimport os\n"
+    )
+    assert set(imported(ast.walk(tree))) == {"torch", "planner", "dsplan.x", "os"}
+    assert set(imported(when_loaded(tree))) == {"os"}
+
+
+def packages(nodes: Iterator[ast.AST]) -> set[str]:
+    return {name.split(".")[0] for name in imported(nodes)}
+
+
+def parsed(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text("utf-8"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_to_rooms_below(room: str) -> None:
+    above = set(ROOMS[ROOMS.index(room) + 1 :])
+    upwards = {path: above & packages(ast.walk(parsed(path))) for path in FILES if path.startswith(f"{room}/")}
+    assert upwards
+    assert not {path: names for path, names in upwards.items() if names}
+
+
+def test_planning_loads_no_heavy_package() -> None:
+    heavy = {path: HEAVY & packages(when_loaded(parsed(path))) for path in LIGHT}
+    assert not {path: names for path, names in heavy.items() if names}
