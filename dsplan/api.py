@@ -46,8 +46,8 @@ def plan(**question: Any) -> Plan:
 def estimate(*, exact: bool = False, **asked: Any) -> Plan:
     """Memory and time of one configuration: `estimate(model="opt-6.7b", gpus=8, strategy="zero3", micro_batch=2)`.
 
-    Takes the fields of `Question` and of `planner.search.exact.ExactOptions`. With `exact` the memory comes from a trace of
-    the real module, which needs torch but neither weights nor a GPU, and is kept for the next time.
+    Takes the fields of `Question` and of `ExactOptions` (planner/search/exact.py). With `exact` the memory comes from
+    a trace of the real module, which needs torch but neither weights nor a GPU, and is kept for the next time.
 
     Raises:
         DsplanError: the model, the hardware, a number or the configuration is not possible.

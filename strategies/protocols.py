@@ -59,7 +59,8 @@ class Observer:
 
 
 class TrainingEngine(Protocol):
-    """The engine as what watches, saves and supervises it sees it; `strategies.engine.base.Engine` describes each part."""
+    """The engine as what watches, saves and supervises it sees it; `strategies.engine.base.Engine` describes each
+    part."""
 
     client_state: dict[str, Any]
     counted_peak_bytes: int | None

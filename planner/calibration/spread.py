@@ -44,11 +44,12 @@ SPREADS: Mapping[Kind, Spread] = {
     "unmeasured cpu": Spread(outside=0.70, inside=0.14),
     "unmeasured": Spread(outside=0.29, inside=0.074),
 }
-"""Of 408 published runs of eight publications, each left out of the fit (scripts/fit/time_intervals.py, `half_width` over
-NINE_OF_TEN, and `within`): with them 95 % of those runs lie in the interval. Nothing published was compared with
-offload and other devices: there a machine may be as far off as publications of any kind are apart in `compute`, and the
-runs of one as far as the widest kind. Processors are those of 60 runs on one machine (scripts/measure/real_times.py): with the
-rates of `dsplan bench` and of a first run together, which hold 95 % and 87 % of the runs, and without any rate."""
+"""Of 408 published runs of eight publications, each left out of the fit (scripts/fit/time_intervals.py, `half_width`
+over NINE_OF_TEN, and `within`): with them 95 % of those runs lie in the interval. Nothing published was compared with
+offload and other devices: there a machine may be as far off as publications of any kind are apart in `compute`, and
+the runs of one as far as the widest kind. Processors are those of 60 runs on one machine
+(scripts/measure/real_times.py): with the rates of `dsplan bench` and of a first run together, which hold 95 % and 87 %
+of the runs, and without any rate."""
 
 FACTOR_SPREADS: Mapping[str, float] = {
     "compute": 0.28,
@@ -61,8 +62,8 @@ FACTOR_SPREADS: Mapping[str, float] = {
     "launch": 0.28,
 }
 """How much the factors differ from one hardware and code to the next: standard deviations of their logarithms over
-thirteen publications of every reading (scripts/fit/calibration_spread.py --all). No publication feels the last three: they
-are taken to differ as much as the widest."""
+thirteen publications of every reading (scripts/fit/calibration_spread.py --all). No publication feels the last three:
+they are taken to differ as much as the widest."""
 
 MEASURED_ARCHITECTURES = frozenset({"volta", "ampere", "hopper"})
 """Of devices of other architectures nothing published was compared."""

@@ -107,9 +107,9 @@ def _recipe(configuration: Configuration) -> Recipe:
 
 
 def _native_recipe(configuration: Configuration) -> Recipe:
-    """Our own ZeRO's (`strategies/backends/zero/settings.py`): masters only where weights are 16-bit and states are not, and
-    gradients that wait for several micro-batches in fp32. Stage 3's sharded weights are the masters, cast as they are
-    gathered."""
+    """Our own ZeRO's (`strategies/backends/zero/settings.py`): masters only where weights are 16-bit and states are
+    not, and gradients that wait for several micro-batches in fp32. Stage 3's sharded weights are the masters, cast as
+    they are gathered."""
     state, precision = STATE_BYTES[configuration.optimizer], configuration.precision
     width = 4 if precision == "fp32" else 2
     mixed = precision in ("bf16", "fp16")

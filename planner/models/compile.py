@@ -38,7 +38,9 @@ def compile_architectures(path: Path = HERE / "from_hf" / "architectures.yaml") 
     return _json({name: entry for name, entry in resolved.items() if not name.startswith("_")})
 
 
-def compile_catalogue(path: Path = HERE / "catalogue.yaml", architectures: Path = HERE / "from_hf" / "architectures.yaml") -> str:
+def compile_catalogue(
+    path: Path = HERE / "catalogue.yaml", architectures: Path = HERE / "from_hf" / "architectures.yaml"
+) -> str:
     """`catalogue.yaml` as JSON text: rows without the fields at their defaults, and the row of every name and alias.
 
     Raises:

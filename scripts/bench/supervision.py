@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0:0] = [str(ROOT), str(ROOT / "scripts" / "examples")]
+sys.path.insert(0, str(ROOT / "scripts" / "examples"))
 
 RESULT = "overhead.json"
 _WARM_UP = 10

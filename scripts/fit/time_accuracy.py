@@ -2,7 +2,7 @@
 
     python -m scripts.fit.time_accuracy
 
-Minutes long; `time_left_out.csv` holds what it finds and `build_accuracy_report.py` shows it. The free constants of
+Minutes long; `time_left_out.csv` holds what it finds and `accuracy_report.py` shows it. The free constants of
 `time_constants.py` are fitted on the stated runs of all other publications; vTrain's grid, which is one publication, is
 fitted on half of its model shapes and predicts the other half.
 """

@@ -15,6 +15,7 @@ def write_or_check(target: Path, text: str) -> int:
     if "--check" not in sys.argv[1:]:
         replace_text(target, text)
     elif not target.exists() or target.read_text(encoding="utf-8") != text:
-        print(f"{target.name} is stale; run python scripts/{Path(sys.argv[0]).name}", file=sys.stderr)
+        module = ".".join(Path(sys.argv[0]).resolve().relative_to(DOCS.parent).with_suffix("").parts)
+        print(f"{target.name} is stale; run python -m {module}", file=sys.stderr)
         return 1
     return 0

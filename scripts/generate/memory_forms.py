@@ -1,4 +1,5 @@
-"""Writes `planner/cost/memory/activations/forms/`: what every architecture of the catalogue keeps alive in a training step.
+"""Writes `planner/cost/memory/activations/forms/`: what every architecture of the catalogue keeps alive in a training
+step.
 
     python -m scripts.generate.memory_forms [MODEL_TYPE ...]
 

@@ -3,7 +3,7 @@
     python -m scripts.measure.keep_bench                    # from the database to rates_cpu.csv and times_bench_cpu.csv
     python -m scripts.measure.keep_bench --device cuda      # the same of this machine's GPU
 
-Run it after `dsplan bench` (`--ranks 2,4` on a CPU) and before `measure_times.py`, on a machine without other work.
+Run it after `dsplan bench` (`--ranks 2,4` on a CPU) and before `times.py`, on a machine without other work.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from scripts.measure.rate_rows import read_rates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """Where the rows of one kind of device lie: the grid of `measure_times.py`, and what `dsplan bench` found before it
+    """Where the rows of one kind of device lie: the grid of `times.py`, and what `dsplan bench` found before it
     on the same machine, rates and training runs."""
 
     times: Path

@@ -4,7 +4,7 @@ A case may name the GPU and the share of its peak that llm-analysis is to take; 
 
     echo '[{"model": {...}, "dtype": {...}, "parallelism": {...}, "training": {...}}]' | python peer_llm_analysis.py
 
-llm-analysis needs a transformers older than dsplan's, so `measure_peers.py` runs this file with another interpreter.
+llm-analysis needs a transformers older than dsplan's, so `peers.py` runs this file with another interpreter.
 """
 
 from __future__ import annotations

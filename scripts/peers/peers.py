@@ -29,7 +29,7 @@ from planner.types.job import Job
 from scripts.report.accuracy_cases import Case, all_cases
 from scripts.report.accuracy_peers import PATH, PEERS, PeerAnswer, read_peers
 
-LLM_ANALYSIS = Path(__file__).resolve().parent / "peer_llm_analysis.py"
+LLM_ANALYSIS = Path(__file__).resolve().parent / "llm_analysis.py"
 ADAM = ("adamw", "adamw-fused", "adamw-forloop")
 ZERO_OF = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp-grad-op": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
 RECOMPUTE = {"none": 0, "selective": 1, "full": 2}

@@ -3,8 +3,8 @@
     python -m scripts.report.check_published
 
 The shipped constants are fitted to stated rows among these: for errors on rows that no constant has seen, see
-`scripts/fit/time_accuracy.py`. Groups that share everything but the plan are ranked by Spearman's correlation of predicted
-and measured speed.
+`scripts/fit/time_accuracy.py`. Groups that share everything but the plan are ranked by Spearman's correlation of
+predicted and measured speed.
 """
 
 from __future__ import annotations

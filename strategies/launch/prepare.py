@@ -48,9 +48,9 @@ def check_placement(placement: Placement, supervision: Supervision) -> None:
         ContradictoryRequest: one line says which flag and what to do.
     """
     name = placement.launcher
-    for field, launchers in _READ_BY.items():
-        if getattr(placement, field) not in (None, ()) and name not in launchers:
-            flag = _FLAGS.get(field, "--launcher-option")
+    for name_of_field, launchers in _READ_BY.items():
+        if getattr(placement, name_of_field) not in (None, ()) and name not in launchers:
+            flag = _FLAGS.get(name_of_field, "--launcher-option")
             raise ContradictoryRequest(
                 f"{flag} is for --launcher {' or '.join(launchers)}, and this run's is {name}; leave it out"
             )

@@ -1,7 +1,7 @@
 """How gradients travel: what a script's `communication` section asks of the strategy that runs.
 
-16 bits are the dtype in which ranks add up; 8 bits are codes with scales (`strategies/backends/zero/compress.py`), which our own
-ZeRO and DDP exchange.
+16 bits are the dtype in which ranks add up; 8 bits are codes with scales (`strategies/backends/zero/compress.py`),
+which our own ZeRO and DDP exchange.
 """
 
 from __future__ import annotations

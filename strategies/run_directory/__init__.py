@@ -1,1 +1,2 @@
-"""What the launcher and the ranks of a run hand each other: files of the run directory, and the words in them. No torch."""
+"""What the launcher and the ranks of a run hand each other: files of the run directory, and the words in them. No
+torch."""

@@ -1,5 +1,5 @@
-"""What a run measures about itself: one line of JSON per rank and optimizer step, as `strategies/telemetry/metrics.py` says, one
-per look at the machine, and one per alert."""
+"""What a run measures about itself: one line of JSON per rank and optimizer step, as `strategies/telemetry/metrics.py`
+says, one per look at the machine, and one per alert."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 @pytest.mark.parametrize(
-    "script", ["build_cli_reference", "build_recommendation_table", "build_accuracy_report", "build_zero_report"]
+    "script", ["generate.cli_reference", "report.recommendation_table", "report.accuracy_report", "report.zero_report"]
 )
 def test_generated_pages_are_fresh(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / f"{script}.py", "--check"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", f"scripts.{script}", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 

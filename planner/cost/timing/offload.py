@@ -130,8 +130,9 @@ def _state_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) -> 
 
 
 def _native_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) -> OffloadCost:
-    """Our own ZeRO (`strategies/backends/zero/engine.py`): while the host steps one bucket, the weights of the last return and
-    the states of the next are read, so that of the three the slowest counts, and the device steps what it kept.
+    """Our own ZeRO (`strategies/backends/zero/engine.py`): while the host steps one bucket, the weights of the last
+    return and the states of the next are read, so that of the three the slowest counts, and the device steps what it
+    kept.
 
     On a CPU nothing has a way to go but to a disk, and the step is the device's.
     """

@@ -1,9 +1,9 @@
 """Optimizer: any `torch.optim` class, working on this rank's pieces of the master weights.
 
-The optimizer object stays the script's own, with its groups, options and schedulers; only the tensors in its groups are
-exchanged for pieces. A piece of a divided parameter is a run of its elements, flat. A parameter that must be stepped
-whole (`strategies/optim/optimizers.py`) is one rank's: its piece there has the parameter's shape, and is empty and never
-stepped elsewhere.
+The optimizer object stays the script's own, with its groups, options and schedulers; only the tensors in its groups
+are exchanged for pieces. A piece of a divided parameter is a run of its elements, flat. A parameter that must be
+stepped whole (`strategies/optim/optimizers.py`) is one rank's: its piece there has the parameter's shape, and is empty
+and never stepped elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Between `dsplan run` and a program that starts ranks: whatever becomes of the one, the other ends with it.
 
-Run as `python -m strategies.launch.elastic.keeper PARENT_PID COMMAND...`. Programs such as DeepSpeed's leave their ranks
-behind when they alone are ended; this ends the whole of their process group. SIGUSR1 is handed on.
+Run as `python -m strategies.launch.elastic.keeper PARENT_PID COMMAND...`. Programs such as DeepSpeed's leave their
+ranks behind when they alone are ended; this ends the whole of their process group. SIGUSR1 is handed on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The store in which the nodes of a run meet, in a process of its own on the node whose address they were given.
 
-Run as `python -m strategies.launch.elastic.rendezvous_store PORT PARENT_PID`. It outlives the agents, which come and go with
-the attempts, and ends with the `dsplan run` that started it.
+Run as `python -m strategies.launch.elastic.rendezvous_store PORT PARENT_PID`. It outlives the agents, which come and
+go with the attempts, and ends with the `dsplan run` that started it.
 """
 
 from __future__ import annotations

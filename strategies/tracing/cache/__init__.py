@@ -1,4 +1,5 @@
-"""Kept traces: questions to the tracer and its answers, without torch. `strategies.tracing.step` runs the module itself.
+"""Kept traces: questions to the tracer and its answers, without torch. `strategies.tracing.step` runs the module
+itself.
 
 An answer is kept in the database under everything it depends on, so that only the first question costs a trace.
 """

@@ -90,7 +90,8 @@ PHASES = ("forward", "loss", "backward", "step")
 
 
 class Traceable(Protocol):
-    """A module, its repeated blocks in the order they run, and batches of it (`strategies.tracing.step.build.Subject` is one).
+    """A module, its repeated blocks in the order they run, and batches of it (`strategies.tracing.step.build.Subject`
+    is one).
 
     `batch_of` gives a mapping of keyword arguments, a sequence of arguments, or one tensor. The module returns a loss,
     an object with `.loss`, or tensors whose sum is taken as the loss.

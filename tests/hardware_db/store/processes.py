@@ -1,4 +1,4 @@
-"""Bodies of the processes that the tests of the database start, run as `python store_processes.py NAME PATH NUMBER`."""
+"""Bodies of the processes that the tests of the database start, run as `python processes.py NAME PATH NUMBER`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hardware_db.store import open_store
 from tests.hardware_db.store.processes import PROCESSES, WRITES
 from tests.hardware_db.store.records import measurement
 
-BODIES = Path(__file__).with_name("store_processes.py")
+BODIES = Path(__file__).with_name("processes.py")
 
 
 def _start(body: str, path: Path, number: int) -> subprocess.Popen[str]:

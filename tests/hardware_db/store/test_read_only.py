@@ -18,7 +18,7 @@ from hardware_db.store.connection import is_read_only
 from tests.hardware_db.store.records import FROZEN, measurement
 
 SCHEMAS = Path(__file__).parent / "schemas"
-PROCESSES = Path(__file__).with_name("store_processes.py")
+PROCESSES = Path(__file__).with_name("processes.py")
 
 
 def _filled(path: Path) -> None:

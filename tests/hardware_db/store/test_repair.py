@@ -173,7 +173,7 @@ def test_a_damaged_database_of_every_schema_is_rebuilt(tmp_path: Path, number: i
 
 def test_what_only_the_log_holds_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "dsplan.db"
-    body = Path(__file__).with_name("store_processes.py")
+    body = Path(__file__).with_name("processes.py")
     killed = subprocess.run([sys.executable, str(body), "die_after_adding", str(path), "5"], check=False, timeout=60)
     assert killed.returncode == -signal.SIGKILL
     assert path.with_name("dsplan.db-wal").stat().st_size > 0

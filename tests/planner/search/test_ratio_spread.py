@@ -11,12 +11,13 @@ import pytest
 
 from planner.search.ranking import NEVER_COMPARED, SPLIT_OR_WHOLE
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "ratio_spread.py"
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
 def lines() -> dict[str, list[str]]:
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "scripts.fit.ratio_spread"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return {line[:24].strip(): line[24:].split() for line in done.stdout.splitlines()}
 
 

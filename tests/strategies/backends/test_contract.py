@@ -214,7 +214,7 @@ def test_fsdp_offloads_to_the_host(ranks: RankPool) -> None:
     [*product((*NATIVE, *ZERO_STAGES), ["optimizer"]), ("native zero3", "all"), ("zero3", "all")],
 )
 def test_zero_offloads_to_the_host(strategy: str, offload: str, pool_of: PoolOf) -> None:
-    """On CPU ranks the states are on the host anyway; test_strategies_offload.py keeps ours apart."""
+    """On CPU ranks the states are on the host anyway; test_offload.py keeps ours apart."""
     recipe = replace(recipe_of(strategy), offload=offload, clipping=0.5, accumulation=3)
     assert_same(pool_of(strategy).run(training_bodies.train, recipe)[0], training_bodies.reference(recipe), FP32)
 

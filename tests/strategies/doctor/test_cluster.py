@@ -1,4 +1,5 @@
-"""What ranks find together; nodes are threads over one store. tests/strategies/distributed has ranks that are processes."""
+"""What ranks find together; nodes are threads over one store. tests/strategies/distributed has ranks that are
+processes."""
 
 from __future__ import annotations
 

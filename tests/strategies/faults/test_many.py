@@ -1,5 +1,5 @@
-"""Every kind of fault under every strategy, on real processes, all over the run; `scripts/ci/faults.sh` runs it and tells
-the figures.
+"""Every kind of fault under every strategy, on real processes, all over the run; `scripts/ci/faults.sh` runs it and
+tells the figures.
 
 Every run has to reach its last step, with the losses of a run to which nothing happened (exactly where the plan stays,
 within 1e-6 where it changes), every sample used once per epoch, nothing left running, the cause named in the journal,

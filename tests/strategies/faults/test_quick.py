@@ -1,4 +1,4 @@
-"""Some faults of every sort in a few runs, at moments that differ from time to time; `test_faults_many.py` has all."""
+"""Some faults of every sort in a few runs, at moments that differ from time to time; `test_many.py` has all."""
 
 from __future__ import annotations
 

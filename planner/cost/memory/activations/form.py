@@ -175,9 +175,9 @@ class BlockForm:
 class Form:
     """One architecture in one precision and with one kind of attention. `buffers`: bytes of those outside the blocks.
 
-    `blocks` by the names that `planner.cost.memory.activations.dimensions` gives them; `before` is what the part in front of the blocks
-    keeps, `loss` and `loss_backward` are moments of head and loss over what all blocks keep, `table_backward` those
-    after the first block's backward, over `before`.
+    `blocks` by the names that `planner.cost.memory.activations.dimensions` gives them; `before` is what the part in
+    front of the blocks keeps, `loss` and `loss_backward` are moments of head and loss over what all blocks keep,
+    `table_backward` those after the first block's backward, over `before`.
     """
 
     blocks: Mapping[str, BlockForm]

@@ -1,11 +1,12 @@
 """What DeepSpeed's ZeRO holds besides weights, optimizer states and activations, moment by moment: stages 1 and 2.
 
 Source: DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py`; `zero3.py` has stage 3. Bucket sizes come from
-`planner.cost.zero_buckets`. A gradient that backward makes is copied into a bucket at once, so that of a unit's gradients
-only the newest is a tensor of its own. A full bucket, and the last one when backward ends, is reduced: its slices are
-copied into one tensor for the all-reduce, unless one rank owns them all, and what the rank's part touches is copied to
-a tensor that holds all of these gradients. The buckets are made with a micro-batch's first gradient and freed after its
-last; where stage 1 accumulates, it keeps them, and unreduced gradients, to the end of the last micro-batch.
+`planner.cost.zero_buckets`. A gradient that backward makes is copied into a bucket at once, so that of a unit's
+gradients only the newest is a tensor of its own. A full bucket, and the last one when backward ends, is reduced: its
+slices are copied into one tensor for the all-reduce, unless one rank owns them all, and what the rank's part touches
+is copied to a tensor that holds all of these gradients. The buckets are made with a micro-batch's first gradient and
+freed after its last; where stage 1 accumulates, it keeps them, and unreduced gradients, to the end of the last
+micro-batch.
 """
 
 from __future__ import annotations

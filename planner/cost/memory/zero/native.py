@@ -1,6 +1,7 @@
 """What our own ZeRO holds besides weights, optimizer states and activations, moment by moment.
 
-Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `wire.py`; bucket sizes come from `planner.cost.zero_buckets`.
+Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `wire.py`; bucket sizes come from
+`planner.cost.zero_buckets`.
 
 * A gradient is let go of when the bucket that it travels in has been summed; two buckets are on the way while a third
   fills. Between ranks on CPUs every owner receives the others' runs of what is on the way; NCCL makes the sum alone.

@@ -1,8 +1,8 @@
 """What our own ZeRO keeps where it offloads: on the device, in host memory, and on NVMe, by rank.
 
-Source: `strategies/backends/zero/weights.py` (`load`), `offload.py`, `nvme.py`. A share of the buckets leaves the device: their
-masters and moments, and with `all` and `nvme` their part of stage 3's weights. Where the device is a CPU, its memory is
-the host's already: `optimizer` and `all` change nothing there, `nvme` does.
+Source: `strategies/backends/zero/weights.py` (`load`), `offload.py`, `nvme.py`. A share of the buckets leaves the
+device: their masters and moments, and with `all` and `nvme` their part of stage 3's weights. Where the device is a
+CPU, its memory is the host's already: `optimizer` and `all` change nothing there, `nvme` does.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from planner.types.plan_io import plan_to_dict
 from planner.vocabulary import Task
 from strategies.distributed.gloo import quiet
 
-SCRIPTS = Path(__file__).parents[4] / "scripts"
 RUNS = read_memory_runs(SHIPPED / "memory_cpu.csv")
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3")
 MEDIAN, WORST = 0.02, 0.06
@@ -29,7 +28,6 @@ LIVE = (("gpt2", "fsdp", "bf16"), ("llama", "zero2", "fp32"))
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
     from scripts.measure import memory_rows
 
     return memory_rows

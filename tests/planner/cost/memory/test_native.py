@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from planner.search.estimate import estimate
 from planner.types.plan_io import plan_from_dict
 
-SCRIPTS = Path(__file__).parents[4] / "scripts"
 MEASURED: Mapping[tuple[str, str], tuple[int, int]] = {
     ("zero1", "fp32"): (112_000_000, 176_928_256),
     ("zero2", "fp32"): (112_000_000, 176_928_256),
@@ -33,7 +31,6 @@ WHOLE_TENSORS: Mapping[tuple[str, str], tuple[int, int]] = {
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
     from scripts.bench import zero as bench_zero
 
     return bench_zero

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +19,6 @@ from planner.search.request import Request, WorkOptions, make_request
 from planner.search.search import recommend
 from planner.types.plan import Plan
 
-SCRIPTS = Path(__file__).parents[4] / "scripts"
 PSI = 8_030_261_248  # Llama-3-8B
 GPUS = 4
 MEASURED: Mapping[tuple[str, str, float], tuple[int, int]] = {
@@ -120,7 +118,6 @@ def test_a_share_needs_something_to_share() -> None:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
     from scripts.measure import zero_rows
 
     return zero_rows

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import statistics
 from argparse import Namespace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from hardware_db.measured_rows import SHIPPED
 
-SCRIPTS = Path(__file__).parents[4] / "scripts"
-
 
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
     from scripts.report import zero_report as build_zero_report
 
     return build_zero_report
@@ -53,7 +49,6 @@ def test_steps_are_not_slower_than_others(report: ModuleType) -> None:
 
 
 def test_every_run_of_one_gpu_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
     from scripts.bench import zero_cuda
 
     size = Namespace(model="llama-1.2b", micro_batch=4, length=2048)

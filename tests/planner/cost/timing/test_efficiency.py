@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -24,12 +23,9 @@ from planner.types.cluster import Rates
 from planner.vocabulary import PRECISIONS
 from tests.planner.cost.timing.cases import cluster
 
-SCRIPTS = Path(__file__).parents[4] / "scripts"
-
 
 @pytest.fixture
 def fits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
     from scripts.fit import efficiency as fit_efficiency
 
     return fit_efficiency

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[4] / "scripts"
-
 
 @pytest.fixture
 def grid(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
     from scripts.measure import time_grid
 
     return time_grid
@@ -20,7 +16,6 @@ def grid(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def memory_rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
     from scripts.measure import memory_rows
 
     return memory_rows

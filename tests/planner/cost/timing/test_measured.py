@@ -12,7 +12,6 @@ import pytest
 from hardware_db.errors import BrokenFile
 from hardware_db.measured_rows import SHIPPED, read_time_runs, write_time_runs
 
-SCRIPTS = Path(__file__).parents[4] / "scripts"
 RUNS = read_time_runs(SHIPPED / "times_cpu.csv")
 STRATEGIES = {"ddp", "fsdp", "zero1", "zero2", "zero3"}
 MEDIAN = 0.15
@@ -21,7 +20,6 @@ NAMED_RIGHTLY = 0.8
 
 @pytest.fixture
 def real_times(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
     from scripts.measure import real_times
 
     return real_times

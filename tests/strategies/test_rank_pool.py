@@ -92,22 +92,21 @@ def test_ranks_of_all_pools_are_forked_from_one_process_that_has_imported_what_t
 def test_ranks_end_with_their_parent(preload: tuple[str, ...]) -> None:
     script = textwrap.dedent("""
         import os, sys
-        sys.path.insert(0, sys.argv[1])
         if __name__ == "__main__":
             from tests.strategies import rank_bodies
             from hardware_db.spawn import RankPool
-            pool = RankPool(1, preload=sys.argv[2:])
+            pool = RankPool(1, preload=sys.argv[1:])
             pool.run(rank_bodies.environment_of, "RANK")
             print(pool.process_ids[0], flush=True)
             os.kill(os.getpid(), 9)
     """)
-    here = Path(__file__).parent
+    root = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "parent.py")
         path.write_text(script)
-        environment = {**os.environ, "PYTHONPATH": str(here.parents[1]), "TMPDIR": folder}
+        environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": folder}
         done = subprocess.run(
-            [sys.executable, path, here, *preload], env=environment, stdout=subprocess.PIPE, text=True, timeout=120
+            [sys.executable, path, *preload], env=environment, stdout=subprocess.PIPE, text=True, timeout=120
         )
     rank = int(done.stdout)
     deadline = time.monotonic() + 10
