@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from strategies.errors import CannotMeet
+from strategies.run_directory.heartbeat import PULSE
 
 SECONDS = "DSPLAN_RENDEZVOUS_SECONDS"
 """Environment variable: how long ranks wait for each other."""
@@ -101,7 +102,11 @@ def call_roll(roll: Store, own: Presence, patience: Patience) -> None:
         DistError: rank 0 is gone.
     """
     _announce(roll, own)
-    verdict = _judge(roll, own, patience) if own.rank == 0 else _await_verdict(roll, own, patience)
+    if own.rank == 0:
+        verdict = _judge(roll, own, patience)
+    else:
+        with PULSE.waiting_for(0):
+            verdict = _await_verdict(roll, own, patience)
     if verdict != _AGREED:
         raise CannotMeet(verdict)
 

@@ -13,7 +13,8 @@ class Pulse:
     """Counters that only grow; `section` is what runs now: `forward`, `backward`, `step` or a section of the script.
 
     `beats` counts every sign of progress, `calls` those that all ranks make alike (micro-batches, passes, steps), by
-    which ranks are compared. `step` is the last optimizer step that ended, over all attempts.
+    which ranks are compared. `step` is the last optimizer step that ended, over all attempts. `waits_for` are the ranks
+    without which this one cannot meet the others.
     """
 
     def __init__(self) -> None:
@@ -22,6 +23,7 @@ class Pulse:
         self.step = 0
         self.section = ""
         self.rests = 0
+        self.waits_for: tuple[int, ...] = ()
 
     def beat(self) -> None:
         """Something moved."""
@@ -41,6 +43,15 @@ class Pulse:
         finally:
             self.rests -= 1
             self.beats += 1
+
+    @contextmanager
+    def waiting_for(self, *ranks: int) -> Iterator[None]:
+        """A wait that ends when these ranks do something; a hang inside is theirs."""
+        self.waits_for = ranks
+        try:
+            yield
+        finally:
+            self.waits_for = ()
 
 
 PULSE = Pulse()

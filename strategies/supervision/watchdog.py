@@ -213,6 +213,9 @@ class Watchdog(threading.Thread):
 
     def _verdict(self, quiet: float) -> Verdict | None:
         """Whom the ranks wait for, after a second look at them; None where this rank has moved meanwhile."""
+        if self._board is None and PULSE.waits_for:
+            named = "rank " + ", ".join(map(str, PULSE.waits_for))
+            return Verdict(behind=PULSE.waits_for, sentence=f"{named} does not answer, and the ranks have not met")
         if self._board is None:
             return Verdict(behind=(self.rank,), sentence=f"no progress for {quiet:.0f} s")
         before = self._heartbeats(self._board)

@@ -76,7 +76,7 @@ class Recipe:
         parameters = sum(parameter.numel() for parameter in TinyModel().parameters())
         return Plan(
             model={"name": "tiny", "parameters": parameters, "hidden_size": WIDTH, "vocab_size": VOCABULARY},
-            cluster={"device": "cpu", "vendor": "cpu", "gpus": self.world_size, "nodes": 1},
+            cluster={"device": "cpu", "vendor": "cpu", "capacity_bytes": 2**34, "gpus": self.world_size, "nodes": 1},
             configuration=self._configuration(),
             memory=MemoryEstimate(**dict.fromkeys(_memory_numbers(), 0), peak_phase="backward"),
             time=StepTime(**dict.fromkeys(StepTime.__dataclass_fields__, 1.0)),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
-from strategies.run_directory.heartbeat import Pulse
+from strategies.distributed.rank_check import Patience, Presence, call_roll
+from strategies.run_directory.heartbeat import PULSE, Pulse
 from strategies.supervision.hang_verdict import (
     Heartbeat,
     Verdict,
@@ -21,7 +26,7 @@ from strategies.supervision.hang_verdict import (
     read_verdict,
     slowest,
 )
-from strategies.supervision.watchdog import Activity
+from strategies.supervision.watchdog import Activity, Watchdog
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -60,6 +65,27 @@ def test_the_rank_with_the_fewest_calls_is_the_one(other: dict[str, Any], behind
     assert verdict is not None
     assert verdict.behind == behind
     assert verdict.sentence == f"no progress for 60 s in step 12: {where}"
+
+
+def test_before_the_ranks_have_met_the_one_that_is_waited_for_is_behind(tmp_path: Path) -> None:
+    store = HashStore()
+    store.set("rank-0", "here, and silent from now on")
+    own = Presence(rank=1, world_size=2, host="node1", process_id=1, local_rank=1, device="cpu")
+    watchdog = Watchdog(tmp_path, 1, 9.0)
+    waits = threading.Thread(target=call_roll, args=(store, own, Patience(60.0)))
+    waits.start()
+    try:
+        while not PULSE.waits_for:
+            time.sleep(0.01)
+        verdict = watchdog._verdict(120.0)
+    finally:
+        store.set("verdict", "agreed")
+        waits.join()
+    assert verdict == Verdict(behind=(0,), sentence="rank 0 does not answer, and the ranks have not met")
+    alone = watchdog._verdict(120.0)
+    assert alone == Verdict(behind=(1,), sentence="no progress for 120 s")
+    faulthandler.unregister(signal.SIGUSR2)
+    watchdog._stacks.close()
 
 
 def test_ranks_that_wait_for_one_that_works_are_not_hung() -> None:
