@@ -154,7 +154,8 @@ def test_installed_packages_stand_for_themselves() -> None:
 
 
 def test_every_file_of_the_tracer_counts_as_its_version() -> None:
-    planner = Path(versions.__file__).parents[2]
-    counted = {path for pattern in versions._TRACER for path in planner.glob(pattern)}
-    assert {planner / "trace/step.py", planner / "models/storage_tracker.py"} <= counted
-    assert set((planner / "trace").rglob("*.py")) <= counted
+    root = Path(versions.__file__).parents[3]
+    counted = {path for pattern in versions._TRACER for path in root.glob(pattern)}
+    tracing = root / "strategies" / "tracing"
+    assert tracing / "storage_tracker.py" in counted
+    assert {path for folder in ("step", "cuda", "to_hf") for path in (tracing / folder).rglob("*.py")} <= counted
