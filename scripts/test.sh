@@ -5,5 +5,6 @@
 source "$(dirname "$0")/setup.sh"
 ruff check .
 mypy
+lint-imports --no-logo --no-cache
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile all that they import
 exec python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" < /dev/null

@@ -2,7 +2,7 @@
 # Runs the tests of every launcher on real software: `bash scripts/ci/launchers.sh [PYTEST ARGUMENTS]`. Minutes long.
 # As root with apt it installs what is missing: SLURM with munge, Open MPI, iproute2. The tests start a SLURM of
 # one node and network namespaces for themselves, and leave nothing running.
-source "$(dirname "$0")/setup.sh"
+source "$(dirname "$0")/../setup.sh"
 
 declare -A package=([srun]=slurm-wlm [munged]=munge [mpirun]=openmpi-bin [ip]=iproute2)
 missing=()
