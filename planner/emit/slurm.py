@@ -6,7 +6,7 @@ SLURM's words: sbatch(1), `--signal` and `--requeue`, and scontrol(1), `requeue`
 from __future__ import annotations
 
 from planner.emit.common import DEFAULTS, EmitOptions, as_comment, device_resource, node_layout, script_duties
-from planner.emit.torchrun import torchrun_command
+from planner.emit.torchrun import launch_command
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_text
 
@@ -68,7 +68,7 @@ def _under_torchrun(plan: Plan, options: EmitOptions) -> str:
     duties = as_comment(script_duties(plan, "slurm", options))
     return f"""{_head(plan, options, tasks_per_node=1)}{duties}set -euo pipefail
 {meeting}
-exec srun --kill-on-bad-exit=1 --cpu-bind=none {torchrun_command(plan)} "$@"
+exec srun --kill-on-bad-exit=1 --cpu-bind=none {launch_command(plan)} "$@"
 """
 
 

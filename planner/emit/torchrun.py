@@ -31,12 +31,12 @@ def launch_script(plan: Plan, duties: tuple[str, ...]) -> dict[str, str]:
 # {plan.configuration.strategy} on {plan.configuration.world_size} ranks: bash torchrun.sh train.py ARGUMENTS
 {as_comment(duties)}set -euo pipefail
 {several}
-exec {torchrun_command(plan)} "$@"
+exec {launch_command(plan)} "$@"
 """
     return {"torchrun.sh": text}
 
 
-def torchrun_command(plan: Plan) -> str:
+def launch_command(plan: Plan) -> str:
     """The command up to the training script, in one line; several nodes meet at `$MASTER_ADDR`.
 
     Raises:

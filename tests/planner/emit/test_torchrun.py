@@ -10,7 +10,7 @@ import pytest
 
 from planner.emit import emit
 from planner.emit.common import node_layout
-from planner.emit.torchrun import torchrun_command
+from planner.emit.torchrun import launch_command
 from planner.errors import ContradictoryRequest
 from strategies.distributed.network import free_port
 from tests.planner.emit.consumers import launch, write
@@ -53,12 +53,12 @@ def test_several_nodes_without_master_addr_say_so(tmp_path: Path) -> None:
 def test_ranks_fill_nodes(gpus: int, nodes: int, world: int, layout: tuple[int, int]) -> None:
     plan = make_plan("fsdp", gpus=gpus, nodes=nodes, dp_shard=world)
     assert node_layout(plan) == layout
-    assert f"--nnodes={layout[0]} --nproc-per-node={layout[1]}" in torchrun_command(plan)
+    assert f"--nnodes={layout[0]} --nproc-per-node={layout[1]}" in launch_command(plan)
 
 
 def test_ranks_that_fill_no_whole_nodes_are_refused() -> None:
     with pytest.raises(ContradictoryRequest, match="12 ranks do not fill whole nodes of 8 GPUs"):
-        torchrun_command(make_plan("fsdp", gpus=16, nodes=2, dp_shard=12))
+        launch_command(make_plan("fsdp", gpus=16, nodes=2, dp_shard=12))
 
 
 def test_degrees_that_dsplan_run_cannot_run_are_named() -> None:
