@@ -63,9 +63,9 @@ class WorkFlags:
     precision: Annotated[words.Precision | None, typer.Option(help="Types of arithmetic and storage.")] = None
     optimizer: Annotated[words.Optimizer, typer.Option(help="Optimizer, as torch runs it.")] = "adamw"
     attention: Annotated[words.Attention, typer.Option(help="Attention implementation.")] = "sdpa"
-    max_memory_gb: Annotated[
-        float | None, number(limits.GIGABYTES, "Memory one GPU may use, in 1e9 bytes.", "GB")
-    ] = None
+    max_memory_gb: Annotated[float | None, number(limits.GIGABYTES, "Memory one GPU may use, in 1e9 bytes.", "GB")] = (
+        None
+    )
     host_memory_gb: Annotated[
         float | None, number(limits.GIGABYTES, "Memory of one node's host, in 1e9 bytes.", "GB")
     ] = None
@@ -92,9 +92,9 @@ class ConfigurationFlags:
         words.Strategy | None, typer.Option(help="How the states are spread; single on one GPU, ddp on several.")
     ] = None
     backend: Annotated[words.Backend | None, typer.Option(help="Who runs the strategy.")] = None
-    micro_batch: Annotated[
-        int | None, number(limits.SAMPLES, "Samples per forward pass and GPU; 1 if left open.")
-    ] = None
+    micro_batch: Annotated[int | None, number(limits.SAMPLES, "Samples per forward pass and GPU; 1 if left open.")] = (
+        None
+    )
     grad_accum: Annotated[int | None, number(limits.SAMPLES, "Forward passes per optimizer step.")] = None
     checkpointing: Annotated[words.Checkpointing, typer.Option(help="Activations that are computed twice.")] = "none"
     offload: Annotated[words.Offload, typer.Option(help="States that live in host memory or on NVMe.")] = "none"
@@ -128,9 +128,7 @@ class RankingFlags:
     fastest: Annotated[
         bool, typer.Option("--fastest", help="By predicted figures alone, without putting simpler plans first.")
     ] = False
-    price: Annotated[
-        float | None, number(limits.USD_PER_HOUR, "What one GPU costs per hour.", "USD")
-    ] = None
+    price: Annotated[float | None, number(limits.USD_PER_HOUR, "What one GPU costs per hour.", "USD")] = None
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Tokens of the whole training, such as 300B.")] = None
     deadline: Annotated[
         str | None, typer.Option(metavar="TIME", help="Only plans that train --tokens in so long: 36h, 14d or 2w.")

@@ -63,9 +63,7 @@ class PlacementFlags:
     ] = None
     launcher_option: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="Handed to srun, mpirun, deepspeed or accelerate as it is; may be repeated."
-        ),
+        typer.Option(metavar="TEXT", help="Handed to srun, mpirun, deepspeed or accelerate as it is; may be repeated."),
     ] = None
 
 

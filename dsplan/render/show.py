@@ -71,8 +71,6 @@ def show(blocks: Sequence[Block]) -> None:
 
         print_blocks(blocks)
     else:
-        # HOUSE
-
         sys.stdout.write(plain_text(blocks))
 
 

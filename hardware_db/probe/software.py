@@ -6,7 +6,6 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import metadata
 
 from hardware_db.probe.machine import Gpu, Software
 
@@ -32,6 +31,8 @@ def probe_software() -> Software:
 
 
 def _version(names: tuple[str, ...]) -> str | None:
+    from importlib import metadata  # 12 ms, which most questions do without
+
     for name in names:
         try:
             return metadata.version(name)
@@ -42,6 +43,8 @@ def _version(names: tuple[str, ...]) -> str | None:
 
 def _torch_build() -> str | None:
     """`12.4`, `rocm 6.2` or `cpu`, from the assignments in torch/version.py; None where that file is not there."""
+    from importlib import metadata
+
     path = metadata.distribution("torch").locate_file("torch/version.py")
     try:
         with open(str(path), encoding="utf-8") as file:

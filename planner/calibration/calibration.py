@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from planner.calibration.fit import Matrix, quadratic
 from planner.types.cluster import Cluster, Factors
 
 if TYPE_CHECKING:
     from hardware_db.measurement import HardwareKind
     from hardware_db.store.contract import Store
+
+
+Vector: TypeAlias = "tuple[float, ...]"
+Matrix: TypeAlias = "tuple[Vector, ...]"
+
+
+def quadratic(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> float:
+    """vᵀ M v."""
+    return sum(vector[i] * row[j] * vector[j] for i, row in enumerate(matrix) for j in range(len(row)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

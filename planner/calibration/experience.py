@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hardware_db.measurement import CIRCUMSTANCES, Measurement
 from planner.calibration.calibration import Calibration
 from planner.calibration.oom_history import Shortage
 from planner.calibration.spread import AGAIN, NINE_OF_TEN, interval
@@ -19,7 +17,7 @@ from planner.types.plan import Configuration, MemoryEstimate, StepTime
 from planner.types.plan_io import configuration_from_dict
 
 if TYPE_CHECKING:
-    pass  # HOUSE
+    from hardware_db.measurement import Measurement
 
 # Known runs: a configuration that this machine has run before answers with what it measured.
 
@@ -57,7 +55,7 @@ class KnownRun:
     def _spread(self) -> float:
         """The logarithmic spread of one more run: what is usual counts as one run more than there are."""
         logs = [math.log(seconds) for seconds in self.each]
-        middle = statistics.fmean(logs)
+        middle = math.fsum(logs) / len(logs)
         squares = AGAIN**2 + sum((value - middle) ** 2 for value in logs)
         return math.sqrt(squares / len(logs) * (1 + 1 / len(logs)))
 
@@ -87,6 +85,8 @@ def known_runs(
 
 def is_same_work(plan: Mapping[str, object], inputs: Mapping[str, Mapping[str, object]]) -> bool:
     """Whether a stored plan is of the model, the devices and the work that a request's sections describe."""
+    from hardware_db.measurement import CIRCUMSTANCES
+
     for name, wanted in inputs.items():
         section = plan.get(name)
         if not isinstance(section, Mapping):
@@ -98,6 +98,8 @@ def is_same_work(plan: Mapping[str, object], inputs: Mapping[str, Mapping[str, o
 
 
 def _known(group: list[Measurement]) -> KnownRun:
+    import statistics  # most questions are asked where nothing is known
+
     each = tuple(one.measured.step_seconds or 0.0 for one in group)
     return KnownRun(
         step_seconds=statistics.median(each),

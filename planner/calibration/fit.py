@@ -15,13 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+
+from planner.calibration.calibration import Matrix, Vector, quadratic
 
 # Small symmetric systems, without numpy: a handful of unknowns.
-
-
-Vector: TypeAlias = "tuple[float, ...]"
-Matrix: TypeAlias = "tuple[Vector, ...]"
 
 
 def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> Vector:
@@ -41,11 +38,6 @@ def inverse(matrix: Sequence[Sequence[float]]) -> Matrix:
     """The inverse of a symmetric positive definite matrix."""
     size = len(matrix)
     return tuple(solve(matrix, [float(i == column) for i in range(size)]) for column in range(size))
-
-
-def quadratic(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> float:
-    """vᵀ M v."""
-    return sum(vector[i] * row[j] * vector[j] for i, row in enumerate(matrix) for j in range(len(row)))
 
 
 def _cholesky(matrix: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -177,7 +177,6 @@ def _shortages(store: Store, request: Request, completed: tuple[Measurement, ...
     failed = _made(store, request, "out_of_memory")
     if not failed:
         return ()
-    # HOUSE
 
     return shortages(failed, completed, request)
 

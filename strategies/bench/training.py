@@ -110,6 +110,5 @@ def measure_point(point: Point, threads: int) -> Rate | Refusal:
 
 def train_trainee(trainee: Trainee) -> None:
     """A training run, on every rank of the group; see `strategies.bench.training`."""
-    # HOUSE
 
     train(trainee)

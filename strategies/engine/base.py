@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from strategies.supervision.supervision import Supervision
     from strategies.telemetry.memory_report import MemoryReport
 
+
 class Strategy(ABC):
     """One way of spreading a model over ranks; makes the engine that trains it."""
 

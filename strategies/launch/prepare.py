@@ -8,7 +8,6 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.files import data_dir
@@ -24,9 +23,6 @@ from strategies.launch.recognise import Script, check_strategy, recognise
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.spec import SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
 from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
-
-if TYPE_CHECKING:
-    pass  # HOUSE
 
 # Whether the flags of a placement fit together, before anything is started. No torch.
 

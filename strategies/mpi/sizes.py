@@ -17,6 +17,7 @@ from strategies.mpi.wire import Wire
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coordinates:
     """A rank's place along each axis."""

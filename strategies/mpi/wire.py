@@ -21,7 +21,6 @@ from strategies.mpi.arrays import Array
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    # HOUSE
 
 Value = TypeVar("Value")
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -30,9 +30,6 @@ from torch._C._distributed_c10d import TCPStore
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.run_directory.spec import STOPPED, EndingKind
-
-if TYPE_CHECKING:
-    pass  # HOUSE
 
 # The signals by which a rank is asked to save and stop. No torch.
 

@@ -251,7 +251,6 @@ def _one_node(spec: LaunchSpec) -> int:
 
 
 def _among_nodes(spec: LaunchSpec) -> int:
-    # HOUSE
 
     return serve(spec)
 

@@ -101,8 +101,6 @@ def model_source(name: str | None, model_size: str | None, cache: TraceCache) ->
             config = read_json(file, "name the model's config.json")
             return ModelSource(facts=facts, config=config, identity={"facts": facts_identity(facts), "config": config})
         if is_factory(name):
-            # HOUSE
-
             return factory_source(name.strip(), cache)
     facts = resolve_model(name, model_size=model_size)
     return ModelSource(facts=facts, identity={"facts": facts_identity(facts)})

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from planner.calibration.fit import Fit, Noise, Prior, fit, inverse, quadratic, solve
+from planner.calibration.calibration import quadratic
+from planner.calibration.fit import Fit, Noise, Prior, fit, inverse, solve
 
 PRIORS = (Prior(name="compute", spread=0.3), Prior(name="link", spread=0.5))
 

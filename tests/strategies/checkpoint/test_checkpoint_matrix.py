@@ -60,7 +60,6 @@ class Ranks:
         pool: RankPool = self._request.getfixturevalue(name)
         return pool.run(function, *arguments)[0]  # type: ignore[arg-type]
 
-
     def going_through(self, relay: list[Who], library: str, precision: str) -> list[Who]:
         """The relay through DeepSpeed too, where it has the precision, or through our own engines alone."""
         if library == "deepspeed":

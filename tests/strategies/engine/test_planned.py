@@ -149,9 +149,10 @@ def test_zero_in_fp16_runs_where_deepspeed_has_none(backend: str | None, expecte
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_ranks_ask_deepspeed_for_the_precision_of_a_given_plan(precision: str, deepspeed_ranks: RankPool) -> None:
     recipe = Recipe(strategy="zero1", world_size=2)
-    assert deepspeed_ranks.run(config_bodies.refusal_on_a_device_without, precision, recipe) == [
-        f"DeepSpeed has no {precision} on this machine's cpu; use backend 'native' or another precision"
-    ] * 2
+    assert (
+        deepspeed_ranks.run(config_bodies.refusal_on_a_device_without, precision, recipe)
+        == [f"DeepSpeed has no {precision} on this machine's cpu; use backend 'native' or another precision"] * 2
+    )
 
 
 ARGUMENTS = ["--steps", "4", "--layers", "2", "--hidden", "64", "--heads", "4", "--sequence-length", "32"]
