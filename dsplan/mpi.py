@@ -1,6 +1,6 @@
 """The MPI library: `from dsplan.mpi import GradientManager, ZeROOptimizer`. It needs numpy, mpi4py and an MPI library.
 
-`docs/mpi.md` describes it.
+`docs/reference/mpi.md` describes it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """Counts that belong to code rather than to devices; docs/cost-model-time.md derives each one.
+    """Counts that belong to code rather than to devices; docs/explanation/cost-model-time.md derives each one.
 
     Passes are elements read or written per element of the tensor, in the compute dtype, by one forward.
     `score_bytes` is the traffic of one attention score that is not fused away, `loss_bytes` of one logit from cast to

@@ -63,7 +63,7 @@ class Recipe:
 
 
 def recipe_of(configuration: Configuration) -> Recipe:
-    """The recipe that a backend follows for a precision (DESIGN, "What a precision means")."""
+    """The recipe that a backend follows for a precision (docs/explanation/strategies.md, "What a precision means")."""
     if configuration.backend == "native":
         return _native_recipe(configuration)
     recipe = _recipe(configuration)

@@ -33,7 +33,7 @@ layers and the other does not: 943 published pairs in 46 groups, each publicatio
 NEVER_COMPARED = 0.2
 """The same where nothing published compares such pairs: a replica with shards, torch with DeepSpeed, a device that
 keeps its states with one that offloads them. Then nothing is known to cancel, and two predictions, each off by 14 % at
-the 90th percentile (docs/accuracy.md), are off against each other by the root of two of it."""
+the 90th percentile (docs/reference/accuracy.md), are off against each other by the root of two of it."""
 
 
 class Named(Protocol):

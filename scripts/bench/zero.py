@@ -4,7 +4,7 @@
     python -m scripts.bench.zero --models gpt2-14m    # some models alone
     python -m scripts.bench.zero --bytes --ranks 4    # live bytes instead of seconds
     python -m scripts.bench.zero --device cuda        # one GPU: scripts/bench/zero_cuda.py
-    python -m scripts.report.zero_report               # docs/benchmarks.md from the rows
+    python -m scripts.report.zero_report               # docs/reference/benchmarks.md from the rows
 
 Ranks over gloo, one thread each where there are two cores. The engines of a setting take turns, so that a machine that
 is slow for a while is slow to all of them; a ratio is one of medians over all turns. Torch's AdamW, real text.

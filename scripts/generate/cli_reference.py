@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the --help of every command.
+"""Writes docs/reference/cli.md from the --help of every command.
 
 With `--check` it writes nothing and ends with status 1 if the file is stale.
 """
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from dsplan.__main__ import main as dsplan
 from dsplan.cli.app import COMMANDS, load_command
-from scripts.generate.generated import DOCS, write_or_check
+from scripts.generate.generated import REFERENCE, write_or_check
 
-TARGET = DOCS / "cli.md"
+TARGET = REFERENCE / "cli.md"
 
 
 def help_of(command: str) -> str:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from hardware_db.files import replace_text
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+"""The shelf that generated pages stand on."""
 
 
 def write_or_check(target: Path, text: str) -> int:
@@ -15,7 +17,7 @@ def write_or_check(target: Path, text: str) -> int:
     if "--check" not in sys.argv[1:]:
         replace_text(target, text)
     elif not target.exists() or target.read_text(encoding="utf-8") != text:
-        module = ".".join(Path(sys.argv[0]).resolve().relative_to(DOCS.parent).with_suffix("").parts)
+        module = ".".join(Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts)
         print(f"{target.name} is stale; run python -m {module}", file=sys.stderr)
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""Writes docs/accuracy.md: what dsplan predicts beside what runs needed and took, and beside what other tools say.
+"""Writes docs/reference/accuracy.md: what dsplan predicts, what runs needed and took, and what other tools say.
 
 The measured figures and the other tools' answers are shipped rows; the predictions are computed now. With `--check` it
 writes nothing and ends with status 1 if the file is stale. `scripts/measure/memory.py` and `scripts/peers/peers.py`
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from scripts.generate.generated import DOCS, write_or_check
+from scripts.generate.generated import REFERENCE, write_or_check
 from scripts.report.accuracy_cases import Case, Truth, all_cases
 from scripts.report.accuracy_peer_tables import peers
 from scripts.report.accuracy_published import published
@@ -18,7 +18,7 @@ from scripts.report.accuracy_ranks import ranks
 from scripts.report.accuracy_tables import SPREAD_COLUMNS, grouped, listed, spread, table
 from scripts.report.accuracy_time import times
 
-TARGET = DOCS / "accuracy.md"
+TARGET = REFERENCE / "accuracy.md"
 
 HEAD = """# Accuracy
 
@@ -76,7 +76,8 @@ METHOD = """
 * CPU ranks prove what the strategies hold and when; kernels of a CPU keep other tensors than a GPU's in places
   (attention, dropout masks), which the prediction follows by the device it is asked for.
 * Reserved and driver figures are predicted from the allocated peak with a margin for fragmentation and one figure per
-  communicator; `docs/cost-model.md` has both with their sources. They are the least certain figures here.
+  communicator; [the cost model](../explanation/cost-model.md) has both with their sources. They are the least certain
+  figures here.
 * Published runs were made by others, most with code that dsplan does not plan for, and many figures are whole GB read
   off `nvidia-smi`. They test verdicts more than percentages. No constant of dsplan was fitted to them.
 * A tool's answer is compared with the peak, because that is what decides whether a run fits; where a tool claims model

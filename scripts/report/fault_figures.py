@@ -1,4 +1,4 @@
-"""The table of docs/surviving.md from the figures that the fault suite keeps: `fault_figures.py FILE`."""
+"""The table of docs/explanation/surviving.md from the figures that the fault suite keeps: `fault_figures.py FILE`."""
 
 from __future__ import annotations
 

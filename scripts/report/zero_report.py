@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md from the rows that scripts/bench/zero.py measured; `--check` compares only."""
+"""Write docs/reference/benchmarks.md from the rows that scripts/bench/zero.py measured; `--check` compares only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple
 
 from hardware_db.measured_rows import SHIPPED
-from scripts.generate.generated import DOCS, write_or_check
+from scripts.generate.generated import REFERENCE, write_or_check
 from scripts.measure.zero_rows import STAGES, Row, Rows, Setting, read
 
 PARAMETERS = {"gpt2-14m": 13_989_888, "gpt2-101m": 101_177_856}
@@ -37,9 +37,9 @@ file has the fastest and the slowest step of each engine, and what forward, back
 
 ## Live bytes of a rank, gpt2-101m, one micro-batch per step
 
-What ZeRO's arithmetic says (`docs/zero.md`) beside what is alive between steps and when the last gradient has been
-made, in MB, and the peak of the whole step, which includes what the states do not: activations, the buckets in which
-gradients travel, stage 3's gathered weights and the temporaries of AdamW.
+What [ZeRO's arithmetic](../explanation/zero.md) says beside what is alive between steps and when the last gradient
+has been made, in MB, and the peak of the whole step, which includes what the states do not: activations, the buckets in
+which gradients travel, stage 3's gathered weights and the temporaries of AdamW.
 
 {states}
 
@@ -55,7 +55,7 @@ micro-batches per step gradients of 16-bit weights are added up in fp32, which D
 
 
 def main() -> int:
-    return write_or_check(DOCS / "benchmarks.md", page(read(SHIPPED / "zero_cpu.csv")))
+    return write_or_check(REFERENCE / "benchmarks.md", page(read(SHIPPED / "zero_cpu.csv")))
 
 
 def page(rows: Rows) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints: one format for every strategy and any number of ranks; `docs/checkpoints.md` describes it.
+"""Checkpoints: one format for every strategy and any number of ranks; `docs/reference/checkpoints.md` describes it.
 
     directory/latest                    the name of the newest checkpoint
     directory/step-00000120/            one checkpoint; its files never change once the folder has this name

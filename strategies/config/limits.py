@@ -200,7 +200,7 @@ def _remedy(key: str, known: Known) -> str:
     if home := _home(key, TOP):
         return f"it belongs in {home}"
     near = get_close_matches(key, known.names, n=1) or get_close_matches(key.lower(), known.names, n=1)
-    return f"did you mean {near[0]}?" if near else "docs/config.md lists the keys"
+    return f"did you mean {near[0]}?" if near else "docs/reference/config.md lists the keys"
 
 
 def _home(key: str, known: Known, place: str = "") -> str:

@@ -121,8 +121,8 @@ def initialize(
         training_data: a dataset with a length; the dataloader returned gives this rank's micro-batches of it.
         collate_fn: makes a micro-batch of a list of samples; torch's `default_collate` where it is None.
         lr_scheduler: a scheduler of `optimizer` or a function optimizer -> scheduler; the engine steps it.
-        config: a dictionary or JSON file with DeepSpeed's keys, which every strategy understands; docs/config.md lists
-            them. What it names, `optimizer=` and `lr_scheduler=` come before.
+        config: a dictionary or JSON file with DeepSpeed's keys, which every strategy understands;
+            docs/reference/config.md lists them. What it names, `optimizer=` and `lr_scheduler=` come before.
 
     Raises:
         DsplanError: what was asked for cannot be planned or run here; one line with the remedy.

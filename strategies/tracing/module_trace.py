@@ -22,7 +22,7 @@ from planner.models.facts import TracedActivations
 from strategies.tracing.storage_tracker import StorageTracker
 
 MODES = {"fp32": ("fp32",), "bf16": ("autocast", "pure"), "fp16": ("autocast", "pure"), "bf16-pure": ("pure",)}
-"""Which runs a plan of each precision may choose between (DESIGN, "What a precision means")."""
+"""Which runs a plan of each precision may choose between (docs/explanation/strategies.md, "What a precision means")."""
 BATCHES = (2, 4)
 """Batch sizes traced; one sample is special, since dimensions of size one make copies into views."""
 

@@ -15,7 +15,8 @@ from planner.cluster.cluster_file import KEYS
 from tests.dsplan.cli import Cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+ROOMS = ("dsplan", "strategies", "planner", "hardware_db", "scripts", "tests")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,39 @@ def test_files_that_pages_name_exist(page: Path) -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+ELSEWHERE = {"train.py", "stage_1_and_2.py", "stage3.py", "partitioned_param_coordinator.py", "zero_to_fp32.py"}
+"""A reader's own script, and files of DeepSpeed."""
+
+
+def test_files_that_pages_name_without_their_folder_exist() -> None:
+    """`policy.py` and the like: some file of the repository ends so."""
+    files = [f"/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    named = set(re.findall(r"`([\w/-]+\.py)`", text)) - ELSEWHERE
+    assert len(named) > 50
+    assert sorted(name for name in named if not any(file.endswith(f"/{name}") for file in files)) == []
+
+
+def rows_of_changes() -> list[tuple[str, list[str], list[str]]]:
+    """CONTRIBUTING's table: what changes, the files and folders to open, and those of its proof."""
+    section = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Where things go")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][1:]
+    place = re.compile(rf"`((?:docs|{'|'.join(ROOMS)})/[\w./-]*|mkdocs\.yml)`")
+    return [(change.strip(), place.findall(opened), place.findall(proof)) for change, opened, proof in rows]
+
+
+def test_twenty_five_kinds_of_change_have_a_row() -> None:
+    changes = [change for change, *_ in rows_of_changes()]
+    assert len(changes) == len(set(changes)) >= 25
+
+
+@pytest.mark.parametrize("row", rows_of_changes(), ids=lambda row: row[0])
+def test_a_kind_of_change_leads_to_files_that_are_there(row: tuple[str, list[str], list[str]]) -> None:
+    change, opened, proof = row
+    assert opened, f"{change}: no file to open"
+    assert [name for name in (*opened, *proof) if not (ROOT / name).exists()] == []
+
+
 def shown_commands() -> list[str]:
     """The planning commands that pages show, without comments and without those that hold a placeholder."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
@@ -65,7 +99,7 @@ def test_the_planning_snippet_of_the_start_page_runs() -> None:
 
 
 def test_the_training_script_of_the_docs_trains_and_resumes(tmp_path: Path) -> None:
-    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/tutorials/first-training.md").read_text(encoding="utf-8")
     script = tmp_path / "train.py"
     script.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DSPLAN_HOME": str(tmp_path / "home"), "DSPLAN_QUIET": "1"}
@@ -79,7 +113,7 @@ def test_the_training_script_of_the_docs_trains_and_resumes(tmp_path: Path) -> N
 
 
 def test_the_fields_that_the_docs_name_are_those_that_are_printed(cli: Cli) -> None:
-    page = (ROOT / "docs/scripting.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/scripting.md").read_text(encoding="utf-8")
     printed = cli("estimate --model opt-125m --gpus 2 --gpu A100-SXM4-80GB --json").json
     rows = dict(re.findall(r"^\| (`[^|]*) \| ([^|]*) \|$", page, re.MULTILINE))
     groups = {group: fields for names, fields in rows.items() for group in re.findall(r"`(\w+)`", names)}
@@ -90,7 +124,7 @@ def test_the_fields_that_the_docs_name_are_those_that_are_printed(cli: Cli) -> N
 
 
 def test_the_cluster_file_of_the_docs_is_read(cli: Cli, tmp_path: Path) -> None:
-    page = (ROOT / "docs/scripting.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/scripting.md").read_text(encoding="utf-8")
     path = tmp_path / "cluster.yaml"
     path.write_text(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0], encoding="utf-8")
     printed = cli("recommend --model opt-125m --json --cluster", path).json

@@ -1,4 +1,4 @@
-"""Runs a snippet of docs/migration.md on a rank of a pool."""
+"""Runs a snippet of docs/how-to/migration.md on a rank of a pool."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def run_snippet(code: str) -> list[float]:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     names: dict[str, list[float]] = {}
     with mock.patch.object(dist, "init_process_group"), mock.patch.dict("os.environ", {"DSPLAN_QUIET": "1"}):
-        exec(compile(code, "docs/migration.md", "exec"), names)
+        exec(compile(code, "docs/how-to/migration.md", "exec"), names)
     return names["losses"]

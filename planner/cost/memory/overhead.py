@@ -1,7 +1,7 @@
 """What a process uses beyond its tensors: the allocator's cache and fragments, the driver's context, communicators.
 
-docs/cost-model.md lists the sources by the numbers in brackets and explains the bound. A `device` figure without a
-source for its own generation is the A100's.
+docs/explanation/cost-model.md lists the sources by the numbers in brackets and explains the bound. A `device` figure
+without a source for its own generation is the A100's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FRAGMENTATION = 0.05
 """Share of the allocated bytes that no request fits into even when memory is short: what compressed-tensors keeps free
 [3]; 2.4 % was left when a 79 GiB device ran out [3]."""
 CLOSED_FORM_ERROR = 0.03
-"""How far a closed form may lie under a trace of the same job; docs/accuracy.md has the errors measured."""
+"""How far a closed form may lie under a trace of the same job; docs/reference/accuracy.md has the errors measured."""
 FRAGMENTATION_UPPER = FRAGMENTATION + CLOSED_FORM_ERROR
 """What the upper bound adds to the allocated peak of a known architecture."""
 UNTRACED_ERROR = 1.0

@@ -1,7 +1,7 @@
 """Seconds of compute of one micro-batch on one rank, block by block of a stack and for the output head.
 
 A pass over a block costs its weight products, its attention and its elementwise traffic, and never less than launching
-its kernels. Derivations of the pass counts stand in docs/cost-model-time.md.
+its kernels. Derivations of the pass counts stand in docs/explanation/cost-model-time.md.
 """
 
 from __future__ import annotations

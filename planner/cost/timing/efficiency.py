@@ -3,7 +3,7 @@
 A matrix product is priced as `flops / (peak x ceiling) + traffic / bandwidth`: efficiency becomes a curve that rises
 with the size of the product and needs no table. `GEMM_TRAFFIC` and `GEMM_CEILING["ampere"]` are fitted by
 `scripts/fit/efficiency.py` to the 697 products of `hardware_db/measurements/gemm_efficiency.csv`; that file and
-docs/cost-model-time.md say how well. Nothing here is a property of one model.
+docs/explanation/cost-model-time.md say how well. Nothing here is a property of one model.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ STEP_BYTES = {
     "adafactor": 48,
     "lion": 40,
 }
-"""Bytes read and written per fp32 parameter by one step, kernel by kernel as docs/cost-model-time.md counts them."""
+"""Bytes read and written per fp32 parameter by one step, kernel by kernel: docs/explanation/cost-model-time.md."""
 
 CLIPPING_BYTES = 12
 """Gradient norm (one read of 4 bytes) and scaling (a read and a write)."""

@@ -1,7 +1,7 @@
 """Exact parameter counts, component by component, from ModelFacts.
 
 The count is that of the class `facts.architecture` names as transformers 5.23 builds it, tied weights once, buffers not
-at all; `docs/adding-a-model.md` lists the three places where publishers count otherwise.
+at all; `docs/how-to/adding-a-model.md` lists the three places where publishers count otherwise.
 """
 
 from __future__ import annotations

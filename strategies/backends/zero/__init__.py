@@ -1,1 +1,1 @@
-"""Our own ZeRO (Rajbhandari et al. 2020), on `torch.distributed` alone; `docs/zero.md` walks through these files."""
+"""Our own ZeRO (Rajbhandari et al. 2020), on `torch.distributed` alone. `docs/explanation/zero.md` has the map."""

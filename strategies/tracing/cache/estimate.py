@@ -59,7 +59,7 @@ TRACED_MARGIN = FRAGMENTATION
 below the truth; a trace misses no tensor."""
 UNPROVEN = 0.08
 """What it adds to a closed form, beside that form's own margin, where a trace was asked for and there is none: the
-largest difference from a trace that the closed forms of known architectures are allowed (docs/exact.md)."""
+largest difference from a trace that the closed forms of known architectures are allowed (docs/how-to/exact.md)."""
 
 
 def traced_estimate(request: Request, configuration: Configuration, source: ModelSource, tracing: Tracing) -> Plan:

@@ -17,8 +17,8 @@ from planner.vocabulary import FSDP_STRATEGIES
 from strategies.tracing.step.refusal import TraceFailed
 from strategies.tracing.step.storages import Storages
 
-# The dtypes that a plan's precision means for weights, for computing, and for autocast (DESIGN).
-
+# The dtypes that a plan's precision means for weights, for computing, and for autocast: docs/explanation/strategies.md,
+# "What a precision means".
 
 _SIXTEEN_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 

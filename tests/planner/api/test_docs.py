@@ -1,4 +1,4 @@
-"""The snippets of docs/hardware-selector.md run, one after another, as a reader would type them."""
+"""The snippets of docs/reference/hardware-selector.md run, one after another, as a reader would type them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from dsplan.selector import MODEL_FAMILIES
 
-PAGE = (Path(__file__).parents[3] / "docs" / "hardware-selector.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "hardware-selector.md").read_text(encoding="utf-8")
 
 
 def test_the_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +17,7 @@ def test_the_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(snippets) == 4
     names: dict[str, object] = {}
     for snippet in snippets:
-        exec(compile(snippet, "docs/hardware-selector.md", "exec"), names)
+        exec(compile(snippet, "docs/reference/hardware-selector.md", "exec"), names)
     printed = capsys.readouterr().out
     assert printed.startswith("4 x A100-SXM4-80GB\n")
     assert "does not fit on 1 x A100-SXM4-80GB" in printed

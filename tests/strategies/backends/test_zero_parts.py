@@ -157,7 +157,7 @@ def test_shared_parameters_belong_to_the_root() -> None:
 
 def test_the_page_on_zero_names_what_there_is() -> None:
     root = Path(__file__).parents[3]
-    rows = [line for line in (root / "docs/zero.md").read_text().splitlines() if "`strategies/" in line]
+    rows = [line for line in (root / "docs/explanation/zero.md").read_text().splitlines() if "`strategies/" in line]
     places = [
         (path, name)
         for line in rows

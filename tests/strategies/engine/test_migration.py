@@ -1,4 +1,4 @@
-"""The snippets of docs/migration.md: before and after reach the same losses on two ranks."""
+"""The snippets of docs/how-to/migration.md: before and after reach the same losses on two ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hardware_db.spawn import RankPool
 from tests.strategies.migration_bodies import run_snippet
 
-PAGE = (Path(__file__).parents[3] / "docs/migration.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/how-to/migration.md").read_text(encoding="utf-8")
 
 
 def snippets(section: str) -> list[str]:

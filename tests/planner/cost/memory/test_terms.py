@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[4]
-PAGE = (ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "explanation" / "cost-model.md").read_text(encoding="utf-8")
 NUMBERS = [*map(str, range(1, 28)), "15b"]
-FOLDERS = ("", "planner/memory")
+FOLDERS = ("", "planner/cost/memory")
 
 
 def terms() -> list[tuple[str, str, str, str]]:
@@ -29,7 +29,7 @@ def test_every_term_that_is_known_has_one_row() -> None:
 def test_a_term_is_counted_where_the_row_says_or_its_size_stands_there(term: tuple[str, str, str, str]) -> None:
     _, effect, where, out = term
     assert effect
-    names = re.findall(r"`(planner[\w.]+)`", where)
+    names = re.findall(r"`((?:planner|strategies)[\w.]+)`", where)
     if not names:
         assert re.search(r"\d", out), f"{effect}: neither counted nor given a size"
     assert all(is_defined(name) for name in names), where
