@@ -15,9 +15,11 @@ from planner.vocabulary import FSDP_STRATEGIES, ZERO_STAGES, Compression
 # Compressed gradients: what one of them takes between ranks, and what a rank remembers of its rounding.
 
 
-BLOCK = 1024
-"""Gradients that share a scale, unless a config says otherwise."""
-INT8_BYTES = 1 + 4 / BLOCK
+INT8_BLOCK = 1024
+"""Gradients that share a scale, unless a config's `communication.block_size` says otherwise."""
+SCALE_BYTES = 4
+"""A block's scale is fp32."""
+INT8_BYTES = 1 + SCALE_BYTES / INT8_BLOCK
 ERROR_BYTES = 2
 
 

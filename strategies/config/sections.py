@@ -188,7 +188,7 @@ def communication_section(top: Fields) -> CommunicationSection:
         data_type=wire_type(own, "data_type") or wire_type(top, "communication_data_type"),
         compression=own.one_of("compression", _COMPRESSIONS, "none"),
         error_feedback=own.flag("error_feedback", True),
-        block_size=own.whole("block_size", 1024, least=1),
+        block_size=own.whole("block_size", CommunicationSection().block_size, least=1),
     )
 
 

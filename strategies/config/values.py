@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from planner.cost.precision import INT8_BLOCK
 from planner.vocabulary import Checkpointing, Offload, Precision
 from strategies.errors import CannotRun
 
@@ -100,7 +101,7 @@ class CommunicationSection:
     data_type: WireType | None = None
     compression: Compression = "none"
     error_feedback: bool = True
-    block_size: int = 1024
+    block_size: int = INT8_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

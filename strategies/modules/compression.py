@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from planner.cost.precision import INT8_BLOCK, SCALE_BYTES
 from planner.search.estimate import compresses
 from strategies.errors import CannotRun
 from strategies.protocols import TrainingParts
@@ -18,14 +19,13 @@ from strategies.protocols import TrainingParts
 
 
 _LARGEST = 127
-_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Codec:
     """Values in `block`s of one scale each; a message is the scales in fp32 and then a byte for each value."""
 
-    block: int = 256
+    block: int = INT8_BLOCK
     error_feedback: bool = True
 
     def blocks(self, elements: int) -> int:
@@ -33,7 +33,7 @@ class Codec:
 
     def message_bytes(self, elements: int) -> int:
         """Bytes of a message of so many values, which fill whole blocks."""
-        return self.blocks(elements) * (self.block + _SCALE_BYTES)
+        return self.blocks(elements) * (self.block + SCALE_BYTES)
 
     def room(self, elements: int, like: torch.Tensor) -> torch.Tensor:
         """Zeros in fp32 for so many values and the rest of the last block."""
@@ -67,8 +67,8 @@ class Codec:
 
     def _parts(self, message: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a message: scales, fp32 [blocks, 1], and codes, int8 [blocks, block]."""
-        scales = message[: blocks * _SCALE_BYTES].view(torch.float32).view(blocks, 1)
-        return scales, message[blocks * _SCALE_BYTES :].view(torch.int8).view(blocks, self.block)
+        scales = message[: blocks * SCALE_BYTES].view(torch.float32).view(blocks, 1)
+        return scales, message[blocks * SCALE_BYTES :].view(torch.int8).view(blocks, self.block)
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hardware_db.spawn import RankPool
-from planner.cost.precision import ERROR_BYTES
+from planner.cost.precision import ERROR_BYTES, INT8_BLOCK, INT8_BYTES
 from strategies.backends.zero.collectives import Alone
 from strategies.backends.zero.compress import EightBits, Memory, wires
 from strategies.backends.zero.flat_shard import Ranks
@@ -84,6 +84,18 @@ def test_errors_follow_the_loss_scale() -> None:
     assert error.tolist() == [1.0, 1.0, 1.0]
 
 
+def test_a_config_that_names_no_block_gets_the_one_that_the_planner_counts_with() -> None:
+    codec = gradient_travel(
+        TrainingParts(
+            model=torch.nn.Linear(1, 1),
+            plan=recipe_of("zero2").plan(),
+            script=read_config({"communication": {"compression": "int8"}}),
+        )
+    ).codec
+    assert codec == Codec()
+    assert codec.message_bytes(8 * INT8_BLOCK) == 8 * INT8_BLOCK * INT8_BYTES
+
+
 def test_a_rank_alone_has_nothing_to_compress() -> None:
     alone = Alone(Ranks(rank=0, world_size=1))
     assert wires(alone, Codec(), lambda: 1.0)() is alone
@@ -124,7 +136,7 @@ def test_bytes_on_the_wire_fall_as_the_arithmetic_says(strategy: str, compressio
 
     DDP's own all-reduces are not calls of Python; its 16-bit ones are counted by what they are given.
     """
-    width = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 1024}[compression]
+    width = {"none": 4.0, "bf16": 2.0, "int8": INT8_BYTES}[compression]
     ways = 2 if strategy == "ddp" else 1
     for sent, elements in ranks.run(compression_bodies.sent_by_a_backward_pass, recipe_of(strategy), compression):
         assert sent == ways * width * elements / 2
