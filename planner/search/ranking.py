@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hardware_db.units import format_days
+from hardware_db.units import DAY_SECONDS, format_seconds
 from planner import vocabulary as words
 from planner.calibration.spread import AGAIN, NINE_OF_TEN
 from planner.cluster.budget import bill_of
@@ -197,7 +197,7 @@ def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
     rejected = []
     for item in late:
         days = bill_of(item.configuration, item.time.step_seconds, None, request.budget).days or 0.0
-        reason = f"fits, takes {format_days(days)}"
+        reason = f"fits, takes {format_seconds(days * DAY_SECONDS)}"
         rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=item.plan))
     return tuple(rejected)
 

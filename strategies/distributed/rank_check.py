@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
+from hardware_db.units import format_seconds
 from strategies.errors import CannotMeet
 
 SECONDS = "DSPLAN_RENDEZVOUS_SECONDS"
@@ -190,7 +191,9 @@ def _await_verdict(roll: Store, own: Presence, patience: Patience) -> str:
         if not roll.check(["rank-0"]) and roll.check(["refusal"]):  # rank 0, which would say so, will not come
             return str(roll.get("refusal").decode())
         if patience.is_over_by(_LATER_SECONDS if roll.check(["rank-0"]) else READ_SECONDS):
-            return f"{_wait_text(own, [0])} within {patience.seconds:g} s; start it, with the same MASTER_ADDR"
+            return (
+                f"{_wait_text(own, [0])} within {format_seconds(patience.seconds)}; start it, with the same MASTER_ADDR"
+            )
         time.sleep(LOOK_SECONDS)
     verdict = str(roll.get("verdict").decode())
     if verdict != _AGREED:
@@ -209,7 +212,8 @@ def _too_late(own: Presence, missing: list[int], patience: Patience) -> str:
     remedy = f"start {own.world_size} processes, or correct WORLD_SIZE"
     if own.advice:
         remedy = f"{remedy}; {own.advice}"
-    return f"{_wait_text(own, missing)} within {patience.seconds:g} s; {remedy} (ranks that need longer: set {SECONDS})"
+    waited = format_seconds(patience.seconds)
+    return f"{_wait_text(own, missing)} within {waited}; {remedy} (ranks that need longer: set {SECONDS})"
 
 
 def _wait_text(own: Presence, missing: list[int]) -> str:

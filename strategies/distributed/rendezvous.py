@@ -21,6 +21,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from hardware_db.units import format_seconds
 from strategies.distributed.launcher_env import Address, ProcessVariables
 from strategies.distributed.network import TRY_SECONDS, answers, is_own_address
 from strategies.distributed.rank_check import (
@@ -241,6 +242,6 @@ def _no_host(own: Presence, at: Address, problem: Exception) -> str:
 def _unreachable(own: Presence, at: Address, patience: Patience) -> str:
     advice = f"; {own.advice}" if own.advice else ""
     return (
-        f"rank {own.rank} on {own.host} cannot reach rank 0 at {at} within {patience.seconds:g} s; check MASTER_ADDR"
-        f" and MASTER_PORT, that rank 0 runs there, and that no firewall is between{advice}"
+        f"rank {own.rank} on {own.host} cannot reach rank 0 at {at} within {format_seconds(patience.seconds)};"
+        f" check MASTER_ADDR and MASTER_PORT, that rank 0 runs there, and that no firewall is between{advice}"
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from hardware_db.probe.machine import Machine
+from hardware_db.units import format_seconds
 from strategies.distributed.environment import device_name, meet_before_script
 from strategies.distributed.launcher_env import ProcessVariables
 from strategies.doctor.finding import Diagnosis, Finding, Level, LinkTime, merged, sorted_findings, tokens, unseen
@@ -232,13 +233,16 @@ def _clocks(first: str, ahead: Mapping[str, float]) -> list[Finding]:
     if not off:
         worst = max(map(abs, ahead.values()), default=0.0)
         return (
-            [Finding(check="clock", message=f"clocks of the nodes agree within {worst * 1e3:.1f} ms")] if ahead else []
+            [Finding(check="clock", message=f"clocks of the nodes agree within {format_seconds(worst)}")]
+            if ahead
+            else []
         )
     return [
         Finding(
             level="problem" if abs(seconds) >= _SKEW_PROBLEM_SECONDS else "warning",
             check="clock",
-            message=f"the clock of {node} is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} {first}'s",
+            message=f"the clock of {node} is {format_seconds(abs(seconds))}"
+            f" {'ahead of' if seconds > 0 else 'behind'} {first}'s",
             remedy="run chronyd or systemd-timesyncd on every node: rendezvous compares clocks",
             hosts=(node,),
         )

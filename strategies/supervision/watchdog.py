@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 import psutil
 
+from hardware_db.units import format_seconds
 from strategies.run_directory.heartbeat import PULSE, Pulse
 from strategies.run_directory.spec import heartbeat_path, stacks_path
 from strategies.supervision.failures import described, write_failure
@@ -214,7 +215,7 @@ class Watchdog(threading.Thread):
     def _verdict(self, quiet: float) -> Verdict | None:
         """Whom the ranks wait for, after a second look at them; None where this rank has moved meanwhile."""
         if self._board is None:
-            return Verdict(behind=(self.rank,), sentence=f"no progress for {quiet:.0f} s")
+            return Verdict(behind=(self.rank,), sentence=f"no progress for {format_seconds(quiet)}")
         before = self._heartbeats(self._board)
         time.sleep(_LOOKS_BETWEEN * self._beat_seconds)
         self._beat_at = time.monotonic()

@@ -159,7 +159,7 @@ class Slowdown(Detector):
         now, then = median(recent) * units, median(before) * units
         message = (
             f"steps take {format_seconds(now)} where they took {format_seconds(then)}, for"
-            f" {self.RECENT * self.STRETCH_SECONDS:g} s now"
+            f" {format_seconds(self.RECENT * self.STRETCH_SECONDS)} now"
         )
         return Alert(kind="slowdown", metric="seconds", message=message, value=now, limit=then * self._ratio)
 

@@ -143,7 +143,7 @@ def test_a_rendezvous_that_was_never_there_is_not_gone(
         monkeypatch.setattr(socket, "create_connection", fails)
     reason = _told(tmp_path, host, 1)["reason"]
     assert what in reason
-    assert reason.endswith("(looked for 0.3 s)")
+    assert reason.endswith("(looked for 300 ms)")
 
 
 def test_a_rendezvous_that_was_there_is_gone(
@@ -159,7 +159,7 @@ def test_a_rendezvous_that_was_there_is_gone(
     node.round()
     reason = json.loads((tmp_path / RESULT_FILE).read_text())["reason"]
     assert reason.startswith(f"the rendezvous at 127.0.0.1:{port} was there and is gone: nothing listens")
-    assert f"dsplan: the rendezvous at 127.0.0.1:{port} is gone; waiting up to 0.3 s for it" in capsys.readouterr().out
+    assert f"dsplan: the rendezvous at 127.0.0.1:{port} is gone; waiting up to 300 ms for it" in capsys.readouterr().out
 
 
 def test_a_node_that_waits_for_others_says_how_many_are_there(
