@@ -10,9 +10,9 @@ from planner.search.recall import shortage_of
 from planner.search.request import Request
 from planner.search.search import recommend
 from planner.types.plan import Plan
-from strategies.run_directory.agreed import current
-from strategies.run_directory.orders import FailedPlan
-from strategies.run_directory.standing import configuration_of
+from strategies.run_directory.attempt_options import FailedPlan
+from strategies.run_directory.resume_state import configuration_of
+from strategies.run_directory.state_consensus import current
 
 SAVES_AT_LEAST = 0.05
 """Share of the memory by which the plan after the first that failed is smaller, and twice as much after every other:

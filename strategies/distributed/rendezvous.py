@@ -35,7 +35,7 @@ from strategies.distributed.rank_check import (
     call_roll,
 )
 from strategies.errors import CannotMeet
-from strategies.run_directory.orders import Orders
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.variables import RUN_DIRECTORY
 
 __all__ = ["SECONDS", "meet"]
@@ -135,8 +135,8 @@ def _stranger_seconds(place: ProcessVariables) -> float:
     if not _is_agents() or os.environ.get("ROLE_WORLD_SIZE") != str(place.world_size):
         return FIRST_SECONDS
     directory = os.environ.get(RUN_DIRECTORY)
-    orders = None if directory is None else Orders.load(Path(directory))
-    hang_seconds = (0.0 if orders is None else orders.hang_seconds) or AGAIN_SECONDS
+    options = None if directory is None else AttemptOptions.load(Path(directory))
+    hang_seconds = (0.0 if options is None else options.hang_seconds) or AGAIN_SECONDS
     return max(FIRST_SECONDS, min(AGAIN_SECONDS, hang_seconds))
 
 

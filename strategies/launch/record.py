@@ -45,7 +45,7 @@ def record_run(report: RunReport) -> Stored:
     if report.plan is None:
         return Stored(measurement_id=None, sentence="not stored in the database: the run had no plan")
     last = report.attempts[-1]
-    if last.decision is not None and last.decision.goes_on:
+    if last.decision is not None and last.decision.continues:
         return Stored(measurement_id=None, sentence="stored when the last attempt ended")
     machine = probe()
     attempt = last.attempt

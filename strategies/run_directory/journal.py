@@ -2,7 +2,7 @@
 
     {"event": "attempt", "attempt": k, "time": ..., "ranks": ..., "resumes": ..., "saved": ...,
      "since": ..., "base": ...}                    `saved`: the step of the newest checkpoint by then, 0 for none;
-                                                   `since` and `base` as the orders have them
+                                                   `since` and `base` as the options have them
     {"event": "plan", "attempt": k, "time": ..., "plan": ...}     the plan in use, as the JSON contract has it
     {"event": "ending", "attempt": k, "time": ..., "kind": a word of `endings`, "rank": ..., "host": ..., "step": ...,
      "reason": ..., "log": ..., "exit_status": ..., "first_step": ..., "last_step": ...}

@@ -1,4 +1,4 @@
-"""Checkpoints that the ranks save by themselves, as the orders say; the last two of a run stay."""
+"""Checkpoints that the ranks save by themselves, as the options say; the last two of a run stay."""
 
 from __future__ import annotations
 

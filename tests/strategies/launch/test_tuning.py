@@ -19,7 +19,7 @@ from planner.search.search import recommend
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import load_plan, plan_from_dict, plan_to_dict, save_plan
 from strategies.autoplan import tuning
-from strategies.run_directory.standing import Tried, Tuning
+from strategies.run_directory.resume_state import Tried, Tuning
 from strategies.tracing.live import facts_from_module
 from tests.strategies.launch.command import run
 
