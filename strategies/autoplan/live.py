@@ -23,7 +23,7 @@ from planner.models.facts import ModelFacts
 from planner.search.estimate import compresses
 from planner.search.recall import recalled
 from planner.search.request import Request, WorkOptions, make_request
-from planner.search.space import inapplicable, shapes
+from planner.search.space import enumerate_candidates, inapplicable
 from planner.types.plan import Plan
 from strategies.autoplan.fallback import best_plan
 from strategies.autoplan.rates import machine_rates
@@ -89,7 +89,7 @@ def live_request(
     strategy, is_resumed = _wished_strategy(asked, environment), current().is_resumed
     request = _request(model, asked, environment, strategy)
     request = replace(request, micro_batch=_micro_batch(asked, environment, request.workload.global_batch_size))
-    if (strategy or asked.backend) and not any(True for _ in shapes(request)):
+    if (strategy or asked.backend) and not any(True for _ in enumerate_candidates(request)):
         if is_resumed:
             return with_measured_rates(replace(request, strategies=None), measured)
         word, value = ("strategy", strategy) if strategy else ("backend", asked.backend)

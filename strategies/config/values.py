@@ -50,7 +50,7 @@ class MonitorSettings:
 
 
 Compression = Literal["none", "fp16", "bf16", "int8"]
-WireType = Literal["fp32", "bf16", "fp16"]
+CommunicationDtype = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class CommunicationSection:
     gradients.
     """
 
-    data_type: WireType | None = None
+    data_type: CommunicationDtype | None = None
     compression: Compression = "none"
     error_feedback: bool = True
     block_size: int = 1024
@@ -181,7 +181,7 @@ class ScriptConfig:
     fp16: Fp16Section = field(default_factory=Fp16Section)
     zero: ZeroSection = field(default_factory=ZeroSection)
     communication: CommunicationSection = field(default_factory=CommunicationSection)
-    accumulate_dtype: WireType | None = None
+    accumulate_dtype: CommunicationDtype | None = None
     activations: ActivationSection = field(default_factory=ActivationSection)
     tensorboard: TensorboardSection = field(default_factory=TensorboardSection)
     csv_monitor: CsvSection = field(default_factory=CsvSection)

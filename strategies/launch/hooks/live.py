@@ -18,7 +18,7 @@ from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
 from planner.search.request import WorkOptions, deepspeed_lacks, make_request
-from planner.search.space import shapes
+from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict
 from strategies.autoplan.fallback import best_plan
@@ -134,7 +134,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     request = make_request(facts_from_module(job.module), cluster, options, strategies=strategies, top=1)
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
-    if current().is_resumed and not any(True for _ in shapes(request)):
+    if current().is_resumed and not any(True for _ in enumerate_candidates(request)):
         request = replace(request, strategies=possible)
     return best_plan(with_measured_rates(request, measured))
 

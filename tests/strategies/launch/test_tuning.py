@@ -60,12 +60,12 @@ def test_the_fastest_plan_stays_however_long_its_steps_took() -> None:
 def _slow_plan() -> Plan:
     """A plan that is predicted to take half as long again as the best."""
     from planner.search.evaluate import Candidate
-    from planner.search.space import shapes
+    from planner.search.space import enumerate_candidates
 
     request, best = _request(), _plans()[0].time.step_seconds
-    for shape in shapes(request):
-        timed = Candidate(request, shape).timed(0)
-        if shape.strategy == "ddp" and shape.tp == shape.pp == 1 and timed.time.step_seconds > 1.5 * best:
+    for layout in enumerate_candidates(request):
+        timed = Candidate(request, layout).timed(0)
+        if layout.strategy == "ddp" and layout.tp == layout.pp == 1 and timed.time.step_seconds > 1.5 * best:
             return timed.plan
     raise AssertionError("none is so slow")
 

@@ -36,7 +36,7 @@ _FUSED_ON_HOST = ("adamw", "adamw-fused")
 """Optimizers that torch's fused kernels step on the host, in place."""
 
 
-class NativeHolding:
+class NativeZeroBuffers:
     """Stages 1 to 3 of backend `native`."""
 
     def __init__(self, job: Job, recipe: Recipe) -> None:
@@ -59,13 +59,13 @@ class NativeHolding:
         self._going = 0.0 if on_cpu else recipe.gather * min(sum(self._shares.away), _GOING_DOWN * self._shares.largest)
         blocks = max((unit.elements for unit in units.blocks), default=0.0)
         is_sharded = not weights_are_whole(job)
-        self._gathered = recipe.gather * (units.root.elements + 2 * blocks) if is_sharded else 0.0
+        self._unsharded = recipe.gather * (units.root.elements + 2 * blocks) if is_sharded else 0.0
 
     def at(self, instant: Instant) -> Ledger:
-        """Gradients on their way and summed ones, and gathered weights, at an instant."""
+        """Gradients on their way and summed ones, and unsharded weights, at an instant."""
         made = instant.done_gradients + instant.unit_gradients
         going = min(self._going, self._recipe.gather * made / self._ranks)
-        kept = Ledger(gradients=going + self._waiting(made), buffers=self._gathered + self._errors)
+        kept = Ledger(gradients=going + self._waiting(made), buffers=self._unsharded + self._errors)
         return kept + self._moving(instant.unit_gradients)
 
     def _moving(self, made: float) -> Ledger:
