@@ -37,7 +37,7 @@ class PlanningOptions:
 
 
 def settled_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
-    """The plan that a run goes on with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`); None where
+    """The plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`); None where
     one has to be made.
 
     A run that goes on leaves a given plan that failed or is for another number of ranks; rank 0 says so.
@@ -64,7 +64,7 @@ def settled_plan(model: nn.Module, options: PlanningOptions, environment: Enviro
 
 
 def unfit(plan: Plan, state: ResumeState) -> str:
-    """Why a run cannot go on with a plan; empty where it can."""
+    """Why a run cannot resume with a plan; empty where it can."""
     ranks = plan.configuration.world_size
     if state.has_failed(plan):
         return "ran out of memory, or would take as much as one that did"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from planner.vocabulary import Checkpointing, Offload, Precision
 from strategies.errors import CannotRun
 
-# MonitorSettings: what is watched, how often, and from where on it is told. No torch.
+# MonitorSettings: what is watched, how often, and from where on it is reported. No torch.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

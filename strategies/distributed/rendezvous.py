@@ -32,7 +32,7 @@ from strategies.distributed.rank_check import (
     SECONDS,
     Patience,
     Presence,
-    call_roll,
+    check_ranks,
 )
 from strategies.errors import CannotMeet
 from strategies.run_directory.attempt_options import AttemptOptions
@@ -45,7 +45,7 @@ _ASK_SECONDS, _LEAST_ASK_SECONDS = 4.0, 0.5
 
 @dataclass(kw_only=True, slots=True)
 class _Met:
-    """The store of the ranks that this process has met, and how often it called the roll in it."""
+    """The store of the ranks that this process has met, and how often it checked the ranks in it."""
 
     rank: int
     at: Address
@@ -60,10 +60,10 @@ _met: _Met | None = None
 def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
     """The store that all ranks share, once they have all come and agree on who they are.
 
-    Rank 0 calls the roll and writes its verdict for all. `device` is this rank's, as torch writes it (`cuda:0`, `cpu`);
-    a `complaint` about this rank's own place ends all of them. Ranks that have met before, or that torch elastic's
-    agents started once they had met, have a longer limit, since each of them is known to be there; under `dsplan run`
-    the latter no longer one than what it takes for a hang.
+    Rank 0 checks the ranks and writes its verdict for all. `device` is this rank's, as torch writes it (`cuda:0`,
+    `cpu`); a `complaint` about this rank's own place ends all of them. Ranks that have met before, or that torch
+    elastic's agents started once they had met, have a longer limit, since each of them is known to be there; under
+    `dsplan run` the latter no longer one than what it takes for a hang.
 
     Raises:
         CannotMeet: they do not come or do not agree; on every rank that is there.
@@ -82,7 +82,7 @@ def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
         known = _Met(rank=own.rank, at=at, attempt=attempt, store=store)
     known.times += 1
     try:
-        call_roll(PrefixStore(f"roll-{known.times}", known.store), own, patience)
+        check_ranks(PrefixStore(f"roll-{known.times}", known.store), own, patience)
     except DistError:
         raise CannotMeet(
             f"rank {own.rank} on {own.host} lost rank 0 at {at} while the ranks met; rank 0's own output says why"
@@ -93,7 +93,7 @@ def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
 
 
 def ended() -> None:
-    """This rank's script has ended with status 0: those that would wait for it at the next roll are told."""
+    """This rank's script has ended with status 0: those that would wait for it at the next rank check are notified."""
     if _met is None:
         return
     refusal = (
@@ -157,7 +157,7 @@ def _store(own: Presence, at: Address, patience: Patience) -> Store:
         with _without_pages():
             return TCPStore(host, at.port, is_master=True, timeout=_ANSWER, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as problem:
-        # Where another process is rank 0 too, the roll in its store tells both of them.
+        # Where another process is rank 0 too, the rank check in its store reports it to both of them.
         if store := find_store(at, READ_SECONDS):
             return store
         raise CannotMeet(_no_host(own, at, problem)) from None

@@ -68,10 +68,10 @@ class Greeter:
                 caller, _ = self._socket.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=_tell_time, args=(caller,), name="doctor-answer", daemon=True).start()
+            threading.Thread(target=_report_time, args=(caller,), name="doctor-answer", daemon=True).start()
 
 
-def _tell_time(caller: socket.socket) -> None:
+def _report_time(caller: socket.socket) -> None:
     with caller:
         caller.settimeout(_LIMIT_SECONDS)
         try:
@@ -142,10 +142,10 @@ def examine_cluster(
         members = _introduced(room, place, greeter.port, machine)
         leaders = _leaders(members)
         is_leader = place.rank in leaders
-        told = room.share("findings", [finding.to_dict() for finding in findings] if is_leader else [])
+        reported = room.share("findings", [finding.to_dict() for finding in findings] if is_leader else [])
         local = [
             replace(Finding.from_dict(raw), hosts=(members[rank].node,))
-            for rank, all_ in enumerate(told)
+            for rank, all_ in enumerate(reported)
             for raw in all_
         ]
         reached = _reached(room, members, leaders)
@@ -178,8 +178,8 @@ def _introduced(room: Room, place: ProcessVariables, port: int, machine: Machine
         "local_rank": place.local_rank,
         "versions": versions,
     }
-    told = room.share("introduction", own)
-    addresses = {(one["host"], one["address"]) for one in told}
+    reported = room.share("introduction", own)
+    addresses = {(one["host"], one["address"]) for one in reported}
     alike = Counter(host for host, _ in addresses)
     return [
         Member(
@@ -189,7 +189,7 @@ def _introduced(room: Room, place: ProcessVariables, port: int, machine: Machine
             local_rank=one["local_rank"],
             versions=one["versions"],
         )
-        for one in told
+        for one in reported
     ]
 
 

@@ -19,7 +19,7 @@ from hardware_db.errors import DsplanError
 from hardware_db.units import format_seconds
 from strategies.doctor.finding import Finding, LinkTime
 
-# Room: the ranks of a job that tell each other values through the store in which they met.
+# Room: the ranks of a job that share values through the store in which they met.
 
 
 _LOOK_SECONDS = 0.01
@@ -118,9 +118,9 @@ def time_links(room: Room, nodes: Sequence[str], local_ranks: Sequence[int], dev
         own = next((pair for pair in pairs if room.rank in pair), None)
         times = None if own is None else _pair_times(room, own, device)
         # Sharing is what ends a round: no pair is timed beside one of the next.
-        told = room.share(f"links-{turn}", times)
+        reported = room.share(f"links-{turn}", times)
         for first, second in pairs:
-            latency, bandwidth = told[first] or (None, None)
+            latency, bandwidth = reported[first] or (None, None)
             found.append(
                 LinkTime(
                     ranks=(first, second),

@@ -23,7 +23,7 @@ from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.values import MonitorSettings
 from strategies.data.loader import Collate, LoaderSettings, ShardedLoader
 from strategies.distributed.environment import Environment, join
-from strategies.distributed.excepthook import tell_plainly
+from strategies.distributed.excepthook import install_excepthook
 from strategies.distributed.same_model import require_same_model
 from strategies.engine.base import Engine
 from strategies.engine.checkpoint_manager import saves_of_config
@@ -127,7 +127,7 @@ def initialize(
     Raises:
         DsplanError: what was asked for cannot be planned or run here; one line with the remedy.
     """
-    tell_plainly()
+    install_excepthook()
     script = read_config(config)
     environment = join()
     require_same_model(model)

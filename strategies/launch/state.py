@@ -1,4 +1,4 @@
-"""What a run carries from attempt to attempt, and finds again in its directory when it is gone on with. No torch."""
+"""What a run carries from attempt to attempt, and finds again in its directory when it is resumed. No torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Course:
 
     def reached(self, step: int, now: float) -> float | None:
         """A step is done. For the first step of a later attempt: by how many seconds the restart put the run back, None
-        where that cannot be known, as for a run that was gone on with by another command."""
+        where that cannot be known, as for a run that was resumed by another command."""
         lost = self._put_back(step, now) if self.first is None and len(self._began) > 1 else None
         self.first = step if self.first is None else self.first
         self.last = step
@@ -83,7 +83,7 @@ _BEGUN_AT_ONCE = 8
 class RunState:
     """The plan in use, the options of the attempt, and the course of the steps.
 
-    `first` is the number of the first attempt of this command, above 0 where it goes on with a run. `resume_from` is
+    `first` is the number of the first attempt of this command, above 0 where it resumes a run. `resume_from` is
     what `--resume-from` names: a checkpoint, or `start`.
     """
 
@@ -105,7 +105,7 @@ class RunState:
         known = lineage.known(directory) if resumes else lineage.Known()
         self._journalled = {one.path for one in known.journalled}
         self._saved = max((one.step for one in known.journalled if self._counts(one)), default=0)
-        self._has_full_story = not resumes or bool(resume_from) or _tells_of_every_save(rows, known)
+        self._has_full_story = not resumes or bool(resume_from) or _reports_every_save(rows, known)
         self._seen, self._lines = (0, 0), 0
         self._begun: dict[str, lineage.Made] = {}
         self.course = Course(_highest_step(directory, rows, self.options.since) if resumes else 0)
@@ -139,7 +139,7 @@ class RunState:
         except OSError as problem:
             directory = self._spec.directory
             raise DsplanError(
-                f"{directory}: cannot be written ({problem.strerror}); make room, then go on with dsplan run --resume"
+                f"{directory}: cannot be written ({problem.strerror}); make room, then resume with dsplan run --resume"
                 f" {directory}"
             ) from None
 
@@ -204,14 +204,14 @@ class RunState:
 
 
 def check_unfinished(directory: Path) -> None:
-    """Refuse to go on with a run that is complete.
+    """Refuse to resume a run that is complete.
 
     Raises:
         DsplanError: it is.
     """
     ends = [row for row in read_journal(directory) if row.get("event") == "end"]
     if ends and ends[-1].get("outcome") == "completed":
-        raise DsplanError(f"{directory}: the run completed, nothing is left to go on with; start a new one")
+        raise DsplanError(f"{directory}: the run completed, nothing is left to resume; start a new one")
 
 
 def _options(spec: LaunchSpec, earlier: AttemptOptions | None) -> AttemptOptions:
@@ -243,7 +243,7 @@ def _next_attempt(directory: Path, rows: list[dict[str, Any]], earlier: AttemptO
 
 
 def _highest_step(directory: Path, rows: list[dict[str, Any]], since: int) -> int:
-    """The highest step that metrics or journal tell of in attempts from `since` on."""
+    """The highest step that metrics or journal report in attempts from `since` on."""
     counted = [row for row in rows if _number(row, "attempt") >= since]
     return max([highest_step(directory, since), *(_number(row, name) for row in counted for name in _STEPS)])
 
@@ -253,8 +253,8 @@ def _number(row: dict[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _tells_of_every_save(rows: list[dict[str, Any]], known: lineage.Known) -> bool:
-    """Whether the journal is whole, so that no checkpoint that it does not tell of was ever complete."""
+def _reports_every_save(rows: list[dict[str, Any]], known: lineage.Known) -> bool:
+    """Whether the journal is whole, so that no checkpoint that it does not list was ever complete."""
     began = [row for row in rows if row.get("event") == "attempt"]
     is_whole = [row.get("attempt") for row in began] == list(range(len(began)))
     return bool(began) and is_whole and all("saved" in row for row in began) and not known.damaged_lines

@@ -48,7 +48,7 @@ _WAIT_SECONDS = 0.1
 class Supervisor:
     """A launched run. Iterate `events()` to its end, then ask for the `report()`.
 
-    With `resumes`, the run directory holds a run to go on with, from what `resume_from` names or else its newest
+    With `resumes`, the run directory holds a run to resume, from what `resume_from` names or else its newest
     checkpoint. The plan in use is kept there as `plan.yaml`, to run
     again with `--plan`.
     """
@@ -75,7 +75,7 @@ class Supervisor:
             # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
             launcher_lock(self._spec.directory).close()
             self._spec.save()
-            # A page that is there tells of the end of a command that this one goes on after.
+            # A page that is there reports the end of a command that this one goes on after.
             (self._spec.directory / REPORT_FILE).unlink(missing_ok=True)
             files, alerts = RunFiles(self._spec.directory), AlertFollower(self._spec.directory)
             decision: Decision | None = None
@@ -170,7 +170,7 @@ class Supervisor:
             yield RunIsBack(step=step, seconds_lost=lost)
 
     def _note_saves(self, saves: Iterable[Made]) -> None:
-        """Have the journal tell of checkpoints too: the list of them may be lost."""
+        """Have the journal list checkpoints too: the list of them may be lost."""
         for made in saves:
             fields = {name: value for name, value in asdict(made).items() if name != "attempt"}
             self._journal.append("saved", made.attempt, **fields)

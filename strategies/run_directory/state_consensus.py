@@ -54,7 +54,7 @@ def agree(store: Store | None, run_directory: Path) -> ResumeState:
 
 def agreement(store: Store | None, place: Place, run_directory: Path) -> ResumeState:
     """The same, of a rank at a place."""
-    # The first rank of every node tells what is in its run directory.
+    # The first rank of every node reports what is in its run directory.
     own = Findings.of(run_directory) if place.local_rank == 0 else Findings()
     if store is None:
         return _combined([own], place.ranks)
@@ -71,7 +71,7 @@ def current() -> ResumeState:
 
 
 def narrow(state: ResumeState, variables: MutableMapping[str, str]) -> None:
-    """Tell this rank's process that only the first ranks train."""
+    """Set this rank's variables so that only the first ranks train."""
 
     rank, local = int(variables["RANK"]), int(variables.get("LOCAL_RANK", "0"))
     here = int(variables.get("LOCAL_WORLD_SIZE", "1"))

@@ -57,7 +57,7 @@ class NotFinite(DsplanError):
 class Failure:
     """A rank's last word.
 
-    `expected` failures are told in one line without a traceback. `step` is the last one that ended, None before the
+    `expected` failures are reported in one line without a traceback. `step` is the last one that ended, None before the
     first; `saved` the checkpoint that a stop on purpose has left, `behind` the ranks for which a hung one waits.
     """
 

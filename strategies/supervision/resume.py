@@ -102,7 +102,7 @@ def resume(engine: SupervisedEngine, run_directory: Path, options: AttemptOption
 
 
 def nothing_left(run_directory: Path, options: AttemptOptions, folders: Sequence[Path] = ()) -> CannotRun:
-    """What to say where a run has come to some step and nothing is there to go on from; `folders` is where it was
+    """What to say where a run has come to some step and nothing is there to resume from; `folders` is where it was
     looked for, if not where ranks save by themselves."""
     where = f" (looked in {', '.join(map(str, folders or _own_folders(run_directory, options)))})"
     lost = f"the checkpoint {options.base} to resume from is not there" if options.base else "no checkpoint is left"

@@ -191,7 +191,7 @@ class Supervision(Observer):
 
     def load(self, directory: Path) -> tuple[Path | None, dict[str, Any]]:
         """What the script's `load_checkpoint` does: at the start of a resumed attempt the newer of its checkpoint and
-        the run's is the one to go on from."""
+        the run's is the one to resume from."""
         is_first, self._is_first_load = self._is_first_load, False
         if self._resumed is not None and is_first:
             there = step_of(directory)

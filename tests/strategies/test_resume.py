@@ -105,12 +105,12 @@ def test_a_run_goes_on_from_what_is_on_disk(
 
 
 @pytest.mark.parametrize(
-    ("orders", "step", "words"),
+    ("options", "step", "words"),
     [
         ({}, -1, "the run came to step 6 and no checkpoint is left (looked in {run}/checkpoints); put its checkpoints"),
         ({"may_begin_anew": True}, 0, "no checkpoint was complete when the run was at step 6: it begins at step 1"),
         ({"since": 1, "may_begin_anew": True, "reached": 0}, 0, ""),
-        ({"since": 1, "base": "{run}/gone"}, -1, "the checkpoint {run}/gone it was to go on from is not there"),
+        ({"since": 1, "base": "{run}/gone"}, -1, "the checkpoint {run}/gone to resume from is not there"),
     ],
 )
 def test_a_run_of_which_nothing_is_left_never_begins_anew_without_a_word(

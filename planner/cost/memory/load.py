@@ -47,7 +47,7 @@ def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
 
 
 def _beside_the_whole(job: Job, recipe: Recipe) -> float:
-    """What is made before any of the model's first form is let go: a unit's shards, or a cast copy of one weight."""
+    """What is made before any of the model's first form is freed: a unit's shards, or a cast copy of one weight."""
     if job.configuration.strategy in FSDP_STRATEGIES:
         return recipe.weight * job.counts.largest_block / job.configuration.dp_shard
     return recipe.weight * _largest_matrix(job) if recipe.weight != MADE_BYTES else 0.0

@@ -173,7 +173,7 @@ def _partitioned(context: StepContext) -> Communication:
     """ZeRO-3: modules all-gathered one by one, far ahead of compute; gradients reduced in small buckets behind it.
 
     The first module's gather and the embedding's reduction stay visible. What is used again within
-    `max_reuse_distance` elements of its last use is not let go of in between.
+    `max_reuse_distance` elements of its last use is not freed in between.
     """
     where, stage = context.where, context.stage
     limits = zero_buckets(3, parameters=round(where.parameters), hidden_size=context.job.facts.hidden_size)

@@ -133,7 +133,7 @@ class Pieces:
                     piece.grad = run.view(piece.shape) if steps else None
 
     def detach(self, buckets: Sequence[Bucket]) -> None:
-        """Let go of the gradients."""
+        """Free the gradients."""
         for bucket in buckets:
             bucket.gradient = None
             for slot in bucket.slots:

@@ -102,7 +102,7 @@ class Node:
         agent = _agent(self._spec, self._place)
         result = agent.run()
         if agent.conclude(result) == 0:
-            self._place.rendezvous.shutdown()  # nodes that come late are told that the run is over
+            self._place.rendezvous.shutdown()  # nodes that come late learn that the run is over
 
     def _await(self) -> None:
         """Wait until the rendezvous answers; long only where it has answered before.
@@ -130,8 +130,8 @@ class Node:
 
     def _write(self, kind: str, reason: str, *, status: int = 1) -> None:
         print(f"error: {reason}", flush=True)
-        told = {"failures": {}, "kind": kind, "reason": reason, "status": status}
-        write_json(self._spec.directory / RESULT_FILE, told)
+        reported = {"failures": {}, "kind": kind, "reason": reason, "status": status}
+        write_json(self._spec.directory / RESULT_FILE, reported)
 
 
 def serve(spec: LaunchSpec) -> int:

@@ -52,7 +52,7 @@ _STATE = "trainer_state.json"
 
 
 def supervise(trainer: Any, plan: Plan) -> Callable[[Any], object]:
-    """Let a run's options rule a Trainer, and return what is to be told of every micro-batch's loss."""
+    """Let a run's options rule a Trainer, and return what is to be called with every micro-batch's loss."""
     directory = Path(os.environ[RUN_DIRECTORY])
     attempt_options = AttemptOptions.load(directory)
     if attempt_options is None:
@@ -373,7 +373,7 @@ def _fill_in(settings: Any, plan: Plan) -> None:
 
 
 class _StepEnd(TrainerCallback):  # type: ignore[misc]
-    """Tells the monitor when an optimizer step is over and when training is."""
+    """Notifies the monitor when an optimizer step is over and when training is."""
 
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
@@ -386,7 +386,7 @@ class _StepEnd(TrainerCallback):  # type: ignore[misc]
 
 
 def _watch_training_steps(trainer: Any, monitor: RunMonitor, loss_is: Callable[[Any], object]) -> None:
-    """Tell the monitor of every micro-batch and its loss."""
+    """Notify the monitor of every micro-batch and its loss."""
     original = trainer.training_step
 
     @functools.wraps(original)

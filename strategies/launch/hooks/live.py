@@ -58,7 +58,7 @@ class LiveJob:
 
 
 def settled_plan() -> Plan | None:
-    """The plan that a run goes on with, else that of `dsplan run --plan`; None where the ranks plan themselves."""
+    """The plan that a run resumes with, else that of `dsplan run --plan`; None where the ranks plan themselves."""
     state = current()
     if state.plan is not None:
         return state.plan
@@ -173,7 +173,7 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-# What a hook tells the person at the terminal, once, from rank 0.
+# What a hook prints for the person at the terminal, once, from rank 0.
 
 
 def say(sentence: str) -> None:

@@ -83,7 +83,9 @@ def test_orders_that_cannot_be_written_are_told_in_one_line(spec: LaunchSpec, mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(AttemptOptions, "save", full)
-    with pytest.raises(DsplanError, match=r"No space left on device\); make room, then go on with dsplan run --resume"):
+    with pytest.raises(
+        DsplanError, match=r"No space left on device\); make room, then resume with dsplan run --resume"
+    ):
         RunState(spec, None, resumes=False).begin_attempt(0)
 
 

@@ -159,7 +159,7 @@ class FlatZeroBuffers:
         )
 
     def _step(self) -> tuple[Ledger, ...]:
-        """Gradients are measured, made one flat tensor in the master weights' dtype, let go of, and applied."""
+        """Gradients are measured, made one flat tensor in the master weights' dtype, freed, and applied."""
         if self._offloads:
             return (Ledger(buffers=self._resident, temporaries=offloaded_step(self._job, self._flat.size)),)
         part, master = (rounded(width * self._flat.size) for width in (self._width, self._recipe.master))

@@ -3,7 +3,7 @@
 Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `wire.py`; bucket sizes come from
 `planner.cost.zero_buckets`.
 
-* A gradient is let go of when the bucket that it travels in has been summed; two buckets are on the way while a third
+* A gradient is freed when the bucket that it travels in has been summed; two buckets are on the way while a third
   fills. Between ranks on CPUs every owner receives the others' runs of what is on the way; NCCL makes the sum alone.
 * Stage 1 keeps whole gradients from the first micro-batch to the last, stages 2 and 3 this rank's part.
 * Stage 3 has the root's weights whole from the start of forward to the end of backward, and those of two blocks.
@@ -93,7 +93,7 @@ class NativeZeroBuffers:
         if shares.here > 0:
             share = shares.here / shares.local
             run = max(shares.here / NATIVE_STEP_RUNS, min(self._bucket / self._ranks, shares.here))
-            # Whole tensors are stepped at once, when each has let go of its narrow gradient.
+            # Whole tensors are stepped at once, when each has freed its narrow gradient.
             widened = (width - self._recipe.gradient) * shares.here if is_whole else width * run
             gradients = self._recipe.gradient * shares.here + (widened if width != self._recipe.gradient else 0.0)
             moments.append(Ledger(gradients=gradients, temporaries=temporaries * share))
