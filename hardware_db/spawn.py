@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import DsplanError
+from hardware_db.units import format_seconds
 
 _GRACE_SECONDS = 2.0
 _START_SECONDS = 120.0
@@ -179,7 +180,9 @@ class RankPool:
             reports[rank] = (stack or "still running; no traceback was written\n") + self._log(rank)
         self._destroy()
         if not failures:
-            return RankError(f"rank {late[0]} of {self.world_size} did not answer in {timeout_seconds:g} s", reports)
+            return RankError(
+                f"rank {late[0]} of {self.world_size} did not answer in {format_seconds(timeout_seconds)}", reports
+            )
         first = next(iter(failures))
         lines = [line for line in failures[first].splitlines() if line.strip()]
         headline = next((line for line in lines if line[0] not in " T"), lines[0])

@@ -16,6 +16,16 @@ MIB = 1 << 20
 GIB = 1 << 30
 GB = 1_000_000_000
 
+DAY_SECONDS = 24 * 3600.0
+# A unit, its length in seconds, and from how many of it people use it: 75.8 s, not 1.26 min.
+_TIME_UNITS = (
+    ("day", DAY_SECONDS, 1),
+    ("h", 3600.0, 1),
+    ("min", 60.0, 2),
+    ("s", 1.0, 1),
+    ("ms", 1e-3, 1),
+    ("us", 1e-6, 0),
+)
 _COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -37,27 +47,29 @@ def format_bytes(count_bytes: float) -> str:
 def format_count(count: float) -> str:
     """A parameter or token count as people read it: `6.66B`, `124M`."""
     for suffix, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if count >= scale:
-            return f"{count / scale:.3g}{suffix}"
+        if float(f"{count / scale:.3g}") >= 1:
+            return f"{three_digits(count / scale)}{suffix}"
     return f"{count:.0f}"
 
 
+def three_digits(value: float) -> str:
+    """A number with three digits and never an exponent: `0.412`, `22.8`, `1373`."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit in which people say such a time, and its length in seconds."""
+    if not seconds:
+        return "s", 1.0
+    # Rounded as it is printed, so that 0.9999 s is 1 s and not 1000 ms.
+    return next((unit, length) for unit, length, least in _TIME_UNITS if float(f"{abs(seconds) / length:.3g}") >= least)
+
+
 def format_seconds(seconds: float) -> str:
-    """Seconds with a unit that keeps three digits: `412 ms`, `3.18 s`."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
-
-
-def format_days(days: float) -> str:
-    """A long time with three digits, in the unit people say it in: `20 days`, `1.5 hours`, `12 minutes`."""
-    number, unit = days, "day"
-    if number < 1:
-        number, unit = days * 24, "hour"
-    if number < 1:
-        number, unit = days * 24 * 60, "minute"
-    text = f"{number:.3g}"
-    return f"{text} {unit}" if text == "1" else f"{text} {unit}s"
+    """A duration with three digits, in the unit people say it in: `150 ms`, `45 s`, `22.8 min`, `3.2 h`, `20 days`."""
+    unit, length = time_unit(seconds)
+    text = three_digits(seconds / length)
+    return f"{text} {unit}s" if unit == "day" and text != "1" else f"{text} {unit}"
 
 
 def parse_count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The environment variables by which `dsplan run` tells the ranks what to do."""
+"""The environment variables by which `dsplan run` instructs the ranks."""
 
 PLAN_FILE = "DSPLAN_PLAN"
 """Path of the plan to follow."""

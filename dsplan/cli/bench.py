@@ -82,7 +82,7 @@ def bench(
         with BenchView(out=sys.stderr if json else sys.stdout, lines=not json) as view:
             report = run_plan(wanted, question, view.show)
     except KeyboardInterrupt:
-        typer.echo("stopped; what was measured is stored, and the same command goes on from there", err=True)
+        typer.echo("stopped; what was measured is stored, and the same command resumes from there", err=True)
         raise typer.Exit(130) from None
     if json:
         show_json(report_to_dict(report))

@@ -25,7 +25,7 @@ def doctor(
     """
     from dsplan.render import doctor_view as render
     from dsplan.render.show import show, show_json
-    from strategies.distributed.excepthook import tell_once
+    from strategies.distributed.excepthook import report_once
     from strategies.distributed.launcher_env import read_process_variables
     from strategies.doctor.examine import examine
     from strategies.errors import CannotMeet
@@ -33,7 +33,7 @@ def doctor(
     try:
         diagnosis = examine(directory or ())
     except CannotMeet as refusal:
-        tell_once(refusal)
+        report_once(refusal)
         raise typer.Exit(refusal.exit_code) from None
     if read_process_variables(os.environ).rank > 0:
         return

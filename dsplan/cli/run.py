@@ -69,17 +69,17 @@ class PlacementFlags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisionFlags:
-    """What survives, and how a run is stopped and gone on with."""
+    """What survives, and how a run is stopped and resumed."""
 
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Go on with the run in this run directory; SCRIPT may be left out."),
+        typer.Option(metavar="DIR", help="Resume the run in this run directory; SCRIPT may be left out."),
     ] = None
     resume_from: Annotated[
         str | None,
         typer.Option(
             metavar="CHECKPOINT|start",
-            help="With --resume: go on from this checkpoint instead of the newest, or begin anew.",
+            help="With --resume: resume from this checkpoint instead of the newest, or begin anew.",
         ),
     ] = None
     retries: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsplan.render.blocks import Block, Style, Table, Text, columns
-from hardware_db.units import format_bytes
+from hardware_db.units import format_bytes, format_seconds
 from strategies.doctor.finding import Diagnosis, Finding, Level, LinkTime
 
 _STYLES: dict[Level, Style] = {"ok": "", "warning": "warning", "problem": "bad"}
@@ -60,7 +60,7 @@ def _link_table(links: tuple[LinkTime, ...]) -> Table:
             f"{link.ranks[0]}-{link.ranks[1]}",
             f"{link.kind}: {' and '.join(dict.fromkeys(link.hosts))}",
             link.backend,
-            "-" if link.latency_seconds is None else f"{link.latency_seconds * 1e6:.0f} us",
+            "-" if link.latency_seconds is None else format_seconds(link.latency_seconds),
             "-" if link.bandwidth_bytes_per_s is None else f"{format_bytes(link.bandwidth_bytes_per_s)}/s",
         ]
         for link in slowest

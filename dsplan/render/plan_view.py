@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from dsplan.render.blocks import Bar, Block, Cell, Style, Table, Text, columns
-from hardware_db.units import format_bytes, format_count, format_seconds
+from hardware_db.units import format_bytes, format_count, format_seconds, three_digits, time_unit
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
 
 VERDICT_STYLES: dict[str, Style] = {"fits": "good", "tight": "warning", "does_not_fit": "bad"}
@@ -128,12 +128,8 @@ def interval_text(time: StepTime) -> str:
     """Between which times nine of ten steps should lie, in the unit of the step's own: `1.72-2.21`."""
     if time.step_seconds_low is None or time.step_seconds_high is None:
         return ""
-    scale = 1.0 if time.step_seconds >= 1 else 1e3 if time.step_seconds >= 1e-3 else 1e6
-    return "-".join(_three_digits(bound * scale) for bound in (time.step_seconds_low, time.step_seconds_high))
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+    _, unit = time_unit(time.step_seconds)
+    return "-".join(three_digits(bound / unit) for bound in (time.step_seconds_low, time.step_seconds_high))
 
 
 def verdict_line(plan: Plan) -> str:

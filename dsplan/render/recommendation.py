@@ -8,7 +8,7 @@ from typing import Any
 
 from dsplan.render.blocks import Bar, Block, Cell, Table, Text, columns
 from dsplan.render.plan_view import describe, dims_text, header, interval_text, limit_bytes, offload_text, verdict_line
-from hardware_db.units import format_days, format_seconds, gib
+from hardware_db.units import DAY_SECONDS, format_seconds, gib, three_digits
 from planner.cluster.budget import Bill, bill_of
 from planner.search.device_counts import OnDevices
 from planner.search.request import Request
@@ -33,7 +33,7 @@ def bill_cells(request: Request, plan: Plan) -> dict[str, Cell]:
     elif request.objective == "cost":
         cells[">GPU-h/Mtoken"] = f"{one.gpu_hours_per_million_tokens:.3g}"
     if one.days is not None:
-        cells[">days"] = f"{one.days:.3g}"
+        cells[">days"] = three_digits(one.days)
     if one.usd is not None:
         cells[">total"] = f"${one.usd:,.0f}"
     return cells
@@ -62,7 +62,7 @@ def devices_table(answer: Recommendation) -> list[Block]:
         return []
     rows = [_devices_row(one) for one in answer.on_devices]
     deadline = answer.request.budget.deadline_days or 0.0
-    title = f"the same training on other numbers of GPUs; in time is {format_days(deadline)}"
+    title = f"the same training on other numbers of GPUs; in time is {format_seconds(deadline * DAY_SECONDS)}"
     return [Table(title=title, columns=columns(*rows[0]), rows=[list(row.values()) for row in rows])]
 
 
@@ -86,7 +86,7 @@ def _devices_row(one: OnDevices) -> dict[str, Cell]:
         "strategy": configuration.strategy,
         "degrees": dims_text(configuration),
         ">step": format_seconds(one.plan.time.step_seconds),
-        ">days": f"{one.bill.days:.3g}",
+        ">days": "-" if one.bill.days is None else three_digits(one.bill.days),
         ">total": "-" if one.bill.usd is None else f"${one.bill.usd:,.0f}",
         "in time": "yes" if one.in_time else "no",
     }
@@ -196,14 +196,14 @@ def _work(workload: Workload) -> str:
 def _nothing_fits(answer: Recommendation) -> list[Block]:
     late = answer.closest is not None and answer.closest.verdict != "does_not_fit"
     what = (
-        f"no plan that fits ends in {format_days(answer.request.budget.deadline_days or 0.0)}"
+        f"no plan that fits ends in {format_seconds((answer.request.budget.deadline_days or 0.0) * DAY_SECONDS)}"
         if late
         else "no plan fits"
     )
     blocks: list[Block] = [Text(text=what, style="bad")]
     if answer.closest is not None:
         days = bill(answer.request, answer.closest).days
-        takes = f", {format_days(days)}" if late and days is not None else ""
+        takes = f", {format_seconds(days * DAY_SECONDS)}" if late and days is not None else ""
         blocks.append(Text(text=f"closest: {describe(answer.closest.configuration)}{takes}"))
         blocks.append(Text(text=verdict_line(answer.closest)))
     for number, item in enumerate(answer.remedies, start=1):

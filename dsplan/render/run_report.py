@@ -101,7 +101,7 @@ def _after_interruption(report: RunReport) -> str:
     saved = newest_first(read(report.spec.directory))
     if not saved:
         return "every rank was stopped"
-    return f"go on from step {saved[0].step} with dsplan run --resume {report.spec.directory}"
+    return f"resume from step {saved[0].step} with dsplan run --resume {report.spec.directory}"
 
 
 def _stopped(report: RunReport) -> str:
@@ -112,7 +112,7 @@ def _stopped(report: RunReport) -> str:
     else:
         said = f": {ending.reason}" if ending is not None and ending.reason else ""
         done = f"stopped after {report.measured.steps} steps{said}"
-    return f"{done}; go on with dsplan run --resume {report.spec.directory}"
+    return f"{done}; resume with dsplan run --resume {report.spec.directory}"
 
 
 def _what_ran(report: RunReport) -> Table:

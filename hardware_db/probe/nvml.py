@@ -131,7 +131,7 @@ def sentences(asked: list[Questions]) -> tuple[str, ...]:
 def _sentence(code: int, refused: tuple[str, ...], indexes: list[int]) -> str:
     who = "NVML" if indexes == [-1] else f"GPU {', '.join(map(str, indexes))}"
     reason = ERRORS.get(code, f"NVML error {code}")
-    return f"{who} does not tell {', '.join(refused)}: {reason}"
+    return f"{who} does not report {', '.join(refused)}: {reason}"
 
 
 # One GPU, and one pair of GPUs, as NVML describes them.
@@ -141,7 +141,7 @@ _READ, _NVLINK = 0, 2  # nvmlGpuP2PCapsIndex_t; pynvml's own constant for the fi
 
 
 def read_gpu(asked: Questions, handle: Any) -> Gpu:
-    """Everything NVML tells about one GPU; `handle` is None where even that was refused."""
+    """Everything NVML reports about one GPU; `handle` is None where even that was refused."""
     nvml, ask = asked.nvml, asked.ask
     if handle is None:
         return Gpu(index=asked.index, name="unknown NVIDIA GPU", lost=True)
@@ -296,7 +296,8 @@ def read_pair(asked: Questions, indexes: tuple[int, int], handles: tuple[Any, An
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NvmlAnswer:
-    """What NVML told: GPUs in its own order, how pairs are joined, the driver, and what it refused, in sentences."""
+    """What NVML reported: GPUs in its own order, how pairs are joined, the driver, and what it refused, in
+    sentences."""
 
     gpus: tuple[Gpu, ...] = ()
     pairs: tuple[GpuPair, ...] = ()

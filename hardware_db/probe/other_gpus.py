@@ -1,4 +1,4 @@
-"""AMD GPUs from the files of the amdgpu driver; no library is needed. What those files do not tell stays None."""
+"""AMD GPUs from the files of the amdgpu driver; no library is needed. What those files do not report stays None."""
 
 from __future__ import annotations
 

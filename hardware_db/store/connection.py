@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hardware_db.errors import BrokenFile
 from hardware_db.store.migrations import MIGRATIONS, check_schema, migrate
+from hardware_db.units import format_seconds
 
 BUSY_SECONDS = 60.0
 _CHECKED_BYTES = 1 << 20
@@ -58,7 +59,7 @@ _FAILURES = {
     "disk is full": ("the disk is full", f"free some space, or {_HOME_REMEDY}"),
     "disk i/o": ("the disk could not be read or written", f"check the disk and its quota, or {_HOME_REMEDY}"),
     "is locked": (
-        f"other processes kept the database locked for {BUSY_SECONDS:.0f} s",
+        f"other processes kept the database locked for {format_seconds(BUSY_SECONDS)}",
         "end the one that hangs and try again",
     ),
 }

@@ -111,7 +111,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the file. The store cannot be used afterwards; closing twice is harmless."""
+        """Releases the file. The store cannot be used afterwards; closing twice is harmless."""
 
     def __enter__(self: Opened) -> Opened:
         return self

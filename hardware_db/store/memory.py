@@ -90,7 +90,7 @@ class MemoryStore(Store):
         return len(self._measurements)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """There is nothing to release."""
 
 
 def _made_on(fingerprint: Fingerprint, key: str | None) -> bool:

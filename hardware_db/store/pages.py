@@ -35,7 +35,7 @@ class Found:
 def read_pages(database: bytes, log: bytes = b"") -> Found:
     """Everything that looks like a record in a database file and its write-ahead log.
 
-    Where the header does not tell the page size, the one that yields most records counts.
+    Where the header does not state the page size, the one that yields most records counts.
     """
     size = _page_size(database)
     if size is not None:

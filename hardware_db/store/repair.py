@@ -87,7 +87,7 @@ def repair(path: Path, opened: int | None = None) -> bool:
     except OSError as error:
         problem = f"the database is damaged, and cannot be set aside ({error.strerror})"
         raise BrokenFile(path, problem, _COPY_REMEDY) from error
-    print(f"dsplan: {_told(path, aside, counts, unread)}", file=sys.stderr)
+    print(f"dsplan: {_report_line(path, aside, counts, unread)}", file=sys.stderr)
     return True
 
 
@@ -194,7 +194,7 @@ def set_aside_files(path: Path) -> tuple[Path, ...]:
     return tuple(sorted(file for file in found if not file.name.endswith(_LOGS)))
 
 
-def _told(path: Path, aside: Path, counts: dict[str, int], unread: int) -> str:
+def _report_line(path: Path, aside: Path, counts: dict[str, int], unread: int) -> str:
     kept = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nothing"
     lost = f", {unread} more could not be read" if unread else ""
     return f"{path} was damaged: {kept} read and kept{lost}; the damaged file is {aside.name} beside it"
@@ -209,7 +209,7 @@ def _read(path: Path) -> bytes:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process repairs; the others wait. The lock is the operating system's, which lets go of it however its holder
+    """One process repairs; the others wait. The lock is the operating system's, which releases it however its holder
     ends. Where there is none (Windows), two that repair at once both set the file aside.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from planner.calibration.calibration import Calibration
-from planner.calibration.oom_history import Shortage
+from planner.calibration.oom_history import OomRecord
 from planner.calibration.spread import AGAIN, NINE_OF_TEN, interval
 from planner.cost.timing import step_time
 from planner.errors import DsplanError
@@ -116,7 +116,7 @@ class Experience:
 
     calibration: Calibration | None = None
     known: Mapping[Configuration, KnownRun] = field(default_factory=dict)
-    shortages: tuple[Shortage, ...] = ()
+    oom_records: tuple[OomRecord, ...] = ()
     # Not an argument: a copy with other runs must work its ratios out anew.
     _ratios: dict[tuple[object, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -147,9 +147,9 @@ class Experience:
             self._ratios[place] = ratio if near else max(1.0, ratio)
         return self._ratios[place]
 
-    def shortage(self, job: Job, memory: MemoryEstimate) -> Shortage | None:
+    def oom_record(self, job: Job, memory: MemoryEstimate) -> OomRecord | None:
         """What rules a job with this memory out, because it ran out of memory; None where nothing does."""
-        return next((one for one in self.shortages if one.rules_out(job, memory)), None)
+        return next((one for one in self.oom_records if one.rules_out(job, memory)), None)
 
     def time_of(self, job: Job, predicted: StepTime) -> StepTime:
         """What the job takes: as measured where it ran before, else as predicted, with the interval either has."""

@@ -1,4 +1,4 @@
-"""Shortage: a plan that ran out of memory, and what it rules out."""
+"""A plan that ran out of memory, and what it rules out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MORE_ROOM = 1.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shortage:
+class OomRecord:
     """A configuration of the same model and work that ran out of memory on this machine.
 
     `peak_allocated_bytes` and `host_bytes_per_node` are what is predicted of it; `capacity_bytes` is what one device

@@ -23,7 +23,7 @@ INT8_BYTES = 1 + SCALE_BYTES / INT8_BLOCK
 ERROR_BYTES = 2
 
 
-def wire_bytes(compression: Compression, width: float) -> float:
+def communication_bytes(compression: Compression, width: float) -> float:
     """Bytes of a gradient between ranks, `width` where nothing compresses it."""
     if compression == "int8":
         return INT8_BYTES
@@ -111,7 +111,7 @@ def _recipe(configuration: Configuration) -> Recipe:
 def _native_recipe(configuration: Configuration) -> Recipe:
     """Our own ZeRO's (`strategies/backends/zero/settings.py`): masters only where weights are 16-bit and states are
     not, and gradients that wait for several micro-batches in fp32. Stage 3's sharded weights are the masters, cast as
-    they are gathered."""
+    they are all-gathered."""
     state, precision = STATE_BYTES[configuration.optimizer], configuration.precision
     width = 4 if precision == "fp32" else 2
     mixed = precision in ("bf16", "fp16")

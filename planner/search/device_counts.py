@@ -19,10 +19,10 @@ def device_counts(request: Request) -> Iterator[Request]:
     every device."""
     yield request
     if request.objective == "cost":
-        yield from fewer(request)
+        yield from on_fewer_devices(request)
 
 
-def fewer(request: Request) -> Iterator[Request]:
+def on_fewer_devices(request: Request) -> Iterator[Request]:
     """The request on half its devices, a quarter, and so on, down to one or an odd number."""
     cluster = halved(request.cluster)
     while cluster is not None:
@@ -69,7 +69,7 @@ class OnDevices:
         return self.plan.configuration.world_size
 
 
-def on_more_and_fewer(request: Request, fastest: Fastest) -> tuple[OnDevices, ...]:
+def on_other_device_counts(request: Request, fastest: Fastest) -> tuple[OnDevices, ...]:
     """The devices that were asked for, fewer down to the first that are too slow, and more up to what is in time; the
     global batch is the same on all of them. Fewest devices first; numbers on which nothing fits are left out.
 
@@ -77,7 +77,7 @@ def on_more_and_fewer(request: Request, fastest: Fastest) -> tuple[OnDevices, ..
     """
     here = _answer(request, fastest)
     less = []
-    for option in fewer(request):
+    for option in on_fewer_devices(request):
         answer = _answer(option, fastest)
         if answer is None:
             break

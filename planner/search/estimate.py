@@ -68,8 +68,8 @@ def resident_bytes(job: Job) -> float:
 def judged(job: Job, memory: MemoryEstimate, experience: Experience) -> Judgement:
     """Whether a job with this memory fits: by what there is, and by what ran out of memory before."""
     judgement = judge(job, memory, _nvme_bytes(job))
-    shortage = None if judgement.verdict == "does_not_fit" else experience.shortage(job, memory)
-    return judgement if shortage is None else shortage.judgement(memory)
+    oom_record = None if judgement.verdict == "does_not_fit" else experience.oom_record(job, memory)
+    return judgement if oom_record is None else oom_record.judgement(memory)
 
 
 def _nvme_bytes(job: Job) -> float:

@@ -1,13 +1,13 @@
-"""Exploration: the best configuration of a group of shapes, with as few of them priced as that takes.
+"""The best configuration of a group of layouts, with as few of them priced as that takes.
 
-A step's time is cheap to work out and needs no memory; memory is not cheap. So the shapes of a group are looked at in
+A step's time is cheap to work out and needs no memory; memory is not cheap. So the layouts of a group are looked at in
 the order of the best that each could be, until none that is left can beat what was found. That is exact as long as
 
 - memory grows with the micro-batch, but for the last of them, which needs no gradients to be kept from one to the next;
 - no micro-batch takes less work than the largest where it divides it (else TILES of it at least, or CACHES on a CPU),
   and none has a shorter bubble than the smallest;
 - computing activations again takes time and no more memory;
-- the same shape over fewer devices takes no less memory of each.
+- the same layout over fewer devices takes no less memory of each.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from planner.cost.verdict import device_limit
 from planner.search.estimate import Priced, job_of, price, resident_bytes, timed
 from planner.search.ranking import Timed, order, worth
 from planner.search.request import Request
-from planner.search.space import Shape, configuration_of, micro_batches
+from planner.search.space import CandidateLayout, configuration_of, micro_batches
 from planner.types.plan import Configuration, StepTime
 
-# Candidate: a shape on a number of devices, with its micro-batches; works out only what it is asked.
+# A candidate is a layout on a number of devices, with its micro-batches; works out only what it is asked.
 
 
 TILES = 0.95
@@ -35,20 +35,20 @@ CACHES = 0.8
 
 
 class Candidate:
-    """A shape on a request's devices, with the micro-batches it may take, smallest first.
+    """A layout on a request's devices, with the micro-batches it may take, smallest first.
 
-    What was worked out is kept: asking twice costs nothing.
+    Results are cached: asking twice costs nothing.
     """
 
-    def __init__(self, request: Request, shape: Shape) -> None:
-        self.request, self.shape = request, shape
-        self.micros = micro_batches(request, shape)
+    def __init__(self, request: Request, layout: CandidateLayout) -> None:
+        self.request, self.layout = request, layout
+        self.micros = micro_batches(request, layout)
         self._priced: dict[int, Priced] = {}
         self._times: dict[int, StepTime] = {}
 
     def configuration(self, index: int) -> Configuration:
         """With one of the micro-batches."""
-        return configuration_of(self.request, self.shape, self.micros[index])
+        return configuration_of(self.request, self.layout, self.micros[index])
 
     def priced(self, index: int) -> Priced:
         """Memory, and whether that fits."""
@@ -88,8 +88,8 @@ class Candidate:
     def bound(self) -> float:
         """Seconds that a step takes at least: the work of the largest micro-batch and the bubble of the smallest."""
         largest = self.time(len(self.micros) - 1)
-        bubble = self.time(0).bubble_seconds - largest.bubble_seconds if self.shape.pp > 1 else 0.0
-        slack = 1.0 if self.shape.sync_each_micro_batch else TILES
+        bubble = self.time(0).bubble_seconds - largest.bubble_seconds if self.layout.pp > 1 else 0.0
+        slack = 1.0 if self.layout.sync_each_micro_batch else TILES
         return (largest.step_seconds + bubble) * (CACHES if self.request.cluster.device.is_cpu else slack)
 
     def fastest_fitting(self, seconds: float) -> int | None:
@@ -118,9 +118,9 @@ class Candidate:
         In a pipeline larger ones are faster until the bubble costs more than they save: all of them up to where two in
         a row have been slower than the fastest."""
         every = range(largest + 1)
-        if self.shape.pp == 1 and not self.request.cluster.device.is_cpu:
+        if self.layout.pp == 1 and not self.request.cluster.device.is_cpu:
             return [index for index in every if index == largest or self.micros[largest] % self.micros[index]]
-        if self.shape.pp == 1:
+        if self.layout.pp == 1:
             return list(every)
         fastest = 0
         for index in every:
@@ -165,8 +165,8 @@ class Family:
     @property
     def split(self) -> tuple[object, ...]:
         """What it has in common with the same family over fewer devices."""
-        shape = self._members[0].shape
-        return shape.strategy, shape.tp, shape.pp, shape.offload, shape.offload_ratio, shape.sync_each_micro_batch
+        layout = self._members[0].layout
+        return layout.strategy, layout.tp, layout.pp, layout.offload, layout.offload_ratio, layout.sync_each_micro_batch
 
     def within(self, seconds: float) -> Iterator[Timed]:
         """Ever faster configurations that fit and take at most so many seconds a step."""
@@ -222,12 +222,12 @@ def _known(group: Iterable[Candidate]) -> Iterator[Timed]:
 
 
 def _families(group: Iterable[Candidate]) -> list[Family]:
-    families: dict[tuple[int, Shape], list[Candidate]] = {}
+    families: dict[tuple[int, CandidateLayout], list[Candidate]] = {}
     for candidate in group:
         if candidate.micros:
-            key = id(candidate.request), replace(candidate.shape, checkpointing="none")
+            key = id(candidate.request), replace(candidate.layout, checkpointing="none")
             families.setdefault(key, []).append(candidate)
-    members = (sorted(family, key=lambda one: _RECOMPUTED[one.shape.checkpointing]) for family in families.values())
+    members = (sorted(family, key=lambda one: _RECOMPUTED[one.layout.checkpointing]) for family in families.values())
     return [Family(family) for family in members]
 
 

@@ -11,7 +11,7 @@ CATEGORIES = {
     "gradients_bytes": "gradients",
     "optimizer_bytes": "optimizer states",
     "activations_bytes": "activations",
-    "buffers_bytes": "communication buffers and gathered parameters",
+    "buffers_bytes": "communication buffers and unsharded parameters",
     "temporaries_bytes": "temporaries (cast copies, optimizer and library workspace)",
 }
 

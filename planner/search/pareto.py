@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner import vocabulary as words
-from planner.search.device_counts import fewer
+from planner.search.device_counts import on_fewer_devices
 from planner.search.estimate import unrunnable
 from planner.search.evaluate import Candidate
 from planner.search.ranking import Timed, order, worth
 from planner.search.request import Request
-from planner.search.space import shapes
+from planner.search.space import enumerate_candidates
 
 ALIKE = 0.1
 """A plan that is better than another by less, in time and in memory, is no choice of its own."""
@@ -33,7 +33,7 @@ class _Point:
         )
 
 
-def front(request: Request) -> tuple[Timed, ...]:
+def pareto_front(request: Request) -> tuple[Timed, ...]:
     """The Pareto front over step time (or cost, where that is the objective), memory of a device and devices, from all
     the devices down to one; on each number of them the best first. Plans that `dsplan run` cannot run are there only
     where the request allows them, and plans that end too late are not."""
@@ -52,9 +52,9 @@ def front(request: Request) -> tuple[Timed, ...]:
 
 
 def _candidates(request: Request) -> Iterator[Candidate]:
-    for option in (request, *fewer(request)):
-        for shape in shapes(option):
-            candidate = Candidate(option, shape)
+    for option in (request, *on_fewer_devices(request)):
+        for layout in enumerate_candidates(option):
+            candidate = Candidate(option, layout)
             if candidate.micros and (request.allow_unrunnable or not unrunnable(candidate.configuration(0))):
                 yield candidate
 

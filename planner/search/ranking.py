@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hardware_db.units import format_days
+from hardware_db.units import DAY_SECONDS, format_seconds
 from planner import vocabulary as words
 from planner.calibration.spread import AGAIN, NINE_OF_TEN
 from planner.cluster.budget import bill_of
@@ -37,7 +37,7 @@ the 90th percentile (docs/reference/accuracy.md), are off against each other by 
 
 
 class Named(Protocol):
-    """A shape or a configuration, as far as names and simplicity go."""
+    """A layout or a configuration, as far as names and simplicity go."""
 
     @property
     def strategy(self) -> words.Strategy: ...
@@ -56,9 +56,9 @@ def simplicity(plan: Named) -> tuple[int, ...]:
     return plan.tp * plan.pp > 1, words.OFFLOADS.index(plan.offload), sharded
 
 
-def told_apart_from(one: Named, other: Named) -> float:
-    """From what share of a step time on one plan is held slower than another. Plans that are equally simple go by their
-    times alone."""
+def slower_threshold(one: Named, other: Named) -> float:
+    """From what share of a step time on one plan counts as slower than another. Plans that are equally simple are
+    ranked by their times alone."""
     if simplicity(one) == simplicity(other):
         return 0.0
     only_split = simplicity(one)[1:] == simplicity(other)[1:]
@@ -151,17 +151,17 @@ def _simplest(items: Sequence[Timed], objective: words.Objective) -> Timed:
 
 def clearly_worse(item: Timed, best: Timed, objective: words.Objective) -> bool:
     """Whether a plan is worse than the best one by more than the prediction of their ratio may be wrong."""
-    return worth(item, objective) / worth(best, objective) > 1 + told_apart_by(item, best, objective)
+    return worth(item, objective) / worth(best, objective) > 1 + worse_threshold(item, best, objective)
 
 
-def told_apart_by(item: Timed, best: Timed, objective: words.Objective) -> float:
-    """By how much a plan must be worse than another to be held worse. Memory is predicted well enough to be compared as
-    it is; two plans that this machine has run differ by what a run does when it is made again."""
+def worse_threshold(item: Timed, best: Timed, objective: words.Objective) -> float:
+    """By how much a plan must be worse than another to count as worse. Memory is predicted well enough to be compared
+    as it is; two plans that this machine has run differ by what a run does when it is made again."""
     if objective == "memory":
         return 0.0
     if item.was_run and best.was_run:
         return math.exp(NINE_OF_TEN * math.sqrt(2) * AGAIN) - 1
-    return told_apart_from(item.configuration, best.configuration)
+    return slower_threshold(item.configuration, best.configuration)
 
 
 def group_name(plan: Named) -> str:
@@ -197,7 +197,7 @@ def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
     rejected = []
     for item in late:
         days = bill_of(item.configuration, item.time.step_seconds, None, request.budget).days or 0.0
-        reason = f"fits, takes {format_days(days)}"
+        reason = f"fits, takes {format_seconds(days * DAY_SECONDS)}"
         rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=item.plan))
     return tuple(rejected)
 
@@ -206,7 +206,7 @@ def ran_out(request: Request) -> tuple[Rejection, ...]:
     """The plans that ran out of memory and so are not proposed."""
     return tuple(
         Rejection(strategy=group_name(one.configuration), reason=one.sentence())
-        for one in request.experience.shortages
+        for one in request.experience.oom_records
         if one.counts_on(request.cluster)
     )
 
@@ -234,7 +234,7 @@ def why_first(request: Request, ranked: Sequence[Timed]) -> str:
     best, best_of_all = (min(among, key=lambda item: order(item, objective)) for among in (peers, ranked))
     reason = f"{group_name(first.configuration)} {_IS_BEST[objective]}"
     if best is not first:
-        width = told_apart_by(first, best, objective)
+        width = worse_threshold(first, best, objective)
         reason = (
             f"{group_name(first.configuration)} is simpler than {group_name(best.configuration)}, which is predicted"
             f" {_ahead(first, best, objective)}; two such plans are told apart from {width:.0%} on"

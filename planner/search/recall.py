@@ -10,7 +10,7 @@ from hardware_db.files import database_is_there
 from hardware_db.measurement import Measurement
 from planner.calibration.calibration import calibration_of
 from planner.calibration.experience import Experience, is_same_work
-from planner.calibration.oom_history import Shortage
+from planner.calibration.oom_history import OomRecord
 from planner.cost.memory import memory_estimate
 from planner.errors import DsplanError
 from planner.search.estimate import job_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hardware_db.measurement import Measurement, Outcome
     from hardware_db.store.contract import Store
     from planner.calibration.experience import KnownRun
-    from planner.calibration.oom_history import Shortage
+    from planner.calibration.oom_history import OomRecord
 
 # Failures: the plans of a model and work that ran out of memory on this machine, as the database has them.
 
@@ -35,9 +35,9 @@ _WORK = ("sequence_length", "precision", "optimizer", "attention")
 the micro-batch."""
 
 
-def shortages(
+def oom_records(
     failed: Iterable[Measurement], completed: Iterable[Measurement], request: Request
-) -> tuple[Shortage, ...]:
+) -> tuple[OomRecord, ...]:
     """What ran out of memory of this request's model and work, newest first; both lists are those of one machine.
 
     A newer run that completed takes a failure back: one of the same configuration, or one that was predicted to take at
@@ -46,22 +46,22 @@ def shortages(
     """
     inputs = described(request)
     done = [(one, found) for one in completed if (found := _configuration(one, inputs, request)) is not None]
-    kept: dict[Configuration, Shortage] = {}
+    kept: dict[Configuration, OomRecord] = {}
     for one in failed:
         configuration = _configuration(one, inputs, request)
         if configuration is None or configuration in kept or _taken_back(one, configuration, done):
             continue
-        kept[configuration] = _shortage(one, configuration, request)
+        kept[configuration] = _oom_record(one, configuration, request)
     return tuple(kept.values())
 
 
-def shortage_of(configuration: Configuration, predicted_bytes: int, request: Request, **known: Any) -> Shortage:
+def oom_record_of(configuration: Configuration, predicted_bytes: int, request: Request, **known: Any) -> OomRecord:
     """A failure in today's prediction, so that it can be compared with that of other plans; in the one it was made
     with where it ran on another number of devices."""
     if configuration.world_size != request.cluster.gpus:
-        return Shortage(configuration=configuration, peak_allocated_bytes=predicted_bytes, **known)
+        return OomRecord(configuration=configuration, peak_allocated_bytes=predicted_bytes, **known)
     memory = memory_estimate(job_of(request, configuration))
-    return Shortage(
+    return OomRecord(
         configuration=configuration,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         host_bytes_per_node=memory.host_bytes_per_node,
@@ -96,10 +96,10 @@ def _taken_back(
     )
 
 
-def _shortage(one: Measurement, configuration: Configuration, request: Request) -> Shortage:
+def _oom_record(one: Measurement, configuration: Configuration, request: Request) -> OomRecord:
     cluster = one.plan["cluster"]
     capacity = cluster.get("capacity_bytes") if isinstance(cluster, Mapping) else None
-    return shortage_of(
+    return oom_record_of(
         configuration,
         one.predicted.peak_allocated_bytes or 0,
         request,
@@ -135,7 +135,7 @@ def recalled_from(store: Store, request: Request) -> Request:
         request = replace(request, cluster=replace(request.cluster, factors=calibration.factors))
     made = _made(store, request, "completed")
     experience = Experience(
-        calibration=calibration, known=_known(made, request), shortages=_shortages(store, request, made)
+        calibration=calibration, known=_known(made, request), oom_records=_oom_records(store, request, made)
     )
     return replace(request, experience=experience)
 
@@ -173,12 +173,12 @@ def _known(made: tuple[Measurement, ...], request: Request) -> dict[Configuratio
     return known_runs(made, described(request))
 
 
-def _shortages(store: Store, request: Request, completed: tuple[Measurement, ...]) -> tuple[Shortage, ...]:
+def _oom_records(store: Store, request: Request, completed: tuple[Measurement, ...]) -> tuple[OomRecord, ...]:
     failed = _made(store, request, "out_of_memory")
     if not failed:
         return ()
 
-    return shortages(failed, completed, request)
+    return oom_records(failed, completed, request)
 
 
 def _machine_key(cluster: Cluster) -> str:

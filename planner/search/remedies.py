@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from hardware_db.units import format_bytes, format_seconds
+from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner.cost.verdict import device_limit, host_limit
 from planner.search.device_counts import OnDevices, doubled
 from planner.search.estimate import Priced
@@ -42,7 +42,7 @@ def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple
     here = request.cluster.gpus
     return tuple(
         Remedy(
-            change=f"use {one.gpus} GPUs instead of {here}: {one.bill.days:.3g} days",
+            change=f"use {one.gpus} GPUs instead of {here}: {format_seconds((one.bill.days or 0.0) * DAY_SECONDS)}",
             flag=f"--gpus {one.gpus}",
             plan=f"{one.plan.configuration.strategy}, {format_seconds(one.plan.time.step_seconds)} a step",
         )

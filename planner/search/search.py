@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
-from planner.search.device_counts import OnDevices, device_counts, on_more_and_fewer
+from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
 from planner.search.estimate import Priced, plan_of, unrunnable
 from planner.search.evaluate import Candidate, best, closest
-from planner.search.pareto import front
+from planner.search.pareto import pareto_front
 from planner.search.ranking import (
     Rejection,
     Timed,
@@ -30,7 +30,7 @@ from planner.search.ranking import (
 )
 from planner.search.remedies import Remedy, in_time_remedies, remedies
 from planner.search.request import Request
-from planner.search.space import shapes
+from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 
 
@@ -78,15 +78,15 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
         plans=_with_alternatives(request, ranked, rejected),
         rejected=rejected,
         choice=why_first(request, ranked),
-        on_devices=on_more_and_fewer(request, _first) if limit < math.inf else (),
-        front=tuple(item.plan for item in front(request)) if with_front else (),
+        on_devices=on_other_device_counts(request, _first) if limit < math.inf else (),
+        front=tuple(item.plan for item in pareto_front(request)) if with_front else (),
     )
 
 
 def can_fit(request: Request) -> Priced | None:
-    """Any plan that fits, in the order of `shapes`; None where there is none."""
-    for shape in shapes(request):
-        candidate = Candidate(request, shape)
+    """Any plan that fits, in the order of `enumerate_candidates`; None where there is none."""
+    for layout in enumerate_candidates(request):
+        candidate = Candidate(request, layout)
         for index in candidate.ends():
             if candidate.fits(index) and (request.allow_unrunnable or not unrunnable(candidate.configuration(index))):
                 return candidate.priced(index)
@@ -102,8 +102,8 @@ def grouped(request: Request) -> dict[str, list[Candidate]]:
     """Every candidate, those that compete with each other together; the best of each group is shown."""
     groups: dict[str, list[Candidate]] = {}
     for option in device_counts(request):
-        for shape in shapes(option):
-            groups.setdefault(group_name(shape), []).append(Candidate(option, shape))
+        for layout in enumerate_candidates(option):
+            groups.setdefault(group_name(layout), []).append(Candidate(option, layout))
     return groups
 
 
@@ -112,7 +112,7 @@ def _misses(groups: Iterable[Sequence[Candidate]], ranked: Sequence[Timed]) -> l
     fitting = {strategy_name(item.configuration) for item in ranked}
     strategies: dict[str, list[Candidate]] = {}
     for group in groups:
-        name = strategy_name(group[0].shape)
+        name = strategy_name(group[0].layout)
         if name not in fitting:
             on_all = [candidate for candidate in group if candidate.request is group[0].request]
             strategies.setdefault(name, []).extend(on_all)
@@ -128,7 +128,7 @@ def _first(request: Request) -> Plan | None:
 
 def _late(request: Request, late: Sequence[Timed], rejected: tuple[Rejection, ...]) -> Recommendation:
     """Plans fit, and none ends in time: the best of them, and the numbers of devices on which one would."""
-    on_devices = on_more_and_fewer(request, _first)
+    on_devices = on_other_device_counts(request, _first)
     return Recommendation(
         request=request,
         plans=(),

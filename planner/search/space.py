@@ -1,7 +1,7 @@
-"""Candidates: every shape a plan may take on a cluster, before anything is priced.
+"""The candidate space: every layout a plan may have on a cluster, before anything is priced.
 
-A shape fixes everything but the micro-batch, which is found later. A strategy that makes no sense on the cluster yields
-a reason instead.
+A layout fixes everything but the micro-batch, which is found later. A strategy that makes no sense on the cluster
+yields a reason instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OFFLOAD_RATIOS = (1.0, 0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class CandidateLayout:
     """A configuration without its micro-batch."""
 
     strategy: words.Strategy
@@ -60,8 +60,8 @@ def inapplicable(request: Request, strategy: words.Strategy) -> str:
     return ""
 
 
-def shapes(request: Request) -> Iterator[Shape]:
-    """Every shape of every applicable strategy."""
+def enumerate_candidates(request: Request) -> Iterator[CandidateLayout]:
+    """Every layout of every applicable strategy."""
     for strategy in words.STRATEGIES:
         if inapplicable(request, strategy):
             continue
@@ -72,7 +72,7 @@ def shapes(request: Request) -> Iterator[Shape]:
             yield from _with_memory_savers(request, strategy, tp, pp)
 
 
-def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp: int) -> Iterator[Shape]:
+def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp: int) -> Iterator[CandidateLayout]:
     ranks = request.cluster.gpus // (tp * pp)
     replicate, shard = _split(request, strategy, ranks)
     backend = words.default_backend(strategy, zero=request.zero_backend)
@@ -83,7 +83,7 @@ def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp:
         syncs = (True, False) if strategy in words.FSDP_STRATEGIES and tp * pp == 1 else (True,)
         ratios = _ratios(request, backend, offload)
         for checkpointing, sync, ratio in product(request.checkpointings or words.CHECKPOINTINGS, syncs, ratios):
-            yield Shape(
+            yield CandidateLayout(
                 strategy=strategy,
                 dp_replicate=replicate,
                 dp_shard=shard,
@@ -135,41 +135,41 @@ def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Itera
                 yield tp, pp
 
 
-def micro_batches(request: Request, shape: Shape) -> tuple[int, ...]:
+def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
     """The micro-batches that keep the global batch whole, smallest first; none where it cannot be split.
 
-    A shape that reduces once per step is one of its own only where several micro-batches make up a step.
+    A layout that reduces once per step is one of its own only where several micro-batches make up a step.
     """
-    batch, ranks = request.workload.global_batch_size, shape.data_parallel
+    batch, ranks = request.workload.global_batch_size, layout.data_parallel
     sizes = divisors(batch // ranks) if batch % ranks == 0 else ()
-    if not shape.sync_each_micro_batch:
+    if not layout.sync_each_micro_batch:
         sizes = sizes[:-1]
     return sizes if request.micro_batch is None else tuple(size for size in sizes if size == request.micro_batch)
 
 
-def configuration_of(request: Request, shape: Shape, micro_batch: int) -> Configuration:
-    """The configuration of a shape with one of its micro-batches."""
+def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int) -> Configuration:
+    """The configuration of a layout with one of its micro-batches."""
     workload = request.workload
     return Configuration(
-        strategy=shape.strategy,
-        backend=words.default_backend(shape.strategy, zero=request.zero_backend),
-        dp_replicate=shape.dp_replicate,
-        dp_shard=shape.dp_shard,
-        tp=shape.tp,
-        pp=shape.pp,
+        strategy=layout.strategy,
+        backend=words.default_backend(layout.strategy, zero=request.zero_backend),
+        dp_replicate=layout.dp_replicate,
+        dp_shard=layout.dp_shard,
+        tp=layout.tp,
+        pp=layout.pp,
         micro_batch_size=micro_batch,
-        gradient_accumulation_steps=workload.global_batch_size // (shape.data_parallel * micro_batch),
+        gradient_accumulation_steps=workload.global_batch_size // (layout.data_parallel * micro_batch),
         global_batch_size=workload.global_batch_size,
         sequence_length=workload.sequence_length,
         precision=workload.precision,
         optimizer=workload.optimizer,
         attention=workload.attention,
-        activation_checkpointing=shape.checkpointing,
-        offload=shape.offload,
-        offload_ratio=shape.offload_ratio,
+        activation_checkpointing=layout.checkpointing,
+        offload=layout.offload,
+        offload_ratio=layout.offload_ratio,
         gradient_compression=request.gradient_compression,
-        activations_on_host=request.activations_on_host and shape.checkpointing != "none",
-        sync_each_micro_batch=shape.sync_each_micro_batch,
+        activations_on_host=request.activations_on_host and layout.checkpointing != "none",
+        sync_each_micro_batch=layout.sync_each_micro_batch,
     )
 
 

@@ -18,7 +18,7 @@ class Workload:
     Evaluation and saving count for the peak where they are asked for. `evaluation_batch_size` is samples per device and
     evaluation step, 0 where none is asked for; the logits of `evaluation_steps_kept` steps stay on the device at once
     (HF Trainer's `eval_accumulation_steps`; without it, every step of the evaluation), 0 where only the loss is kept.
-    `save` says whether a checkpoint is gathered on rank 0 (`full`) or every rank writes its own part (`sharded`).
+    `save` says whether a checkpoint is assembled on rank 0 (`full`) or every rank writes its own part (`sharded`).
 
     Raises:
         ContradictoryRequest: a number is not positive or a word is not in the vocabulary.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from planner.search.ranking import simplicity, told_apart_from
+from planner.search.ranking import simplicity, slower_threshold
 from planner.types.plan import Configuration
 from scripts.fit.time_accuracy import GRID, read_left_out
 from scripts.fit.time_scores import Scored, percentile
@@ -88,7 +88,7 @@ def _chosen(group: Sequence[Scored], simplest: bool) -> Scored:
     alike = [
         row
         for row in by_time
-        if row.predicted_seconds / fastest.predicted_seconds <= 1 + told_apart_from(_plan(row), _plan(fastest))
+        if row.predicted_seconds / fastest.predicted_seconds <= 1 + slower_threshold(_plan(row), _plan(fastest))
     ]
     level = min(simplicity(_plan(row)) for row in alike)
     return next(row for row in by_time if simplicity(_plan(row)) <= level)

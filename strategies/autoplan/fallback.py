@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.calibration.oom_history import Shortage
+from planner.calibration.oom_history import OomRecord
 from planner.errors import NothingFits
-from planner.search.recall import shortage_of
+from planner.search.recall import oom_record_of
 from planner.search.request import Request
 from planner.search.search import recommend
 from planner.types.plan import Plan
-from strategies.run_directory.agreed import current
-from strategies.run_directory.orders import FailedPlan
-from strategies.run_directory.standing import configuration_of
+from strategies.run_directory.attempt_options import FailedPlan
+from strategies.run_directory.resume_state import configuration_of
+from strategies.run_directory.state_consensus import current
 
 SAVES_AT_LEAST = 0.05
 """Share of the memory by which the plan after the first that failed is smaller, and twice as much after every other:
@@ -42,15 +42,15 @@ def best_plan(request: Request) -> Plan:
 def without(request: Request, failed: tuple[FailedPlan, ...], share: float = 0.0) -> Request:
     """The request without the plans that failed, and without those that are predicted to save less than a `share` of
     their memory."""
-    found = (_shortage(one, request, share) for one in failed)
-    shortages = tuple(one for one in found if one is not None)
+    found = (_oom_record(one, request, share) for one in failed)
+    oom_records = tuple(one for one in found if one is not None)
     experience = request.experience
-    return replace(request, experience=replace(experience, shortages=(*shortages, *experience.shortages)))
+    return replace(request, experience=replace(experience, oom_records=(*oom_records, *experience.oom_records)))
 
 
-def _shortage(failed: FailedPlan, request: Request, share: float) -> Shortage | None:
+def _oom_record(failed: FailedPlan, request: Request, share: float) -> OomRecord | None:
     configuration = configuration_of(failed)
     if configuration is None:
         return None
-    found = shortage_of(configuration, failed.predicted_bytes, request)
+    found = oom_record_of(configuration, failed.predicted_bytes, request)
     return replace(found, peak_allocated_bytes=round(found.peak_allocated_bytes * (1 - share)))

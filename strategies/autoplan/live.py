@@ -23,16 +23,16 @@ from planner.models.facts import ModelFacts
 from planner.search.estimate import compresses
 from planner.search.recall import recalled
 from planner.search.request import Request, WorkOptions, make_request
-from planner.search.space import inapplicable, shapes
+from planner.search.space import enumerate_candidates, inapplicable
 from planner.types.plan import Plan
 from strategies.autoplan.fallback import best_plan
 from strategies.autoplan.rates import machine_rates
-from strategies.autoplan.select import Wishes, to_be_like
+from strategies.autoplan.select import PlanningOptions, to_be_like
 from strategies.config import limits
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun, UnknownName
-from strategies.run_directory.agreed import current
+from strategies.run_directory.state_consensus import current
 from strategies.tracing.blocks import repeated_blocks
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import trace_activations
@@ -64,7 +64,7 @@ def traced(facts: ModelFacts, model: nn.Module, training_data: Any, precision: s
 _ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
 
 
-def make_plan(model: nn.Module, wishes: Wishes, environment: Environment) -> Plan:
+def make_plan(model: nn.Module, asked: PlanningOptions, environment: Environment) -> Plan:
     """A plan for the live module on this machine, made on rank 0 and the same on every rank; every rank must call it.
 
     Raises:
@@ -72,11 +72,11 @@ def make_plan(model: nn.Module, wishes: Wishes, environment: Environment) -> Pla
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
     measured = machine_rates(fingerprint(probe()), environment.device)
-    return on_rank_zero(lambda: best_plan(live_request(model, wishes, environment, measured)))
+    return on_rank_zero(lambda: best_plan(live_request(model, asked, environment, measured)))
 
 
 def live_request(
-    model: nn.Module, wishes: Wishes, environment: Environment, measured: Sequence[RateMeasurement]
+    model: nn.Module, asked: PlanningOptions, environment: Environment, measured: Sequence[RateMeasurement]
 ) -> Request:
     """What is planned for: the live module's training on this machine, with what was measured there.
 
@@ -86,13 +86,13 @@ def live_request(
     Raises:
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
-    strategy, goes_on = _wished_strategy(wishes, environment), current().goes_on
-    request = _request(model, wishes, environment, strategy)
-    request = replace(request, micro_batch=_micro_batch(wishes, environment, request.workload.global_batch_size))
-    if (strategy or wishes.backend) and not any(True for _ in shapes(request)):
-        if goes_on:
+    strategy, is_resumed = _wished_strategy(asked, environment), current().is_resumed
+    request = _request(model, asked, environment, strategy)
+    request = replace(request, micro_batch=_micro_batch(asked, environment, request.workload.global_batch_size))
+    if (strategy or asked.backend) and not any(True for _ in enumerate_candidates(request)):
+        if is_resumed:
             return with_measured_rates(replace(request, strategies=None), measured)
-        word, value = ("strategy", strategy) if strategy else ("backend", wishes.backend)
+        word, value = ("strategy", strategy) if strategy else ("backend", asked.backend)
         if strategy and _refuses_compression(request, strategy):
             raise CannotRun(
                 f"config: strategy {strategy!r} cannot compress gradients to {request.gradient_compression} as it runs"
@@ -103,11 +103,11 @@ def live_request(
     return with_measured_rates(request, measured)
 
 
-def _micro_batch(wishes: Wishes, environment: Environment, global_batch: int) -> int | None:
+def _micro_batch(asked: PlanningOptions, environment: Environment, global_batch: int) -> int | None:
     """The micro-batch that the config decides. Where the number of ranks changed it may not divide any more."""
-    if not current().goes_on:
-        return limits.micro_batch(wishes.config, environment.world_size)
-    micro = wishes.config.micro_batch_size
+    if not current().is_resumed:
+        return limits.micro_batch(asked.config, environment.world_size)
+    micro = asked.config.micro_batch_size
     return micro if micro is not None and global_batch % (micro * environment.world_size) == 0 else None
 
 
@@ -124,28 +124,28 @@ def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -
     return recalled(replace(request, cluster=replace(request.cluster, rates=rates)))
 
 
-def _request(model: nn.Module, wishes: Wishes, environment: Environment, strategy: words.Strategy | None) -> Request:
-    facts, config = facts_from_module(model), wishes.config
-    like, batch = to_be_like(wishes), current().global_batch_size
-    has_optimizer = wishes.optimizer is not None or config.optimizer is not None
+def _request(
+    model: nn.Module, asked: PlanningOptions, environment: Environment, strategy: words.Strategy | None
+) -> Request:
+    facts, config = facts_from_module(model), asked.config
+    like, batch = to_be_like(asked), current().global_batch_size
+    has_optimizer = asked.optimizer is not None or config.optimizer is not None
     options = WorkOptions(
         seq_len=like.sequence_length
         if like
-        else _sequence_length(wishes.training_data, is_custom=facts.kind == "custom"),
+        else _sequence_length(asked.training_data, is_custom=facts.kind == "custom"),
         global_batch=config.global_batch_size(environment.world_size) if batch is None else batch,
         precision=config.precision or (like.precision if like else None),
-        optimizer=like.optimizer
-        if like and not has_optimizer
-        else limits.optimizer(wishes.optimizer, config.optimizer),
+        optimizer=like.optimizer if like and not has_optimizer else limits.optimizer(asked.optimizer, config.optimizer),
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
-    cluster = limits.with_disk(probed_cluster(probe(), ranks=environment.world_size), wishes.config.zero)
-    candidates = _candidates(strategy, wishes.backend)
-    zero = _zero_backend(wishes.backend)
+    cluster = limits.with_disk(probed_cluster(probe(), ranks=environment.world_size), asked.config.zero)
+    candidates = _candidates(strategy, asked.backend)
+    zero = _zero_backend(asked.backend)
     request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
-    request = replace(request, **limits.offload(wishes.config.zero, strategy, request.zero_backend))
-    request = replace(request, **limits.travel(wishes.config), **limits.activations(wishes.config, model))
-    return replace(request, facts=traced(request.facts, model, wishes.training_data, request.workload.precision))
+    request = replace(request, **limits.offload(asked.config.zero, strategy, request.zero_backend))
+    request = replace(request, **limits.travel(asked.config), **limits.activations(asked.config, model))
+    return replace(request, facts=traced(request.facts, model, asked.training_data, request.workload.precision))
 
 
 def _candidates(strategy: words.Strategy | None, backend: words.Backend | None) -> tuple[words.Strategy, ...]:
@@ -165,24 +165,24 @@ def _zero_backend(backend: words.Backend | None) -> words.Backend | None:
     return None if find_spec("deepspeed") is not None else "native"
 
 
-def _wished_strategy(wishes: Wishes, environment: Environment) -> words.Strategy | None:
+def _wished_strategy(asked: PlanningOptions, environment: Environment) -> words.Strategy | None:
     """`dsplan run --strategy`, `strategy=`, or the ZeRO stage of the config, in this order."""
-    _require_one_stage(wishes)
-    name = os.environ.get(STRATEGY) or wishes.strategy
-    if name is None and wishes.config.zero_stage is not None:
+    _require_one_stage(asked)
+    name = os.environ.get(STRATEGY) or asked.strategy
+    if name is None and asked.config.zero_stage is not None:
         unsharded = "ddp" if environment.world_size > 1 else "single"
-        name = {0: unsharded, 1: "zero1", 2: "zero2", 3: "zero3"}[wishes.config.zero_stage]
+        name = {0: unsharded, 1: "zero1", 2: "zero2", 3: "zero3"}[asked.config.zero_stage]
     if name is not None and name not in words.STRATEGIES:
         raise UnknownName("strategy", name, words.STRATEGIES, hint=f"choose one of {', '.join(words.STRATEGIES)}")
     return name
 
 
-def _require_one_stage(wishes: Wishes) -> None:
+def _require_one_stage(asked: PlanningOptions) -> None:
     """
     Raises:
         CannotRun: the script's `strategy=` is another than the stage of its config.
     """
-    stage, strategy = wishes.config.zero_stage, wishes.strategy
+    stage, strategy = asked.config.zero_stage, asked.strategy
     if stage is None or strategy is None or strategy not in words.STRATEGIES:
         return
     zeros = ("zero1", "zero2", "zero3")

@@ -16,8 +16,8 @@ from planner.types.plan_io import load_plan
 from strategies.config import ScriptConfig
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
-from strategies.run_directory.agreed import current
-from strategies.run_directory.standing import Standing
+from strategies.run_directory.resume_state import ResumeState
+from strategies.run_directory.state_consensus import current
 from strategies.variables import PLAN_FILE
 
 _SAME_MODEL = 0.05
@@ -25,7 +25,7 @@ _SAME_MODEL = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
+class PlanningOptions:
     """What the script asked for; None where it left the choice to the plan."""
 
     plan: Plan | str | Path | None = None
@@ -36,8 +36,8 @@ class Wishes:
     training_data: Any = None
 
 
-def settled_plan(model: nn.Module, wishes: Wishes, environment: Environment) -> Plan | None:
-    """The plan that a run goes on with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`); None where
+def settled_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
+    """The plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`); None where
     one has to be made.
 
     A run that goes on leaves a given plan that failed or is for another number of ranks; rank 0 says so.
@@ -47,58 +47,58 @@ def settled_plan(model: nn.Module, wishes: Wishes, environment: Environment) -> 
         CannotRun: the plan is for another number of ranks, another global batch or another policy of checkpointing
             than the script's.
     """
-    standing = current()
+    state = current()
     # A script may train a second model, which the plan of the first says nothing of.
-    if standing.plan is not None and not standing.is_given and not another_model(standing.plan, model):
-        return standing.plan
-    found = _given(wishes)
+    if state.plan is not None and not state.is_given and not another_model(state.plan, model):
+        return state.plan
+    found = _given(options)
     if found is None:
         return None
     where, plan = found
-    if standing.goes_on and (why := unfit(plan, standing)):
+    if state.is_resumed and (why := unfit(plan, state)):
         if environment.is_main:
             print(f"dsplan: {where} {why}: another plan is made", flush=True)
         return None
-    _check(where, plan, wishes, environment)
+    _check(where, plan, options, environment)
     return plan
 
 
-def unfit(plan: Plan, standing: Standing) -> str:
-    """Why a run cannot go on with a plan; empty where it can."""
+def unfit(plan: Plan, state: ResumeState) -> str:
+    """Why a run cannot resume with a plan; empty where it can."""
     ranks = plan.configuration.world_size
-    if standing.has_failed(plan):
+    if state.has_failed(plan):
         return "ran out of memory, or would take as much as one that did"
-    return "" if ranks == standing.ranks else f"is for {ranks} ranks and {standing.ranks} train now"
+    return "" if ranks == state.ranks else f"is for {ranks} ranks and {state.ranks} train now"
 
 
-def to_be_like(wishes: Wishes) -> Configuration | None:
+def to_be_like(options: PlanningOptions) -> Configuration | None:
     """The configuration whose work a new plan takes over: that of the given plan in whose place it comes."""
-    found = _given(wishes)
+    found = _given(options)
     return None if found is None else found[1].configuration
 
 
-def _given(wishes: Wishes) -> tuple[str, Plan] | None:
+def _given(options: PlanningOptions) -> tuple[str, Plan] | None:
     """The plan of the command line or of the script, and what to call it."""
-    source = os.environ.get(PLAN_FILE) or wishes.plan
+    source = os.environ.get(PLAN_FILE) or options.plan
     if source is None:
         return None
     return ("the plan", source) if isinstance(source, Plan) else (str(source), load_plan(source))
 
 
-def _check(where: str, plan: Plan, wishes: Wishes, environment: Environment) -> None:
+def _check(where: str, plan: Plan, options: PlanningOptions, environment: Environment) -> None:
     configuration = plan.configuration
     if configuration.world_size != environment.world_size:
         raise CannotRun(
             f"{where} is for {configuration.world_size} ranks and this job has {environment.world_size}; start"
             f" {configuration.world_size} ranks or plan again for {environment.world_size}"
         )
-    asked = wishes.config.global_batch_size(configuration.dims.data_parallel)
+    asked = options.config.global_batch_size(configuration.dims.data_parallel)
     if asked is not None and asked != configuration.global_batch_size:
         raise CannotRun(
             f"{where} has global batch {configuration.global_batch_size} and the script's config asks for {asked};"
             f" plan again with --global-batch {asked} or change train_batch_size"
         )
-    policy = wishes.config.activations.asked
+    policy = options.config.activations.asked
     if policy not in (None, configuration.activation_checkpointing):
         raise CannotRun(
             f"{where} has activation checkpointing {configuration.activation_checkpointing!r} and the script's config"

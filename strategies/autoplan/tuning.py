@@ -29,12 +29,12 @@ from planner.types.plan_io import plan_from_dict, plan_to_dict
 from strategies.autoplan.fallback import without
 from strategies.autoplan.live import live_request
 from strategies.autoplan.rates import machine_rates
-from strategies.autoplan.select import Wishes
+from strategies.autoplan.select import PlanningOptions
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.protocols import Observer
-from strategies.run_directory.agreed import current
-from strategies.run_directory.standing import Standing, Tried, Tuning
+from strategies.run_directory.resume_state import ResumeState, Tried, Tuning
+from strategies.run_directory.state_consensus import current
 from strategies.supervision.autosave import SupervisedEngine
 from strategies.supervision.supervision import stop_here
 from strategies.telemetry.metrics import WARM_UP_STEPS
@@ -207,31 +207,33 @@ class Prospect:
             engine.observers.append(Tuner(engine, self.request, self.before, self.run_directory))
 
 
-def prospect(model: nn.Module, wishes: Wishes, environment: Environment, run_directory: Path) -> Prospect | None:
+def prospect(
+    model: nn.Module, options: PlanningOptions, environment: Environment, run_directory: Path
+) -> Prospect | None:
     """What to tune with; None where nothing is to be tuned (any more). Every rank calls this together.
 
     Raises:
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
-    standing = current()
-    if not standing.tunes:
+    state = current()
+    if not state.tunes:
         return None
-    if wishes.training_data is None:
+    if options.training_data is None:
         if environment.is_main:
             print("dsplan: --tune changes how batches are cut: hand training_data= to dsplan.initialize", flush=True)
         return None
-    before = on_rank_zero(lambda: _before(run_directory, standing))
+    before = on_rank_zero(lambda: _before(run_directory, state))
     if before.is_over:
         return None
     measured = machine_rates(fingerprint(probe()), environment.device)
-    request = live_request(model, wishes, environment, measured) if environment.is_main else None
+    request = live_request(model, options, environment, measured) if environment.is_main else None
     return Prospect(run_directory=run_directory, before=before, request=request)
 
 
-def _before(run_directory: Path, standing: Standing) -> Tuning:
+def _before(run_directory: Path, state: ResumeState) -> Tuning:
     """What was measured with as many ranks as there are now."""
     tuning = Tuning.load(run_directory)
     if tuning is None or tuning.following is None:
         return Tuning()
     ranks = plan_from_dict(tuning.following).configuration.world_size
-    return tuning if ranks == standing.ranks else Tuning()
+    return tuning if ranks == state.ranks else Tuning()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.backends.zero.collectives import Wire, wire_for
+from strategies.backends.zero.collectives import Collectives, collectives_for
 from strategies.backends.zero.compress import EightBits, Memory
 from strategies.backends.zero.flat_shard import Layout, Ranks
 from strategies.distributed.environment import ensure_group
@@ -50,9 +50,9 @@ class ReplicatedDataParallel(TorchStrategy):
         travel = gradient_travel(parts)
         engine = super().engine(parts)
         ranks = Ranks(rank=self.environment.rank, world_size=self.environment.world_size)
-        wire = wire_for(ranks, self.environment.device)
+        collectives = collectives_for(ranks, self.environment.device)
         replica = cast("DistributedDataParallel", engine.wrapped)
-        compress(replica, travel, wire, lambda: engine.loss_scale)
+        compress(replica, travel, collectives, lambda: engine.loss_scale)
         return engine
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -75,10 +75,12 @@ class ReplicatedDataParallel(TorchStrategy):
 _HOOKS: dict[torch.dtype, Callable[..., Any]] = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
 
 
-def compress(module: DistributedDataParallel, travel: GradientTravel, wire: Wire, unit: Callable[[], float]) -> None:
+def compress(
+    module: DistributedDataParallel, travel: GradientTravel, collectives: Collectives, unit: Callable[[], float]
+) -> None:
     """Make a module's gradients travel as asked; `unit` is the loss scale of the moment."""
-    if travel.codec is not None and wire.ranks.world_size > 1:
-        mean = EightBitMean(wire, travel.codec, unit, next(module.parameters()).device)
+    if travel.codec is not None and collectives.ranks.world_size > 1:
+        mean = EightBitMean(collectives, travel.codec, unit, next(module.parameters()).device)
         # A function of its own: DDP compares annotations with classes, and these are strings.
         module.register_comm_hook(None, lambda state, bucket: mean.begin(bucket))
     elif travel.dtype in _HOOKS:
@@ -93,8 +95,8 @@ class EightBitMean:
     On a GPU everything is queued on a stream of its own; between CPUs, where messages are waited for, on a thread.
     """
 
-    def __init__(self, wire: Wire, codec: Codec, unit: Callable[[], float], device: torch.device) -> None:
-        self._wire, self._codec, self._unit, self._device = wire, codec, unit, device
+    def __init__(self, collectives: Collectives, codec: Codec, unit: Callable[[], float], device: torch.device) -> None:
+        self._collectives, self._codec, self._unit, self._device = collectives, codec, unit, device
         self._buckets: dict[int, _Bucket] = {}
         self._thread = ThreadPoolExecutor(max_workers=1) if device.type == "cpu" else None
         self._stream = None if device.type == "cpu" else _stream_on(device)
@@ -106,8 +108,8 @@ class EightBitMean:
         members = tuple(id(parameter) for parameter in bucket.parameters())
         known = self._buckets.get(index)
         if known is None or known.members != members:
-            layout = Layout(elements=buffer.numel(), ranks=self._wire.ranks)
-            known = self._buckets[index] = _Bucket(self._wire, self._codec, self._unit, layout, members)
+            layout = Layout(elements=buffer.numel(), ranks=self._collectives.ranks)
+            known = self._buckets[index] = _Bucket(self._collectives, self._codec, self._unit, layout, members)
         return self._on_stream(known, buffer) if self._thread is None else self._on_thread(known, buffer)
 
     def _on_stream(self, bucket: _Bucket, buffer: torch.Tensor) -> Mean:
@@ -144,22 +146,27 @@ class _Bucket:
     """One bucket's two halves and what their rounding left out."""
 
     def __init__(
-        self, wire: Wire, codec: Codec, unit: Callable[[], float], layout: Layout, members: tuple[int, ...]
+        self,
+        collectives: Collectives,
+        codec: Codec,
+        unit: Callable[[], float],
+        layout: Layout,
+        members: tuple[int, ...],
     ) -> None:
         self.members = members
-        self._wire, self._codec, self._layout = wire, codec, layout
-        self._sums, self._memory = EightBits(wire, codec, unit), Memory(codec, unit)
+        self._collectives, self._codec, self._layout = collectives, codec, layout
+        self._sums, self._memory = EightBits(collectives, codec, unit), Memory(codec, unit)
 
     def mean(self, buffer: torch.Tensor) -> torch.Tensor:
         """Replace a bucket's gradients by their mean over ranks."""
-        codec, ranks, here = self._codec, range(self._wire.ranks.world_size), self._wire.ranks.rank
-        own = self._sums.sum_to_owners(buffer, self._layout).total(torch.float32).div_(len(ranks))
+        codec, ranks, here = self._codec, range(self._collectives.ranks.world_size), self._collectives.ranks.rank
+        own = self._sums.reduce_scatter(buffer, self._layout).total(torch.float32).div_(len(ranks))
         self._memory.restart()
         message = codec.encode(own, self._memory.of(here, own))
         sizes = [stop - start for start, stop in (self._layout.bounds(rank) for rank in ranks)]
         nothing = message.new_empty(0)
         incoming = [nothing if r == here else message.new_empty(codec.message_bytes(sizes[r])) for r in ranks]
-        self._wire.exchange([nothing if r == here else message for r in ranks], incoming).wait()
+        self._collectives.all_to_all([nothing if r == here else message for r in ranks], incoming).wait()
         for rank in ranks:
             values = codec.room(sizes[rank], buffer)
             codec.add(message if rank == here else incoming[rank], values)

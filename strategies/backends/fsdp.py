@@ -24,7 +24,7 @@ from strategies.tracing.blocks import repeated_blocks
 
 
 class FullShard(TorchStrategy):
-    """Parameters, gradients and optimizer states sharded; blocks are gathered when needed and freed after use."""
+    """Parameters, gradients and optimizer states sharded; blocks are all-gathered when needed and freed after use."""
 
     reshard_after_forward = True
 
@@ -44,7 +44,7 @@ class FullShard(TorchStrategy):
         for block in repeated_blocks(model):
             with _letting_go(block, model):
                 shard(block, reshard_after_forward=self.reshard_after_forward)
-        # The root keeps torch's default: it is needed first in backward, so it stays gathered after forward.
+        # The root keeps torch's default: it is needed first in backward, so it stays unsharded after forward.
         with _letting_go(model, model):
             shard(model)
         return model
@@ -93,7 +93,7 @@ class FullShard(TorchStrategy):
 
 
 class ShardGradOp(FullShard):
-    """Gradients and optimizer states sharded; parameters stay gathered from forward to the end of backward."""
+    """Gradients and optimizer states sharded; parameters stay unsharded from forward to the end of backward."""
 
     reshard_after_forward = False
 

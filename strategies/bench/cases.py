@@ -57,7 +57,7 @@ class TrainingCase:
         return ", ".join(parts)
 
 
-# Which training runs tell most about a machine: every strategy it can run, on small models or on the one asked for.
+# Which training runs say most about a machine: every strategy it can run, on small models or on the one asked for.
 
 
 _LLAMA_SMALL: Mapping[str, Any] = {

@@ -152,7 +152,7 @@ LOCK_NAME = "bench.lock"
 class Turn:
     """This process's turn among all benchmarks that store into the same database. Leaving the context ends it.
 
-    The lock is the operating system's, which lets go of it however its holder ends. Where there is none (Windows),
+    The lock is the operating system's, which releases it however its holder ends. Where there is none (Windows),
     benchmarks do not wait for each other.
     """
 
@@ -223,8 +223,8 @@ class Limits:
 class BenchSession:
     """A benchmark of this machine. Iterate `events()` to its end.
 
-    Every result is in the database before its event is told, so a benchmark that is killed loses only the piece of work
-    it was at, and the next one goes on from there.
+    Every result is in the database before its event is reported, so a benchmark that is killed loses only the piece
+    of work it was at, and the next one resumes from there.
     """
 
     def __init__(self, plan: BenchPlan, machine: Machine, store: Store, limits: Limits) -> None:
@@ -237,7 +237,7 @@ class BenchSession:
         self._left: list[Work] = []
 
     def events(self) -> Generator[Event, None, None]:
-        """Measure, telling what happens."""
+        """Measure, reporting what happens."""
         wanted: list[Work] = [*self._plan.points, *self._plan.training]
         deadline = None if self._limits.seconds is None else time.monotonic() + self._limits.seconds
         self._left = missing = wanted if self._limits.again else self._missing(wanted)

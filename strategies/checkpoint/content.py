@@ -301,7 +301,7 @@ def content_of(folder: Path, data: bytes) -> Content:
 
 
 def require_progress(folder: Path, progress: Mapping[str, Any]) -> None:
-    """Check what an engine goes on from: counters, loss scale, and the kinds of the scheduler's and the data's states.
+    """Check what an engine resumes from: counters, loss scale, and the kinds of the scheduler's and the data's states.
 
     Raises:
         Damaged: something is missing, or is what no engine saves.

@@ -27,7 +27,7 @@ _SAME_STATES: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
     (frozenset({"Lion", "FusedLion", "DeepSpeedCPULion"}), frozenset({"exp_avg"})),
     (frozenset({"Adagrad", "DeepSpeedCPUAdagrad"}), frozenset()),
 )
-"""Optimizers that go on from each other's states, and the states in a parameter's shape that all of them need."""
+"""Optimizers that resume from each other's states, and the states in a parameter's shape that all of them need."""
 
 
 class Restore:

@@ -65,7 +65,7 @@ def require(values: Mapping[str, torch.Tensor], rank: int) -> None:
 
 
 def restore(values: Mapping[str, torch.Tensor], rank: int) -> None:
-    """Go on from the states that `room` has read; a rank that was not there before keeps its own."""
+    """Resume from the states that `room` has read; a rank that was not there before keeps its own."""
     found = _by_kind(values, rank)
     if "torch" in found:
         torch.set_rng_state(found["torch"])

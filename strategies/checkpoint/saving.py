@@ -116,10 +116,10 @@ class Writing:
             self._problem = problem
         finally:
             if self._problem is not None:
-                self._tell_others()
+                self._notify_others()
             self._written.set()
 
-    def _tell_others(self) -> None:
+    def _notify_others(self) -> None:
         """Leave word that this rank's part will not come: rank 0 may be past the script's end, where nobody asks."""
         with suppress(OSError):
             self._given_up(self._environment.rank).touch()

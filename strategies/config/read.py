@@ -14,6 +14,7 @@ from strategies.config.limits import refuse_unknown
 from strategies.config.sections import (
     activation_section,
     checkpoint_section,
+    communication_dtype,
     communication_section,
     data_section,
     fp16_section,
@@ -21,7 +22,6 @@ from strategies.config.sections import (
     monitor_section,
     named_parts,
     profiler_section,
-    wire_type,
     zero_section,
 )
 from strategies.config.values import CsvSection, ScriptConfig, TensorboardSection
@@ -52,7 +52,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
         fp16=fp16_section(top.section("fp16")),
         zero=zero_section(top.section("zero_optimization")),
         communication=communication,
-        accumulate_dtype=wire_type(top.section("data_types"), "grad_accum_dtype"),
+        accumulate_dtype=communication_dtype(top.section("data_types"), "grad_accum_dtype"),
         activations=activation_section(top.section("activation_checkpointing")),
         tensorboard=TensorboardSection(**log_settings(top.section("tensorboard"))),
         csv_monitor=CsvSection(**log_settings(top.section("csv_monitor"))),

@@ -10,6 +10,7 @@ from strategies.config.fields import Fields
 from strategies.config.values import (
     ActivationSection,
     CheckpointSection,
+    CommunicationDtype,
     CommunicationSection,
     Compression,
     DataSection,
@@ -18,7 +19,6 @@ from strategies.config.values import (
     NamedParts,
     ProfilerSection,
     Threshold,
-    WireType,
     ZeroSection,
 )
 from strategies.errors import CannotRun
@@ -144,14 +144,14 @@ def read_settings(values: Mapping[str, Any], *, place: str) -> MonitorSettings:
     return monitor_section(Fields(values, place))
 
 
-_WIRE_TYPES: dict[str, WireType] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "bfp16": "bf16"}
+_COMMUNICATION_DTYPES: dict[str, CommunicationDtype] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "bfp16": "bf16"}
 _COMPRESSIONS: dict[str, Compression] = {"none": "none", "fp16": "fp16", "bf16": "bf16", "int8": "int8"}
 _POLICIES = {"none": "none", "selective": "selective", "full": "full"}
 
 
-def wire_type(fields: Fields, key: str) -> WireType | None:
+def communication_dtype(fields: Fields, key: str) -> CommunicationDtype | None:
     """A dtype by DeepSpeed's name."""
-    found: WireType | None = fields.one_of(key, _WIRE_TYPES, None)
+    found: CommunicationDtype | None = fields.one_of(key, _COMMUNICATION_DTYPES, None)
     return found
 
 
@@ -185,7 +185,7 @@ def communication_section(top: Fields) -> CommunicationSection:
     """`communication`, with DeepSpeed's `communication_data_type` where it does not say."""
     own = top.section("communication")
     return CommunicationSection(
-        data_type=wire_type(own, "data_type") or wire_type(top, "communication_data_type"),
+        data_type=communication_dtype(own, "data_type") or communication_dtype(top, "communication_data_type"),
         compression=own.one_of("compression", _COMPRESSIONS, "none"),
         error_feedback=own.flag("error_feedback", True),
         block_size=own.whole("block_size", CommunicationSection().block_size, least=1),

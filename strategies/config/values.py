@@ -10,7 +10,7 @@ from planner.cost.precision import INT8_BLOCK
 from planner.vocabulary import Checkpointing, Offload, Precision
 from strategies.errors import CannotRun
 
-# MonitorSettings: what is watched, how often, and from where on it is told. No torch.
+# MonitorSettings: what is watched, how often, and from where on it is reported. No torch.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class MonitorSettings:
 
 
 Compression = Literal["none", "fp16", "bf16", "int8"]
-WireType = Literal["fp32", "bf16", "fp16"]
+CommunicationDtype = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ class CommunicationSection:
     gradients.
     """
 
-    data_type: WireType | None = None
+    data_type: CommunicationDtype | None = None
     compression: Compression = "none"
     error_feedback: bool = True
     block_size: int = INT8_BLOCK
@@ -182,7 +182,7 @@ class ScriptConfig:
     fp16: Fp16Section = field(default_factory=Fp16Section)
     zero: ZeroSection = field(default_factory=ZeroSection)
     communication: CommunicationSection = field(default_factory=CommunicationSection)
-    accumulate_dtype: WireType | None = None
+    accumulate_dtype: CommunicationDtype | None = None
     activations: ActivationSection = field(default_factory=ActivationSection)
     tensorboard: TensorboardSection = field(default_factory=TensorboardSection)
     csv_monitor: CsvSection = field(default_factory=CsvSection)

@@ -64,8 +64,8 @@ def join() -> Environment:
 
 def meet_before_script() -> Store | None:
     """Have the ranks of a launched script meet before any of its code runs, and give the store they share; None for a
-    process alone. What is wrong with how they were started is told within half a minute, however long the script would
-    load its model.
+    process alone. What is wrong with how they were started is reported within half a minute, however long the script
+    would load its model.
 
     Raises:
         CannotMeet: they do not come or do not agree, or their launcher's variables do not fit together.
@@ -90,7 +90,7 @@ def ensure_group(environment: Environment) -> None:
 
 
 def _device(place: ProcessVariables) -> torch.device:
-    """This rank's GPU, made the current one, or the CPU; a rank without a GPU tells the others before it ends."""
+    """This rank's GPU, made the current one, or the CPU; a rank without a GPU notifies the others before it ends."""
     name, complaint = device_name(place.local_rank)
     if complaint and place.world_size > 1 and not dist.is_initialized():
         meet(place, name, complaint)

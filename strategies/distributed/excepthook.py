@@ -1,6 +1,6 @@
 """A script that ends with an expected failure says it in one line, and ranks that cannot meet say it once per node.
 
-Python would print the whole traceback of every rank, in which the line that tells what to do is the last of hundreds.
+Python would print the whole traceback of every rank, in which the line that says what to do is the last of hundreds.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _JOB_VARIABLES = (
 _before = sys.excepthook
 
 
-def tell_plainly() -> None:
+def install_excepthook() -> None:
     """From now on, a DsplanError that ends this process is one line on stderr, and the exit status is the error's.
 
     Everything else keeps its traceback.
     """
     global _before
-    if sys.excepthook is not _tell:
-        _before, sys.excepthook = sys.excepthook, _tell
+    if sys.excepthook is not _report:
+        _before, sys.excepthook = sys.excepthook, _report
 
 
-def _tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if not isinstance(error, DsplanError):
         _before(kind, error, traceback)
         return
     if isinstance(error, CannotMeet):
-        tell_once(error)
+        report_once(error)
     else:
         _print_line(error)
     raise SystemExit(error.exit_code)
@@ -53,8 +53,8 @@ def _print_line(error: DsplanError) -> None:
     print(f"dsplan: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
 
 
-def tell_once(error: CannotMeet) -> None:
-    """Print the line of a failure unless another process of this job told its own on this node a moment ago.
+def report_once(error: CannotMeet) -> None:
+    """Print the line of a failure unless another process of this job printed its own on this node a moment ago.
 
     The first binds a name that the kernel frees when it ends (Linux's abstract sockets), so nothing is left behind.
     """

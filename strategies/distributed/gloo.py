@@ -1,7 +1,7 @@
-"""Ranks whose collectives have let go of their tensors by the time that somebody has waited for them.
+"""Ranks whose collectives have released their tensors by the time that somebody has waited for them.
 
 Gloo runs a collective on a thread of its own, which holds the tensors until it looks for the next one: on a busy
-machine well into what follows. With one thread a barrier begins only when all before it are let go of, so that a
+machine well into what follows. With one thread a barrier begins only when all before it are released, so that a
 barrier after every wait makes true peaks those of the model alone.
 """
 

@@ -1,6 +1,6 @@
 """Who this process is among its peers, in the words of whoever started it: torchrun, Open MPI, SLURM, MPICH, Intel MPI.
 
-Each launcher tells its processes in variables of its own. They are read into one value, checked, and set again as
+Each launcher describes its processes in variables of its own. They are read into one value, checked, and set again as
 torchrun's, which torch, DeepSpeed and accelerate read. Sources: torchrun's "Environment Variables", mpirun(1) of Open
 MPI 4, srun(1) "OUTPUT ENVIRONMENT VARIABLES", and the Hydra process manager of MPICH, which Intel MPI starts with too.
 """
@@ -37,7 +37,7 @@ class Address:
 class ProcessVariables:
     """This process's place.
 
-    `source` names who told; `meeting_point` is rank 0's address, None for a process alone; `advice` is what may be
+    `source` names who said it; `meeting_point` is rank 0's address, None for a process alone; `advice` is what may be
     wrong where the ranks do not fit together.
 
     Raises:

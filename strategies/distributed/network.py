@@ -1,4 +1,4 @@
-"""Whether a host can be found and reached, told within seconds. No torch."""
+"""Whether a host can be found and reached, known within seconds. No torch."""
 
 from __future__ import annotations
 

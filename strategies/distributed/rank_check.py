@@ -1,4 +1,4 @@
-"""The roll that rank 0 calls: every rank writes who it is into the store, and rank 0 what is wrong among them."""
+"""The rank check: every rank writes who it is into the store, and rank 0 what is wrong among them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
+from hardware_db.units import format_seconds
 from strategies.errors import CannotMeet
 from strategies.run_directory.heartbeat import PULSE
 
@@ -94,27 +95,27 @@ class Patience:
         return time.monotonic() - self._begun
 
 
-def call_roll(roll: Store, own: Presence, patience: Patience) -> None:
+def check_ranks(store: Store, own: Presence, patience: Patience) -> None:
     """Come back once every rank has written its line and rank 0 found nothing wrong among them.
 
     Raises:
         CannotMeet: something is wrong, or a rank did not come; on every rank that is there.
         DistError: rank 0 is gone.
     """
-    _announce(roll, own)
+    _announce(store, own)
     if own.rank == 0:
-        verdict = _judge(roll, own, patience)
+        verdict = _judge(store, own, patience)
     else:
         with PULSE.waiting_for(0):
-            verdict = _await_verdict(roll, own, patience)
+            verdict = _await_verdict(store, own, patience)
     if verdict != _AGREED:
         raise CannotMeet(verdict)
 
 
-def _announce(roll: Store, own: Presence) -> None:
+def _announce(store: Store, own: Presence) -> None:
     """Write this rank's line; the first of two processes with one rank keeps it."""
     text = json.dumps(asdict(own))
-    first = roll.compare_set(f"rank-{own.rank}", "", text).decode()
+    first = store.compare_set(f"rank-{own.rank}", "", text).decode()
     if first == text:
         return
     other = Presence(**json.loads(first))
@@ -125,18 +126,18 @@ def _announce(roll: Store, own: Presence) -> None:
         f"{other.where} and {own.where} are both rank {own.rank} of {own.world_size}; give every process its own"
         f" RANK{advice}"
     )
-    roll.set("refusal", refusal)  # for those who wait for the rank that this process should have been
+    store.set("refusal", refusal)  # for those who wait for the rank that this process should have been
     raise CannotMeet(refusal)
 
 
-def _judge(roll: Store, own: Presence, patience: Patience) -> str:
+def _judge(store: Store, own: Presence, patience: Patience) -> str:
     """Rank 0: wait for everyone, and write what came of it where everyone reads it."""
     present: dict[int, Presence] = {}
     remarked = False
     verdict = ""
     while not verdict:
-        missing = _look(roll, own.world_size, present)
-        verdict = _objection(roll, own, present) or ("" if missing else _AGREED)
+        missing = _look(store, own.world_size, present)
+        verdict = _objection(store, own, present) or ("" if missing else _AGREED)
         if not verdict and patience.is_over:
             verdict = _too_late(own, missing, patience)
         elif not verdict and patience.deserves_remark and not remarked:
@@ -144,31 +145,31 @@ def _judge(roll: Store, own: Presence, patience: Patience) -> str:
             print(f"dsplan: {_wait_text(own, missing)}; still waiting", file=sys.stderr, flush=True)
         if not verdict:
             time.sleep(LOOK_SECONDS)
-    roll.set("verdict", verdict)
+    store.set("verdict", verdict)
     if verdict != _AGREED:
-        # The store ends with this process, which is to tell its line first.
-        atexit.register(_let_read, roll, own.world_size - 1, time.monotonic() + READ_SECONDS)
+        # The store ends with this process, which is to print its line first.
+        atexit.register(_let_read, store, own.world_size - 1, time.monotonic() + READ_SECONDS)
     return verdict
 
 
-def _look(roll: Store, world_size: int, present: dict[int, Presence]) -> list[int]:
+def _look(store: Store, world_size: int, present: dict[int, Presence]) -> list[int]:
     """Read the lines that are there and not yet known; the ranks that have none."""
     missing = []
     for rank in range(world_size):
         if rank in present:
             continue
         # `check` answers at once whether a key is there; `get` would wait for it.
-        if roll.check([f"rank-{rank}"]):
-            present[rank] = Presence(**json.loads(roll.get(f"rank-{rank}")))
+        if store.check([f"rank-{rank}"]):
+            present[rank] = Presence(**json.loads(store.get(f"rank-{rank}")))
         else:
             missing.append(rank)
     return missing
 
 
-def _objection(roll: Store, own: Presence, present: dict[int, Presence]) -> str:
+def _objection(store: Store, own: Presence, present: dict[int, Presence]) -> str:
     """What is wrong among the ranks that are there; nothing where all agree."""
-    if roll.check(["refusal"]):
-        return str(roll.get("refusal").decode())
+    if store.check(["refusal"]):
+        return str(store.get("refusal").decode())
     seen: dict[tuple[str, str], Presence] = {}
     for rank in sorted(present):
         one = present[rank]
@@ -188,25 +189,27 @@ def _objection(roll: Store, own: Presence, present: dict[int, Presence]) -> str:
     return ""
 
 
-def _await_verdict(roll: Store, own: Presence, patience: Patience) -> str:
+def _await_verdict(store: Store, own: Presence, patience: Patience) -> str:
     """The other ranks: what rank 0 says."""
     # Rank 0 may have begun later: its verdict, which names who is missing, is worth a moment more.
-    while not roll.check(["verdict"]):
-        if not roll.check(["rank-0"]) and roll.check(["refusal"]):  # rank 0, which would say so, will not come
-            return str(roll.get("refusal").decode())
-        if patience.is_over_by(_LATER_SECONDS if roll.check(["rank-0"]) else READ_SECONDS):
-            return f"{_wait_text(own, [0])} within {patience.seconds:g} s; start it, with the same MASTER_ADDR"
+    while not store.check(["verdict"]):
+        if not store.check(["rank-0"]) and store.check(["refusal"]):  # rank 0, which would say so, will not come
+            return str(store.get("refusal").decode())
+        if patience.is_over_by(_LATER_SECONDS if store.check(["rank-0"]) else READ_SECONDS):
+            return (
+                f"{_wait_text(own, [0])} within {format_seconds(patience.seconds)}; start it, with the same MASTER_ADDR"
+            )
         time.sleep(LOOK_SECONDS)
-    verdict = str(roll.get("verdict").decode())
+    verdict = str(store.get("verdict").decode())
     if verdict != _AGREED:
-        roll.add("read", 1)
+        store.add("read", 1)
     return verdict
 
 
-def _let_read(roll: Store, others: int, until: float) -> None:
+def _let_read(store: Store, others: int, until: float) -> None:
     """Give the other ranks, and those that are just coming, a moment to read why."""
     with contextlib.suppress(DistError):
-        while time.monotonic() < until and roll.add("read", 0) < others:
+        while time.monotonic() < until and store.add("read", 0) < others:
             time.sleep(LOOK_SECONDS)
 
 
@@ -214,7 +217,8 @@ def _too_late(own: Presence, missing: list[int], patience: Patience) -> str:
     remedy = f"start {own.world_size} processes, or correct WORLD_SIZE"
     if own.advice:
         remedy = f"{remedy}; {own.advice}"
-    return f"{_wait_text(own, missing)} within {patience.seconds:g} s; {remedy} (ranks that need longer: set {SECONDS})"
+    waited = format_seconds(patience.seconds)
+    return f"{_wait_text(own, missing)} within {waited}; {remedy} (ranks that need longer: set {SECONDS})"
 
 
 def _wait_text(own: Presence, missing: list[int]) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from hardware_db.units import format_seconds
 from strategies.distributed.launcher_env import Address, ProcessVariables
 from strategies.distributed.network import TRY_SECONDS, answers, is_own_address
 from strategies.distributed.rank_check import (
@@ -31,10 +32,10 @@ from strategies.distributed.rank_check import (
     SECONDS,
     Patience,
     Presence,
-    call_roll,
+    check_ranks,
 )
 from strategies.errors import CannotMeet
-from strategies.run_directory.orders import Orders
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.variables import RUN_DIRECTORY
 
 __all__ = ["SECONDS", "meet"]
@@ -44,7 +45,7 @@ _ASK_SECONDS, _LEAST_ASK_SECONDS = 4.0, 0.5
 
 @dataclass(kw_only=True, slots=True)
 class _Met:
-    """The store of the ranks that this process has met, and how often it called the roll in it."""
+    """The store of the ranks that this process has met, and how often it checked the ranks in it."""
 
     rank: int
     at: Address
@@ -59,10 +60,10 @@ _met: _Met | None = None
 def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
     """The store that all ranks share, once they have all come and agree on who they are.
 
-    Rank 0 calls the roll and writes its verdict for all. `device` is this rank's, as torch writes it (`cuda:0`, `cpu`);
-    a `complaint` about this rank's own place ends all of them. Ranks that have met before, or that torch elastic's
-    agents started once they had met, have a longer limit, since each of them is known to be there; under `dsplan run`
-    the latter no longer one than what it takes for a hang.
+    Rank 0 checks the ranks and writes its verdict for all. `device` is this rank's, as torch writes it (`cuda:0`,
+    `cpu`); a `complaint` about this rank's own place ends all of them. Ranks that have met before, or that torch
+    elastic's agents started once they had met, have a longer limit, since each of them is known to be there; under
+    `dsplan run` the latter no longer one than what it takes for a hang.
 
     Raises:
         CannotMeet: they do not come or do not agree; on every rank that is there.
@@ -81,7 +82,7 @@ def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
         known = _Met(rank=own.rank, at=at, attempt=attempt, store=store)
     known.times += 1
     try:
-        call_roll(PrefixStore(f"roll-{known.times}", known.store), own, patience)
+        check_ranks(PrefixStore(f"roll-{known.times}", known.store), own, patience)
     except DistError:
         raise CannotMeet(
             f"rank {own.rank} on {own.host} lost rank 0 at {at} while the ranks met; rank 0's own output says why"
@@ -92,7 +93,7 @@ def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
 
 
 def ended() -> None:
-    """This rank's script has ended with status 0: those that would wait for it at the next roll are told."""
+    """This rank's script has ended with status 0: those that would wait for it at the next rank check are notified."""
     if _met is None:
         return
     refusal = (
@@ -134,8 +135,8 @@ def _stranger_seconds(place: ProcessVariables) -> float:
     if not _is_agents() or os.environ.get("ROLE_WORLD_SIZE") != str(place.world_size):
         return FIRST_SECONDS
     directory = os.environ.get(RUN_DIRECTORY)
-    orders = None if directory is None else Orders.load(Path(directory))
-    hang_seconds = (0.0 if orders is None else orders.hang_seconds) or AGAIN_SECONDS
+    options = None if directory is None else AttemptOptions.load(Path(directory))
+    hang_seconds = (0.0 if options is None else options.hang_seconds) or AGAIN_SECONDS
     return max(FIRST_SECONDS, min(AGAIN_SECONDS, hang_seconds))
 
 
@@ -156,7 +157,7 @@ def _store(own: Presence, at: Address, patience: Patience) -> Store:
         with _without_pages():
             return TCPStore(host, at.port, is_master=True, timeout=_ANSWER, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as problem:
-        # Where another process is rank 0 too, the roll in its store tells both of them.
+        # Where another process is rank 0 too, the rank check in its store reports it to both of them.
         if store := find_store(at, READ_SECONDS):
             return store
         raise CannotMeet(_no_host(own, at, problem)) from None
@@ -241,6 +242,6 @@ def _no_host(own: Presence, at: Address, problem: Exception) -> str:
 def _unreachable(own: Presence, at: Address, patience: Patience) -> str:
     advice = f"; {own.advice}" if own.advice else ""
     return (
-        f"rank {own.rank} on {own.host} cannot reach rank 0 at {at} within {patience.seconds:g} s; check MASTER_ADDR"
-        f" and MASTER_PORT, that rank 0 runs there, and that no firewall is between{advice}"
+        f"rank {own.rank} on {own.host} cannot reach rank 0 at {at} within {format_seconds(patience.seconds)};"
+        f" check MASTER_ADDR and MASTER_PORT, that rank 0 runs there, and that no firewall is between{advice}"
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from hardware_db.probe.machine import Machine
+from hardware_db.units import format_seconds
 from strategies.distributed.environment import device_name, meet_before_script
 from strategies.distributed.launcher_env import ProcessVariables
 from strategies.doctor.finding import Diagnosis, Finding, Level, LinkTime, merged, sorted_findings, tokens, unseen
@@ -67,10 +68,10 @@ class Greeter:
                 caller, _ = self._socket.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=_tell_time, args=(caller,), name="doctor-answer", daemon=True).start()
+            threading.Thread(target=_report_time, args=(caller,), name="doctor-answer", daemon=True).start()
 
 
-def _tell_time(caller: socket.socket) -> None:
+def _report_time(caller: socket.socket) -> None:
     with caller:
         caller.settimeout(_LIMIT_SECONDS)
         try:
@@ -141,10 +142,10 @@ def examine_cluster(
         members = _introduced(room, place, greeter.port, machine)
         leaders = _leaders(members)
         is_leader = place.rank in leaders
-        told = room.share("findings", [finding.to_dict() for finding in findings] if is_leader else [])
+        reported = room.share("findings", [finding.to_dict() for finding in findings] if is_leader else [])
         local = [
             replace(Finding.from_dict(raw), hosts=(members[rank].node,))
-            for rank, all_ in enumerate(told)
+            for rank, all_ in enumerate(reported)
             for raw in all_
         ]
         reached = _reached(room, members, leaders)
@@ -177,8 +178,8 @@ def _introduced(room: Room, place: ProcessVariables, port: int, machine: Machine
         "local_rank": place.local_rank,
         "versions": versions,
     }
-    told = room.share("introduction", own)
-    addresses = {(one["host"], one["address"]) for one in told}
+    reported = room.share("introduction", own)
+    addresses = {(one["host"], one["address"]) for one in reported}
     alike = Counter(host for host, _ in addresses)
     return [
         Member(
@@ -188,7 +189,7 @@ def _introduced(room: Room, place: ProcessVariables, port: int, machine: Machine
             local_rank=one["local_rank"],
             versions=one["versions"],
         )
-        for one in told
+        for one in reported
     ]
 
 
@@ -232,13 +233,16 @@ def _clocks(first: str, ahead: Mapping[str, float]) -> list[Finding]:
     if not off:
         worst = max(map(abs, ahead.values()), default=0.0)
         return (
-            [Finding(check="clock", message=f"clocks of the nodes agree within {worst * 1e3:.1f} ms")] if ahead else []
+            [Finding(check="clock", message=f"clocks of the nodes agree within {format_seconds(worst)}")]
+            if ahead
+            else []
         )
     return [
         Finding(
             level="problem" if abs(seconds) >= _SKEW_PROBLEM_SECONDS else "warning",
             check="clock",
-            message=f"the clock of {node} is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} {first}'s",
+            message=f"the clock of {node} is {format_seconds(abs(seconds))}"
+            f" {'ahead of' if seconds > 0 else 'behind'} {first}'s",
             remedy="run chronyd or systemd-timesyncd on every node: rendezvous compares clocks",
             hosts=(node,),
         )

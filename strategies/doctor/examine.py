@@ -39,7 +39,7 @@ def examine(directories: Sequence[Path] = ()) -> Diagnosis:
 
 
 def _directory_findings(directories: Sequence[Path]) -> list[Finding]:
-    """Whether this machine can write to the directories; whether others see them is told where there are others."""
+    """Whether this machine can write to the directories; whether others see them is reported where there are others."""
     with tokens(directories) as written:
         return [
             Finding(check="shared", message=f"{directory} can be written; start the doctor on all nodes to compare")

@@ -14,7 +14,7 @@ from hardware_db.files import data_dir, database_path
 from hardware_db.probe.cgroup import cgroup_limits
 from hardware_db.probe.files import read_text
 from hardware_db.probe.machine import Host
-from hardware_db.units import GIB, MIB, format_bytes
+from hardware_db.units import GIB, MIB, format_bytes, format_seconds
 from strategies.doctor.finding import Finding
 
 _ENOUGH_LOCKED = GIB  # of RDMA's registered buffers; its guides ask for "unlimited"
@@ -184,7 +184,7 @@ def clock() -> list[Finding]:
         return []
     status, error_seconds = state
     if not status & _STA_UNSYNC:
-        return [Finding(check="clock", message=f"synchronised, within {error_seconds:.3f} s")]
+        return [Finding(check="clock", message=f"synchronised, within {format_seconds(error_seconds)}")]
     return [
         Finding(
             level="warning",

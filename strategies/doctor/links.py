@@ -16,9 +16,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
 from hardware_db.errors import DsplanError
+from hardware_db.units import format_seconds
 from strategies.doctor.finding import Finding, LinkTime
 
-# Room: the ranks of a job that tell each other values through the store in which they met.
+# Room: the ranks of a job that share values through the store in which they met.
 
 
 _LOOK_SECONDS = 0.01
@@ -117,9 +118,9 @@ def time_links(room: Room, nodes: Sequence[str], local_ranks: Sequence[int], dev
         own = next((pair for pair in pairs if room.rank in pair), None)
         times = None if own is None else _pair_times(room, own, device)
         # Sharing is what ends a round: no pair is timed beside one of the next.
-        told = room.share(f"links-{turn}", times)
+        reported = room.share(f"links-{turn}", times)
         for first, second in pairs:
-            latency, bandwidth = told[first] or (None, None)
+            latency, bandwidth = reported[first] or (None, None)
             found.append(
                 LinkTime(
                     ranks=(first, second),
@@ -188,7 +189,7 @@ def _compared(kind: str, rates: dict[LinkTime, float]) -> list[Finding]:
     slow = [link for link, rate in rates.items() if rate < _SLOW_SHARE * usual]
     latency = statistics.median(link.latency_seconds or 0.0 for link in rates)
     many = f"{len(rates)} link{'s' * (len(rates) > 1)} {kind}"
-    said = f"{many}: {usual / 1e9:.3g} GB/s and {latency * 1e6:.0f} us in the middle"
+    said = f"{many}: {usual / 1e9:.3g} GB/s and {format_seconds(latency)} in the middle"
     found = [Finding(check="link", message=said)]
     if len(rates) < _ENOUGH_TO_COMPARE:
         return found

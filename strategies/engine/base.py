@@ -45,9 +45,10 @@ class Engine(ABC):
     """A model in training: call it, `backward` the loss, `step`. The same calls under every strategy.
 
     `step` is called after every `backward`; it changes the weights once per `gradient_accumulation_steps` calls.
-    `module` is the script's own model, `wrapped` what runs it. `observers` are told what happens; without any, nothing
-    is measured. `counted_peak_bytes` is the most that `memory_timeline` has seen alive. `client_state`, JSON, is what
-    the script wants to find again after a restart: checkpoints that `dsplan run` has the engine save by itself hold it.
+    `module` is the script's own model, `wrapped` what runs it. `observers` are called with what happens; without any,
+    nothing is measured. `counted_peak_bytes` is the most that `memory_timeline` has seen alive. `client_state`, JSON,
+    is what the script wants to find again after a restart: checkpoints that `dsplan run` has the engine save by
+    itself hold it.
     """
 
     module: nn.Module
@@ -283,7 +284,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _resume(self, progress: Mapping[str, Any]) -> None:
-        """Go on from counters and loss scale that some engine's `_progress` gave."""
+        """Resume from counters and loss scale that some engine's `_progress` gave."""
 
     @abstractmethod
     def _forward(self, *args: Any, **kwargs: Any) -> Any: ...

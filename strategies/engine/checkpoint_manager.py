@@ -108,7 +108,7 @@ class SavesByItself(Observer):
         self._manager, self._engine = manager, engine
 
     def step_ended(self) -> None:
-        """Save if it is time; under `dsplan run` what cannot be written is told and does not end the training."""
+        """Save if it is time; under `dsplan run` what cannot be written is reported and does not end the training."""
         try:
             self._manager.step()
         except DsplanError as problem:

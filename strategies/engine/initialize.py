@@ -17,13 +17,13 @@ from torch.utils.data import Dataset
 from planner import vocabulary as words
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.autoplan.select import Wishes, another_model, describe, settled_plan
+from strategies.autoplan.select import PlanningOptions, another_model, describe, settled_plan
 from strategies.config import ScriptConfig, read_config
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.values import MonitorSettings
 from strategies.data.loader import Collate, LoaderSettings, ShardedLoader
 from strategies.distributed.environment import Environment, join
-from strategies.distributed.excepthook import tell_plainly
+from strategies.distributed.excepthook import install_excepthook
 from strategies.distributed.same_model import require_same_model
 from strategies.engine.base import Engine
 from strategies.engine.checkpoint_manager import saves_of_config
@@ -32,7 +32,7 @@ from strategies.errors import CannotRun
 from strategies.optim.optimizers import fitting
 from strategies.optim.registry import with_named
 from strategies.protocols import OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
-from strategies.run_directory.agreed import current
+from strategies.run_directory.state_consensus import current
 from strategies.supervision.supervision import supervise
 from strategies.telemetry.memory_report import MemoryPrinter
 from strategies.telemetry.monitor import RunMonitor
@@ -127,14 +127,14 @@ def initialize(
     Raises:
         DsplanError: what was asked for cannot be planned or run here; one line with the remedy.
     """
-    tell_plainly()
+    install_excepthook()
     script = read_config(config)
     environment = join()
     require_same_model(model)
-    wishes = Wishes(
+    options = PlanningOptions(
         plan=plan, strategy=strategy, backend=backend, config=script, optimizer=optimizer, training_data=training_data
     )
-    settled, is_new = _settle(model, wishes, environment)
+    settled, is_new = _settle(model, options, environment)
     refuse_deepspeed_keys(script, settled.configuration)
     parts = TrainingParts(
         model=model,
@@ -145,7 +145,7 @@ def initialize(
         gradient_clipping=script.gradient_clipping,
         script=script,
     )
-    tuning = _tuning(model, wishes, environment)
+    tuning = _tuning(model, options, environment)
     monitor = _monitor(settled, environment, script.monitor, is_new=is_new)
     engine = find_strategy(settled.configuration, environment).engine(fitting(with_named(parts)))
     engine.checkpointing = script.checkpoint
@@ -162,29 +162,29 @@ def initialize(
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
 
 
-def _settle(model: nn.Module, wishes: Wishes, environment: Environment) -> tuple[Plan, bool]:
+def _settle(model: nn.Module, options: PlanningOptions, environment: Environment) -> tuple[Plan, bool]:
     """The plan to run, and whether it is another one than was given."""
-    plan = settled_plan(model, wishes, environment)
+    plan = settled_plan(model, options, environment)
     is_new = plan is None or plan is current().plan
     if plan is None:
         from strategies.autoplan.live import make_plan  # with the planner's search, which a given plan does not need
 
-        plan = make_plan(model, wishes, environment)
+        plan = make_plan(model, options, environment)
     elif environment.is_main and (warning := another_model(plan, model)):
         print(warning, file=sys.stderr, flush=True)
-    if not current().goes_on:
-        _agree(plan, wishes.strategy, wishes.backend)
+    if not current().is_resumed:
+        _agree(plan, options.strategy, options.backend)
     return plan, is_new
 
 
-def _tuning(model: nn.Module, wishes: Wishes, environment: Environment) -> Prospect | None:
+def _tuning(model: nn.Module, options: PlanningOptions, environment: Environment) -> Prospect | None:
     """What the plan is tuned with; None where nothing is to be tuned."""
     directory = os.environ.get(RUN_DIRECTORY)
     if not current().tunes or directory is None:
         return None
     from strategies.autoplan.tuning import prospect  # with the planner's search
 
-    return prospect(model, wishes, environment, Path(directory))
+    return prospect(model, options, environment, Path(directory))
 
 
 def _agree(plan: Plan, strategy: str | None, backend: str | None) -> None:

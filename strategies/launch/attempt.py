@@ -89,8 +89,8 @@ _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 class RunFiles:
     """What is new in the files of a run directory. Which ranks run here shows by the files they write.
 
-    What the files hold when this begins is an earlier command's, and is not told again. Files are opened only when they
-    have grown: this is called ten times a second beside ranks that need the processors.
+    What the files hold when this begins is an earlier command's, and is not printed again. Files are opened only when
+    they have grown: this is called ten times a second beside ranks that need the processors.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -243,7 +243,7 @@ class Attempt:
         self.ending: Ending | None = None
 
     def happenings(self) -> Iterator[Happening]:
-        """Start the ranks and tell what they write until they have ended, by themselves or because they were to."""
+        """Start the ranks and print what they write until they have ended, by themselves or because they were to."""
         forget_last_attempt(self._spec.directory)
         kills = memory_kills()
         self._files.begin_attempt()

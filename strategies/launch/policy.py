@@ -27,12 +27,12 @@ class Decision:
     delay_seconds: float = 0.0
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         return self.action in ("restart", "next_plan", "switch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Situation:
+class RunContext:
     """The run when an attempt ended: the highest step it ever reached (0: none), whether the attempt got further than
     every one before, whether a plan is known, which other plans may replace, whether this node goes on where
     another one was stopped, and the memory of the largest device and of the host in bytes, whichever is more."""
@@ -53,7 +53,7 @@ class Policy:
         self._used = 0
         self._last: Ending | None = None
 
-    def decide(self, ending: Ending, now: Situation) -> Decision:
+    def decide(self, ending: Ending, now: RunContext) -> Decision:
         """What follows `ending`."""
         last, self._last = self._last, ending
         if now.progressed:
@@ -70,13 +70,13 @@ class Policy:
             return self._without_memory(ending, now)
         return self._hopeless(ending, last, now) or self._again()
 
-    def _without_memory(self, ending: Ending, now: Situation) -> Decision:
+    def _without_memory(self, ending: Ending, now: RunContext) -> Decision:
         asked = _asked_bytes(ending.reason)
         if asked is not None and now.memory_bytes is not None and asked > now.memory_bytes:
             return Decision(action="give_up", why="one tensor is larger than all memory here, which no plan mends")
         return Decision(action="next_plan", why="the next plan that needs less memory follows")
 
-    def _hopeless(self, ending: Ending, last: Ending | None, now: Situation) -> Decision | None:
+    def _hopeless(self, ending: Ending, last: Ending | None, now: RunContext) -> Decision | None:
         """The end of the run where the program itself is at fault and would be again."""
         if self._retries == 0 or ending.kind in _REPEATABLE:
             return None

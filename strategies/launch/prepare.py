@@ -66,7 +66,7 @@ def check_placement(placement: Placement, supervision: Supervision) -> None:
         raise ContradictoryRequest("--rendezvous is where several nodes meet; add --nodes, or leave it out")
     if placement.most_nodes > 1 and not supervision.checkpoint_directory:
         raise ContradictoryRequest(
-            "several nodes need --checkpoint-dir, a directory that all of them see, to save together and to go on from"
+            "several nodes need --checkpoint-dir, a directory that all of them see, to save together and to resume from"
         )
 
 
@@ -79,8 +79,8 @@ _MOST_PROCESSES = 1024
 class RunRequest:
     """What `dsplan run` was asked: the script with its arguments, and a plan, a number of processes or a strategy.
 
-    `resume` is the directory of a run to go on with, which fills in what is left open: `earlier_processes` is what it
-    ran with, `run_id` what its checkpoints are marked with. `resume_from` is the checkpoint to go on from, or `start`;
+    `resume` is the directory of a run to resume, which fills in what is left open: `earlier_processes` is what it
+    ran with, `run_id` what its checkpoints are marked with. `resume_from` is the checkpoint to resume from, or `start`;
     empty: the newest. `placement` and `supervision` hold the fields of those values that were asked for.
     """
 
@@ -117,7 +117,7 @@ class Launch:
     def notice(self) -> str:
         """What to know before the ranks start; empty where nothing needs saying."""
         if self.resumes and self.script.kind in ("accelerate", "deepspeed"):
-            return f"{self.script.path} goes on from what its own code loads: dsplan keeps no checkpoint of it"
+            return f"{self.script.path} resumes from what its own code loads: dsplan keeps no checkpoint of it"
         if self.script.kind != "plain":
             return ""
         return (
@@ -170,7 +170,7 @@ def prepare(request: RunRequest) -> Launch:
 
 
 def _resume_from(request: RunRequest, script: Script) -> str:
-    """The checkpoint to go on from, absolute, as ranks may be elsewhere; `start` and empty stay."""
+    """The checkpoint to resume from, absolute, as ranks may be elsewhere; `start` and empty stay."""
     named = request.resume_from
     if not named:
         return ""
@@ -256,7 +256,7 @@ def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> Lau
         why = error.strerror or "cannot be made"
         raise DsplanError(f"{directory}: {why}; name a directory that can be written with --run-dir") from error
     if request.resume is None and (directory / SPEC_FILE).exists():
-        raise DsplanError(f"{directory}: holds an earlier run; name another --run-dir, or go on with --resume")
+        raise DsplanError(f"{directory}: holds an earlier run; name another --run-dir, or resume it with --resume")
     directory = directory.resolve()
     environment = {RUN_DIRECTORY: str(directory)}
     if not gpus:
@@ -267,7 +267,7 @@ def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> Lau
     if request.strategy is not None:
         environment[STRATEGY] = request.strategy
     return LaunchSpec(
-        script=str(script.path.resolve()),  # found from every directory that it is gone on with in
+        script=str(script.path.resolve()),  # found from every directory that it is resumed in
         arguments=request.arguments,
         kind=script.kind,
         accumulates=script.accumulates,
@@ -304,7 +304,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
     """The request with everything it leaves open taken from the run in `directory`.
 
     Raises:
-        DsplanError: there is no run to go on with, or one of another version of dsplan, or the request names another
+        DsplanError: there is no run to resume, or one of another version of dsplan, or the request names another
             directory too.
     """
     if request.run_directory is not None:
@@ -313,7 +313,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
     if not directory.is_dir():
         raise DsplanError(f"{directory}: no such directory; name the run directory that dsplan run printed")
     if not path.exists():
-        raise DsplanError(f"{directory}: holds no run to go on with; name the run directory that dsplan run printed")
+        raise DsplanError(f"{directory}: holds no run to resume; name the run directory that dsplan run printed")
     check_unfinished(directory)
     earlier = _resumed_spec(path)
     plan, strategy = earlier.environment.get(PLAN_FILE), earlier.environment.get(STRATEGY)
@@ -342,6 +342,6 @@ def _resumed_spec(path: Path) -> LaunchSpec:
 
 
 def _placement(earlier: Placement, asked: Asked) -> Asked:
-    """Another launcher would not know what the earlier one was told."""
+    """Another launcher would not know the options of the earlier one."""
     same = asked.get("launcher", earlier.launcher) == earlier.launcher
     return asdict(earlier) | asked if same else asked

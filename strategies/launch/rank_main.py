@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from hardware_db.errors import DsplanError
 from strategies.launch.elastic.place import take_place
-from strategies.run_directory.agreed import agree, let_the_waiting_go, narrow, wait_for_the_others
 from strategies.run_directory.spec import LaunchSpec, ScriptKind, log_path
+from strategies.run_directory.state_consensus import agree, let_the_waiting_go, narrow, wait_for_the_others
 from strategies.supervision.failures import described, exit_status, failure_of, write_failure, write_success
 from strategies.supervision.process import begin
 
@@ -81,11 +81,11 @@ def _run_script(spec: LaunchSpec) -> None:
     )
 
     store = meet_before_script()
-    standing = agree(store, spec.directory)
-    if store is not None and standing.ranks < int(os.environ["WORLD_SIZE"]):
-        if int(os.environ["RANK"]) >= standing.ranks:
-            return wait_for_the_others(store, standing)
-        narrow(standing, os.environ)
+    state = agree(store, spec.directory)
+    if store is not None and state.ranks < int(os.environ["WORLD_SIZE"]):
+        if int(os.environ["RANK"]) >= state.ranks:
+            return wait_for_the_others(store, state)
+        narrow(state, os.environ)
     hook = _HOOKS.get(spec.kind)
     sys.argv = [spec.script, *spec.arguments]
     sys.path[0:0] = [str(Path(spec.script).resolve().parent)]

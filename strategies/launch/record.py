@@ -45,7 +45,7 @@ def record_run(report: RunReport) -> Stored:
     if report.plan is None:
         return Stored(measurement_id=None, sentence="not stored in the database: the run had no plan")
     last = report.attempts[-1]
-    if last.decision is not None and last.decision.goes_on:
+    if last.decision is not None and last.decision.continues:
         return Stored(measurement_id=None, sentence="stored when the last attempt ended")
     machine = probe()
     attempt = last.attempt
@@ -63,7 +63,7 @@ def record_run(report: RunReport) -> Stored:
 def record_attempt(plan: Plan, ending: Ending, directory: Path, attempt: int) -> None:
     """Store an attempt that others follow, so that they are planned with what it showed.
 
-    A database that cannot be written is told of when the run ends.
+    A database that cannot be written is reported when the run ends.
     """
     with suppress(DsplanError):
         _stored(plan, probe(), _ended_as(ending), measured_attempt(directory, attempt))

@@ -124,7 +124,7 @@ def _metrics(directory: Path) -> list[list[Row]]:
     return [list(rows) for rows in read_metrics(directory, max(numbers, default=-1) + 1)]
 
 
-# The attempts of a run as its journal tells them, for the last page of the command that goes on with it. No torch.
+# The attempts of a run as its journal has them, for the last page of the command that resumes it. No torch.
 
 
 _COMMAND_ENDED = Ending(kind="killed", reason="dsplan run itself was ended")
@@ -132,7 +132,7 @@ _COMMAND_ENDED = Ending(kind="killed", reason="dsplan run itself was ended")
 
 def earlier_attempts(directory: Path) -> tuple[AttemptReport, ...]:
     """The attempts in a run directory, the first one first. One of which the journal has no end was cut off together
-    with the command that made it; the metrics tell how far it came."""
+    with the command that made it; the metrics show how far it came."""
     by_attempt: dict[int, list[Mapping[str, Any]]] = {}
     for row in read_journal(directory):
         by_attempt.setdefault(int(row.get("attempt", 0)), []).append(row)

@@ -1,4 +1,4 @@
-"""What a run carries from attempt to attempt, and finds again in its directory when it is gone on with. No torch."""
+"""What a run carries from attempt to attempt, and finds again in its directory when it is resumed. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hardware_db.errors import BrokenFile, DsplanError
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict, save_plan
 from strategies.launch.report import highest_step, last_attempt_in
+from strategies.run_directory.attempt_options import CHECKPOINTS, AttemptOptions, FailedPlan
 from strategies.run_directory.journal import read_journal
-from strategies.run_directory.orders import CHECKPOINTS, FailedPlan, Orders
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 
@@ -51,7 +51,7 @@ class Course:
 
     def reached(self, step: int, now: float) -> float | None:
         """A step is done. For the first step of a later attempt: by how many seconds the restart put the run back, None
-        where that cannot be known, as for a run that was gone on with by another command."""
+        where that cannot be known, as for a run that was resumed by another command."""
         lost = self._put_back(step, now) if self.first is None and len(self._began) > 1 else None
         self.first = step if self.first is None else self.first
         self.last = step
@@ -81,9 +81,9 @@ _BEGUN_AT_ONCE = 8
 
 
 class RunState:
-    """The plan in use, the orders of the attempt, and the course of the steps.
+    """The plan in use, the options of the attempt, and the course of the steps.
 
-    `first` is the number of the first attempt of this command, above 0 where it goes on with a run. `resume_from` is
+    `first` is the number of the first attempt of this command, above 0 where it resumes a run. `resume_from` is
     what `--resume-from` names: a checkpoint, or `start`.
     """
 
@@ -92,21 +92,23 @@ class RunState:
         self._resumes = resumes
         directory = spec.directory
         rows = read_journal(directory) if resumes else []
-        earlier = Orders.load(directory) if resumes else None
+        earlier = AttemptOptions.load(directory) if resumes else None
         self.first = _next_attempt(directory, rows, earlier) if resumes else 0
         if resumes and plan is None and (directory / PLAN_FILE).exists():
             plan = load_plan(directory / PLAN_FILE)
         self.plan: Plan | None = None
-        self.orders = replace(_orders(spec, earlier), **_begun_anew(rows, earlier))
+        self.options = replace(_options(spec, earlier), **_begun_anew(rows, earlier))
         if resume_from:
-            self.orders = replace(self.orders, since=self.first, base="" if resume_from == BEGIN_ANEW else resume_from)
+            self.options = replace(
+                self.options, since=self.first, base="" if resume_from == BEGIN_ANEW else resume_from
+            )
         known = lineage.known(directory) if resumes else lineage.Known()
         self._journalled = {one.path for one in known.journalled}
         self._saved = max((one.step for one in known.journalled if self._counts(one)), default=0)
-        self._has_full_story = not resumes or bool(resume_from) or _tells_of_every_save(rows, known)
+        self._has_full_story = not resumes or bool(resume_from) or _reports_every_save(rows, known)
         self._seen, self._lines = (0, 0), 0
         self._begun: dict[str, lineage.Made] = {}
-        self.course = Course(_highest_step(directory, rows, self.orders.since) if resumes else 0)
+        self.course = Course(_highest_step(directory, rows, self.options.since) if resumes else 0)
         self.saves_to_note = self.notice_saves() if resumes else []
         if plan is not None:
             self._take(plan)
@@ -114,30 +116,30 @@ class RunState:
     @property
     def has_rejected_plan(self) -> bool:
         """Whether the plan in use has run out of memory before."""
-        failed = [one.configuration for one in self.orders.failed_plans]
+        failed = [one.configuration for one in self.options.failed_plans]
         return self.plan is not None and plan_to_dict(self.plan)["plan"] in failed
 
     def begin_attempt(self, attempt: int) -> None:
-        """Write plan and orders of an attempt into the run directory, which no other command uses now.
+        """Write plan and options of an attempt into the run directory, which no other command uses now.
 
         Raises:
             DsplanError: the directory cannot be written.
         """
         if self.plan is not None:
             self._keep_plan(self.plan)
-        self.orders = replace(
-            self.orders,
+        self.options = replace(
+            self.options,
             attempt=attempt,
             resumes=attempt > 0 or self._resumes,
             reached=self.course.highest,
-            may_begin_anew=self._has_full_story and not self.saved and not self.orders.base,
+            may_begin_anew=self._has_full_story and not self.saved and not self.options.base,
         )
         try:
-            self.orders.save(self._spec.directory)
+            self.options.save(self._spec.directory)
         except OSError as problem:
             directory = self._spec.directory
             raise DsplanError(
-                f"{directory}: cannot be written ({problem.strerror}); make room, then go on with dsplan run --resume"
+                f"{directory}: cannot be written ({problem.strerror}); make room, then resume with dsplan run --resume"
                 f" {directory}"
             ) from None
 
@@ -148,8 +150,8 @@ class RunState:
 
     def _take(self, plan: Plan) -> None:
         self.plan = plan
-        if self.orders.global_batch_size is None:
-            self.orders = replace(self.orders, global_batch_size=plan.configuration.global_batch_size)
+        if self.options.global_batch_size is None:
+            self.options = replace(self.options, global_batch_size=plan.configuration.global_batch_size)
 
     def _keep_plan(self, plan: Plan) -> None:
         with suppress(BrokenFile):  # a full disk ends no training; the journal has the plan too
@@ -163,7 +165,7 @@ class RunState:
                 configuration=configuration,
                 predicted_bytes=self.plan.memory.peak_allocated_bytes,
             )
-            self.orders = replace(self.orders, failed_plans=(*self.orders.failed_plans, failed))
+            self.options = replace(self.options, failed_plans=(*self.options.failed_plans, failed))
 
     @property
     def saved(self) -> int:
@@ -198,23 +200,23 @@ class RunState:
             self._begun |= {one.path: one for one in new}
 
     def _counts(self, one: lineage.Made) -> bool:
-        return one.attempt >= self.orders.since and one.run in ("", self.orders.run_id)
+        return one.attempt >= self.options.since and one.run in ("", self.options.run_id)
 
 
 def check_unfinished(directory: Path) -> None:
-    """Refuse to go on with a run that is complete.
+    """Refuse to resume a run that is complete.
 
     Raises:
         DsplanError: it is.
     """
     ends = [row for row in read_journal(directory) if row.get("event") == "end"]
     if ends and ends[-1].get("outcome") == "completed":
-        raise DsplanError(f"{directory}: the run completed, nothing is left to go on with; start a new one")
+        raise DsplanError(f"{directory}: the run completed, nothing is left to resume; start a new one")
 
 
-def _orders(spec: LaunchSpec, earlier: Orders | None) -> Orders:
+def _options(spec: LaunchSpec, earlier: AttemptOptions | None) -> AttemptOptions:
     watched = spec.supervision
-    return Orders(
+    return AttemptOptions(
         checkpoint_directory=watched.checkpoint_directory or str(spec.directory / CHECKPOINTS),
         checkpoint_minutes=watched.checkpoint_minutes,
         checkpoint_steps=watched.checkpoint_steps,
@@ -226,22 +228,22 @@ def _orders(spec: LaunchSpec, earlier: Orders | None) -> Orders:
     )
 
 
-def _begun_anew(rows: list[dict[str, Any]], earlier: Orders | None) -> dict[str, Any]:
-    """From where the run's checkpoints count, of its last orders or else of its journal."""
+def _begun_anew(rows: list[dict[str, Any]], earlier: AttemptOptions | None) -> dict[str, Any]:
+    """From where the run's checkpoints count, of its last options or else of its journal."""
     if earlier is not None:
         return {"since": earlier.since, "base": earlier.base}
     began = [row for row in rows if row.get("event") == "attempt"]
     return {"since": _number(began[-1], "since"), "base": str(began[-1].get("base") or "")} if began else {}
 
 
-def _next_attempt(directory: Path, rows: list[dict[str, Any]], earlier: Orders | None) -> int:
+def _next_attempt(directory: Path, rows: list[dict[str, Any]], earlier: AttemptOptions | None) -> int:
     """One more than any that is known of; a journal that is gone or cut knows of fewer than there were."""
     known = [_number(row, "attempt") for row in rows]
     return 1 + max([*known, -1 if earlier is None else earlier.attempt, last_attempt_in(directory)])
 
 
 def _highest_step(directory: Path, rows: list[dict[str, Any]], since: int) -> int:
-    """The highest step that metrics or journal tell of in attempts from `since` on."""
+    """The highest step that metrics or journal report in attempts from `since` on."""
     counted = [row for row in rows if _number(row, "attempt") >= since]
     return max([highest_step(directory, since), *(_number(row, name) for row in counted for name in _STEPS)])
 
@@ -251,8 +253,8 @@ def _number(row: dict[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _tells_of_every_save(rows: list[dict[str, Any]], known: lineage.Known) -> bool:
-    """Whether the journal is whole, so that no checkpoint that it does not tell of was ever complete."""
+def _reports_every_save(rows: list[dict[str, Any]], known: lineage.Known) -> bool:
+    """Whether the journal is whole, so that no checkpoint that it does not list was ever complete."""
     began = [row for row in rows if row.get("event") == "attempt"]
     is_whole = [row.get("attempt") for row in began] == list(range(len(began)))
     return bool(began) and is_whole and all("saved" in row for row in began) and not known.damaged_lines

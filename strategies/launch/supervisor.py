@@ -21,7 +21,7 @@ from strategies.launch.attempt import (
     StopRequests,
 )
 from strategies.launch.diagnosis import Ending, with_stacks_kept
-from strategies.launch.policy import Decision, Policy, Situation
+from strategies.launch.policy import Decision, Policy, RunContext
 from strategies.launch.record import record_attempt
 from strategies.launch.report import (
     COMPLETED,
@@ -48,7 +48,7 @@ _WAIT_SECONDS = 0.1
 class Supervisor:
     """A launched run. Iterate `events()` to its end, then ask for the `report()`.
 
-    With `resumes`, the run directory holds a run to go on with, from what `resume_from` names or else its newest
+    With `resumes`, the run directory holds a run to resume, from what `resume_from` names or else its newest
     checkpoint. The plan in use is kept there as `plan.yaml`, to run
     again with `--plan`.
     """
@@ -75,17 +75,17 @@ class Supervisor:
             # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
             launcher_lock(self._spec.directory).close()
             self._spec.save()
-            # A page that is there tells of the end of a command that this one goes on after.
+            # A page that is there reports the end of a command that this one goes on after.
             (self._spec.directory / REPORT_FILE).unlink(missing_ok=True)
             files, alerts = RunFiles(self._spec.directory), AlertFollower(self._spec.directory)
             decision: Decision | None = None
-            while decision is None or decision.goes_on:
+            while decision is None or decision.continues:
                 attempt = Attempt(self._spec, files, alerts, requests)
                 yield from self._run(attempt)
                 decision = self._conclude(attempt, requests)
                 if attempt.ending is not None and decision is not None:
                     yield AttemptEnded(attempt=self._number, ending=attempt.ending, decision=decision)
-                if decision is None or not decision.goes_on:
+                if decision is None or not decision.continues:
                     break
                 self._number += 1
                 if not _wait(decision.delay_seconds, requests):
@@ -117,15 +117,15 @@ class Supervisor:
         ranks = self._spec.processes * placement.most_nodes
         self._note_saves(self._state.saves_to_note)
         self._state.saves_to_note = []
-        orders = self._state.orders
+        options = self._state.options
         self._journal.append(
             "attempt",
             self._number,
             ranks=ranks,
-            resumes=orders.resumes,
+            resumes=options.resumes,
             saved=self._state.saved,
-            since=orders.since,
-            base=orders.base,
+            since=options.since,
+            base=options.base,
         )
         if self._state.plan is not None:
             self._journal.append("plan", self._number, plan=plan_to_dict(self._state.plan))
@@ -170,7 +170,7 @@ class Supervisor:
             yield RunIsBack(step=step, seconds_lost=lost)
 
     def _note_saves(self, saves: Iterable[Made]) -> None:
-        """Have the journal tell of checkpoints too: the list of them may be lost."""
+        """Have the journal list checkpoints too: the list of them may be lost."""
         for made in saves:
             fields = {name: value for name, value in asdict(made).items() if name != "attempt"}
             self._journal.append("saved", made.attempt, **fields)
@@ -201,13 +201,13 @@ class Supervisor:
         )
         if ending is None:
             self._outcome = INTERRUPTED if requests.interrupted and not attempt.completed else COMPLETED
-        elif decision is not None and not decision.goes_on:
+        elif decision is not None and not decision.continues:
             self._outcome = self._outcome_after(ending)
         return decision
 
     def _decide(self, ending: Ending, *, stays: bool) -> Decision:
         course = self._state.course
-        now = Situation(
+        now = RunContext(
             highest_step=course.highest,
             progressed=course.progressed,
             has_plan=self._may_have_another_plan(),
@@ -223,7 +223,7 @@ class Supervisor:
             delay_seconds=decision.delay_seconds,
         )
         plan = self._state.plan
-        if decision.goes_on and plan is not None and (decision.action == "next_plan" or course.progressed):
+        if decision.continues and plan is not None and (decision.action == "next_plan" or course.progressed):
             record_attempt(plan, ending, self._spec.directory, self._number)
         if decision.action == "next_plan":
             self._state.reject_plan()

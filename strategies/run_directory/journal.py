@@ -2,7 +2,7 @@
 
     {"event": "attempt", "attempt": k, "time": ..., "ranks": ..., "resumes": ..., "saved": ...,
      "since": ..., "base": ...}                    `saved`: the step of the newest checkpoint by then, 0 for none;
-                                                   `since` and `base` as the orders have them
+                                                   `since` and `base` as the options have them
     {"event": "plan", "attempt": k, "time": ..., "plan": ...}     the plan in use, as the JSON contract has it
     {"event": "ending", "attempt": k, "time": ..., "kind": a word of `endings`, "rank": ..., "host": ..., "step": ...,
      "reason": ..., "log": ..., "exit_status": ..., "first_step": ..., "last_step": ...}
@@ -34,19 +34,19 @@ class Journal:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / JOURNAL_FILE
-        self._has_told = False
+        self._has_reported = False
 
     def append(self, event: str, attempt: int, **fields: object) -> None:
-        """Write one line; the first that cannot be written is told on standard error."""
+        """Write one line; the first that cannot be written is reported on standard error."""
         row: dict[str, object] = {"event": event, "attempt": attempt, "time": round(time.time(), 3), **fields}
         line = (json.dumps(row) + "\n").encode()
         try:
             append_line(self._path, line)
         except OSError as problem:
             # The run matters more than its story, which the last page tells from memory too.
-            if not self._has_told:
+            if not self._has_reported:
                 print(f"dsplan: {JOURNAL_FILE}: {problem.strerror}; the journal has gaps", file=sys.stderr)
-            self._has_told = True
+            self._has_reported = True
 
 
 def append_line(path: Path, line: bytes) -> None:

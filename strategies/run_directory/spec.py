@@ -19,7 +19,7 @@ EndingKind = Literal[
     "refused",  # what was asked for cannot be run: an expected failure that no repetition mends
     "out_of_memory",  # of a GPU, of the host, or of the cgroup
     "killed",  # a signal from outside
-    "hung",  # no progress for `Orders.hang_seconds`
+    "hung",  # no progress for `AttemptOptions.hang_seconds`
     "not_finite",  # losses or gradients that stay NaN or infinite
     "disk_full",  # a checkpoint or a log could not be written
     "lost",  # the node or the connection to it is gone

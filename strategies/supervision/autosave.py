@@ -1,4 +1,4 @@
-"""Checkpoints that the ranks save by themselves, as the orders say; the last two of a run stay."""
+"""Checkpoints that the ranks save by themselves, as the options say; the last two of a run stay."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class AutomaticSaves:
         self._engine, self._place, self._run_directory = engine, place, run_directory
         self._is_clean, self._may_save = is_clean, may_save
         self._clock = SaveClock(place.interval, step=engine.global_steps)
-        self._told = False
+        self._report_line = False
         self._has_room: bool | None = None
         self._is_saving = False
         self._begun: lineage.Made | None = None
@@ -162,7 +162,7 @@ class AutomaticSaves:
         return {"run": self._place.run_id, "attempt": self._place.attempt, "is_automatic": self._is_saving}
 
     def resumed(self, made: lineage.Made) -> None:
-        """Training goes on from a checkpoint of the run."""
+        """Training resumes from a checkpoint of the run."""
         self.complete = made
         self._clock = SaveClock(self._place.interval, step=made.step)
 
@@ -179,7 +179,7 @@ class AutomaticSaves:
             self.save(asynchronous=all(look.has_room for look in looks))
 
     def save(self, *, asynchronous: bool) -> Path | None:
-        """Save now; None where that was not possible, which is told and does not end the training."""
+        """Save now; None where that was not possible, which is reported and does not end the training."""
         options = SaveOptions(asynchronous=asynchronous)
         begun = time.time()
         self._is_saving = True
@@ -197,7 +197,8 @@ class AutomaticSaves:
         return path
 
     def finish(self) -> None:
-        """Wait for the automatic checkpoint that is on its way, if there is one; that it failed is told, not raised."""
+        """Wait for the automatic checkpoint that is on its way, if there is one; that it failed is reported, not
+        raised."""
         if self._begun is None:
             return
         try:
@@ -215,13 +216,13 @@ class AutomaticSaves:
         self._clock.saved()
 
     def failed(self, problem: DsplanError) -> None:
-        """A checkpoint could not be written. Told once until one can."""
+        """A checkpoint could not be written. Reported once until one can."""
         self._begun = None
         self._clock.failed()
-        if not self._told and self._engine.is_main:
+        if not self._report_line and self._engine.is_main:
             message = f"{problem}; training goes on, the checkpoint before stays, and saving is tried again"
             post(Alert(kind="checkpoint", metric="checkpoint", message=message, step=self._engine.global_steps))
-        self._told = True
+        self._report_line = True
 
     def note(self, path: Path, *, is_automatic: bool = False, since: float | None = None) -> lineage.Made:
         """Remember a checkpoint that was begun; a full disk makes a later resume begin earlier and ends nothing."""
@@ -245,10 +246,10 @@ class AutomaticSaves:
         self.complete, self._begun = self._begun, None
         self.seconds = time.time() - self.complete.time
         if self._engine.is_main:
-            if self._told:
+            if self._report_line:
                 _say("checkpoints can be written again")
             self._clear_away()
-        self._told = False
+        self._report_line = False
 
     def _clear_away(self) -> None:
         """Of this run's own automatic checkpoints the newest stay; what others have put there is not touched."""

@@ -17,8 +17,8 @@ from typing import Any
 
 from hardware_db.errors import DsplanError
 from planner.errors import NothingFits
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
-from strategies.run_directory.orders import Orders
 from strategies.run_directory.spec import EndingKind, exit_status_of, failure_path, success_path, write_json
 
 _MOST_CHARACTERS = 500
@@ -57,7 +57,7 @@ class NotFinite(DsplanError):
 class Failure:
     """A rank's last word.
 
-    `expected` failures are told in one line without a traceback. `step` is the last one that ended, None before the
+    `expected` failures are reported in one line without a traceback. `step` is the last one that ended, None before the
     first; `saved` the checkpoint that a stop on purpose has left, `behind` the ranks for which a hung one waits.
     """
 
@@ -113,10 +113,10 @@ def described(kind: EndingKind, error: BaseException, directory: Path) -> Failur
 def attempt_of(directory: Path) -> int:
     """Which attempt of its run this is, 0 where nobody counts."""
     try:
-        orders = Orders.load(directory)
+        options = AttemptOptions.load(directory)
     except (OSError, ValueError, TypeError, KeyError):
-        orders = None
-    return 0 if orders is None else orders.attempt
+        options = None
+    return 0 if options is None else options.attempt
 
 
 def write_failure(directory: Path, rank: int, failure: Failure) -> None:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from hardware_db.units import format_seconds
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
@@ -94,7 +96,7 @@ def _slowest(beats: Mapping[int, Heartbeat], quiet_seconds: float) -> Verdict:
         behind = outside
     first = beats[behind[0]]
     where = f"in {first.section!r}" if first.section else "outside the engine"
-    quiet = f"no progress for {quiet_seconds:.0f} s in step {first.step + 1}"
+    quiet = f"no progress for {format_seconds(quiet_seconds)} in step {first.step + 1}"
     if len(behind) == len(beats):
         sentence = f"{quiet}: all ranks stand {where}"
     else:

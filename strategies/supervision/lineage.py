@@ -22,7 +22,7 @@ Author = Literal["engine", "huggingface"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """One checkpoint of a run: the optimizer step it is of, who wrote it, whether nobody asked for it but the orders,
+    """One checkpoint of a run: the optimizer step it is of, who wrote it, whether nobody asked for it but the options,
     when it was begun (seconds since 1970), and the id of the run, empty where nobody knows it."""
 
     path: str

@@ -31,7 +31,7 @@ def begin(spec: LaunchSpec, rank: int) -> None:
         STOP_SIGNAL.listen(grace_seconds=_USABLE * spec.supervision.grace_seconds)
     elif threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, lambda number, frame: _leave_unsaved(spec, rank))
-    begin_watching(directory, rank, spec.supervision.hang_seconds, only_tells=spec.kind == "plain")
+    begin_watching(directory, rank, spec.supervision.hang_seconds, only_reports=spec.kind == "plain")
     with suppress(OSError):
         path = pid_path(directory, rank)
         new = path.with_suffix(".pid.new")

@@ -20,7 +20,7 @@ from strategies.checkpoint.content import Content, read_content
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
-from strategies.run_directory.orders import CHECKPOINTS, Orders
+from strategies.run_directory.attempt_options import CHECKPOINTS, AttemptOptions
 from strategies.supervision import lineage
 from strategies.supervision.autosave import SupervisedEngine
 
@@ -51,13 +51,13 @@ class _Found:
     furthest: int
 
 
-def agreed(orders: Orders, environment: Environment) -> Orders:
-    """Rank 0's orders with what the other nodes know of the run's past, which a node that has just come does not."""
+def with_common_past(options: AttemptOptions, environment: Environment) -> AttemptOptions:
+    """Rank 0's options with what the other nodes know of the run's past, which a node that has just come does not."""
     if environment.world_size == 1:
-        return orders
+        return options
     everyones: list[Any] = [None] * environment.world_size
-    dist.all_gather_object(everyones, orders)
-    first: Orders = everyones[0]
+    dist.all_gather_object(everyones, options)
+    first: AttemptOptions = everyones[0]
     return replace(
         first,
         reached=max(one.reached for one in everyones),
@@ -67,14 +67,14 @@ def agreed(orders: Orders, environment: Environment) -> Orders:
     )
 
 
-def resume(engine: SupervisedEngine, run_directory: Path, orders: Orders) -> Resumed | None:
+def resume(engine: SupervisedEngine, run_directory: Path, options: AttemptOptions) -> Resumed | None:
     """Restore the newest checkpoint of the run that is whole; None where the run has none. Every rank calls this.
 
     Raises:
         DsplanError: there are checkpoints and none of them can be loaded; the newest one's reason, and what to do.
     """
     refusal: DsplanError | None = None
-    found = _find(engine, run_directory, orders)
+    found = _find(engine, run_directory, options)
     for made in found.candidates:
         try:
             path, state = engine._checkpoints.load(Path(made.path))
@@ -101,13 +101,13 @@ def resume(engine: SupervisedEngine, run_directory: Path, orders: Orders) -> Res
     return None
 
 
-def nothing_left(run_directory: Path, orders: Orders, folders: Sequence[Path] = ()) -> CannotRun:
-    """What to say where a run has come to some step and nothing is there to go on from; `folders` is where it was
+def nothing_left(run_directory: Path, options: AttemptOptions, folders: Sequence[Path] = ()) -> CannotRun:
+    """What to say where a run has come to some step and nothing is there to resume from; `folders` is where it was
     looked for, if not where ranks save by themselves."""
-    where = f" (looked in {', '.join(map(str, folders or _own_folders(run_directory, orders)))})"
-    lost = f"the checkpoint {orders.base} it was to go on from is not there" if orders.base else "no checkpoint is left"
+    where = f" (looked in {', '.join(map(str, folders or _own_folders(run_directory, options)))})"
+    lost = f"the checkpoint {options.base} to resume from is not there" if options.base else "no checkpoint is left"
     return CannotRun(
-        f"{run_directory}: the run came to step {orders.reached} and {lost}{'' if orders.base else where}; put its"
+        f"{run_directory}: the run came to step {options.reached} and {lost}{'' if options.base else where}; put its"
         f" checkpoints back, or begin anew with dsplan run --resume {run_directory} --resume-from start"
     )
 
@@ -126,53 +126,55 @@ def step_of(directory: Path) -> int | None:
     return on_rank_zero(look)
 
 
-def is_left_behind(directory: Path, orders: Orders) -> bool:
+def is_left_behind(directory: Path, options: AttemptOptions) -> bool:
     """Whether what `load_checkpoint(directory)` would load is of attempts of this run that were begun anew after; the
     same on every rank."""
 
     def look() -> bool:
         path = folder.named_latest(directory)
         made = None if path is None else _made_at(path)
-        return made is not None and made.run == orders.run_id and made.attempt < orders.since
+        return made is not None and made.run == options.run_id and made.attempt < options.since
 
-    return bool(orders.since) and on_rank_zero(look)
+    return bool(options.since) and on_rank_zero(look)
 
 
-def _find(engine: SupervisedEngine, run_directory: Path, orders: Orders) -> _Found:
+def _find(engine: SupervisedEngine, run_directory: Path, options: AttemptOptions) -> _Found:
     """What any node knows of; what rank 0 finds. Rank 0 says what is wrong with the list."""
     known = lineage.known(run_directory) if engine.environment.local_rank == 0 else lineage.Known()
     everyones: list[Any] = [known]
     if engine.environment.world_size > 1:
         everyones = [None] * engine.environment.world_size
         dist.all_gather_object(everyones, known)
-    return on_rank_zero(lambda: _choose(everyones, run_directory, orders, is_shared=engine.environment.spans_nodes))
+    return on_rank_zero(lambda: _choose(everyones, run_directory, options, is_shared=engine.environment.spans_nodes))
 
 
-def _choose(everyones: Sequence[lineage.Known], run_directory: Path, orders: Orders, *, is_shared: bool) -> _Found:
+def _choose(
+    everyones: Sequence[lineage.Known], run_directory: Path, options: AttemptOptions, *, is_shared: bool
+) -> _Found:
     noted = [one for known in everyones for one in known.all if one.by != "huggingface"]
     # The list of a node that was rank 0 before has the id that its checkpoints bear.
-    runs = {orders.run_id, *(one.run for one in noted if is_shared)}
+    runs = {options.run_id, *(one.run for one in noted if is_shared)}
     foreign = [one for one in noted if _is_foreign(one, runs)]
     if foreign:
         _say(f"{run_directory / lineage.LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
-    counted = [one for one in noted if one not in foreign and one.attempt >= orders.since]
+    counted = [one for one in noted if one not in foreign and one.attempt >= options.since]
     places = {path.parent for path in (Path(one.path) for one in noted if one not in foreign)}
-    own = _own_folders(run_directory, orders)
+    own = _own_folders(run_directory, options)
     found = _unnoted({*own, *places}, {one.path for one in noted}, runs, run_directory)
-    candidates = lineage.newest_first([*counted, *(one for one in found if one.attempt >= orders.since)])
+    candidates = lineage.newest_first([*counted, *(one for one in found if one.attempt >= options.since)])
     listed = {one.path for known in everyones for one in known.listed}
     if missing := [one for one in candidates if one.path not in listed]:
         _mend(missing, everyones, run_directory)
-    if not candidates and orders.base:
-        candidates = [one for one in [_made_at(Path(orders.base))] if one is not None]
-    complete = [one for known in everyones for one in known.journalled if one.attempt >= orders.since]
+    if not candidates and options.base:
+        candidates = [one for one in [_made_at(Path(options.base))] if one is not None]
+    complete = [one for known in everyones for one in known.journalled if one.attempt >= options.since]
     furthest = max((one.step for one in (*candidates, *complete) if one not in foreign), default=0)
     return _Found(candidates=tuple(candidates), furthest=furthest)
 
 
-def _own_folders(run_directory: Path, orders: Orders) -> list[Path]:
+def _own_folders(run_directory: Path, options: AttemptOptions) -> list[Path]:
     """Where the run's ranks save by themselves, now or when nobody said where."""
-    named, usual = Path(orders.checkpoint_directory).absolute(), (run_directory / CHECKPOINTS).absolute()
+    named, usual = Path(options.checkpoint_directory).absolute(), (run_directory / CHECKPOINTS).absolute()
     return list(dict.fromkeys([named, usual]))
 
 

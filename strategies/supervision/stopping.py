@@ -62,7 +62,7 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self._note)
 
     def ask(self, kind: EndingKind, seconds: float | None = None) -> None:
-        """Ask this rank to stop within `seconds`; None: what the orders allow."""
+        """Ask this rank to stop within `seconds`; None: what the options allow."""
         if self.request is None:
             left = self._grace_seconds if seconds is None else seconds
             self.request = Request(kind=kind, deadline=time.monotonic() + left)

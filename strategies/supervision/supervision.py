@@ -17,13 +17,13 @@ from torch import nn
 from hardware_db.errors import DsplanError
 from strategies.distributed.consensus import on_rank_zero
 from strategies.protocols import Observer
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
-from strategies.run_directory.orders import Orders
 from strategies.run_directory.spec import EndingKind
 from strategies.supervision.autosave import AutomaticSaves, Interval, SavePlace, SupervisedEngine
 from strategies.supervision.not_finite import FiniteWatch
 from strategies.supervision.process import leave, stopped
-from strategies.supervision.resume import Resumed, agreed, is_left_behind, nothing_left, resume, step_of
+from strategies.supervision.resume import Resumed, is_left_behind, nothing_left, resume, step_of, with_common_past
 from strategies.supervision.stopping import Stopping, open_board
 from strategies.supervision.watchdog import begin_watching
 from strategies.variables import RUN_DIRECTORY
@@ -66,14 +66,14 @@ class Supervision(Observer):
     Every rank has one. The script's own calls of `save_checkpoint` and `load_checkpoint` come through it.
     """
 
-    def __init__(self, engine: SupervisedEngine, orders: Orders, run_directory: Path) -> None:
+    def __init__(self, engine: SupervisedEngine, options: AttemptOptions, run_directory: Path) -> None:
         environment = engine.environment
-        orders = agreed(orders, environment)
-        self._engine, self._orders, self._run_directory = engine, orders, run_directory
+        options = with_common_past(options, environment)
+        self._engine, self._options, self._run_directory = engine, options, run_directory
         self._finite = FiniteWatch(engine)
         board = open_board(run_directory, environment)
         self._stopping = Stopping(board, environment.rank, environment.world_size)
-        self._watch = begin_watching(run_directory, environment.rank, orders.hang_seconds)
+        self._watch = begin_watching(run_directory, environment.rank, options.hang_seconds)
         self._watch.attach(board, self._stopping, environment.world_size)
         self._resumed: Resumed | None = None
         self._owed: DsplanError | None = None
@@ -81,7 +81,7 @@ class Supervision(Observer):
         self._is_first_load = self._trains_alone = True
         self._saves = AutomaticSaves(
             engine,
-            _place_of(orders),
+            _place_of(options),
             run_directory=run_directory,
             is_clean=lambda: self._finite.is_clean,
             may_save=self._may_save,
@@ -95,14 +95,15 @@ class Supervision(Observer):
         Raises:
             BrokenFile: none of its checkpoints can be loaded.
         """
-        orders = self._orders
-        resumed = self._resumed = resume(self._engine, self._run_directory, orders)
+        options = self._options
+        resumed = self._resumed = resume(self._engine, self._run_directory, options)
         loader = self._engine.dataloader
         if resumed is None:
-            if orders.reached and not orders.may_begin_anew:
-                self._owed = nothing_left(self._run_directory, orders)
-            elif orders.reached and self._engine.is_main:
-                _say(f"no checkpoint was complete when the run was at step {orders.reached}: it begins at step 1 again")
+            if options.reached and not options.may_begin_anew:
+                self._owed = nothing_left(self._run_directory, options)
+            elif options.reached and self._engine.is_main:
+                reached = options.reached
+                _say(f"no checkpoint was complete when the run was at step {reached}: it begins at step 1 again")
             return
         PULSE.step = resumed.step
         self._saves.resumed(resumed.made)
@@ -190,7 +191,7 @@ class Supervision(Observer):
 
     def load(self, directory: Path) -> tuple[Path | None, dict[str, Any]]:
         """What the script's `load_checkpoint` does: at the start of a resumed attempt the newer of its checkpoint and
-        the run's is the one to go on from."""
+        the run's is the one to resume from."""
         is_first, self._is_first_load = self._is_first_load, False
         if self._resumed is not None and is_first:
             there = step_of(directory)
@@ -198,7 +199,7 @@ class Supervision(Observer):
                 if self._engine.dataloader is not None:
                     self._engine.dataloader.skip_nothing()
                 return self._resumed.path, dict(self._resumed.client_state)
-        if is_first and is_left_behind(directory, self._orders):
+        if is_first and is_left_behind(directory, self._options):
             if self._engine.is_main:
                 _say(f"{directory} is not loaded: the run begins anew, as --resume-from said")
             return None, {}
@@ -263,9 +264,9 @@ class Supervision(Observer):
 
 
 def supervise(engine: SupervisedEngine) -> None:
-    """Let a run's orders rule an engine: resume it, and add what saves and stops it; nothing where there are none.
+    """Let a run's options rule an engine: resume it, and add what saves and stops it; nothing where there are none.
 
-    Every rank calls this together, at the end of `initialize`. The orders are those of one engine per process: a script
+    Every rank calls this together, at the end of `initialize`. They are those of one engine per process: a script
     that trains a second one saves by itself.
 
     Raises:
@@ -273,13 +274,13 @@ def supervise(engine: SupervisedEngine) -> None:
     """
     global _supervised
     directory = os.environ.get(RUN_DIRECTORY)
-    orders = None if directory is None else Orders.load(Path(directory))
-    if directory is None or orders is None:
+    options = None if directory is None else AttemptOptions.load(Path(directory))
+    if directory is None or options is None:
         return
     if _supervised is not None:
         _supervised.give_up(engine)
         return
-    supervision = _supervised = Supervision(engine, orders, Path(directory))
+    supervision = _supervised = Supervision(engine, options, Path(directory))
     engine.supervision = supervision
     engine.observers.append(supervision)
     supervision.resume()
@@ -298,16 +299,16 @@ def stop_here(engine: SupervisedEngine, kind: EndingKind) -> None:
         engine.supervision.stop(kind)
 
 
-def _place_of(orders: Orders) -> SavePlace:
-    """Where the orders say to save, and how often."""
-    seconds = None if orders.checkpoint_minutes is None else 60 * orders.checkpoint_minutes
-    interval = Interval(seconds=seconds, steps=orders.checkpoint_steps)
+def _place_of(options: AttemptOptions) -> SavePlace:
+    """Where the options say to save, and how often."""
+    seconds = None if options.checkpoint_minutes is None else 60 * options.checkpoint_minutes
+    interval = Interval(seconds=seconds, steps=options.checkpoint_steps)
     return SavePlace(
-        directory=Path(orders.checkpoint_directory),
+        directory=Path(options.checkpoint_directory),
         interval=interval,
-        attempt=orders.attempt,
-        run_id=orders.run_id,
-        since=orders.since,
+        attempt=options.attempt,
+        run_id=options.run_id,
+        since=options.since,
     )
 
 

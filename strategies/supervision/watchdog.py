@@ -1,6 +1,6 @@
-"""The thread that watches a rank from inside: it spreads wishes to stop, tells how far the rank is, and ends a hang.
+"""The thread that watches a rank from inside: it spreads wishes to stop, reports how far the rank is, and ends a hang.
 
-Two lines of defence. The thread itself sees a main thread that waits for ever; for one that never lets go of the
+Two lines of defence. The thread itself sees a main thread that waits for ever; for one that never releases the
 interpreter's lock, which stops this thread too, there is faulthandler's timer, which needs no lock and is set again at
 every look. Other ranks of the same machine are asked for their stacks by SIGUSR2, which faulthandler answers without
 the lock as well.
@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 import psutil
 
+from hardware_db.units import format_seconds
 from strategies.run_directory.heartbeat import PULSE, Pulse
 from strategies.run_directory.spec import heartbeat_path, stacks_path
 from strategies.supervision.failures import described, write_failure
@@ -46,7 +47,7 @@ _BUSY = 0.05
 
 
 class Activity:
-    """Looks at the process now and then; every look tells whether something happened since the one before."""
+    """Looks at the process now and then; every look reports whether something happened since the one before."""
 
     def __init__(self, pulse: Pulse) -> None:
         self._pulse = pulse
@@ -123,17 +124,17 @@ class Hung(RuntimeError):
 class Watchdog(threading.Thread):
     """Watches one rank; `hang_seconds` 0: never calls anything a hang.
 
-    With `only_tells` a hang is told, with the stacks, and does not end the process: a script that trains nothing may
-    wait as long as it likes.
+    With `only_reports` a hang is reported, with the stacks, and does not end the process: a script that trains
+    nothing may wait as long as it likes.
     """
 
-    def __init__(self, directory: Path, rank: int, hang_seconds: float, *, only_tells: bool = False) -> None:
+    def __init__(self, directory: Path, rank: int, hang_seconds: float, *, only_reports: bool = False) -> None:
         super().__init__(name="dsplan watchdog", daemon=True)
         self.directory, self.rank, self._hang_seconds = directory, rank, hang_seconds
         self._stacks: IO[str] = open(stacks_path(directory, rank), "a")  # noqa: SIM115 - open until the process ends
         self._activity = Activity(PULSE)
         self._active_at = self._beat_at = time.monotonic()
-        self._only_tells, self._has_told = only_tells, False
+        self._only_reports, self._has_reported = only_reports, False
         self._number, self._world_size = 0, 1
         self._board: Board | None = None
         self._stopping: Stopping | None = None
@@ -179,10 +180,10 @@ class Watchdog(threading.Thread):
         if not self._hang_seconds:
             return
         limit = self._hang_seconds + _LOCK_SECONDS
-        faulthandler.dump_traceback_later(limit, file=self._stacks, exit=not self._only_tells)
-        told = None if self._board is None else read_verdict(self._board.get(_HUNG))
-        if told is not None:
-            self._give_up(told)
+        faulthandler.dump_traceback_later(limit, file=self._stacks, exit=not self._only_reports)
+        reported = None if self._board is None else read_verdict(self._board.get(_HUNG))
+        if reported is not None:
+            self._give_up(reported)
         elif quiet >= self._limit and (verdict := self._verdict(quiet)) is not None:
             self._give_up(verdict)
 
@@ -217,7 +218,7 @@ class Watchdog(threading.Thread):
             named = "rank " + ", ".join(map(str, PULSE.waits_for))
             return Verdict(behind=PULSE.waits_for, sentence=f"{named} does not answer, and the ranks have not met")
         if self._board is None:
-            return Verdict(behind=(self.rank,), sentence=f"no progress for {quiet:.0f} s")
+            return Verdict(behind=(self.rank,), sentence=f"no progress for {format_seconds(quiet)}")
         before = self._heartbeats(self._board)
         time.sleep(_LOOKS_BETWEEN * self._beat_seconds)
         self._beat_at = time.monotonic()
@@ -236,7 +237,7 @@ class Watchdog(threading.Thread):
 
     def _give_up(self, verdict: Verdict) -> None:
         """Write the stacks and say whom the ranks wait for, once; then end, unless that is left to the script."""
-        if self._has_told:
+        if self._has_reported:
             return
         if self._board is not None and self._board.get(_HUNG) is None:
             self._board.put(_HUNG, verdict.text())
@@ -244,8 +245,8 @@ class Watchdog(threading.Thread):
         print(
             f"dsplan: rank {self.rank}: {verdict.sentence}; stacks in {self._stacks.name}", file=sys.stderr, flush=True
         )
-        self._has_told = True
-        if not self._only_tells:
+        self._has_reported = True
+        if not self._only_reports:
             self._end_hung(verdict)
 
     def _end_hung(self, verdict: Verdict) -> NoReturn:
@@ -278,11 +279,11 @@ class Watchdog(threading.Thread):
         return asked
 
 
-def begin_watching(directory: Path, rank: int, hang_seconds: float, *, only_tells: bool = False) -> Watchdog:
+def begin_watching(directory: Path, rank: int, hang_seconds: float, *, only_reports: bool = False) -> Watchdog:
     """This process's watchdog, started at the first call."""
     global _watchdog
     if _watchdog is None:
-        _watchdog = Watchdog(directory, rank, hang_seconds, only_tells=only_tells)
+        _watchdog = Watchdog(directory, rank, hang_seconds, only_reports=only_reports)
         _watchdog.start()
     return _watchdog
 

@@ -31,7 +31,7 @@ ALERT = "alert"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alert:
-    """One alert, told once when it begins. `step` is the global step, `value` what was seen of `metric` (None where
+    """One alert, reported once when it begins. `step` is the global step, `value` what was seen of `metric` (None where
     that is no finite number), `limit` what it was held against; `time` is seconds since 1970."""
 
     kind: AlertKind
@@ -71,14 +71,14 @@ def post(alert: Alert) -> None:
     Raises nothing: an alert ends no training.
     """
     rank = int(os.environ.get("RANK", "0"))
-    told = replace(alert, rank=rank)
+    reported = replace(alert, rank=rank)
     directory = os.environ.get(RUN_DIRECTORY)
     try:
         if not directory:
             raise FileNotFoundError(RUN_DIRECTORY)
-        append_line(metrics_path(Path(directory), rank), json.dumps(told.to_row()))
+        append_line(metrics_path(Path(directory), rank), json.dumps(reported.to_row()))
     except OSError:
-        print(f"dsplan: {told.line()}", file=sys.stderr, flush=True)
+        print(f"dsplan: {reported.line()}", file=sys.stderr, flush=True)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -1,7 +1,7 @@
 """What a healthy run does not do, each found in the rows of one rank. No torch, no clock: time is the sum of `seconds`.
 
 Real runs are noisy: losses of small batches have long tails, and machines pause. Every detector therefore holds what
-it sees against what the same run did before, asks for it several times in a row, and tells it once until it is over.
+it sees against what the same run did before, asks for it several times in a row, and reports it once until it is over.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ class Detector(ABC):
 
 
 class NotFinite(Detector):
-    """A value that is NaN or infinite; told again only after a finite one."""
+    """A value that is NaN or infinite; reported again only after a finite one."""
 
     def __init__(self, metric: str = "loss") -> None:
         self._metric = metric
-        self._is_told = False
+        self._is_reported = False
 
     def seen(self, row: Row) -> Alert | None:
         value = row.get(self._metric)
         if value is None:
             return None
-        was_told, self._is_told = self._is_told, not math.isfinite(value)
-        if was_told or not self._is_told:
+        was_reported, self._is_reported = self._is_reported, not math.isfinite(value)
+        if was_reported or not self._is_reported:
             return None
         return Alert(kind="not_finite", metric=self._metric, message=f"{self._metric} is {value}")
 
@@ -93,7 +93,7 @@ class Spikes(Detector):
         self._margin, self._metric = margin, metric
         self._before = SortedWindow(self.WINDOW)
         self._last: deque[float] = deque()
-        self._is_told = False
+        self._is_reported = False
 
     def seen(self, row: Row) -> Alert | None:
         value = row.get(self._metric)
@@ -107,8 +107,8 @@ class Spikes(Detector):
             return None
         middle, highest = self._before.median, self._before.highest
         limit = highest + self._margin * max(highest - middle, self.FLAT * abs(middle))
-        was_told, self._is_told = self._is_told, min(self._last) > limit
-        if was_told or not self._is_told:
+        was_reported, self._is_reported = self._is_reported, min(self._last) > limit
+        if was_reported or not self._is_reported:
             return None
         message = (
             f"{self._metric} rose to {value:.4g} and stayed above {limit:.4g} for {self.STEPS} steps; its median was"
@@ -132,7 +132,7 @@ class Slowdown(Detector):
         self._seconds = 0.0
         self._steps_per_unit = 1.0
         self._medians: deque[float] = deque(maxlen=self.KEPT + self.RECENT)
-        self._is_told = False
+        self._is_reported = False
 
     def seen(self, row: Row) -> Alert | None:
         seconds = row["seconds"]
@@ -152,14 +152,14 @@ class Slowdown(Detector):
             return None
         before, recent = all_medians[: -self.RECENT], all_medians[-self.RECENT :]
         ratio = min(recent) / median(before)
-        was_told, self._is_told = self._is_told, ratio > self._ratio
-        if was_told or not self._is_told:
+        was_reported, self._is_reported = self._is_reported, ratio > self._ratio
+        if was_reported or not self._is_reported:
             return None
         units = row.get("tokens") or row.get("samples") or 1
         now, then = median(recent) * units, median(before) * units
         message = (
             f"steps take {format_seconds(now)} where they took {format_seconds(then)}, for"
-            f" {self.RECENT * self.STRETCH_SECONDS:g} s now"
+            f" {format_seconds(self.RECENT * self.STRETCH_SECONDS)} now"
         )
         return Alert(kind="slowdown", metric="seconds", message=message, value=now, limit=then * self._ratio)
 
@@ -179,7 +179,7 @@ class Creep(Detector):
         self._lowest = math.inf
         self._steps, self._seconds = 0, 0.0
         self._rising: list[float] = []
-        self._is_told = False
+        self._is_reported = False
 
     def seen(self, row: Row) -> Alert | None:
         value = row.get(self._metric)
@@ -195,14 +195,14 @@ class Creep(Detector):
 
     def _judged(self, lowest: float, seconds: float) -> Alert | None:
         if self._rising and lowest <= self._rising[-1]:
-            self._rising, self._is_told = [], False
+            self._rising, self._is_reported = [], False
         # The first and the last are enough for a chain that is longer than asked for.
         self._rising = [*self._rising, lowest]
         first, grown = self._rising[0], lowest - self._rising[0]
         limit = first + max(self._growth * first, self._least_bytes)
-        if self._is_told or len(self._rising) <= self.LEAST or lowest < limit:
+        if self._is_reported or len(self._rising) <= self.LEAST or lowest < limit:
             return None
-        self._is_told = True
+        self._is_reported = True
         rate = grown / (len(self._rising) - 1) / seconds * 60
         message = (
             f"{self._metric.removesuffix('_bytes').replace('_', ' ')} memory grew from {format_bytes(int(first))} to"
@@ -229,7 +229,7 @@ class Throttled(Detector):
         return Alert(kind="throttled", metric="gpu_clock_mhz", message=message, value=row.get("gpu_clock_mhz"))
 
 
-# Watch: one rank's detectors and thresholds, and who is told. No torch.
+# Watch: one rank's detectors and thresholds, and who is notified. No torch.
 
 
 _HOST_LEAST_BYTES = 256 * 2**20
@@ -262,7 +262,7 @@ class Watch:
 
 
 class Thresholds:
-    """Figures by name against their limits; each is told when it is crossed, and again only after it was kept."""
+    """Figures by name against their limits; each is reported when it is crossed, and again only after it was kept."""
 
     def __init__(self, limits: Mapping[str, Threshold]) -> None:
         self._limits = dict(limits)

@@ -1,4 +1,4 @@
-"""AlertFollower: what the ranks of this node have to tell, read from their metrics while they train. No torch."""
+"""AlertFollower: the alerts of the ranks of this node, read from their metrics while they train. No torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _WHAT = {"load_seconds": "reading its batch", "ready_seconds": "its forward pass
 
 class Stragglers:
     """Compares ranks over windows of `STEPS` steps. A rank whose median is `RATIO` times that of the typical rank, by
-    at least `SHARE` of the step, in `WINDOWS` windows in a row, is told."""
+    at least `SHARE` of the step, in `WINDOWS` windows in a row, is reported."""
 
     STEPS, WINDOWS, RATIO, SHARE = 20, 3, 1.5, 0.1
 
@@ -81,8 +81,8 @@ class Stragglers:
         windows = {rank: rows[: self.STEPS] for rank, rows in self._rows.items()}
         self._rows = {rank: rows[self.STEPS :] for rank, rows in self._rows.items()}
         found = (self._judged(metric, windows) for metric in ("load_seconds", "ready_seconds"))
-        told = [alert for alert in found if alert is not None]
-        return told[:1]  # a rank that reads slowly is ready late, too
+        reported = [alert for alert in found if alert is not None]
+        return reported[:1]  # a rank that reads slowly is ready late, too
 
     def _judged(self, metric: str, windows: Mapping[int, list[Mapping[str, Any]]]) -> Alert | None:
         medians = {
@@ -119,13 +119,13 @@ SAME_SECONDS = 60.0
 
 
 class AlertFollower:
-    """Gives every alert once, from here on: what was in a run directory before is told no more."""
+    """Gives every alert once, from here on: what was in a run directory before is not reported again."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: dict[int, LineFollower] = {}
         self._stragglers = Stragglers()
-        self._told: dict[tuple[str, str], float] = {}
+        self._report_line: dict[tuple[str, str], float] = {}
         self._looked = float("-inf")
         self._find()
         for file in self._files.values():
@@ -163,8 +163,8 @@ class AlertFollower:
 
     def _is_new(self, alert: Alert) -> bool:
         key = (alert.kind, alert.metric)
-        before = self._told.get(key)
+        before = self._report_line.get(key)
         if before is not None and alert.time - before < SAME_SECONDS:
             return False
-        self._told[key] = alert.time
+        self._report_line[key] = alert.time
         return True

@@ -40,7 +40,7 @@ class ProcessMemory:
         return {"rss_bytes": resident, "private_bytes": resident - shared}
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Release the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -260,7 +260,7 @@ class TimelineTracker(StorageTracker):
 
 
 class _Sections(Observer):
-    """Tells the tracker which section runs."""
+    """Reports to the tracker which section runs."""
 
     def __init__(self, tracker: TimelineTracker) -> None:
         self._tracker = tracker

@@ -34,7 +34,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from strategies.run_directory.orders import Orders
+from strategies.run_directory.attempt_options import AttemptOptions
 
 Row = Mapping[str, Any]
 
@@ -198,22 +198,22 @@ def _largest(steps: Sequence[Sequence[Row]], key: str) -> int | None:
 
 
 class MetricsFile:
-    """Appends rows, from any thread. Where `dsplan run` gave orders they follow those of earlier attempts; elsewhere
-    the file is new. A file that takes no more is told once, on stderr, and ends no training."""
+    """Appends rows, from any thread. Under `dsplan run` they follow those of earlier attempts; elsewhere
+    the file is new. A file that takes no more is reported once, on stderr, and ends no training."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        orders = Orders.load(directory)
+        options = AttemptOptions.load(directory)
         self.path = metrics_path(directory, rank)
-        self.attempt = 0 if orders is None else orders.attempt
+        self.attempt = 0 if options is None else options.attempt
         self._lock = Lock()
-        self._is_told = False
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if orders is None else 0)
+        self._is_reported = False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if options is None else 0)
         self._file: int | None = os.open(self.path, flags, 0o644)
         self._is_cut = _is_cut(self.path)
         self._began = self.path.stat().st_size
-        if orders is not None:
-            self.write({"event": "attempt", "attempt": orders.attempt})
+        if options is not None:
+            self.write({"event": "attempt", "attempt": options.attempt})
 
     @property
     def is_open(self) -> bool:
@@ -230,7 +230,7 @@ class MetricsFile:
             try:
                 self._is_cut = os.write(self._file, whole) < len(whole)
             except OSError as problem:
-                self._tell(problem)
+                self._report(problem)
 
     def own_rows(self) -> list[dict[str, Any]]:
         """What this attempt wrote, read back: a long run keeps no rows in memory."""
@@ -248,9 +248,9 @@ class MetricsFile:
                 os.close(self._file)
                 self._file = None
 
-    def _tell(self, problem: OSError) -> None:
-        if not self._is_told:
-            self._is_told = True
+    def _report(self, problem: OSError) -> None:
+        if not self._is_reported:
+            self._is_reported = True
             print(f"dsplan: {self.path} takes no more rows ({problem.strerror})", file=sys.stderr, flush=True)
 
 

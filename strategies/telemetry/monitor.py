@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.5
 class RunMonitor(Observer):
     """Writes one rank's metrics while the engine trains. `close` writes the summary; leaving Python does it too.
 
-    Steps over all attempts are told to `step_ended`, or by what `training_starts` was given; else they are counted
+    Steps over all attempts are reported to `step_ended`, or by what `training_starts` was given; else they are counted
     here. Unless `settings` say no, the machine is looked at in a thread of its own and alerts are written.
     """
 
@@ -58,7 +58,7 @@ class RunMonitor(Observer):
         self._file.write({"event": "plan", **plan})
 
     def training_starts(self, global_steps: Callable[[], int] | None = None) -> None:
-        """All is built: the first step begins. `global_steps` tells the steps over all attempts once a step is over."""
+        """All is built: the first step begins. `global_steps` gives the steps over all attempts once a step is over."""
         self._rows.begin(global_steps)
 
     def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
@@ -99,15 +99,15 @@ class RunMonitor(Observer):
         self._look_at = time.monotonic() + _LOOK_SECONDS
         if self._watch is not None:
             for row in rows:
-                self._tell(self._watch.step(row))
+                self._report(self._watch.step(row))
 
     def _machine(self, figures: Figures) -> None:
         """Write a look at the machine; called in the sampler's thread."""
         self._file.write({"event": "machine", "time": time.time(), **figures})
         if self._watch is not None:
-            self._tell(self._watch.figures(figures))
+            self._report(self._watch.figures(figures))
 
-    def _tell(self, alerts: list[Alert]) -> None:
+    def _report(self, alerts: list[Alert]) -> None:
         for alert in alerts:
             self._file.write(alert.to_row())
 

@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.5
 
 
 class StepRows:
-    """Collects a step's figures. `global_steps` tells the steps over all attempts once a step is over; without it they
+    """Collects a step's figures. `global_steps` gives the steps over all attempts once a step is over; without it they
     are counted here.
 
     On a GPU torch's allocator counts every step; on the CPU the storage tracker, which slows a step down, counts step 2
@@ -51,7 +51,7 @@ class StepRows:
         self._started = time.perf_counter()
 
     def begin(self, global_steps: Callable[[], int] | None) -> None:
-        """The first step starts now; `global_steps` tells its number when it is over."""
+        """The first step starts now; `global_steps` gives its number when it is over."""
         self._global_steps, self._started = global_steps, time.perf_counter()
 
     def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:

@@ -207,12 +207,12 @@ class TrainingMonitor:
         self._latest |= numbers
         if self._tensorboard is not None:
             self._tensorboard.write([{**numbers, "step": numbers["global_step"]}])
-        self._tell(self._watch.step(row))
+        self._report(self._watch.step(row))
         if int(row["global_step"]) % self._every == 0:
             self._at_interval(int(row["global_step"]))
 
     def _write(self) -> None:
-        """Read the values that are held back, write them, and tell whoever wants to know."""
+        """Read the values that are held back, write them, and notify whoever wants to know."""
         pending, self._pending = self._pending, {}
         alerts: list[Alert] = []
         rows = [
@@ -224,7 +224,7 @@ class TrainingMonitor:
                 self._file.write({"event": "metrics", **row})
         if self._tensorboard is not None and rows:
             self._tensorboard.write(rows)
-        self._tell(alerts)
+        self._report(alerts)
         if rows:
             self._latest |= rows[-1]
             self._at_interval(int(rows[-1]["step"]))
@@ -235,8 +235,8 @@ class TrainingMonitor:
         for name in row:
             if name != "step":
                 found += [detector.seen(row) for detector in self._detectors_of(name)]
-        told = [alert for alert in found if alert is not None] + self._thresholds.seen(row)
-        return [replace(alert, rank=self.rank, step=int(row["step"])) for alert in told]
+        reported = [alert for alert in found if alert is not None] + self._thresholds.seen(row)
+        return [replace(alert, rank=self.rank, step=int(row["step"])) for alert in reported]
 
     def _detectors_of(self, name: str) -> list[Detector]:
         if name not in self._detectors:
@@ -253,9 +253,9 @@ class TrainingMonitor:
         waiting = [self._from_sampler.popleft() for _ in range(len(self._from_sampler))]
         if self._others is not None and not os.environ.get(RUN_DIRECTORY):
             waiting += [alert for alert in self._others.read() if alert.kind == "straggler"]
-        self._tell(waiting)
+        self._report(waiting)
 
-    def _tell(self, alerts: list[Alert]) -> None:
+    def _report(self, alerts: list[Alert]) -> None:
         for alert in alerts:
             if self._file is not None:
                 self._file.write(alert.to_row())

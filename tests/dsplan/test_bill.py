@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hardware_db.datasheets import find_node_type, node_types, sources
-from hardware_db.units import format_days
+from hardware_db.units import format_seconds
 from tests.dsplan.cli import Cli
 
 ASKED = "recommend --model opt-1.3b --gpus 8 --gpu A100-SXM4-80GB --global-batch 64"
@@ -71,10 +71,24 @@ def test_a_deadline_that_cannot_be_met_ends_with_status_1_and_says_what_would_do
 
 
 @pytest.mark.parametrize(
-    ("days", "text"), [(20, "20 days"), (1, "1 day"), (1 / 24, "1 hour"), (0.1, "2.4 hours"), (0.01, "14.4 minutes")]
+    ("seconds", "text"),
+    [
+        (20 * 86400, "20 days"),
+        (86400, "1 day"),
+        (3 * 3600 + 720, "3.2 h"),
+        (1370, "22.8 min"),
+        (90, "90 s"),
+        (45, "45 s"),
+        (0.9999, "1 s"),
+        (0.15, "150 ms"),
+        (12e-6, "12 us"),
+        (0, "0 s"),
+        (-0.5, "-500 ms"),
+        (2_000 * 86400, "2000 days"),
+    ],
 )
-def test_times_are_said_in_the_unit_that_suits_them(days: float, text: str) -> None:
-    assert format_days(days) == text
+def test_durations_are_printed_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
 
 
 def test_the_front_is_a_table_and_a_list(cli: Cli) -> None:

@@ -272,8 +272,8 @@ def live_between_steps(how: How) -> tuple[int, int]:
     engine = how.engine(zero_bodies.WideModel(), lambda parameters: torch.optim.AdamW(parameters, lr=2e-3))
     x = torch.ones(1, 8)
     gc.collect()
-    held = [tensor for tensor in reachable_tensors() if zero_bodies._belongs_to(tensor, engine)]
-    with StorageTracker(held) as tracker:
+    sharded_model = [tensor for tensor in reachable_tensors() if zero_bodies._belongs_to(tensor, engine)]
+    with StorageTracker(sharded_model) as tracker:
         for _ in range(2):
             engine.backward(engine(x))
             engine.step()

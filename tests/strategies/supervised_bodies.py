@@ -1,4 +1,4 @@
-"""What the tests of supervision run on ranks: a small model trained under orders, with no command above it."""
+"""What the tests of supervision run on ranks: a small model trained without a command above it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from hardware_db.errors import DsplanError
 from strategies.checkpoint import storage
 from strategies.data.loader import LoaderSettings, ShardedLoader
-from strategies.run_directory.orders import Orders
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.supervision import lineage
 from strategies.supervision.failures import read_failure
 from strategies.supervision.stopping import STOP_SIGNAL, Stopped
@@ -25,8 +25,8 @@ from tests.strategies.training_bodies import Recipe
 SAMPLES = 36
 
 
-def supervised(recipe: Recipe, directory: str, **orders: Any) -> Any:
-    """An engine with data under orders, resumed where the run has a checkpoint."""
+def supervised(recipe: Recipe, directory: str, **options: Any) -> Any:
+    """An engine with data under the options of an attempt, resumed where the run has a checkpoint."""
     STOP_SIGNAL.request = None
     run = Path(directory)
     run.mkdir(exist_ok=True)
@@ -34,7 +34,7 @@ def supervised(recipe: Recipe, directory: str, **orders: Any) -> Any:
     samples = [tuple(tensor[row] for tensor in training_bodies.batch_of(0)) for row in range(12)] * (SAMPLES // 12)
     engine.dataloader = ShardedLoader(samples, engine.configuration, engine.environment, LoaderSettings())  # type: ignore[arg-type]
     values = {"checkpoint_directory": str(run / "checkpoints"), "checkpoint_minutes": None, "hang_seconds": 0.0}
-    engine.supervision = Supervision(engine, Orders(**{**values, **orders}), run)
+    engine.supervision = Supervision(engine, AttemptOptions(**{**values, **options}), run)
     engine.observers.append(engine.supervision)
     engine.supervision.resume()
     return engine
@@ -68,9 +68,9 @@ def stopped(recipe: Recipe, directory: str, stop_at: int) -> list[tuple[int, flo
     return train(supervised(recipe, directory), 4, stop_at)
 
 
-def saving(recipe: Recipe, directory: str, passes: int, every: int, **orders: Any) -> list[str]:
+def saving(recipe: Recipe, directory: str, passes: int, every: int, **options: Any) -> list[str]:
     """The checkpoints that are there after some passes with one every `every` steps."""
-    engine = supervised(recipe, directory, checkpoint_steps=every, **orders)
+    engine = supervised(recipe, directory, checkpoint_steps=every, **options)
     train(engine, passes)
     engine.wait_for_checkpoint()
     torch.distributed.barrier()
@@ -206,13 +206,13 @@ def wandering_random_state(recipe: Recipe, directory: str) -> list[float]:
     return torch.rand(2).tolist()
 
 
-def goes_on(recipe: Recipe, directory: str, orders: dict[str, Any], own: str = "") -> tuple[int, str, str]:
-    """The step at which training begins in a run with these orders, what is said of it, and why it does not begin; the
+def is_resumed(recipe: Recipe, directory: str, options: dict[str, Any], own: str = "") -> tuple[int, str, str]:
+    """The step at which training begins in a run with these options, what is said of it, and why it does not begin; the
     script loads what it has in `own`."""
     refusal = ""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            engine = supervised(recipe, directory, **orders)
+            engine = supervised(recipe, directory, **options)
             if own:
                 engine.load_checkpoint(own)
             step = int(engine.global_steps)

@@ -96,7 +96,7 @@ def test_a_run_goes_on_from_what_is_on_disk(
     lose: Callable[[Path], None], step: int, said: list[str], run: Path, ranks: RankPool
 ) -> None:
     lose(run)
-    (begun, told, refusal), (other, silence, _) = ranks.run(supervised_bodies.goes_on, DDP, str(run), LATER)
+    (begun, told, refusal), (other, silence, _) = ranks.run(supervised_bodies.is_resumed, DDP, str(run), LATER)
     assert (begun, other, refusal, silence) == (step, step, "", "")
     assert all(words in told for words in said), told
     assert str(run / "checkpoints") in told.splitlines()[-1]
@@ -105,20 +105,20 @@ def test_a_run_goes_on_from_what_is_on_disk(
 
 
 @pytest.mark.parametrize(
-    ("orders", "step", "words"),
+    ("options", "step", "words"),
     [
         ({}, -1, "the run came to step 6 and no checkpoint is left (looked in {run}/checkpoints); put its checkpoints"),
         ({"may_begin_anew": True}, 0, "no checkpoint was complete when the run was at step 6: it begins at step 1"),
         ({"since": 1, "may_begin_anew": True, "reached": 0}, 0, ""),
-        ({"since": 1, "base": "{run}/gone"}, -1, "the checkpoint {run}/gone it was to go on from is not there"),
+        ({"since": 1, "base": "{run}/gone"}, -1, "the checkpoint {run}/gone to resume from is not there"),
     ],
 )
 def test_a_run_of_which_nothing_is_left_never_begins_anew_without_a_word(
-    orders: dict[str, Any], step: int, words: str, run: Path, ranks: RankPool
+    options: dict[str, Any], step: int, words: str, run: Path, ranks: RankPool
 ) -> None:
     shutil.rmtree(run / "checkpoints")
-    orders = {name: value.format(run=run) if isinstance(value, str) else value for name, value in orders.items()}
-    for rank, found in enumerate(ranks.run(supervised_bodies.goes_on, DDP, str(run), LATER | orders)):
+    options = {name: value.format(run=run) if isinstance(value, str) else value for name, value in options.items()}
+    for rank, found in enumerate(ranks.run(supervised_bodies.is_resumed, DDP, str(run), LATER | options)):
         assert found[0] == step
         if step < 0:
             assert words.format(run=run) in found[2]
@@ -131,7 +131,7 @@ def test_a_run_of_which_nothing_is_left_never_begins_anew_without_a_word(
 def test_a_run_whose_checkpoints_are_all_damaged_says_what_to_do(run: Path, ranks: RankPool) -> None:
     for path in run.glob("checkpoints/step-*/rank-00000.safetensors"):
         path.write_bytes(b"")
-    for step, _, refusal in ranks.run(supervised_bodies.goes_on, DDP, str(run), LATER):
+    for step, _, refusal in ranks.run(supervised_bodies.is_resumed, DDP, str(run), LATER):
         assert step == -1
         assert "step-00000006" in refusal
         assert refusal.endswith(f"or begin anew with dsplan run --resume {run} --resume-from start")
@@ -141,19 +141,19 @@ def test_a_script_that_loads_its_own_checkpoint_is_not_refused(run: Path, ranks:
     own = run.parent / "own"
     (run / "checkpoints").rename(own)
     _lose_list_and_journal(run)
-    for step, _, refusal in ranks.run(supervised_bodies.goes_on, DDP, str(run), LATER, str(own)):
+    for step, _, refusal in ranks.run(supervised_bodies.is_resumed, DDP, str(run), LATER, str(own)):
         assert (step, refusal) == (6, "")
 
 
 def test_begun_anew_only_what_came_after_counts(run: Path, ranks: RankPool) -> None:
     anew = LATER | {"since": 1, "reached": 0, "may_begin_anew": True}
-    (step, _, _), _ = ranks.run(supervised_bodies.goes_on, DDP, str(run), anew)
+    (step, _, _), _ = ranks.run(supervised_bodies.is_resumed, DDP, str(run), anew)
     assert step == 0
-    (step, told, _), _ = ranks.run(supervised_bodies.goes_on, DDP, str(run), anew, str(run / "checkpoints"))
+    (step, told, _), _ = ranks.run(supervised_bodies.is_resumed, DDP, str(run), anew, str(run / "checkpoints"))
     assert step == 0
     assert "is not loaded: the run begins anew" in told
     named = LATER | {"since": 1, "base": str(run / "checkpoints" / "step-00000004")}
-    (step, told, _), _ = ranks.run(supervised_bodies.goes_on, DDP, str(run), named)
+    (step, told, _), _ = ranks.run(supervised_bodies.is_resumed, DDP, str(run), named)
     assert (step, "resumed at step 4" in told) == (4, True)
 
 
@@ -161,11 +161,11 @@ def test_checkpoints_of_another_run_in_a_shared_directory_are_left_alone(run: Pa
     shared = run.parent / "shared"
     (run / "checkpoints").rename(shared)
     _lose_list_and_journal(run)
-    orders = LATER | {"checkpoint_directory": str(shared)}
-    (step, _, refusal), _ = ranks.run(supervised_bodies.goes_on, DDP, str(run), orders | {"run_id": "b"})
+    options = LATER | {"checkpoint_directory": str(shared)}
+    (step, _, refusal), _ = ranks.run(supervised_bodies.is_resumed, DDP, str(run), options | {"run_id": "b"})
     assert step == -1
     assert f"looked in {shared}, {run}/checkpoints" in refusal
-    (step, _, _), _ = ranks.run(supervised_bodies.goes_on, DDP, str(run), orders)
+    (step, _, _), _ = ranks.run(supervised_bodies.is_resumed, DDP, str(run), options)
     assert step == 6
 
 

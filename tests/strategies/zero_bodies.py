@@ -132,18 +132,18 @@ def reference_odd(recipe: OddRecipe) -> dict[str, torch.Tensor]:
 @contextmanager
 def _sent(engine: Any) -> Iterator[list[int]]:
     """The number of elements in every reduction that is begun."""
-    wire, sizes = engine._home.wire, list[int]()
-    original = wire.sum_to_owners
+    collectives, sizes = engine._context.collectives, list[int]()
+    original = collectives.reduce_scatter
 
     def counting(buffer: torch.Tensor, layout: Any) -> Any:
         sizes.append(layout.elements)
         return original(buffer, layout)
 
-    wire.sum_to_owners = counting
+    collectives.reduce_scatter = counting
     try:
         yield sizes
     finally:
-        del wire.sum_to_owners
+        del collectives.reduce_scatter
 
 
 def reductions_of_a_step(recipe: Recipe) -> tuple[int, int]:
@@ -276,8 +276,8 @@ def live_states(recipe: Recipe, config: dict[str, Any]) -> dict[str, int]:
         engine.step()
 
     gc.collect()
-    held = [tensor for tensor in reachable_tensors() if _belongs_to(tensor, engine)]
-    with StorageTracker(held) as tracker:
+    sharded_model = [tensor for tensor in reachable_tensors() if _belongs_to(tensor, engine)]
+    with StorageTracker(sharded_model) as tracker:
         for _ in range(3):
             live["between"] = tracker.live_bytes
             for part in range(recipe.accumulation):
@@ -289,7 +289,7 @@ def live_states(recipe: Recipe, config: dict[str, Any]) -> dict[str, int]:
 def _belongs_to(tensor: torch.Tensor, engine: Any) -> bool:
     """Whether a tensor is this engine's: a rank of a pool holds those of earlier tests as well, fake ones among them,
     whose storages have no address."""
-    buckets = (*engine._held.trained, *engine._held.fixed)
+    buckets = (*engine._sharded_model.trained, *engine._sharded_model.fixed)
     own = [*engine.module.parameters(), *(t for b in buckets for t in (b.whole, b.part, b.master))]
     return tensor.untyped_storage()._cdata in {one.untyped_storage()._cdata for one in own}
 

@@ -15,7 +15,7 @@ from planner.types.job import Job
 _BUCKET_BYTES = 25 << 20
 
 
-class ReplicaHolding:
+class ReplicaBuffers:
     """Gradients, DDP's buckets and autocast's copies of weights, at every moment but the optimizer's step."""
 
     def __init__(self, job: Job, recipe: Recipe) -> None:

@@ -25,7 +25,7 @@ KEPT_BYTES = 4
 
 def evaluation_ledger(job: Job, recipe: Recipe, forward: Ledger) -> Ledger:
     """The largest moment of an evaluation; `forward` is a training step's forward phase, whose weights, optimizer
-    states and gathered parameters it has too."""
+    states and unsharded parameters it has too."""
     working = max(_block(job, recipe), _logits_and_loss(job, recipe))
     step, kept = _step_logits(job), job.workload.evaluation_steps_kept
     if kept:

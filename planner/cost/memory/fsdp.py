@@ -1,14 +1,14 @@
-"""What FSDP2 holds besides states and activations, moment by moment: gathered units and reduction buffers.
+"""The memory of FSDP2 besides states and activations, moment by moment: unsharded units and reduction buffers.
 
 Source: torch 2.13's `distributed/fsdp/_fully_shard` (`_fsdp_param_group.py`, `_fsdp_collectives.py`, `_fsdp_state.py`).
-The blocks are units of their own; everything outside them is the root unit, which stays gathered from the start of
+The blocks are units of their own; everything outside them is the root unit, which stays unsharded from the start of
 forward to the end of backward. Buffers live as long as Python refers to them, on a CPU as on a GPU:
 
-* A gather makes one buffer (`collected`) from a 16-bit copy of the shards (`staged`) and copies it out to one storage
-  per parameter (`unsharded`). In forward the buffer stays until the next unit's is copied out; in backward it goes at
-  once, but the next unit has been gathered while this one works.
-* A reduction copies the unit's gradients into one buffer (`summed`), which stays until the next unit reduces; what
-  comes out (`kept`) is the sharded gradient. Parameters are freed before it, gradients after it.
+* An all-gather makes one buffer (`all_gather_output`) from a 16-bit copy of the shards (`all_gather_input`) and copies
+  it out to one storage per parameter (`unsharded`). In forward the buffer stays until the next unit's is copied out; in
+  backward it is freed at once, but the next unit has been all-gathered while this one works.
+* A reduce-scatter copies the unit's gradients into one buffer (`reduce_scatter_input`), which stays until the next unit
+  reduces; what comes out are the `sharded_gradients`. Parameters are freed before it, gradients after it.
 """
 
 from __future__ import annotations
@@ -35,49 +35,57 @@ class UnitBytes:
     """
 
     unsharded: float
-    collected: float
-    staged: float
+    all_gather_output: float
+    all_gather_input: float
     gradients: float
     newest: float
     last_gradient: float
     accumulated: float
-    summed: float
-    kept: float
+    reduce_scatter_input: float
+    sharded_gradients: float
 
     @property
-    def gathering(self) -> float:
-        """The most while it is gathered: the input beside the buffer, then the buffer beside the copies."""
-        if not self.collected:
-            return self.unsharded + self.staged
-        return self.collected + max(self.staged, self.unsharded)
+    def all_gather_peak(self) -> float:
+        """The most during its all-gather: the input beside the buffer, then the buffer beside the copies."""
+        if not self.all_gather_output:
+            return self.unsharded + self.all_gather_input
+        return self.all_gather_output + max(self.all_gather_input, self.unsharded)
 
 
 def unit_bytes(unit: Unit, recipe: Recipe, shards: int, *, offloads: bool) -> UnitBytes:
-    """A unit's bytes over `shards` ranks. One rank alone gathers and reduces by copies, tensor by tensor."""
+    """A unit's bytes over `shards` ranks. One rank alone unshards and reduces by copies, tensor by tensor."""
     local = unit.shard(shards)
     padded = local.elements * shards
     alone, casts = shards == 1, recipe.gather != recipe.weight
     if offloads:
-        staged = local.bytes(recipe.gather) + (rounded(max(local.sizes) * recipe.weight) if casts else 0)
+        all_gather_input = local.bytes(recipe.gather) + (rounded(max(local.sizes) * recipe.weight) if casts else 0)
     elif casts:
-        staged = rounded((max(local.sizes) if alone else local.elements) * recipe.gather)
+        all_gather_input = rounded((max(local.sizes) if alone else local.elements) * recipe.gather)
     else:
-        staged = 0
+        all_gather_input = 0
     return UnitBytes(
         unsharded=sum(rounded(size * shards * recipe.gather) for size in local.sizes),
-        collected=0 if alone else rounded(padded * recipe.gather),
-        staged=staged,
+        all_gather_output=0 if alone else rounded(padded * recipe.gather),
+        all_gather_input=all_gather_input,
         gradients=unit.bytes(recipe.gather),
         newest=rounded(max(unit.sizes, default=0) * recipe.gather),
         last_gradient=0 if alone else rounded(unit.sizes[-1] * recipe.gather),
         accumulated=unit.bytes(recipe.reduce),
-        summed=rounded(padded * recipe.reduce),
-        kept=rounded(local.elements * recipe.reduce),
+        reduce_scatter_input=rounded(padded * recipe.reduce),
+        sharded_gradients=rounded(local.elements * recipe.reduce),
     )
 
 
 _NO_UNIT = UnitBytes(
-    unsharded=0, collected=0, staged=0, gradients=0, newest=0, last_gradient=0, accumulated=0, summed=0, kept=0
+    unsharded=0,
+    all_gather_output=0,
+    all_gather_input=0,
+    gradients=0,
+    newest=0,
+    last_gradient=0,
+    accumulated=0,
+    reduce_scatter_input=0,
+    sharded_gradients=0,
 )
 """The blocks of a module that has none: all of it is the root."""
 
@@ -88,7 +96,7 @@ class _Stack:
     def __init__(self, units: Sequence[tuple[float, UnitBytes]]) -> None:
         self._units = units or [(0.0, _NO_UNIT)]
         self._count = sum(repeats for repeats, _ in units)
-        self._kept_of_all = sum(repeats * unit.kept for repeats, unit in units)
+        self._all_sharded_gradients = sum(repeats * unit.sharded_gradients for repeats, unit in units)
 
     @property
     def is_shared(self) -> bool:
@@ -109,18 +117,20 @@ class _Stack:
         return self._units[-1][1]
 
     def unsharded(self, first: int, blocks: int) -> float:
-        """Bytes of the first so many blocks gathered."""
+        """Bytes of the first so many blocks, unsharded."""
         return sum(share * unit.unsharded for share, unit in self._first(first, blocks))
 
     def accumulated(self, first: int, blocks: int) -> float:
         """Bytes of the whole gradients of the first so many blocks."""
         return sum(share * unit.accumulated for share, unit in self._first(first, blocks))
 
-    def kept(self, last: int, blocks: int) -> float:
+    def sharded_gradients(self, last: int, blocks: int) -> float:
         """Bytes of the sharded gradients of the last so many blocks."""
         if last == 0:
             return 0.0
-        return self._kept_of_all - sum(share * unit.kept for share, unit in self._first(blocks - last, blocks))
+        return self._all_sharded_gradients - sum(
+            share * unit.sharded_gradients for share, unit in self._first(blocks - last, blocks)
+        )
 
     def _first(self, blocks: int, of: int) -> Iterator[tuple[float, UnitBytes]]:
         left = self._count * blocks / max(of, 1)
@@ -142,8 +152,8 @@ class _Sharding:
     synchronised: bool
 
 
-def fsdp_holding(job: Job, recipe: Recipe) -> FsdpHolding:
-    """What FSDP2 holds in a job."""
+def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
+    """The buffers of FSDP2 in a job."""
     chosen = job.configuration
     steps = chosen.gradient_accumulation_steps
     sharding = _Sharding(
@@ -155,16 +165,16 @@ def fsdp_holding(job: Job, recipe: Recipe) -> FsdpHolding:
         steps,
         steps == 1 or chosen.sync_each_micro_batch,
     )
-    return _holding(job.counts, sharding, recipe)
+    return _buffers(job.counts, sharding, recipe)
 
 
 @lru_cache(maxsize=128)
-def _holding(counts: ParameterCounts, sharding: _Sharding, recipe: Recipe) -> FsdpHolding:
-    return FsdpHolding(rank_units(counts, sharding.tp, sharding.pp), sharding, recipe)
+def _buffers(counts: ParameterCounts, sharding: _Sharding, recipe: Recipe) -> FsdpBuffers:
+    return FsdpBuffers(rank_units(counts, sharding.tp, sharding.pp), sharding, recipe)
 
 
-class FsdpHolding:
-    """Gathered units, whole gradients and reduction buffers of one job, at every moment but the optimizer's step."""
+class FsdpBuffers:
+    """Unsharded units, whole gradients and reduction buffers of one job, at every moment but the optimizer's step."""
 
     def __init__(self, units: Units, sharding: _Sharding, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -180,50 +190,59 @@ class FsdpHolding:
     def at(self, instant: Instant) -> Ledger:
         """Gradients and buffers at one instant of the worst micro-batch."""
         if instant.phase != "backward":
-            return Ledger(gradients=self._waiting, buffers=self._gathered_in_forward(instant))
+            return Ledger(gradients=self._waiting, buffers=self._unsharded_in_forward(instant))
         if instant.leaves and (instant.blocks_done + 1 == instant.blocks or not self._blocks.is_shared):
             return self._reduction(instant)
         share = instant.blocks_done / max(instant.blocks, 1)
         of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
         whole = self._whole(instant, of_root)
-        gathered, done = self._gathered_in_backward(instant), instant.blocks_done
-        kept = self._kept(done, instant.blocks)
-        reducing = self._blocks.unit(-done, instant.blocks).summed if done and not self._blocks.is_shared else 0.0
+        unsharded, done = self._unsharded_in_backward(instant), instant.blocks_done
+        sharded_gradients = self._sharded_gradients(done, instant.blocks)
+        reducing = (
+            self._blocks.unit(-done, instant.blocks).reduce_scatter_input
+            if done and not self._blocks.is_shared
+            else 0.0
+        )
         if self._synchronised:
-            gradients = (kept if self._steps == 1 else self._waiting) + whole
-            return Ledger(gradients=gradients, buffers=gathered + reducing)
+            gradients = (sharded_gradients if self._steps == 1 else self._waiting) + whole
+            return Ledger(gradients=gradients, buffers=unsharded + reducing)
         # The last micro-batch reduces what the others left; before that, gradients are added up where they are.
-        last = Ledger(gradients=self._left(instant) + kept + whole, buffers=gathered + reducing)
+        last = Ledger(gradients=self._left(instant) + sharded_gradients + whole, buffers=unsharded + reducing)
         added = self._accumulated if self._steps > 2 else self._accumulated - self._left(instant)
-        return max(last, Ledger(gradients=added + whole, buffers=gathered), key=lambda ledger: ledger.total)
+        return max(last, Ledger(gradients=added + whole, buffers=unsharded), key=lambda ledger: ledger.total)
 
     def _reduction(self, instant: Instant) -> Ledger:
         """The unit's parameters are freed, its whole gradients not before they are copied."""
         done, blocks = instant.blocks_done, instant.blocks
         unit, share = self._blocks.unit(-done - 1, blocks), done / max(blocks, 1)
         of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
-        gathered = self._gathered_in_backward(instant) - unit.unsharded
+        unsharded = self._unsharded_in_backward(instant) - unit.unsharded
         if self._synchronised:
-            gradients = self._kept(done, blocks) if self._steps == 1 else self._waiting
-            gradients += self._recipe.gather * of_root + max(unit.gradients, unit.kept + unit.last_gradient)
+            gradients = self._sharded_gradients(done, blocks) if self._steps == 1 else self._waiting
+            gradients += self._recipe.gather * of_root + max(
+                unit.gradients, unit.sharded_gradients + unit.last_gradient
+            )
         else:
             of_root = 0.0 if self._recipe.gather == self._recipe.reduce else of_root
-            gradients = self._left(instant) + self._kept(done, blocks) + self._recipe.gather * of_root
-        return Ledger(gradients=gradients, buffers=gathered + unit.summed)
+            gradients = self._left(instant) + self._sharded_gradients(done, blocks) + self._recipe.gather * of_root
+        return Ledger(gradients=gradients, buffers=unsharded + unit.reduce_scatter_input)
 
     def before_blocks(self) -> Ledger:
-        """The root gathered, then the first block beside the root's buffer; hardly an activation is alive."""
+        """The root unsharded, then the first block beside the root's buffer; hardly an activation is alive."""
         root, block = self._root, self._blocks.first
-        beside = root.unsharded + root.collected + block.gathering
-        return Ledger(gradients=self._waiting, buffers=max(root.gathering, beside))
+        beside = root.unsharded + root.all_gather_output + block.all_gather_peak
+        return Ledger(gradients=self._waiting, buffers=max(root.all_gather_peak, beside))
 
     def after_backward(self) -> Ledger:
         """The root's reduction, after all others' and when no activation is left."""
         whole, last = self._root.gradients, self._root.last_gradient
         if not self._synchronised:
             whole, last = self._root.accumulated, last * self._recipe.reduce / self._recipe.gather
-        kept = self._waiting if self._synchronised and self._steps > 1 else self._kept(1, 1)
-        return Ledger(gradients=kept + max(whole, self._root.kept + last), buffers=self._root.summed)
+        sharded_gradients = self._waiting if self._synchronised and self._steps > 1 else self._sharded_gradients(1, 1)
+        return Ledger(
+            gradients=sharded_gradients + max(whole, self._root.sharded_gradients + last),
+            buffers=self._root.reduce_scatter_input,
+        )
 
     def _whole(self, instant: Instant, of_root: float) -> float:
         """Gradients that are not reduced yet. Those of the dtype that is accumulated are added in place, so that only
@@ -233,9 +252,9 @@ class FsdpHolding:
         unit = self._blocks.unit(-instant.blocks_done - 1, instant.blocks) if instant.unit == "block" else self._root
         return min(self._recipe.gather * instant.unit_gradients, unit.newest)
 
-    def _kept(self, blocks: int, of: int) -> float:
+    def _sharded_gradients(self, blocks: int, of: int) -> float:
         """Sharded gradients of the last so many blocks; offload moves them away as they are made."""
-        return 0.0 if self._offloads else self._blocks.kept(blocks, of)
+        return 0.0 if self._offloads else self._blocks.sharded_gradients(blocks, of)
 
     def _left(self, instant: Instant) -> float:
         """Accumulated gradients that are not reduced yet."""
@@ -247,21 +266,25 @@ class FsdpHolding:
         """Gradients of earlier micro-batches."""
         if not self._synchronised:
             return self._accumulated
-        return self._kept(1, 1) + self._root.kept if self._steps > 1 else 0.0
+        return self._sharded_gradients(1, 1) + self._root.sharded_gradients if self._steps > 1 else 0.0
 
-    def _gathered_in_forward(self, instant: Instant) -> float:
+    def _unsharded_in_forward(self, instant: Instant) -> float:
         """The last buffer stays until the next unit's is copied out, or until the root's forward, which has the loss,
         ends."""
         done, blocks = instant.blocks_done, instant.blocks
         if instant.unit == "head":
             before = 0.0 if self._reshards else self._blocks.unsharded(blocks, blocks)
-            return self._root.unsharded + before + self._blocks.unit(-1, blocks).collected
+            return self._root.unsharded + before + self._blocks.unit(-1, blocks).all_gather_output
         block, previous = self._blocks.unit(done, blocks), self._blocks.unit(done - 1, blocks) if done else self._root
         before = 0.0 if self._reshards else self._blocks.unsharded(done, blocks)
-        gathered = previous.collected + block.gathering if instant.enters else block.unsharded + block.collected
-        return self._root.unsharded + before + gathered
+        unsharded = (
+            previous.all_gather_output + block.all_gather_peak
+            if instant.enters
+            else block.unsharded + block.all_gather_output
+        )
+        return self._root.unsharded + before + unsharded
 
-    def _gathered_in_backward(self, instant: Instant) -> float:
+    def _unsharded_in_backward(self, instant: Instant) -> float:
         """The root, the block at work, and, once that is copied out, the buffer of the one before it, which is next."""
         blocks = instant.blocks
         remaining = blocks - instant.blocks_done
@@ -269,13 +292,13 @@ class FsdpHolding:
             return self._root.unsharded + self._blocks.unsharded(remaining, blocks)
         if instant.unit == "head":
             last = self._blocks.unit(-1, blocks)
-            return self._root.unsharded + last.collected
+            return self._root.unsharded + last.all_gather_output
         if instant.unit == "table":
-            following = self._blocks.unit(remaining - 1, blocks).collected if remaining > 0 else 0.0
+            following = self._blocks.unit(remaining - 1, blocks).all_gather_output if remaining > 0 else 0.0
             return self._root.unsharded + following
         if instant.enters:
             unit = self._blocks.unit(remaining - 1, blocks)
-            return self._root.unsharded + unit.collected + unit.unsharded
+            return self._root.unsharded + unit.all_gather_output + unit.unsharded
         fetches = remaining > 1 and not self._blocks.is_shared
-        ahead = self._blocks.unit(remaining - 2, blocks).collected if fetches else 0.0
+        ahead = self._blocks.unit(remaining - 2, blocks).all_gather_output if fetches else 0.0
         return self._root.unsharded + self._blocks.unit(remaining - 1, blocks).unsharded + ahead

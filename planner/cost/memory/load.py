@@ -47,7 +47,7 @@ def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
 
 
 def _beside_the_whole(job: Job, recipe: Recipe) -> float:
-    """What is made before any of the model's first form is let go: a unit's shards, or a cast copy of one weight."""
+    """What is made before any of the model's first form is freed: a unit's shards, or a cast copy of one weight."""
     if job.configuration.strategy in FSDP_STRATEGIES:
         return recipe.weight * job.counts.largest_block / job.configuration.dp_shard
     return recipe.weight * _largest_matrix(job) if recipe.weight != MADE_BYTES else 0.0
@@ -125,7 +125,7 @@ class Saving:
 
 def saving_of(job: Job, recipe: Recipe, states: States) -> Saving:
     """What a checkpoint of the workload's kind takes; nothing where none was asked for."""
-    matrix = _largest_gathered_matrix(job)
+    matrix = _largest_unsharded_matrix(job)
     if job.workload.save == "none":
         return Saving(device=Ledger(), host_of_rank_0=0, host_of_others=0)
     if job.workload.save == "sharded":
@@ -134,19 +134,19 @@ def saving_of(job: Job, recipe: Recipe, states: States) -> Saving:
         weights = recipe.weight * states.elements if job.configuration.zero_stage in (1, 2) else 0.0
         return Saving(device=Ledger(), host_of_rank_0=max(size, weights), host_of_others=size)
     return Saving(
-        device=Ledger(temporaries=recipe.weight * _gathered(job) * matrix),
+        device=Ledger(temporaries=recipe.weight * _unsharded(job) * matrix),
         host_of_rank_0=recipe.weight * job.counts.total,
         host_of_others=0,
     )
 
 
-def _gathered(job: Job) -> int:
-    """Whole tensors on every rank's device at once: DTensor copies what it gathered (measured on ranks)."""
+def _unsharded(job: Job) -> int:
+    """Whole tensors on every rank's device at once: DTensor copies what it all-gathered (measured on ranks)."""
     if job.configuration.strategy in FSDP_STRATEGIES:
         return 2
     return 1 if job.configuration.zero_stage == 3 else 0
 
 
-def _largest_gathered_matrix(job: Job) -> int:
+def _largest_unsharded_matrix(job: Job) -> int:
     largest = max((block.largest_matrix for block in job.counts.blocks), default=0)
     return max(largest, job.facts.vocab_size * job.facts.hidden_size)

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from planner.cost.memory.activations.instants import Instant, instants_of
-from planner.cost.memory.ddp import ReplicaHolding
-from planner.cost.memory.fsdp import FsdpHolding, fsdp_holding
+from planner.cost.memory.ddp import ReplicaBuffers
+from planner.cost.memory.fsdp import FsdpBuffers, fsdp_buffers
 from planner.cost.memory.ledger import Ledger, States
 from planner.cost.memory.optimizer_step import step_temporaries
-from planner.cost.memory.zero.deepspeed import zero_holding
-from planner.cost.memory.zero.native import NativeHolding
+from planner.cost.memory.zero.deepspeed import zero_buffers
+from planner.cost.memory.zero.native import NativeZeroBuffers
 from planner.cost.precision import Recipe
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
 
-# Holding: what a strategy holds beside weights, optimizer states and activations, at every moment of a step.
+# What a strategy allocates beside weights, optimizer states and activations, at every moment of a step.
 
 
-class Holding(Protocol):
+class Buffers(Protocol):
     """Gradients, buffers and temporaries of one strategy."""
 
     def at(self, instant: Instant) -> Ledger:
@@ -35,21 +35,21 @@ class Holding(Protocol):
         """Moments at which hardly an activation is alive, each with the phase it belongs to."""
 
 
-def holding_of(job: Job, recipe: Recipe, states: States) -> Holding:
-    """The holding of the job's strategy."""
+def buffers_of(job: Job, recipe: Recipe, states: States) -> Buffers:
+    """The buffers of the job's strategy."""
     if job.configuration.backend == "native":
-        return NativeHolding(job, recipe)
+        return NativeZeroBuffers(job, recipe)
     if job.configuration.zero_stage:
-        return zero_holding(job, recipe)
+        return zero_buffers(job, recipe)
     step = Ledger(gradients=states.gradients, temporaries=step_temporaries(job, recipe, states))
     if job.configuration.strategy in FSDP_STRATEGIES:
-        return _Sharded(fsdp_holding(job, recipe), step)
-    return _Replica(ReplicaHolding(job, recipe), step)
+        return _Sharded(fsdp_buffers(job, recipe), step)
+    return _Replica(ReplicaBuffers(job, recipe), step)
 
 
 @dataclass(frozen=True, slots=True)
 class _Replica:
-    _held: ReplicaHolding
+    _held: ReplicaBuffers
     _step: Ledger
 
     def at(self, instant: Instant) -> Ledger:
@@ -61,7 +61,7 @@ class _Replica:
 
 @dataclass(frozen=True, slots=True)
 class _Sharded:
-    _held: FsdpHolding
+    _held: FsdpBuffers
     _step: Ledger
 
     def at(self, instant: Instant) -> Ledger:
@@ -142,10 +142,10 @@ _REMEMBERED = 512
 
 
 def _worked_out(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
-    holding = holding_of(job, recipe, states)
-    lines = [_Line(phase, held, 0.0, 0.0, held.total) for phase, held in holding.own_moments()]
+    buffers = buffers_of(job, recipe, states)
+    lines = [_Line(phase, held, 0.0, 0.0, held.total) for phase, held in buffers.own_moments()]
     for instant in _instants(_Alike(job, recipe, _activations_key(job, recipe))):
-        held, (fixed, grows) = holding.at(instant), instant.activations
+        held, (fixed, grows) = buffers.at(instant), instant.activations
         lines.append(_Line(instant.phase, held, fixed, grows, held.total + fixed))
     return lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from planner.cost.precision import wire_bytes
+from planner.cost.precision import communication_bytes
 from planner.cost.timing.collectives import Group, group
 from planner.cost.timing.flops import executed_layers, job_stacks
 from planner.cost.timing.stacks import USUAL_MATMULS
@@ -46,7 +46,7 @@ class Layout:
 
     `layers` blocks of `block` parameters in `products` modules, and `root` parameters outside blocks, `embedding` of
     them last in the backward; all divided by tp. Widths are bytes per
-    parameter of what is gathered, of what is reduced, of that between ranks, and of a stored gradient.
+    parameter of what is all-gathered, of what is reduced, of that between ranks, and of a stored gradient.
     """
 
     layers: int
@@ -60,7 +60,7 @@ class Layout:
     replica_group: Group
     gather_bytes: int
     reduce_bytes: int
-    wire_bytes: float
+    communication_bytes: float
     gradient_bytes: int
 
     @property
@@ -75,7 +75,7 @@ class Layout:
 
 
 def _widths(configuration: Configuration) -> tuple[int, int, int]:
-    """Bytes per parameter gathered, reduced, and kept as gradient, by what the backend does with a precision."""
+    """Bytes per parameter all-gathered, reduced, and stored as gradient, by what the backend does with a precision."""
     if configuration.precision == "fp32":
         return 4, 4, 4
     if configuration.precision == "bf16-pure" or configuration.zero_stage:
@@ -117,6 +117,6 @@ def layout(job: Job) -> Layout:
         replica_group=group(job.cluster, replicas, tp * shards),
         gather_bytes=gather_bytes,
         reduce_bytes=reduce_bytes,
-        wire_bytes=wire_bytes(configuration.gradient_compression, reduce_bytes),
+        communication_bytes=communication_bytes(configuration.gradient_compression, reduce_bytes),
         gradient_bytes=gradient_bytes,
     )

@@ -115,7 +115,7 @@ def _state_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) -> 
     if configuration.backend == "native":
         return _native_cost(job, where, hideout, rates)
     steps = configuration.gradient_accumulation_steps
-    # FSDP keeps shards in fp32 and narrows them on the device, ZeRO sends them as they are gathered.
+    # FSDP keeps shards in fp32 and narrows them on the device, ZeRO sends them as they are all-gathered.
     size = where.owned * where.gradient_bytes
     weights, gradients = (link_seconds(cluster, size, to_host=away) for away in (False, True))
     streamed = gradients * (1 if configuration.strategy == "zero1" else steps)

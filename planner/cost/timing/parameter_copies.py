@@ -98,23 +98,23 @@ def _accumulated(job: Job, where: Layout) -> Copies:
 
 
 def _fully_sharded(job: Job, where: Layout, rates: DeviceRates) -> Copies:
-    """FSDP2, a micro-batch: a unit is gathered into one new buffer and copied out into new parameters, in the forward
-    and again in the backward; its gradient is copied into a new buffer of the width that is reduced.
+    """FSDP2, a micro-batch: a unit is all-gathered into one new buffer and copied out into new parameters, in
+    the forward and again in the backward; its gradient is copied into a new buffer of the width that is reduced.
 
     Over gloo, which cannot average, that buffer is divided first.
     """
     again = 1 if job.configuration.strategy == "fsdp-grad-op" else 2
-    gathered = Copies(moved=2.0 * where.gather_bytes, fresh=2.0 * where.gather_bytes) * again
+    all_gather = Copies(moved=2.0 * where.gather_bytes, fresh=2.0 * where.gather_bytes) * again
     reduced = Copies(moved=where.gather_bytes + where.reduce_bytes, fresh=where.reduce_bytes)
     divided = Copies(moved=2.0 * where.reduce_bytes if rates.serial else 0.0)
-    return (gathered + reduced + divided) * where.parameters
+    return (all_gather + reduced + divided) * where.parameters
 
 
 def _partitioned(where: Layout, rates: DeviceRates) -> Copies:
-    """ZeRO-3, a micro-batch: like FSDP with one gather, if nothing is let go of between forward and backward."""
-    gathered = Copies(moved=2.0 * where.gather_bytes, fresh=2.0 * where.gather_bytes)
+    """ZeRO-3, a micro-batch: like FSDP with one all-gather, if nothing is freed between forward and backward."""
+    all_gather = Copies(moved=2.0 * where.gather_bytes, fresh=2.0 * where.gather_bytes)
     reduced = Copies(moved=4.0 * where.reduce_bytes, fresh=2.0 * where.reduce_bytes)
-    return (gathered + reduced) * where.parameters
+    return (all_gather + reduced) * where.parameters
 
 
 def _bucketed(where: Layout) -> Copies:

@@ -88,7 +88,7 @@ def attention(facts: ModelFacts) -> Weights:
         inputs = linear(facts.hidden_size, queries, bias=facts.qkv_bias) + key + value
     output = linear(queries, facts.hidden_size, bias=facts.attn_out_bias)
     sinks = vector(facts.num_heads) if facts.attention_sinks else NOTHING
-    return _as_kept(facts, inputs + output) + _query_key_norm(facts, queries, keys) + sinks
+    return _as_stored(facts, inputs + output) + _query_key_norm(facts, queries, keys) + sinks
 
 
 def _query_key_norm(facts: ModelFacts, queries: int, keys: int) -> Weights:
@@ -121,18 +121,18 @@ def mlp(facts: ModelFacts, width: int) -> Weights:
         inputs = linear(hidden, 2 * width, bias=bias)
     else:
         inputs = linear(hidden, width, bias=bias) + linear(hidden, width, bias=bias)
-    return _as_kept(facts, inputs + linear(width, hidden, bias=bias))
+    return _as_stored(facts, inputs + linear(width, hidden, bias=bias))
 
 
 def norms(facts: ModelFacts, how_many: int) -> Weights:
     return Weights(norm(facts).shapes * how_many)
 
 
-def _as_kept(facts: ModelFacts, projections: Weights) -> Weights:
+def _as_stored(facts: ModelFacts, projections: Weights) -> Weights:
     return _swapped(projections) if facts.model_type in _INPUTS_FIRST else projections
 
 
-def experts_as_kept(facts: ModelFacts, projections: Weights) -> Weights:
+def experts_as_stored(facts: ModelFacts, projections: Weights) -> Weights:
     """The stacked projections of all experts, in the order of dimensions that the architecture keeps them in."""
     return _swapped(projections) if facts.model_type in _EXPERTS_INPUTS_FIRST else projections
 
@@ -156,7 +156,7 @@ def routed_experts(facts: ModelFacts) -> Weights:
     """All routed experts; transformers 5 keeps them in [experts, 2 * width, hidden] and [experts, hidden, width]."""
     experts, hidden, width = facts.num_experts, facts.hidden_size, facts.moe_intermediate_size
     inputs = (2 if facts.gated_mlp else 1) * width
-    weights = experts_as_kept(facts, tensor(experts, inputs, hidden) + tensor(experts, hidden, width))
+    weights = experts_as_stored(facts, tensor(experts, inputs, hidden) + tensor(experts, hidden, width))
     return weights + tensor(experts, inputs) + tensor(experts, hidden) if facts.expert_bias else weights
 
 

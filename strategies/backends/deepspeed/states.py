@@ -240,7 +240,7 @@ def scale_of(scaler: Any) -> dict[str, Any]:
 
 
 def take_scale(scaler: Any, state: Mapping[str, Any]) -> None:
-    """Go on from a loss scale that some engine saved; nothing where fp16 is off on either side."""
+    """Resume from a loss scale that some engine saved; nothing where fp16 is off on either side."""
     if not scaler.dynamic or "scale" not in state:
         return
     scaler.cur_scale = float(state["scale"])

@@ -1,4 +1,4 @@
-"""Wire: the two collectives that ZeRO is made of, begun now and waited for later.
+"""The two collectives that ZeRO is made of, launched now and waited for later.
 
 NCCL has both as one call. Over gloo, whose reduce-scatter is an all-reduce with a copy and whose all-gather copies
 twice, every rank sends the others exactly what they need instead: half the bytes of an all-reduce, no copy.
@@ -33,32 +33,32 @@ class Sum(Protocol):
         """This rank's run of the sum in `dtype`, [layout.run] or without its padding; waits for it."""
 
 
-class Wire(ABC):
-    """Collectives over the ranks that share one copy of the states."""
+class Collectives(ABC):
+    """NativeCollectives over the ranks that share one copy of the states."""
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
         self.ranks = ranks
         self.group = group
 
     needs_padding = False
-    """Whether a buffer to be summed must have a whole run for every rank."""
+    """Whether a buffer to be reduced must have a whole run for every rank."""
 
     @abstractmethod
-    def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
         """Fill `whole`, [layout.padded], with every rank's `part`, [layout.run], which may be its own run of it."""
 
     @abstractmethod
-    def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+    def reduce_scatter(self, buffer: torch.Tensor, layout: Layout) -> Sum:
         """Add up the ranks' buffers, each run on its owner; `buffer` must not be touched until the sum is there."""
 
     @abstractmethod
-    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+    def all_to_all(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
         """Send a message to every other rank and fill `incoming` with theirs, one by rank; this rank's are empty.
 
         Both must be kept until it is waited for.
         """
 
-    def sum_everywhere(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a small tensor over ranks, on every rank; in place."""
         if self.ranks.world_size > 1:
             dist.all_reduce(values, group=self.group)
@@ -68,21 +68,21 @@ class Wire(ABC):
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
-class Alone(Wire):
+class SingleRank(Collectives):
     """One rank: there is nothing to exchange."""
 
-    def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
         _copy_own(whole, part, layout)
         return _Done()
 
-    def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+    def reduce_scatter(self, buffer: torch.Tensor, layout: Layout) -> Sum:
         return _Own(buffer)
 
-    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+    def all_to_all(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
         return _Done()
 
 
-class Collectives(Wire):
+class NativeCollectives(Collectives):
     """NCCL's all-gather and reduce-scatter, on its own streams.
 
     They want runs of equal length. Undivided parameters travel in one broadcast or reduction for each owner instead:
@@ -91,21 +91,21 @@ class Collectives(Wire):
 
     needs_padding = True
 
-    def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
         if layout.borders is not None:
             _copy_own(whole, part, layout)
             return _All([dist.broadcast(run, **self._rooted("src", rank)) for rank, run in _filled(whole, layout)])
         work: Arrival = collectives.all_gather(whole, part, group=self.group, async_op=True)
         return work
 
-    def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+    def reduce_scatter(self, buffer: torch.Tensor, layout: Layout) -> Sum:
         if layout.borders is not None:
             work = [dist.reduce(run, **self._rooted("dst", rank)) for rank, run in _filled(buffer, layout)]
             return _Reduced(buffer[layout.own_slice], _All(work))
         part = buffer.new_empty(layout.run)
         return _Scattered(part, collectives.reduce_scatter(part, buffer, group=self.group, async_op=True))
 
-    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+    def all_to_all(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
         work: Arrival = dist.all_to_all(list(incoming), list(outgoing), group=self.group, async_op=True)
         return work
 
@@ -113,23 +113,23 @@ class Collectives(Wire):
         return {role: self._global(rank), "group": self.group, "async_op": True}
 
 
-class Messages(Wire):
+class Messages(Collectives):
     """Messages from rank to rank: each run goes to its owner, who adds up what arrives."""
 
-    def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
         _copy_own(whole, part, layout)
         runs = _runs(whole, layout)
         return self._swap([runs[self.ranks.rank]] * len(runs), runs, _GATHER_TAG)
 
-    def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+    def reduce_scatter(self, buffer: torch.Tensor, layout: Layout) -> Sum:
         first, last = layout.own
         runs = _runs(buffer, layout)
         received = buffer.new_empty((len(runs) - 1, last - first))
         rows = [*received]
         rows.insert(self.ranks.rank, runs[self.ranks.rank])
-        return _Collected(buffer, runs[self.ranks.rank], received, self._swap(runs, rows, _REDUCE_TAG))
+        return _MessageSum(buffer, runs[self.ranks.rank], received, self._swap(runs, rows, _REDUCE_TAG))
 
-    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+    def all_to_all(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
         return self._swap(outgoing, incoming, _EXCHANGE_TAG)
 
     def _swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int) -> Arrival:
@@ -146,11 +146,11 @@ class Messages(Wire):
         return _All(work)
 
 
-def wire_for(ranks: Ranks, device: torch.device) -> Wire:
-    """The wire that suits the device's process group."""
+def collectives_for(ranks: Ranks, device: torch.device) -> Collectives:
+    """The collectives that suit the device's process group."""
     if ranks.world_size == 1:
-        return Alone(ranks)
-    return Collectives(ranks) if device.type == "cuda" else Messages(ranks)
+        return SingleRank(ranks)
+    return NativeCollectives(ranks) if device.type == "cuda" else Messages(ranks)
 
 
 def _runs(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -210,7 +210,7 @@ class _Reduced:
         return self._own.to(dtype, copy=True)  # the other runs of its buffer are of no use any more
 
 
-class _Collected:
+class _MessageSum:
     def __init__(self, buffer: torch.Tensor, own: torch.Tensor, received: torch.Tensor, arrival: Arrival) -> None:
         self._buffer, self._own, self._received, self._arrival = buffer, own, received, arrival
 

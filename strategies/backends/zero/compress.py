@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from strategies.backends.zero.collectives import Arrival, Sum, Wire
+from strategies.backends.zero.collectives import Arrival, Collectives, Sum
 from strategies.backends.zero.flat_shard import Layout
 from strategies.modules.compression import Codec
 
@@ -19,11 +19,13 @@ _ERROR_DTYPE = torch.bfloat16
 """An error is at most half a step of its block; 8 bits of it are exact enough, at half the memory of fp32."""
 
 
-def wires(wire: Wire, codec: Codec | None, unit: Callable[[], float]) -> Callable[[], Wire]:
-    """What makes the wire of a bucket: the one that all share, or one in 8 bits around it; `unit` is the loss scale."""
-    if codec is None or wire.ranks.world_size == 1:
-        return lambda: wire
-    return lambda: EightBits(wire, codec, unit)
+def collectives_factory(
+    collectives: Collectives, codec: Codec | None, unit: Callable[[], float]
+) -> Callable[[], Collectives]:
+    """Makes the collectives of a bucket: those of all, or 8-bit ones around them; `unit` is the loss scale."""
+    if codec is None or collectives.ranks.world_size == 1:
+        return lambda: collectives
+    return lambda: EightBits(collectives, codec, unit)
 
 
 class Memory:
@@ -51,21 +53,21 @@ class Memory:
         return self._errors[run]
 
 
-class EightBits(Wire):
-    """The sums of one bucket over another wire's ranks, in 8 bits on the way."""
+class EightBits(Collectives):
+    """The sums of one bucket over the ranks of other collectives, in 8 bits on the way."""
 
-    def __init__(self, wire: Wire, codec: Codec, unit: Callable[[], float] = lambda: 1.0) -> None:
-        super().__init__(wire.ranks, wire.group)
-        self._wire, self._codec = wire, codec
+    def __init__(self, collectives: Collectives, codec: Codec, unit: Callable[[], float] = lambda: 1.0) -> None:
+        super().__init__(collectives.ranks, collectives.group)
+        self._collectives, self._codec = collectives, codec
         self._memory = Memory(codec, unit)
 
-    def gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
-        return self._wire.gather(whole, part, layout)
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+        return self._collectives.all_gather(whole, part, layout)
 
-    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
-        return self._wire.exchange(outgoing, incoming)
+    def all_to_all(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        return self._collectives.all_to_all(outgoing, incoming)
 
-    def sum_to_owners(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+    def reduce_scatter(self, buffer: torch.Tensor, layout: Layout) -> Sum:
         codec, ranks = self._codec, range(self.ranks.world_size)
         self._memory.restart()
         outgoing, incoming = [buffer.new_empty(0, dtype=torch.uint8) for _ in ranks], list[torch.Tensor]()
@@ -80,7 +82,7 @@ class EightBits(Wire):
         # A copy, so that the buffer is free as soon as it is encoded.
         own = codec.room(last - first, buffer)
         own[: last - first].copy_(buffer[first:last])
-        return _Decoded(codec, (own, last - first), (outgoing, incoming), self.exchange(outgoing, incoming))
+        return _Decoded(codec, (own, last - first), (outgoing, incoming), self.all_to_all(outgoing, incoming))
 
 
 class _Decoded:

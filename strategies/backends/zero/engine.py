@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from planner.cost.zero_buckets import NATIVE_STEP_RUNS
-from strategies.backends.zero.collectives import wire_for
-from strategies.backends.zero.compress import wires
+from strategies.backends.zero.collectives import collectives_for
+from strategies.backends.zero.compress import collectives_factory
 from strategies.backends.zero.flat_shard import Bucket, Place, Ranks, owners_of
 from strategies.backends.zero.gradient_reducer import Reducer
 from strategies.backends.zero.nvme import Disk
 from strategies.backends.zero.offload import HostGradients, fused_on_host, offload_of
 from strategies.backends.zero.optimizer import Pieces, script_optimizer
 from strategies.backends.zero.settings import read_settings
-from strategies.backends.zero.sharded_model import Held, ZeroStates
-from strategies.backends.zero.weights import Home
+from strategies.backends.zero.sharded_model import ShardedModel, ZeroStates
+from strategies.backends.zero.weights import ShardingContext
 from strategies.distributed.environment import ensure_group
 from strategies.engine.base import Engine, Strategy
 from strategies.engine.torch_engine import scheduler_of, tensors_in
@@ -41,8 +41,8 @@ class Latecomers:
     the same changes.
     """
 
-    def __init__(self, module: nn.Module, held: Held, pieces: Pieces, reducer: Reducer) -> None:
-        self._module, self._held, self._pieces, self._reducer = module, held, pieces, reducer
+    def __init__(self, module: nn.Module, sharded_model: ShardedModel, pieces: Pieces, reducer: Reducer) -> None:
+        self._module, self._sharded_model, self._pieces, self._reducer = module, sharded_model, pieces, reducer
         self._asleep = self._outside()
 
     def welcome(self) -> None:
@@ -66,8 +66,8 @@ class Latecomers:
                     " backward pass of a step that makes one"
                 )
         whole = undivided(self._pieces.optimizer, (parameter for _, parameter in come))
-        owners = owners_of(whole, self._held.home.wire.ranks.world_size)
-        made = self._held.admit(come, owners)
+        owners = owners_of(whole, self._sharded_model.context.collectives.ranks.world_size)
+        made = self._sharded_model.admit(come, owners)
         self._reducer.take(made)
         self._pieces.add(made)
         self._asleep = self._outside()
@@ -148,7 +148,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ZeroStrategy(Strategy):
-    """Lays the model out in buckets; a stage says which of their tensors are whole and when gradients are summed."""
+    """Lays the model out in buckets; a stage says which of them are unsharded and when gradients are reduced."""
 
     reduces_each_micro_batch: bool
     """Whether gradients are summed over ranks in every micro-batch, so that no rank holds them whole."""
@@ -160,17 +160,23 @@ class ZeroStrategy(Strategy):
         ranks = Ranks(rank=environment.rank, world_size=environment.world_size)
         optimizer = script_optimizer(parts, trainable_parameters(model, parts.model_parameters))
         settings = read_settings(parts, environment.device)
-        home = Home(
+        context = ShardingContext(
             device=environment.device,
-            wire=wire_for(ranks, environment.device),
+            collectives=collectives_for(ranks, environment.device),
             settings=settings,
             offload=offload_of(settings.offload, environment.device),
             owners=owners_of(undivided(optimizer, model.parameters()), ranks.world_size),
         )
-        return ZeroEngine(strategy=self, parts=parts, home=home, held=self.hold(model, home), optimizer=optimizer)
+        return ZeroEngine(
+            strategy=self,
+            parts=parts,
+            context=context,
+            sharded_model=self.shard_model(model, context),
+            optimizer=optimizer,
+        )
 
     @abstractmethod
-    def hold(self, model: nn.Module, home: Home) -> Held:
+    def shard_model(self, model: nn.Module, context: ShardingContext) -> ShardedModel:
         """Place the model's weights in buckets on the device."""
 
 
@@ -185,26 +191,28 @@ class ZeroEngine(Engine):
         *,
         strategy: ZeroStrategy,
         parts: TrainingParts,
-        home: Home,
-        held: Held,
+        context: ShardingContext,
+        sharded_model: ShardedModel,
         optimizer: torch.optim.Optimizer,
     ) -> None:
         super().__init__(parts.plan, strategy.environment)
-        settings = home.settings
+        settings = context.settings
         self.module = self.wrapped = parts.model
         self.gradient_clipping = parts.gradient_clipping
-        self._home, self._held = home, held
+        self._context, self._sharded_model = context, sharded_model
         self._scale = LossScale(settings.scale)
-        wire_of = wires(home.wire, settings.travel.codec, lambda: self._scale.value)
-        self._reducer = Reducer(held.trained, wire_of, accumulate=settings.accumulate, reduce=settings.travel.dtype)
-        held.follow(self._reducer)
+        collectives_of = collectives_factory(context.collectives, settings.travel.codec, lambda: self._scale.value)
+        self._reducer = Reducer(
+            sharded_model.trained, collectives_of, accumulate=settings.accumulate, reduce=settings.travel.dtype
+        )
+        sharded_model.follow(self._reducer)
         self.optimizer = optimizer
-        self._pieces = Pieces(held.trained, home.wire, optimizer)
-        self._latecomers = Latecomers(self.module, held, self._pieces, self._reducer)
-        self._stepper = Stepper(optimizer, self._pieces, held, home.offload.disk)
-        if home.offload.copies is not None:
+        self._pieces = Pieces(sharded_model.trained, context.collectives, optimizer)
+        self._latecomers = Latecomers(self.module, sharded_model, self._pieces, self._reducer)
+        self._stepper = Stepper(optimizer, self._pieces, sharded_model, context.offload.disk)
+        if context.offload.copies is not None:
             rounds = self.device.type == "cuda"
-            self._reducer.host = HostGradients(home.offload.copies, settings, rounds=rounds)
+            self._reducer.host = HostGradients(context.offload.copies, settings, rounds=rounds)
         self.lr_scheduler = scheduler_of(parts, self.optimizer)
         each = strategy.reduces_each_micro_batch and self.configuration.sync_each_micro_batch
         self._reduces_each = each
@@ -223,9 +231,9 @@ class ZeroEngine(Engine):
         return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
 
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
-        buckets = (*self._held.trained, *self._held.fixed)
+        buckets = (*self._sharded_model.trained, *self._sharded_model.fixed)
         summed = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
-        masters = [bucket.master for bucket in self._held.trained]
+        masters = [bucket.master for bucket in self._sharded_model.trained]
         # A part that is its own master holds weights where both have one dtype, else the wider copy.
         parts = [bucket.part for bucket in buckets if bucket.part.dtype == bucket.dtype]
         return {
@@ -235,10 +243,10 @@ class ZeroEngine(Engine):
         }
 
     def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
-        return self._held.whole(keeps_changes=keeps_changes)
+        return self._sharded_model.whole(keeps_changes=keeps_changes)
 
     def _states(self) -> ZeroStates:
-        return ZeroStates(self.module, self.optimizer, self._pieces, self._held)
+        return ZeroStates(self.module, self.optimizer, self._pieces, self._sharded_model)
 
     def _progress(self) -> dict[str, Any]:
         return {
@@ -253,16 +261,16 @@ class ZeroEngine(Engine):
         self._scale.load_state_dict(progress["scaler"])
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = narrowed((args, kwargs), self._home.settings.compute)
+        args, kwargs = narrowed((args, kwargs), self._context.settings.compute)
         return self.module(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
         acts = self.is_gradient_accumulation_boundary()
         self._latecomers.welcome()
         # Divided here once, gradients are means over ranks and micro-batches when they have been added up.
-        parts = self.configuration.gradient_accumulation_steps * self._home.wire.ranks.world_size
+        parts = self.configuration.gradient_accumulation_steps * self._context.collectives.ranks.world_size
         self._reducer.begin(reduces=acts or (self._reduces_each and self._may_reduce))
-        with self._held.backward():
+        with self._sharded_model.backward():
             torch.autograd.backward(loss.float() * (self._scale.value / parts))
             self._reducer.finish()
 
@@ -273,7 +281,7 @@ class ZeroEngine(Engine):
             return
         self._latecomers.welcome()
         self._reducer.settle()
-        square, used = self._pieces.agree(self._reducer.used, self.device)
+        square, used = self._pieces.synchronize(self._reducer.used, self.device)
         if math.isfinite(square):
             self._apply(math.sqrt(square) / self._scale.value, used)
         else:

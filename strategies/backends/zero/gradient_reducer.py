@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.backends.zero.collectives import Sum, Wire
+from strategies.backends.zero.collectives import Collectives, Sum
 from strategies.backends.zero.flat_shard import Bucket, Place, Slot
 from strategies.backends.zero.offload import HostGradients
 from strategies.distributed.consensus import on_rank_zero
@@ -29,21 +29,21 @@ class Reducer:
     """Sums the gradients of buckets over ranks during backward; what `finish` leaves is in `bucket.gradient`.
 
     `accumulate` is the dtype in which gradients wait for the step and `reduce` that in which they travel, None for the
-    parameter's own. `wire_of` gives every bucket its wire, which may remember what it left out of the bucket. `used`
-    holds the parameters that had a gradient since the last `clear`. `when_made` is told of a bucket as soon as its
-    gradients are all made, `when_summed` when their sum is there, or on its way to the `host` that steps it.
+    parameter's own. `collectives_of` gives every bucket its collectives, which may remember what they left out of it.
+    `used` holds the parameters that had a gradient since the last `clear`. `when_made` is called with a bucket as soon
+    as its gradients are all made, `when_reduced` when their sum is there, or on its way to the `host` that steps it.
     """
 
     def __init__(
         self,
         buckets: Iterable[Bucket],
-        wire_of: Callable[[], Wire],
+        collectives_of: Callable[[], Collectives],
         *,
         accumulate: torch.dtype | None,
         reduce: torch.dtype | None,
     ) -> None:
         self._fills: list[_Fill] = []
-        self._wire_of, self._accumulate, self._reduce = wire_of, accumulate, reduce
+        self._collectives_of, self._accumulate, self._reduce = collectives_of, accumulate, reduce
         self._hooked: set[nn.Parameter] = set()
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
         self._on_the_way: deque[tuple[Bucket, Sum]] = deque()
@@ -54,13 +54,13 @@ class Reducer:
         self._reduces = True
         self.used: set[nn.Parameter] = set()
         self.when_made: Listener = lambda bucket: None
-        self.when_summed: Listener = lambda bucket: None
+        self.when_reduced: Listener = lambda bucket: None
         self.host: HostGradients | None = None
         self.take(buckets)
 
     def take(self, buckets: Iterable[Bucket]) -> None:
         """Sum the gradients of these buckets too, and of what requires gradients by now in all others."""
-        made = [_Fill(bucket, self._wire_of(), self._reduce or bucket.dtype) for bucket in buckets]
+        made = [_Fill(bucket, self._collectives_of(), self._reduce or bucket.dtype) for bucket in buckets]
         self._fills += reversed(made)
         self._order_is_known = False
         for fill in self._fills:
@@ -71,7 +71,7 @@ class Reducer:
                     hooked.register_post_accumulate_grad_hook(partial(self._arrived, fill, slot))
 
     def sums(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's gradients are summed."""
+        """Whether a parameter's gradients are reduced."""
         return parameter in self._hooked
 
     def begin(self, *, reduces: bool) -> None:
@@ -83,7 +83,7 @@ class Reducer:
             fill.restart()
 
     def finish(self) -> None:
-        """After a backward pass: send what some parameter without a gradient kept back, and wait for all sums."""
+        """After a backward pass: send what some parameter without a gradient held back, and wait for all sums."""
         self._is_open = False
         if not self._reduces:
             return
@@ -155,7 +155,7 @@ class Reducer:
         while len(self._on_the_way) > 1:
             self._receive()
         with torch.profiler.record_function("dsplan::reduce"):
-            self._on_the_way.append((fill.bucket, fill.wire.sum_to_owners(fill.emptied(), fill.bucket.layout)))
+            self._on_the_way.append((fill.bucket, fill.collectives.reduce_scatter(fill.emptied(), fill.bucket.layout)))
 
     def _receive(self) -> None:
         bucket, pending = self._on_the_way.popleft()
@@ -165,7 +165,7 @@ class Reducer:
             else:
                 total = pending.total(self._accumulate or bucket.dtype)
                 bucket.gradient = total if bucket.gradient is None else bucket.gradient.add_(total)
-        self.when_summed(bucket)
+        self.when_reduced(bucket)
 
     def _adopt_order(self) -> None:
         """From now on send in the order in which the first backward pass of rank 0 made the gradients."""
@@ -178,10 +178,10 @@ class Reducer:
 class _Fill:
     """A bucket that gradients are put into."""
 
-    def __init__(self, bucket: Bucket, wire: Wire, dtype: torch.dtype) -> None:
-        self.bucket, self.wire = bucket, wire
+    def __init__(self, bucket: Bucket, collectives: Collectives, dtype: torch.dtype) -> None:
+        self.bucket, self.collectives = bucket, collectives
         self._dtype = dtype
-        self._size = bucket.layout.padded if wire.needs_padding else bucket.layout.elements
+        self._size = bucket.layout.padded if collectives.needs_padding else bucket.layout.elements
         self._buffer: torch.Tensor | None = None
         self.missing: set[Slot] = set(bucket.slots)
 
@@ -206,7 +206,7 @@ class _Fill:
             place.view(slot.parameter.shape).copy_(gradient)
 
     def emptied(self) -> torch.Tensor:
-        """The full buffer, let go of here."""
+        """The full buffer, released here."""
         buffer, self._buffer = self._buffer, None
         assert buffer is not None
         return buffer

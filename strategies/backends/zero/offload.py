@@ -162,12 +162,12 @@ class Offload:
         self.disk = Disk(Path(settings.nvme_path), settings.buffers) if settings.kind == "nvme" else None
         self.weights = settings.kind in ("all", "nvme") and copies is not None
         self._place = Place.DEVICE if settings.kind == "none" else Place.DISK if self.disk is not None else Place.HOST
-        self._share = Share(settings.ratio)
+        self._ratio = OffloadRatio(settings.ratio)
         self._coming_back: set[Bucket] = set()
 
     def chosen(self, bucket: Bucket) -> Place:
         """Where the states of the next bucket will live."""
-        return self._place if self._share.takes(bucket.layout.elements) else Place.DEVICE
+        return self._place if self._ratio.takes(bucket.layout.elements) else Place.DEVICE
 
     def move(self, bucket: Bucket, *, keeps: bool) -> None:
         """Move a bucket's master to where its states live; its weights stay on the device where `keeps`."""
@@ -212,7 +212,7 @@ class Offload:
         return self.copies.room(tensor.numel(), tensor.dtype).copy_(tensor)
 
 
-class Share:
+class OffloadRatio:
     """Says bucket by bucket which are offloaded, so that at any moment nearly `ratio` of all elements so far are."""
 
     def __init__(self, ratio: float) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.backends.zero.collectives import Wire
+from strategies.backends.zero.collectives import Collectives
 from strategies.backends.zero.flat_shard import Bucket, Slot
 from strategies.checkpoint.states import SCALARS
 from strategies.errors import CannotRun
@@ -39,11 +39,11 @@ class TouchedRows:
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._masks
 
-    def agree(self, wire: Wire) -> None:
+    def synchronize(self, collectives: Collectives) -> None:
         """Every rank learns of the rows of all."""
         masks = [*self._masks.values()]
         if masks:
-            together = wire.sum_everywhere(torch.cat(masks))
+            together = collectives.all_reduce(torch.cat(masks))
             for mask, rows in zip(masks, torch.split(together, [*map(len, masks)]), strict=True):
                 mask.copy_(rows)
 
@@ -80,11 +80,11 @@ def script_optimizer(parts: TrainingParts, trained: Sequence[Any]) -> torch.opti
 class Pieces:
     """Every parameter's piece on this rank: a leaf tensor that shares the master weights' memory, maybe empty."""
 
-    def __init__(self, buckets: Iterable[Bucket], wire: Wire, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, buckets: Iterable[Bucket], collectives: Collectives, optimizer: torch.optim.Optimizer) -> None:
         self.buckets: tuple[Bucket, ...] = ()
         self.of: dict[nn.Parameter, torch.Tensor] = {}
         self.optimizer = optimizer
-        self._wire = wire
+        self._collectives = collectives
         self._elsewhere: set[nn.Parameter] = set()
         self._rows = TouchedRows()
         self._exchanged = 0
@@ -133,7 +133,7 @@ class Pieces:
                     piece.grad = run.view(piece.shape) if steps else None
 
     def detach(self, buckets: Sequence[Bucket]) -> None:
-        """Let go of the gradients."""
+        """Free the gradients."""
         for bucket in buckets:
             bucket.gradient = None
             for slot in bucket.slots:
@@ -143,7 +143,7 @@ class Pieces:
         """After a step: forget which rows were used."""
         self._rows.clear()
 
-    def agree(self, used: set[nn.Parameter], device: torch.device) -> tuple[float, set[nn.Parameter]]:
+    def synchronize(self, used: set[nn.Parameter], device: torch.device) -> tuple[float, set[nn.Parameter]]:
         """The square of the norm of all gradients, and the parameters that any rank used: one small collective.
 
         Not a number, or infinite, where any gradient is.
@@ -155,8 +155,8 @@ class Pieces:
         norms = [norm.to(device=device, dtype=torch.float64) for norm in each]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         message = torch.cat((square.to(device).reshape(1), torch.tensor(flags, dtype=torch.float64, device=device)))
-        values = self._wire.sum_everywhere(message).tolist()
-        self._rows.agree(self._wire)
+        values = self._collectives.all_reduce(message).tolist()
+        self._rows.synchronize(self._collectives)
         anywhere = {slot.parameter for slot, flag in zip(slots, values[1:], strict=True) if flag}
         return values[0], anywhere
 

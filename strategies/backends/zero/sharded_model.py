@@ -1,4 +1,4 @@
-"""Held: the model as a stage holds it, in buckets whose weights are whole or sharded between uses."""
+"""The model as a stage shards it, in buckets whose weights are whole or sharded between uses."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import nn
 from strategies.backends.zero.flat_shard import Bucket, Named, Owners, buckets_of
 from strategies.backends.zero.gradient_reducer import Reducer
 from strategies.backends.zero.optimizer import Pieces
-from strategies.backends.zero.weights import Home, Publisher, load, take_over
+from strategies.backends.zero.weights import Publisher, ShardingContext, load, take_over
 from strategies.checkpoint.parts import PartOfTensor
 from strategies.checkpoint.states import Place, States
 
 
-class Held:
-    """A model's buckets as a stage holds them: here, all weights whole on every rank.
+class ShardedModel:
+    """A model's buckets as a stage shards them: here, all weights are unsharded on every rank.
 
     `trained` are the buckets whose parameters require gradients, `fixed` others that are sharded as well.
     """
 
-    def __init__(self, trained: Sequence[Bucket], home: Home, fixed: Sequence[Bucket] = ()) -> None:
-        self.trained, self.fixed, self.home = tuple(trained), tuple(fixed), home
-        self.weights = Publisher(home, self.kept_whole())
+    def __init__(self, trained: Sequence[Bucket], context: ShardingContext, fixed: Sequence[Bucket] = ()) -> None:
+        self.trained, self.fixed, self.context = tuple(trained), tuple(fixed), context
+        self.weights = Publisher(context, self.unsharded())
 
-    def kept_whole(self) -> Sequence[Bucket]:
-        """The trained buckets whose weights are whole on every rank between steps."""
+    def unsharded(self) -> Sequence[Bucket]:
+        """The trained buckets whose weights are unsharded on every rank between steps."""
         return self.trained
 
     def admit(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
@@ -38,7 +38,7 @@ class Held:
 
     def _keep(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
         """New buckets whose weights are whole on every rank."""
-        made = keep_whole(named, replace(self.home, owners=owners))
+        made = unsharded_buckets(named, replace(self.context, owners=owners))
         self.trained = (*self.trained, *made)
         self.weights.also(made)
         return made
@@ -70,21 +70,21 @@ class Held:
         yield
         if keeps_changes:
             for bucket in self.trained:
-                take_over(bucket, bucket.whole, self.home.wire)
+                take_over(bucket, bucket.whole, self.context.collectives)
 
 
-def keep_whole(named: Sequence[Named], home: Home) -> list[Bucket]:
+def unsharded_buckets(named: Sequence[Named], context: ShardingContext) -> list[Bucket]:
     """Buckets whose weights stay whole on every rank while their optimizer states are sharded."""
-    buckets = buckets_for(named, home)
+    buckets = buckets_for(named, context)
     for bucket in buckets:
-        load(bucket, home, trains=True, keeps=True)
+        load(bucket, context, trains=True, keeps=True)
     return buckets
 
 
-def buckets_for(named: Sequence[Named], home: Home) -> list[Bucket]:
+def buckets_for(named: Sequence[Named], context: ShardingContext) -> list[Bucket]:
     """Parameters in buckets of the dtypes that they compute in."""
-    dtypes = {parameter: home.settings.weights(parameter.dtype) for _, parameter in named}
-    return buckets_of(named, home.wire.ranks, dtypes, home.settings.bucket, home.owners)
+    dtypes = {parameter: context.settings.weights(parameter.dtype) for _, parameter in named}
+    return buckets_of(named, context.collectives.ranks, dtypes, context.settings.bucket, context.owners)
 
 
 # What a checkpoint of our ZeRO holds: each rank its pieces of whole named tensors, from the master copies.
@@ -93,14 +93,16 @@ def buckets_for(named: Sequence[Named], home: Home) -> list[Bucket]:
 class ZeroStates(States):
     """A module in buckets and an optimizer of pieces."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, pieces: Pieces, held: Held) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, pieces: Pieces, sharded_model: ShardedModel
+    ) -> None:
         super().__init__(module, optimizer)
-        self._pieces, self._held = pieces, held
+        self._pieces, self._sharded_model = pieces, sharded_model
         self._parts: dict[torch.Tensor, PartOfTensor] = {}
         for bucket, slot in pieces.slots():
             piece = pieces.of[slot.parameter].detach().reshape(-1)
             self._parts[slot.parameter] = PartOfTensor(piece, slot.parameter.shape, bucket.own_start(slot))
-        for bucket in held.fixed:
+        for bucket in sharded_model.fixed:
             for slot in bucket.slots:
                 start, stop = bucket.own_range(slot)
                 run = bucket.part[start:stop]
@@ -124,4 +126,4 @@ class ZeroStates(States):
                 )
 
     def updated(self) -> None:
-        self._held.updated()
+        self._sharded_model.updated()

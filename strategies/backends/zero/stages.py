@@ -19,27 +19,27 @@ from torch.utils._pytree import tree_leaves
 from strategies.backends.zero.engine import ZeroStrategy
 from strategies.backends.zero.flat_shard import Bucket, Named, Owners
 from strategies.backends.zero.gradient_reducer import Reducer
-from strategies.backends.zero.sharded_model import Held, buckets_for, keep_whole
+from strategies.backends.zero.sharded_model import ShardedModel, buckets_for, unsharded_buckets
 from strategies.backends.zero.units import Members, Unit, members_of
-from strategies.backends.zero.weights import Home, awaken, load, settle_rest, take_over
+from strategies.backends.zero.weights import ShardingContext, awaken, load, settle_rest, take_over
 
 # Stage 1: optimizer states are sharded; weights are whole, and gradients until the step's only reduction.
 
 
 class ZeroStage1(ZeroStrategy):
     """Adds gradients up on every rank and sums them over ranks in the step's last backward pass, bucket by bucket;
-    a bucket's gradients are freed as it is summed."""
+    a bucket's gradients are freed as it is reduced."""
 
     reduces_each_micro_batch = False
 
-    def hold(self, model: nn.Module, home: Home) -> Held:
+    def shard_model(self, model: nn.Module, context: ShardingContext) -> ShardedModel:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        buckets = keep_whole(named, home)
-        settle_rest(model, {parameter for _, parameter in named}, home)
-        return Held(buckets, home)
+        buckets = unsharded_buckets(named, context)
+        settle_rest(model, {parameter for _, parameter in named}, context)
+        return ShardedModel(buckets, context)
 
 
-# Stage 2: gradients are sharded too: each micro-batch's are summed over ranks and freed while backward goes on.
+# Stage 2: gradients are sharded too: each micro-batch's are reduced over ranks and freed while backward goes on.
 
 
 class ZeroStage2(ZeroStage1):
@@ -53,10 +53,12 @@ class ZeroStage3(ZeroStrategy):
 
     reduces_each_micro_batch = True
 
-    def hold(self, model: nn.Module, home: Home) -> Held:
-        if home.wire.ranks.world_size == 1 and not home.offload.weights:
-            return ZeroStage2(self.configuration, self.environment).hold(model, home)  # all of it is this rank's part
-        threshold = home.settings.persistence_threshold
+    def shard_model(self, model: nn.Module, context: ShardingContext) -> ShardedModel:
+        if context.collectives.ranks.world_size == 1 and not context.offload.weights:
+            return ZeroStage2(self.configuration, self.environment).shard_model(
+                model, context
+            )  # all of it is this rank's part
+        threshold = context.settings.persistence_threshold
         members = members_of(model)
         small = [
             (name, parameter)
@@ -64,33 +66,33 @@ class ZeroStage3(ZeroStrategy):
             for name, parameter in unit.named
             if parameter.requires_grad and parameter.numel() <= threshold
         ]
-        kept = keep_whole(small, home)
-        kept_ones = {parameter for _, parameter in small}
-        units = [_unit(one, kept_ones, home) for one in members]
-        settle_rest(model, set(model.parameters()), home)
-        return ShardedWeights(kept, [unit for unit in units if unit.buckets or unit.is_root], home)
+        unsharded = unsharded_buckets(small, context)
+        unsharded_parameters = {parameter for _, parameter in small}
+        units = [_unit(one, unsharded_parameters, context) for one in members]
+        settle_rest(model, set(model.parameters()), context)
+        return ShardedWeights(unsharded, [unit for unit in units if unit.buckets or unit.is_root], context)
 
 
-def _unit(members: Members, kept: set[nn.Parameter], home: Home) -> Unit:
+def _unit(members: Members, unsharded: set[nn.Parameter], context: ShardingContext) -> Unit:
     """A unit's parameters in buckets: those that are trained, and the frozen ones, which have no gradients."""
-    sharded = [(name, parameter) for name, parameter in members.named if parameter not in kept]
+    sharded = [(name, parameter) for name, parameter in members.named if parameter not in unsharded]
     made: dict[bool, list[Bucket]] = {}
     for trains in (True, False):
         named = [(name, parameter) for name, parameter in sharded if parameter.requires_grad is trains]
-        made[trains] = buckets_for(named, home)
+        made[trains] = buckets_for(named, context)
         for bucket in made[trains]:
-            load(bucket, home, trains=trains, keeps=False)
-    return Unit(members, made[True], made[False], home)
+            load(bucket, context, trains=trains, keeps=False)
+    return Unit(members, made[True], made[False], context)
 
 
-class ShardedWeights(Held):
+class ShardedWeights(ShardedModel):
     """Follows forward and backward through the model, gathering units before they are used and freeing them after."""
 
-    def __init__(self, kept: list[Bucket], units: list[Unit], home: Home) -> None:
+    def __init__(self, unsharded: list[Bucket], units: list[Unit], context: ShardingContext) -> None:
         trained = [bucket for unit in units for bucket in unit.trained]
         fixed = [bucket for unit in units for bucket in unit.buckets if bucket not in unit.trained]
-        self._kept, self._units = kept, units
-        super().__init__([*kept, *trained], home, fixed)
+        self._unsharded, self._units = unsharded, units
+        super().__init__([*unsharded, *trained], context, fixed)
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._unmade: dict[Unit, int] = {}
         self._in_backward = False
@@ -105,7 +107,7 @@ class ShardedWeights(Held):
         bucket_of = {slot.parameter: bucket for bucket in self.fixed for slot in bucket.slots}
         woken = tuple(dict.fromkeys(bucket_of[p] for _, p in named if p in bucket_of))
         for bucket in woken:
-            awaken(bucket, self.home)
+            awaken(bucket, self.context)
             self._unit_of[bucket].train(bucket)
         self.fixed = tuple(bucket for bucket in self.fixed if bucket not in woken)
         self.trained = (*self.trained, *woken)
@@ -125,12 +127,12 @@ class ShardedWeights(Held):
             self._in_backward = False
             self._release_all()
 
-    def kept_whole(self) -> Sequence[Bucket]:
-        return self._kept
+    def unsharded(self) -> Sequence[Bucket]:
+        return self._unsharded
 
     def renewed(self) -> None:
         super().renewed()
-        self._release_all()  # weights gathered before the step are out of date
+        self._release_all()  # weights unsharded before the step are out of date
 
     @contextmanager
     def whole(self, *, keeps_changes: bool) -> Iterator[None]:
@@ -142,7 +144,7 @@ class ShardedWeights(Held):
             yield
             if keeps_changes:
                 for bucket in (*self.trained, *self.fixed):
-                    take_over(bucket, bucket.whole, self.home.wire)
+                    take_over(bucket, bucket.whole, self.context.collectives)
         finally:
             self._in_backward = pinned
             self._release_all()
@@ -160,7 +162,7 @@ class ShardedWeights(Held):
     def _prefetch(self, unit: Unit, order: tuple[Unit, ...], place: int) -> None:
         """Ask for the unit that came after this one the last time."""
         if place < len(order) and order[place - 1] is unit:
-            order[place].begin_gather()
+            order[place].begin_all_gather()
 
     def _after_forward(self, unit: Unit, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._in_backward:
@@ -173,7 +175,7 @@ class ShardedWeights(Held):
             if unit.is_root:
                 return  # it is the first that backward needs
         elif torch.is_grad_enabled() and output is not None and unit.trained:
-            return  # nothing tells when backward reaches it: leave it whole
+            return  # no hook reports when backward reaches it: leave it unsharded
         unit.release()
 
     def _before_backward(self, unit: Unit, place: int, gradient: torch.Tensor) -> None:
@@ -185,7 +187,7 @@ class ShardedWeights(Held):
             if later is not unit:
                 later.release()
         if place >= 2:
-            self._seen[place - 2].begin_gather()
+            self._seen[place - 2].begin_all_gather()
 
     def _gradients_made(self, bucket: Bucket) -> None:
         """A trained unit's use is over when its last gradient is made, since whatever reads a weight that is trained

@@ -1,9 +1,9 @@
-"""Units: the parts of a model whose weights are gathered together, and one unit's life during a step.
+"""Units: the parts of a model whose weights are all-gathered together, and one unit's life during a step.
 
 A unit is a repeated block; the root unit has everything else (embeddings, final norm, head) and what blocks share.
 Its weights are whole from the moment it is needed until its use is over:
 
-    sharded --begin_gather--> arriving --need--> whole --release--> sharded
+    sharded --begin_all_gather--> arriving --need--> whole --release--> sharded
 
 While a unit is sharded its parameters have their shapes but read as NaN and take no memory. Whole weights lie in a
 storage that keeps its identity: it is emptied on release and filled again before backward, so that what autograd saved
@@ -21,7 +21,7 @@ from torch import nn
 
 from strategies.backends.zero.collectives import Arrival
 from strategies.backends.zero.flat_shard import Bucket
-from strategies.backends.zero.weights import Home
+from strategies.backends.zero.weights import ShardingContext
 from strategies.tracing.blocks import repeated_blocks
 
 
@@ -41,14 +41,16 @@ class Members:
 
 
 class Unit:
-    """One unit's weights. `has_fixed`: some are not trained, so that no gradient tells when their use is over."""
+    """One unit's weights. `has_fixed`: some are not trained, so that no gradient marks the end of their use."""
 
-    def __init__(self, members: Members, buckets: Iterable[Bucket], fixed: Iterable[Bucket], home: Home) -> None:
+    def __init__(
+        self, members: Members, buckets: Iterable[Bucket], fixed: Iterable[Bucket], context: ShardingContext
+    ) -> None:
         self.module, self.is_root = members.module, members.is_root
         self.trained, self.has_fixed = tuple(buckets), bool(fixed := tuple(fixed))
         self.buckets = (*self.trained, *fixed)
         self.state = State.SHARDED
-        self._home = home
+        self._context = context
         self._arrivals: list[Arrival] = []
         for bucket in self.buckets:
             _empty(bucket)
@@ -58,23 +60,23 @@ class Unit:
         self.trained = (*self.trained, bucket)
         self.has_fixed = len(self.trained) < len(self.buckets)
 
-    def begin_gather(self) -> None:
+    def begin_all_gather(self) -> None:
         """Ask for the weights; nothing where they are there or under way."""
         if self.state is not State.SHARDED:
             return
-        with torch.profiler.record_function("dsplan::gather"), self._home.offload.beside() as copied:
+        with torch.profiler.record_function("dsplan::gather"), self._context.offload.beside() as copied:
             for bucket in self.buckets:
                 storage = bucket.whole.untyped_storage()
                 storage.resize_(bucket.layout.padded * bucket.whole.element_size())
                 own = bucket.whole[bucket.layout.own_slice]
                 own.copy_(bucket.part, non_blocking=True)  # from the host, or from a wider master
-                self._arrivals.append(self._home.wire.gather(bucket.whole, own, bucket.layout))
+                self._arrivals.append(self._context.collectives.all_gather(bucket.whole, own, bucket.layout))
             self._arrivals += copied
         self.state = State.ARRIVING
 
     def need(self) -> None:
         """The weights are used now: wait for them."""
-        self.begin_gather()
+        self.begin_all_gather()
         if self.state is not State.ARRIVING:
             return
         with torch.profiler.record_function("dsplan::wait_for_weights"):

@@ -14,28 +14,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies.backends.zero.collectives import Arrival, Wire
+from strategies.backends.zero.collectives import Arrival, Collectives
 from strategies.backends.zero.flat_shard import Bucket, Owners, Place
 from strategies.backends.zero.offload import Offload
 from strategies.backends.zero.settings import ZeroSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Home:
-    """Where states live: weights and gradients on `device`, masters and optimizer states there or where `offload` says;
-    `wire` connects the ranks; `owners` says whose the parameters are that an optimizer must step whole."""
+class ShardingContext:
+    """Where states are and how ranks meet: weights and gradients on `device`, masters and optimizer states there or
+    where `offload` says; `collectives` connect the ranks; `owners` says whose the parameters are that
+    an optimizer must step whole."""
 
     device: torch.device
-    wire: Wire
+    collectives: Collectives
     settings: ZeroSettings
     offload: Offload
     owners: Owners = field(default_factory=dict)
 
 
-def load(bucket: Bucket, home: Home, *, trains: bool, keeps: bool) -> None:
+def load(bucket: Bucket, context: ShardingContext, *, trains: bool, keeps: bool) -> None:
     """Fill a bucket from its parameters: `whole` stays where `keeps`, `master` is made where `trains`."""
     layout, dtype = bucket.layout, bucket.dtype
-    original = _together(bucket, home)
+    original = _together(bucket, context)
     whole = original if original.dtype == dtype else original.to(dtype)
     bucket.whole = whole
     bucket.place(whole)
@@ -43,43 +44,43 @@ def load(bucket: Bucket, home: Home, *, trains: bool, keeps: bool) -> None:
     bucket.part = whole[run] if keeps else whole[run].clone()
     bucket.trains = trains
     if not trains:
-        home.offload.fix(bucket)
+        context.offload.fix(bucket)
         return
-    _add_master(bucket, home, original[run], keeps=keeps)
+    _add_master(bucket, context, original[run], keeps=keeps)
 
 
-def awaken(bucket: Bucket, home: Home) -> None:
+def awaken(bucket: Bucket, context: ShardingContext) -> None:
     """Let an optimizer change sharded weights that were fixed; what 16 bits left out of them is lost."""
     bucket.trains = True
-    _add_master(bucket, home, bucket.part, keeps=False)
+    _add_master(bucket, context, bucket.part, keeps=False)
 
 
-def _add_master(bucket: Bucket, home: Home, original: torch.Tensor, *, keeps: bool) -> None:
-    bucket.states_at, bucket.master = home.offload.chosen(bucket), bucket.part
-    wide = home.settings.master
+def _add_master(bucket: Bucket, context: ShardingContext, original: torch.Tensor, *, keeps: bool) -> None:
+    bucket.states_at, bucket.master = context.offload.chosen(bucket), bucket.part
+    wide = context.settings.master
     if wide is not None and bucket.dtype in (torch.float16, torch.bfloat16):
         bucket.master = original.to(wide, copy=True)
     if bucket.states_at is not Place.DEVICE:
-        home.offload.move(bucket, keeps=keeps)
+        context.offload.move(bucket, keeps=keeps)
     elif not keeps:
-        bucket.part = bucket.master  # gathering casts it: sharded weights are kept once, as FSDP2 keeps them
+        bucket.part = bucket.master  # the all-gather casts it: sharded weights are stored once, as FSDP2 stores them
 
 
-def _together(bucket: Bucket, home: Home) -> torch.Tensor:
+def _together(bucket: Bucket, context: ShardingContext) -> torch.Tensor:
     """Rank 0's weights of a bucket side by side on the device, in the parameters' own dtype, [layout.padded]."""
     parameters = [slot.parameter.detach() for slot in bucket.slots]
     dtype = parameters[0].dtype
     for parameter in parameters[1:]:
         dtype = torch.promote_types(dtype, parameter.dtype)
-    flat = torch.zeros(bucket.layout.padded, dtype=dtype, device=home.device)
+    flat = torch.zeros(bucket.layout.padded, dtype=dtype, device=context.device)
     for slot, parameter in zip(bucket.slots, parameters, strict=True):
         flat[slot.start : slot.stop].view(parameter.shape).copy_(parameter)
-    if home.wire.ranks.world_size > 1:
+    if context.collectives.ranks.world_size > 1:
         dist.broadcast(flat, 0)
     return flat
 
 
-def settle_rest(model: nn.Module, bucketed: set[nn.Parameter], home: Home) -> None:
+def settle_rest(model: nn.Module, bucketed: set[nn.Parameter], context: ShardingContext) -> None:
     """Move what is in no bucket to the device, rank 0's for all: parameters that are not trained, and buffers.
 
     Both take the dtype that weights compute in; buffers that checkpoints leave out keep theirs, since they are derived
@@ -87,16 +88,16 @@ def settle_rest(model: nn.Module, bucketed: set[nn.Parameter], home: Home) -> No
     """
     for parameter in model.parameters():
         if parameter not in bucketed:
-            parameter.data = _settled(parameter.data, home.settings.weights(parameter.dtype), home)
+            parameter.data = _settled(parameter.data, context.settings.weights(parameter.dtype), context)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             fixed = name in module._non_persistent_buffers_set
-            buffer.data = _settled(buffer, buffer.dtype if fixed else home.settings.weights(buffer.dtype), home)
+            buffer.data = _settled(buffer, buffer.dtype if fixed else context.settings.weights(buffer.dtype), context)
 
 
-def _settled(tensor: torch.Tensor, dtype: torch.dtype, home: Home) -> torch.Tensor:
-    here = tensor.detach().to(device=home.device, dtype=dtype)
-    if home.wire.ranks.world_size > 1:
+def _settled(tensor: torch.Tensor, dtype: torch.dtype, context: ShardingContext) -> torch.Tensor:
+    here = tensor.detach().to(device=context.device, dtype=dtype)
+    if context.collectives.ranks.world_size > 1:
         here = here.contiguous()
         dist.broadcast(here, 0)
     return here
@@ -109,8 +110,8 @@ class Publisher:
     when the next bucket's are on their way up.
     """
 
-    def __init__(self, home: Home, everywhere: Iterable[Bucket]) -> None:
-        self._home, self._everywhere = home, set(everywhere)
+    def __init__(self, context: ShardingContext, everywhere: Iterable[Bucket]) -> None:
+        self._context, self._everywhere = context, set(everywhere)
         self._coming: deque[tuple[Bucket, Arrival]] = deque()
         self._sent: list[Arrival] = []
 
@@ -120,7 +121,7 @@ class Publisher:
 
     def renew(self, bucket: Bucket) -> None:
         """The master of a bucket has changed."""
-        arrival = self._home.offload.renew(bucket) if bucket.master is not bucket.part else None
+        arrival = self._context.offload.renew(bucket) if bucket.master is not bucket.part else None
         if arrival is None:
             self._send(bucket)
             return
@@ -143,12 +144,12 @@ class Publisher:
     def _send(self, bucket: Bucket) -> None:
         if bucket in self._everywhere:
             with torch.profiler.record_function("dsplan::gather"):
-                self._sent.append(self._home.wire.gather(bucket.whole, bucket.part, bucket.layout))
+                self._sent.append(self._context.collectives.all_gather(bucket.whole, bucket.part, bucket.layout))
 
 
-def take_over(bucket: Bucket, whole: torch.Tensor, wire: Wire) -> None:
+def take_over(bucket: Bucket, whole: torch.Tensor, collectives: Collectives) -> None:
     """Make what was written to whole weights, on rank 0, this rank's part and master."""
-    if wire.ranks.world_size > 1:
+    if collectives.ranks.world_size > 1:
         dist.broadcast(whole, 0)
     first, last = bucket.layout.own
     bucket.part[: last - first].copy_(whole[first:last])

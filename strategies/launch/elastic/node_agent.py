@@ -27,7 +27,7 @@ from strategies.launch.diagnosis import FIRST, Ending, ending_of, memory_kills
 from strategies.launch.launchers.process import signal_ranks
 from strategies.run_directory.spec import RESULT_FILE, SAVING, EndingKind, LaunchSpec, write_json
 
-# What the nodes of a round tell each other of its end, in the store of the rendezvous.
+# What the nodes of a round report to each other of its end, in the store of the rendezvous.
 
 
 _HEARD_SECONDS = 3.0
@@ -65,9 +65,9 @@ class RoundEndings:
         if self._posted:
             return
         self._posted = True
-        told = {"host": socket.gethostname(), "kind": ending.kind, "reason": ending.reason}
+        reported = {"host": socket.gethostname(), "kind": ending.kind, "reason": ending.reason}
         with suppress(DistError):
-            self._store.set(_key(self._node), json.dumps(told))
+            self._store.set(_key(self._node), json.dumps(reported))
 
     def read(self) -> list[NodeEnding]:
         """What the other nodes have said so far."""
@@ -90,8 +90,8 @@ def _key(node: int) -> str:
     return f"dsplan/ending/{node}"
 
 
-def _parsed(node: int, told: bytes) -> NodeEnding:
-    words: dict[str, Any] = json.loads(told)
+def _parsed(node: int, reported: bytes) -> NodeEnding:
+    words: dict[str, Any] = json.loads(reported)
     return NodeEnding(node=node, host=str(words["host"]), kind=words["kind"], reason=str(words["reason"]))
 
 
@@ -214,7 +214,7 @@ class NodeAgent(LocalElasticAgent):
 
     def _ending_here(self) -> Ending:
         found = ending_of(self._launch.directory, 1, memory_killed=memory_kills() > self._memory_kills)
-        # Whoever was stopped on purpose has been told so by its own supervisor; here nodes come or go.
+        # Whoever was stopped on purpose has been notified by its own supervisor; here nodes come or go.
         return Ending(kind="regrouped", reason="nodes come or go") if found.kind == "preempted" else found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

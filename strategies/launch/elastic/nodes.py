@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hardware_db.errors import DsplanError
+from hardware_db.units import format_seconds
 from strategies.distributed.launcher_env import Address
 from strategies.distributed.network import speaks_http, unanswered
 from strategies.distributed.rendezvous import find_store
@@ -75,7 +76,9 @@ class Node:
         except RendezvousTimeoutError:
             least, seconds = self._spec.placement.least_nodes, _patience(_JOIN_SECONDS)
             remedy = "start dsplan run on the others, or lower --nodes"
-            self._write("lost", f"fewer than {least} nodes came to {self._at} within {seconds:g} s; {remedy}")
+            self._write(
+                "lost", f"fewer than {least} nodes came to {self._at} within {format_seconds(seconds)}; {remedy}"
+            )
         except RendezvousConnectionError:
             self._place = None  # whoever serves the rendezvous next knows nothing of this place
             self._write("lost", f"the rendezvous at {self._at} is gone, and with it the node that has this address")
@@ -99,7 +102,7 @@ class Node:
         agent = _agent(self._spec, self._place)
         result = agent.run()
         if agent.conclude(result) == 0:
-            self._place.rendezvous.shutdown()  # nodes that come late are told that the run is over
+            self._place.rendezvous.shutdown()  # nodes that come late learn that the run is over
 
     def _await(self) -> None:
         """Wait until the rendezvous answers; long only where it has answered before.
@@ -109,23 +112,26 @@ class Node:
         """
         patience = _patience(_JOIN_SECONDS if self._has_reached else _FIRST_REACH_SECONDS)
         if self._has_reached:
-            print(f"dsplan: the rendezvous at {self._at} is gone; waiting up to {patience:g} s for it", flush=True)
+            print(
+                f"dsplan: the rendezvous at {self._at} is gone; waiting up to {format_seconds(patience)} for it",
+                flush=True,
+            )
         deadline = time.monotonic() + patience
         while why := _unreached(self._at):
             if time.monotonic() > deadline:
                 gone = f"the rendezvous at {self._at} was there and is gone: " if self._has_reached else ""
-                raise DsplanError(f"{gone}{why} (looked for {patience:g} s)")
+                raise DsplanError(f"{gone}{why} (looked for {format_seconds(patience)})")
             time.sleep(_LOOK_SECONDS)
         self._has_reached = True
 
     def _waits_for(self) -> str:
-        placement, seconds = self._spec.placement, _patience(_JOIN_SECONDS)
-        return f"of at least {placement.least_nodes} nodes at {self._at}; waiting up to {seconds:g} s for the others"
+        placement, patience = self._spec.placement, format_seconds(_patience(_JOIN_SECONDS))
+        return f"of at least {placement.least_nodes} nodes at {self._at}; waiting up to {patience} for the others"
 
     def _write(self, kind: str, reason: str, *, status: int = 1) -> None:
         print(f"error: {reason}", flush=True)
-        told = {"failures": {}, "kind": kind, "reason": reason, "status": status}
-        write_json(self._spec.directory / RESULT_FILE, told)
+        reported = {"failures": {}, "kind": kind, "reason": reason, "status": status}
+        write_json(self._spec.directory / RESULT_FILE, reported)
 
 
 def serve(spec: LaunchSpec) -> int:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hardware_db.errors import DsplanError
+from hardware_db.units import format_seconds
 from strategies.distributed.launcher_env import Address
 from strategies.distributed.network import addresses, answers, is_own_address
 from strategies.launch.elastic.place import die_with_parent
@@ -57,7 +58,7 @@ def ensure_store(at: Address, directory: Path, environment: dict[str, str]) -> N
             process.kill()
             if _answers(at):  # another `dsplan run` of this machine was faster
                 return
-            reason = (directory / STORE_LOG).read_text().strip() or f"nothing within {_START_SECONDS:g} s"
+            reason = (directory / STORE_LOG).read_text().strip() or f"nothing within {format_seconds(_START_SECONDS)}"
             raise DsplanError(f"the nodes cannot meet at {at}: {reason}; give --rendezvous a free port on every node")
         time.sleep(0.05)
 

@@ -162,7 +162,7 @@ def _batched(item: Any, plan: Plan, spec: LaunchSpec) -> Any:
 
 
 def _watch(accelerator: Any, prepared: tuple[Any, ...], monitor: RunMonitor) -> None:
-    """Tell the monitor of forward passes, losses and optimizer steps."""
+    """Notify the monitor of forward passes, losses and optimizer steps."""
     backward = accelerator.backward
 
     def noted_backward(loss: torch.Tensor, **named: Any) -> None:

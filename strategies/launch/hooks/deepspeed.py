@@ -135,7 +135,7 @@ def _enabled(config: Mapping[str, Any], section: str) -> bool:
 
 
 def _watch_engine(engine: Any, monitor: RunMonitor) -> None:
-    """Tell the monitor of the engine's forward, backward and step calls."""
+    """Notify the monitor of the engine's forward, backward and step calls."""
     backward, step = engine.backward, engine.step
 
     def noted_backward(loss: torch.Tensor, *rest: Any, **named: Any) -> Any:

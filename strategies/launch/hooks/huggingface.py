@@ -32,8 +32,8 @@ from strategies.distributed.environment import Environment
 from strategies.launch.hooks.live import LiveJob, plan_live, say_replaced, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.run_lock import LOCK_FILE
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
-from strategies.run_directory.orders import Orders
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 from strategies.supervision.autosave import KEPT, Interval, SaveClock
@@ -52,19 +52,19 @@ _STATE = "trainer_state.json"
 
 
 def supervise(trainer: Any, plan: Plan) -> Callable[[Any], object]:
-    """Let a run's orders rule a Trainer, and return what is to be told of every micro-batch's loss."""
+    """Let a run's options rule a Trainer, and return what is to be called with every micro-batch's loss."""
     directory = Path(os.environ[RUN_DIRECTORY])
-    orders = Orders.load(directory)
-    if orders is None:
+    attempt_options = AttemptOptions.load(directory)
+    if attempt_options is None:
         return lambda loss: None
-    supervised = _Supervised(plan, orders, directory)
+    supervised = _Supervised(plan, attempt_options, directory)
     trainer.add_callback(supervised)
     original = trainer.train
 
     @functools.wraps(original)
     def train(resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
         output, asks = Path(trainer.args.output_dir).absolute(), bool(resume_from_checkpoint)
-        found = _newest(directory, output, orders, script_asks=asks) if _is_first_train() else None
+        found = _newest(directory, output, attempt_options, script_asks=asks) if _is_first_train() else None
         asked = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else ""
         if found is not None and found.step >= _step_of(asked):
             resume_from_checkpoint = found.path
@@ -99,8 +99,8 @@ class _Progress:
 class _Supervised(TrainerCallback):  # type: ignore[misc]
     """Does at the end of every step of a Trainer what `Supervision` does for an engine."""
 
-    def __init__(self, plan: Plan, orders: Orders, directory: Path) -> None:
-        self._orders, self._directory = orders, directory
+    def __init__(self, plan: Plan, attempt_options: AttemptOptions, directory: Path) -> None:
+        self._options, self._directory = attempt_options, directory
         self._progress = _Progress(configuration=plan.configuration)
         self._finite = FiniteWatch(self._progress, sees_gradients=False)
         self._saves_now = False
@@ -115,10 +115,10 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         self._environment = environment = _environment(args.device)
         board = open_board(self._directory, environment)
         self._stopping = Stopping(board, environment.rank, environment.world_size)
-        self._watch = begin_watching(self._directory, environment.rank, self._orders.hang_seconds)
+        self._watch = begin_watching(self._directory, environment.rank, self._options.hang_seconds)
         self._watch.attach(board, self._stopping, environment.world_size)
-        minutes = self._orders.checkpoint_minutes
-        interval = Interval(seconds=None if minutes is None else 60 * minutes, steps=self._orders.checkpoint_steps)
+        minutes = self._options.checkpoint_minutes
+        interval = Interval(seconds=None if minutes is None else 60 * minutes, steps=self._options.checkpoint_steps)
         self._interval = on_rank_zero(lambda: interval)
         self._clock = SaveClock(self._interval, step=state.global_step)
         PULSE.step = state.global_step
@@ -152,21 +152,21 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         if self._leaves is not None:
             self._leave(self._leaves, f"stopped at step {state.global_step} and saved", path)
         if self._environment.is_main:
-            made, run, since = lineage.read(self._directory), self._orders.run_id, self._orders.since
+            made, run, since = lineage.read(self._directory), self._options.run_id, self._options.since
             for old in lineage.outdated(made, KEPT, run=run, since=since):
                 shutil.rmtree(old, ignore_errors=True)
         self._saves_now = False
 
     def _note(self, path: Path, step: int) -> None:
         """Remember a checkpoint; a full disk makes a later resume begin earlier and ends nothing."""
-        attempt, automatic = self._orders.attempt, self._saves_now
+        attempt, automatic = self._options.attempt, self._saves_now
         made = lineage.Made(
             path=str(path),
             step=step,
             attempt=attempt,
             by="huggingface",
             is_automatic=automatic,
-            run=self._orders.run_id,
+            run=self._options.run_id,
         )
         try:
             lineage.note(self._directory, made)
@@ -189,7 +189,9 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         leave(self._stopping, self._watch, self._directory, word)
 
 
-def _newest(directory: Path, output: Path, orders: Orders, *, script_asks: bool) -> lineage.Made | None:
+def _newest(
+    directory: Path, output: Path, attempt_options: AttemptOptions, *, script_asks: bool
+) -> lineage.Made | None:
     """The newest complete checkpoint of this run that is in a Trainer's output directory, as rank 0 finds it.
 
     Raises:
@@ -198,24 +200,27 @@ def _newest(directory: Path, output: Path, orders: Orders, *, script_asks: bool)
 
     def look() -> lineage.Made | None:
         known = lineage.known(directory)
-        own = [one for one in known.all if one.run in ("", orders.run_id) and one.attempt >= orders.since]
+        own = [
+            one for one in known.all if one.run in ("", attempt_options.run_id) and one.attempt >= attempt_options.since
+        ]
         made = [one for one in lineage.newest_first(own) if Path(one.path).parent == output and _is_whole(one)]
-        if orders.reached and not orders.since and (known.damaged_lines or not made):
+        if attempt_options.reached and not attempt_options.since and (known.damaged_lines or not made):
             made = [*_unlisted(directory, output, {one.path for one in known.all}), *made]
             made.sort(key=lambda one: one.step, reverse=True)
-        if not made and orders.base:
-            made = [lineage.Made(path=orders.base, step=_step_of(orders.base), by="huggingface")]
+        if not made and attempt_options.base:
+            made = [lineage.Made(path=attempt_options.base, step=_step_of(attempt_options.base), by="huggingface")]
         if made:
             gone = max((one.step for one in known.journalled if one in own), default=0)
             if gone > made[0].step:
                 again = f"the steps after {made[0].step} are made again"
                 _say(f"the checkpoint of step {gone} is gone or not complete: {again}")
             return made[0]
-        if script_asks or not orders.reached:
+        if script_asks or not attempt_options.reached:
             return None
-        if not orders.may_begin_anew:
-            raise nothing_left(directory, orders, [output])
-        _say(f"no checkpoint was complete when the run was at step {orders.reached}: it begins at step 1 again")
+        if not attempt_options.may_begin_anew:
+            raise nothing_left(directory, attempt_options, [output])
+        reached = attempt_options.reached
+        _say(f"no checkpoint was complete when the run was at step {reached}: it begins at step 1 again")
         return None
 
     return on_rank_zero(look)
@@ -368,7 +373,7 @@ def _fill_in(settings: Any, plan: Plan) -> None:
 
 
 class _StepEnd(TrainerCallback):  # type: ignore[misc]
-    """Tells the monitor when an optimizer step is over and when training is."""
+    """Notifies the monitor when an optimizer step is over and when training is."""
 
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
@@ -381,7 +386,7 @@ class _StepEnd(TrainerCallback):  # type: ignore[misc]
 
 
 def _watch_training_steps(trainer: Any, monitor: RunMonitor, loss_is: Callable[[Any], object]) -> None:
-    """Tell the monitor of every micro-batch and its loss."""
+    """Notify the monitor of every micro-batch and its loss."""
     original = trainer.training_step
 
     @functools.wraps(original)

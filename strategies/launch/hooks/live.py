@@ -18,7 +18,7 @@ from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
 from planner.search.request import WorkOptions, deepspeed_lacks, make_request
-from planner.search.space import shapes
+from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict
 from strategies.autoplan.fallback import best_plan
@@ -29,8 +29,8 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.same_model import require_same_model
 from strategies.errors import CannotRun
 from strategies.launch.recognise import accepted
-from strategies.run_directory.agreed import current
 from strategies.run_directory.spec import ScriptKind
+from strategies.run_directory.state_consensus import current
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.live import facts_from_module
 from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
@@ -58,15 +58,15 @@ class LiveJob:
 
 
 def settled_plan() -> Plan | None:
-    """The plan that a run goes on with, else that of `dsplan run --plan`; None where the ranks plan themselves."""
-    standing = current()
-    if standing.plan is not None:
-        return standing.plan
+    """The plan that a run resumes with, else that of `dsplan run --plan`; None where the ranks plan themselves."""
+    state = current()
+    if state.plan is not None:
+        return state.plan
     path = os.environ.get(PLAN_FILE)
     if not path:
         return None
     plan = load_plan(path)
-    if standing.goes_on and (why := unfit(plan, standing)):
+    if state.is_resumed and (why := unfit(plan, state)):
         say(f"{path} {why}: another plan is made")
         return None
     return plan
@@ -134,7 +134,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     request = make_request(facts_from_module(job.module), cluster, options, strategies=strategies, top=1)
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
-    if current().goes_on and not any(True for _ in shapes(request)):
+    if current().is_resumed and not any(True for _ in enumerate_candidates(request)):
         request = replace(request, strategies=possible)
     return best_plan(with_measured_rates(request, measured))
 
@@ -157,9 +157,9 @@ def watch(plan: Plan, *, planned: bool, device: torch.device) -> RunMonitor:
         device=device,
         sequence_length=plan.configuration.sequence_length,
     )
-    standing = current()
-    is_new = planned or (plan is standing.plan and not standing.is_given)
-    if standing.tunes:
+    state = current()
+    is_new = planned or (plan is state.plan and not state.is_given)
+    if state.tunes:
         say("--tune is for scripts that call dsplan.initialize: nothing is tuned here")
     if is_new and os.environ["LOCAL_RANK"] == "0":
         monitor.plan_made(plan_to_dict(plan))
@@ -173,7 +173,7 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-# What a hook tells the person at the terminal, once, from rank 0.
+# What a hook prints for the person at the terminal, once, from rank 0.
 
 
 def say(sentence: str) -> None:

@@ -25,7 +25,7 @@ class Launcher(Protocol):
     """One attempt: every rank once, each as `python -u -m strategies.launch.rank_main SPEC` in a fresh process.
 
     A context manager: entering starts the ranks, leaving stops whatever of them still runs, wherever it runs. When the
-    ranks have ended by themselves, the launcher leaves `result.json` in the run directory before `poll` tells:
+    ranks have ended by themselves, the launcher leaves `result.json` in the run directory before `poll` reports:
     `{"failures": {rank: exit status, negative for a signal}}`, and where it knows more than the ranks could say
     themselves `"kind"` (a word of `endings`) and `"reason"` (one line).
     """

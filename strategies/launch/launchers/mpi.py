@@ -20,7 +20,7 @@ _EXIT_CODE = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d
 _NODE_GONE = re.compile(r"ORTE has lost communication with a remote daemon|lost connection to .*daemon", re.IGNORECASE)
 _HOST = re.compile(r"^[ \t]*([^\s#:]+)", re.MULTILINE)
 _MISSING = "mpirun is not installed here; install Open MPI (openmpi-bin), or run without --launcher"
-# Batch systems whose jobs tell mpirun of their nodes.
+# Batch systems whose jobs name their nodes to mpirun.
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 # Further variables that the ranks of other nodes need; Open MPI takes over only what it is told to.
 _EXPORTED = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")

@@ -123,7 +123,7 @@ class ProcessLauncher(ABC):
             self._process.send_signal(number)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the ranks of this host that are ready for it, which tell the others."""
+        """Send a signal to the ranks of this host that are ready for it, which notify the others."""
         signal_ranks(self.spec, number)
 
     def stop(self) -> None:

@@ -17,7 +17,7 @@ from strategies.launch.launchers.process import ProcessLauncher, rank_command
 _ENDED = re.compile(r"srun: error: .*?: tasks? ([\d,-]+): (.+)")
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _NODE_GONE = re.compile(r"(?i)srun: error: (Node failure on \S+|.*node.* failed?\b.*)")
-# strsignal(3), in whose words srun tells of signals.
+# strsignal(3), in whose words srun reports signals.
 _SIGNALS = {(signal.strsignal(number) or "").lower(): int(number) for number in signal.valid_signals()}
 
 

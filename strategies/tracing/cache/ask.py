@@ -91,7 +91,7 @@ def _agree(one: Phases, other: Phases) -> bool:
 
 
 Report: TypeAlias = Callable[[str], None]
-"""Told in a few words what is being done."""
+"""Called with a few words on what is being done."""
 
 
 def silent(_: str) -> None:
@@ -100,7 +100,7 @@ def silent(_: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracing:
-    """How questions are answered: with which earlier answers, and who is told of progress."""
+    """How questions are answered: with which earlier answers, and who is notified of progress."""
 
     cache: TraceCache
     report: Report = silent

@@ -98,7 +98,7 @@ Found = TypeVar("Found")
 
 
 class TraceCache:
-    """Opens the user's database for each question and lets go of it at once: a trace takes seconds, and others wait.
+    """Opens the user's database for each question and closes it at once: a trace takes seconds, and others wait.
 
     `problem` is the one line that says why answers are not kept; empty where they are.
     """

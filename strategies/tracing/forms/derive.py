@@ -22,7 +22,7 @@ _WEIGHTS = ((2.0, 0.0), (4.0, 1.0), (0.0, 0.0), (6.0, 0.0))
 """Bytes per element of a gradient, and whether cast copies count, as strategies have it."""
 
 
-def telling(points: Sequence[Dimensions], moments: Sequence[Moment]) -> tuple[Moment, ...]:
+def distinctive(points: Sequence[Dimensions], moments: Sequence[Moment]) -> tuple[Moment, ...]:
     """The fewest moments that come within 0.2 % of the largest at every point."""
     pool = list({str((m.activations, m.cast, m.gradients)): m for m in moments}.values())
     terms = {term for moment in pool for part in _parts(moment) for term in part}
@@ -131,9 +131,9 @@ class Derivation:
             blocks=blocks,
             buffers=self._bytes(self._timeline.outside),
             before=replace(start.moment(), activations=added((start.activations, inputs))),
-            loss=telling(self._points, forward),
-            loss_backward=telling(self._points, backward),
-            table_backward=telling(self._points, table),
+            loss=distinctive(self._points, forward),
+            loss_backward=distinctive(self._points, backward),
+            table_backward=distinctive(self._points, table),
         )
 
     def _representative(self, label: str) -> int:
@@ -157,10 +157,10 @@ class Derivation:
             products=self._products(enter, leave),
             unused=self._products(needed, leave),
             **self._once(index, kept, in_front),
-            forward=telling(self._points, self._moments(enter, leave, before)),
-            backward=telling(self._points, self._moments(marks[f"back{index}"], ends, before)),
-            recomputed=telling(self._points, again),
-            replayed=telling(
+            forward=distinctive(self._points, self._moments(enter, leave, before)),
+            backward=distinctive(self._points, self._moments(marks[f"back{index}"], ends, before)),
+            recomputed=distinctive(self._points, again),
+            replayed=distinctive(
                 self._points, [self._beside_products(made, leave, before) for made in self._within(enter, needed)]
             ),
         )

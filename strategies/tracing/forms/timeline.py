@@ -1,4 +1,4 @@
-"""Timeline: every storage of one training step, from the operation that made it to the moment it was let go.
+"""Timeline: every storage of one training step, from the operation that made it to the moment it was freed.
 
 Moments are counted in operations. What was alive before the first operation (weights, buffers, inputs) is not part of
 the timeline.

@@ -108,7 +108,7 @@ def reduction_buckets(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 def sharding_counted(storages: Storages, watch: Callable[[Sequence[nn.Parameter]], None]) -> Iterator[None]:
     """What FSDP2 gathers and reduces counts as buffers, the gradients it leaves as gradients.
 
-    `watch` is told of the whole parameters, which FSDP2 makes when it first gathers them.
+    `watch` is called with the whole parameters, which FSDP2 makes when it first gathers them.
     """
     group, parameter = _internals()
     originals = {name: getattr(group, name) for name in ("unshard", "wait_for_unshard", "post_backward")}

@@ -104,7 +104,8 @@ class MemoryRead(Exception):
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Nothing inside gets at the memory that fake tensors do not have, or writes to stderr what is told in one line."""
+    """Nothing inside gets at the memory that fake tensors do not have, or writes to stderr what is reported in one
+    line."""
     kind: Any = FakeTensor
     inherited = torch.Tensor.data_ptr
 

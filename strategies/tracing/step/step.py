@@ -110,7 +110,7 @@ class Traceable(Protocol):
 class TracedStep:
     """Bytes alive on rank 0 by phase and category, at the largest moment of each phase in the steady state.
 
-    Under ZeRO only activations and the 16-bit weights are traced: gradients are let go as they are made, no optimizer
+    Under ZeRO only activations and the 16-bit weights are traced: gradients are freed as they are made, no optimizer
     runs, and states and buckets are left to the closed forms.
     """
 

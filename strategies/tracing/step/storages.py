@@ -153,7 +153,7 @@ class Storages:
 
     DTensor has fake tensors of its own, with which it works out shapes; they do not count.
 
-    `category` is that of storages made from now on. `scratch` tells the bytes that an operation allocates and frees
+    `category` is that of storages made from now on. `scratch` gives the bytes that an operation allocates and frees
     inside. `answers_items` lets code read a number from a tensor (optimizers do, their step count): it reads one.
     """
 

@@ -8,14 +8,14 @@ from planner.cost.timing import step_time
 from planner.search.estimate import price
 from planner.search.ranking import Timed, group_name, order
 from planner.search.request import Request
-from planner.search.space import configuration_of, micro_batches, shapes
+from planner.search.space import configuration_of, enumerate_candidates, micro_batches
 
 
 def everything_that_fits(request: Request) -> Iterator[Timed]:
     """Every configuration of a request that fits, on its devices."""
-    for shape in shapes(request):
-        for micro in micro_batches(request, shape):
-            priced = price(request, configuration_of(request, shape, micro))
+    for layout in enumerate_candidates(request):
+        for micro in micro_batches(request, layout):
+            priced = price(request, configuration_of(request, layout, micro))
             if priced.judgement.verdict != "does_not_fit":
                 yield Timed(priced=priced, time=step_time(priced.job))
 

@@ -14,7 +14,7 @@ from planner.search.evaluate import Candidate, best, closest
 from planner.search.ranking import Timed
 from planner.search.request import Request
 from planner.search.search import grouped, recommend
-from planner.search.space import shapes
+from planner.search.space import enumerate_candidates
 from planner.types.plan import Configuration
 from tests.planner.search.exhaustive import best_by_group
 from tests.planner.search.questions import question
@@ -67,7 +67,7 @@ def test_a_small_part_of_the_configurations_is_priced(monkeypatch: pytest.Monkey
 
 def test_the_closest_miss_is_the_least_pressed() -> None:
     request = question("llama-2-70b", "rtx4090", 8, strategies=("ddp",))
-    candidates = [Candidate(request, shape) for shape in shapes(request) if shape.tp * shape.pp == 1]
+    candidates = [Candidate(request, layout) for layout in enumerate_candidates(request) if layout.tp * layout.pp == 1]
     found = closest(candidates)
     assert found is not None
     every = [one.priced(index).judgement.pressure for one in candidates for index in range(len(one.micros))]

@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 from planner import vocabulary as words
 from planner.cluster.budget import Budget, bill_of, tokens_per_step
 from planner.errors import ContradictoryRequest
-from planner.search.ranking import group_name, simplicity, told_apart_from
+from planner.search.ranking import group_name, simplicity, slower_threshold
 from planner.search.search import Recommendation, can_fit, recommend
 from tests.planner.search.exhaustive import everything_that_fits
 from tests.planner.search.questions import question
@@ -138,7 +138,7 @@ def test_a_simpler_plan_goes_first_unless_it_is_slower_beyond_what_can_be_told()
     seconds = [plan.time.step_seconds for plan in by_speed]
     assert seconds == sorted(seconds)
     assert simplicity(ranked[0].configuration) <= simplicity(by_speed[0].configuration)
-    allowed = 1 + told_apart_from(ranked[0].configuration, by_speed[0].configuration)
+    allowed = 1 + slower_threshold(ranked[0].configuration, by_speed[0].configuration)
     assert ranked[0].time.step_seconds <= by_speed[0].time.step_seconds * allowed
 
 

@@ -9,8 +9,8 @@ import torch
 
 from hardware_db.spawn import RankPool
 from planner.cost.precision import ERROR_BYTES, INT8_BLOCK, INT8_BYTES
-from strategies.backends.zero.collectives import Alone
-from strategies.backends.zero.compress import EightBits, Memory, wires
+from strategies.backends.zero.collectives import SingleRank
+from strategies.backends.zero.compress import EightBits, Memory, collectives_factory
 from strategies.backends.zero.flat_shard import Ranks
 from strategies.config import read_config
 from strategies.errors import CannotRun
@@ -97,10 +97,10 @@ def test_a_config_that_names_no_block_gets_the_one_that_the_planner_counts_with(
 
 
 def test_a_rank_alone_has_nothing_to_compress() -> None:
-    alone = Alone(Ranks(rank=0, world_size=1))
-    assert wires(alone, Codec(), lambda: 1.0)() is alone
-    many = Alone(Ranks(rank=0, world_size=2))
-    first, second = (wires(many, Codec(), lambda: 1.0)() for _ in range(2))
+    alone = SingleRank(Ranks(rank=0, world_size=1))
+    assert collectives_factory(alone, Codec(), lambda: 1.0)() is alone
+    many = SingleRank(Ranks(rank=0, world_size=2))
+    first, second = (collectives_factory(many, Codec(), lambda: 1.0)() for _ in range(2))
     assert isinstance(first, EightBits)
     assert first is not second, "each bucket remembers its own errors"
 

@@ -11,7 +11,7 @@ import torch
 
 from hardware_db.spawn import RankError, RankPool
 from strategies.backends.zero.nvme import Shelf, SwapFile
-from strategies.backends.zero.offload import Share
+from strategies.backends.zero.offload import OffloadRatio
 from strategies.errors import CannotRun
 from strategies.telemetry.memory_report import on_disk
 from tests.strategies import offload_bodies, training_bodies, zero_bodies
@@ -187,6 +187,6 @@ def test_a_shelf_holds_tensors_of_all_kinds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 0.9, 1.0])
 def test_a_share_is_met_to_half_a_bucket(ratio: float) -> None:
-    share, sizes = Share(ratio), [16, 16, 40, 16, 16, 3, 16, 16, 16, 16, 16, 16]
+    share, sizes = OffloadRatio(ratio), [16, 16, 40, 16, 16, 3, 16, 16, 16, 16, 16, 16]
     taken = sum(size for size in sizes if share.takes(size))
     assert abs(taken - ratio * sum(sizes)) <= max(sizes) / 2

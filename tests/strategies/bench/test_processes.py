@@ -82,7 +82,7 @@ def test_an_interrupted_benchmark_says_how_to_go_on(tmp_path: Path, dsplan_home:
     stopped.send_signal(signal.SIGINT)
     out, err = stopped.communicate(timeout=60)
     assert (stopped.returncode, out) == (130, "")
-    assert err == "stopped; what was measured is stored, and the same command goes on from there\n"
+    assert err == "stopped; what was measured is stored, and the same command resumes from there\n"
     assert 2 <= len(stored()) < len(points)
     wait_until(lambda: not any(map(is_alive, ranks)))
 

@@ -75,11 +75,11 @@ def test_a_greeter_tells_that_it_is_reached_and_what_time_it_is() -> None:
 
 def test_clocks_that_are_off_are_named_with_their_direction() -> None:
     (behind,) = cluster._clocks("a", {"b": -0.7, "c": 0.1})
-    assert (behind.level, behind.message) == ("warning", "the clock of b is 0.7 s behind a's")
+    assert (behind.level, behind.message) == ("warning", "the clock of b is 700 ms behind a's")
     (ahead,) = cluster._clocks("a", {"b": 6.0})
-    assert (ahead.level, ahead.message) == ("problem", "the clock of b is 6.0 s ahead of a's")
+    assert (ahead.level, ahead.message) == ("problem", "the clock of b is 6 s ahead of a's")
     (fine,) = cluster._clocks("a", {"b": 0.002})
-    assert fine.message == "clocks of the nodes agree within 2.0 ms"
+    assert fine.message == "clocks of the nodes agree within 2 ms"
 
 
 def test_versions_that_differ_are_named_with_their_nodes() -> None:

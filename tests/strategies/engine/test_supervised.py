@@ -1,4 +1,4 @@
-"""An engine under orders: it saves by itself, resumes exactly, stops on one step, and gives up what is not finite."""
+"""A supervised engine: it saves by itself, resumes exactly, stops on one step, and gives up what is not finite."""
 
 from __future__ import annotations
 

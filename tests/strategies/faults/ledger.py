@@ -90,7 +90,7 @@ def lineage(starts: list[Start]) -> list[Step]:
     """The steps that the last weights went through: an attempt that goes on from a step replaces all after it."""
     made: list[tuple[Start, int]] = []
     for start in starts:
-        gap = f"an attempt went on from step {start.resumed_at}, and the ones before came to {len(made)}"
+        gap = f"an attempt resumed from step {start.resumed_at}, and the ones before came to {len(made)}"
         assert start.resumed_at <= len(made), gap
         made[start.resumed_at :] = [(start, step) for step in range(start.resumed_at + 1, start.last_step + 1)]
     return [_joined(start, step) for start, step in made]

@@ -110,10 +110,10 @@ def _fill(run: FaultyRun, when: When, chance: random.Random, meanwhile: Callable
     began, killed = time.time(), None
     leave = chance.randrange(0, 400_000)
     with _ballast(run.checkpoints) as fill:
-        if run.until(lambda: _told(run, began) or fill(leave), "a full disk to be told"):
+        if run.until(lambda: _report_line(run, began) or fill(leave), "a full disk to be told"):
             killed = meanwhile()
         time.sleep(chance.uniform(0, 2))
-    return replace(killed or Moment(time=began), hit=_told(run, began))
+    return replace(killed or Moment(time=began), hit=_report_line(run, began))
 
 
 def damage_a_checkpoint(run: FaultyRun, when: When, chance: random.Random) -> Moment | None:
@@ -266,7 +266,7 @@ def _unfinished(run: FaultyRun) -> list[Path]:
     return list(run.checkpoints.glob(".step-*.tmp"))
 
 
-def _told(run: FaultyRun, since: float) -> bool:
+def _report_line(run: FaultyRun, since: float) -> bool:
     """Whether a rank has told of a full disk; its file has every such alert, the journal one a minute."""
     lines = [line for path in run.run_directory.glob("metrics-rank*.jsonl") for line in path.read_text().splitlines()]
     return any(json.loads(line)["time"] >= since for line in lines if "No space left" in line)

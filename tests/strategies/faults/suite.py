@@ -301,7 +301,7 @@ def _unmet(happened: Sequence[Moment], run: FaultyRun, starts: list[Start]) -> I
     for moment in happened:
         after = next((start for start in starts if start.began > moment.time), None)
         if after is not None and moment.goes_on_from not in (None, after.resumed_at):
-            yield f"the run went on from step {after.resumed_at} and not from {moment.goes_on_from}"
+            yield f"the run resumed from step {after.resumed_at} and not from {moment.goes_on_from}"
     for told, times in Counter(moment.told for moment in happened if moment.told).items():
         if (count := len(re.findall(told, run.out))) < times:
             yield f"the command told {count} and not {times} times: {told}"

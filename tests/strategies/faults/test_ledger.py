@@ -88,7 +88,7 @@ def test_a_sample_may_be_missing_only_from_an_epoch_that_ends_with_the_run(tmp_p
 def test_an_attempt_that_skips_steps_is_refused(tmp_path: Path) -> None:
     write(tmp_path, 1, 0, {1: ALL[1]})
     write(tmp_path, 2, 2, {3: ALL[3]})
-    with pytest.raises(AssertionError, match="went on from step 2, and the ones before came to 1"):
+    with pytest.raises(AssertionError, match="resumed from step 2, and the ones before came to 1"):
         lineage(read_starts(tmp_path))
 
 

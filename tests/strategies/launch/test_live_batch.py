@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from strategies.launch.hooks import live
-from strategies.run_directory.standing import Standing
+from strategies.run_directory.resume_state import ResumeState
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_the_batch_is_kept_where_the_script_can_accumulate(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(live, "current", lambda: Standing(ranks=3, goes_on=True, global_batch_size=kept))
+    monkeypatch.setattr(live, "current", lambda: ResumeState(ranks=3, is_resumed=True, global_batch_size=kept))
     job = live.LiveJob(
         module=nn.Linear(1, 1),
         kind="accelerate",

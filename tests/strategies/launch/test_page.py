@@ -73,11 +73,11 @@ def test_a_run_that_went_well_has_no_such_tables(tmp_path: Path) -> None:
 def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
     write_report(_report(tmp_path, outcome_of(SAVED), SAVED), "stored")
     page = (tmp_path / "report.md").read_text()
-    assert f"stopped at step 12 and saved; go on with dsplan run --resume {tmp_path}" in page
+    assert f"stopped at step 12 and saved; resume with dsplan run --resume {tmp_path}" in page
     unsaved = Ending(kind="preempted", reason="the ranks were ended without saving")
     write_report(_report(tmp_path, outcome_of(unsaved), unsaved), "stored")
     page = (tmp_path / "report.md").read_text()
-    assert "stopped after 0 steps: the ranks were ended without saving; go on with" in page
+    assert "stopped after 0 steps: the ranks were ended without saving; resume with" in page
 
 
 def test_an_interrupted_run_says_how_to_go_on_where_it_has_saved(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_an_interrupted_run_says_how_to_go_on_where_it_has_saved(tmp_path: Path)
     assert "interrupted after 0 steps; every rank was stopped" in page()
     (tmp_path / "step-4").mkdir()
     note(tmp_path, Made(path=str(tmp_path / "step-4"), step=4))
-    assert f"interrupted after 0 steps; go on from step 4 with dsplan run --resume {tmp_path}" in page()
+    assert f"interrupted after 0 steps; resume from step 4 with dsplan run --resume {tmp_path}" in page()
 
 
 def test_markdown_keeps_a_cell_in_its_column() -> None:

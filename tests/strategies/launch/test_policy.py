@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from strategies.launch.diagnosis import Ending
-from strategies.launch.policy import Policy, Situation
+from strategies.launch.policy import Policy, RunContext
 from strategies.run_directory.spec import EndingKind
 
-FURTHER = Situation(highest_step=10, progressed=True, has_plan=True)
-STUCK = Situation(highest_step=10, has_plan=True)
+FURTHER = RunContext(highest_step=10, progressed=True, has_plan=True)
+STUCK = RunContext(highest_step=10, has_plan=True)
 
 
 def _ending(kind: EndingKind, step: int | None = 10, reason: str = "why") -> Ending:
@@ -19,7 +19,7 @@ def _ending(kind: EndingKind, step: int | None = 10, reason: str = "why") -> End
 def test_pauses_double_and_the_budget_ends() -> None:
     policy = Policy(9)
     pauses = []
-    while (decision := policy.decide(_ending("killed"), STUCK)).goes_on:
+    while (decision := policy.decide(_ending("killed"), STUCK)).continues:
         pauses.append(decision.delay_seconds)
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     assert decision.action == "give_up"
@@ -53,7 +53,7 @@ def test_what_comes_from_outside_may_come_again(kind: EndingKind) -> None:
 
 
 def test_an_exception_before_the_first_step_ends_the_run() -> None:
-    never = Situation(highest_step=0)
+    never = RunContext(highest_step=0)
     assert Policy(5).decide(_ending("failed"), never).action == "give_up"
     assert Policy(5).decide(_ending("killed"), never).action == "restart"
 
@@ -70,7 +70,7 @@ def test_out_of_memory_takes_plan_after_plan_and_none_of_the_budget() -> None:
 
 def test_out_of_memory_without_a_plan_is_a_failure_like_others() -> None:
     policy = Policy(5)
-    alone = Situation(highest_step=3, progressed=True)
+    alone = RunContext(highest_step=3, progressed=True)
     assert policy.decide(_ending("out_of_memory"), alone).action == "restart"
     assert policy.decide(_ending("out_of_memory"), alone).action == "give_up"
 
@@ -85,7 +85,7 @@ def test_out_of_memory_without_a_plan_is_a_failure_like_others() -> None:
     ],
 )
 def test_a_tensor_larger_than_all_memory_is_no_matter_of_plans(reason: str, action: str) -> None:
-    now = Situation(highest_step=3, progressed=True, has_plan=True, memory_bytes=10 * 2**30)
+    now = RunContext(highest_step=3, progressed=True, has_plan=True, memory_bytes=10 * 2**30)
     assert Policy(5).decide(_ending("out_of_memory", reason=reason), now).action == action
 
 
@@ -94,5 +94,5 @@ def test_stops_on_purpose() -> None:
     assert policy.decide(_ending("switch"), STUCK).action == "switch"
     assert policy.decide(_ending("regrouped"), STUCK).action == "restart"
     assert policy.decide(_ending("preempted"), STUCK).action == "stop"
-    stays = Situation(highest_step=10, stays=True)
+    stays = RunContext(highest_step=10, stays=True)
     assert policy.decide(_ending("preempted"), stays).action == "restart"

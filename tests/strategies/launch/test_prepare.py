@@ -148,7 +148,7 @@ def test_times_that_are_no_numbers() -> None:
 
 def test_a_run_to_go_on_with_that_is_not_there(tmp_path: Path) -> None:
     assert "no such directory" in _refusal(RunRequest(resume=tmp_path / "nowhere"))
-    assert "holds no run to go on with" in _refusal(RunRequest(resume=tmp_path))
+    assert "holds no run to resume" in _refusal(RunRequest(resume=tmp_path))
 
 
 def test_where_to_go_on_from(script: Path, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
 from strategies.launch import state as run_state
 from strategies.launch.state import PLAN_FILE, RunState
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.journal import Journal
-from strategies.run_directory.orders import Orders
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 
@@ -79,11 +79,13 @@ def test_a_full_disk_ends_no_run_for_its_plan_file(spec: LaunchSpec, monkeypatch
 
 
 def test_orders_that_cannot_be_written_are_told_in_one_line(spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(orders: Orders, directory: Path) -> None:
+    def full(attempt_options: AttemptOptions, directory: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Orders, "save", full)
-    with pytest.raises(DsplanError, match=r"No space left on device\); make room, then go on with dsplan run --resume"):
+    monkeypatch.setattr(AttemptOptions, "save", full)
+    with pytest.raises(
+        DsplanError, match=r"No space left on device\); make room, then resume with dsplan run --resume"
+    ):
         RunState(spec, None, resumes=False).begin_attempt(0)
 
 
@@ -104,10 +106,10 @@ def _train(spec: LaunchSpec, *, steps: int = 6, saved: tuple[int, ...] = (2, 4))
     return state
 
 
-def _resumed(spec: LaunchSpec, resume_from: str = "") -> Orders:
+def _resumed(spec: LaunchSpec, resume_from: str = "") -> AttemptOptions:
     state = RunState(spec, None, resumes=True, resume_from=resume_from)
     state.begin_attempt(state.first)
-    return state.orders
+    return state.attempt_options
 
 
 def _without(*names: str) -> Callable[[Path], None]:
@@ -136,9 +138,9 @@ def test_a_resumed_run_begins_anew_only_where_its_journal_knows_that_nothing_was
 ) -> None:
     _train(spec, saved=saved)
     lose(spec.directory)
-    orders = _resumed(spec)
-    assert (orders.attempt, orders.resumes, orders.reached) == (1, True, 6)
-    assert orders.may_begin_anew is may_begin_anew
+    attempt_options = _resumed(spec)
+    assert (attempt_options.attempt, attempt_options.resumes, attempt_options.reached) == (1, True, 6)
+    assert attempt_options.may_begin_anew is may_begin_anew
 
 
 def test_an_attempt_after_one_that_saved_does_not_begin_anew(spec: LaunchSpec) -> None:
@@ -146,12 +148,12 @@ def test_an_attempt_after_one_that_saved_does_not_begin_anew(spec: LaunchSpec) -
     state.course.reached(6, 0.0)
     _without("checkpoints", "checkpoints.jsonl")(spec.directory)
     state.begin_attempt(1)
-    assert (state.orders.reached, state.orders.may_begin_anew) == (6, False)
+    assert (state.attempt_options.reached, state.attempt_options.may_begin_anew) == (6, False)
     fresh = RunState(spec, None, resumes=False)
     fresh.begin_attempt(0)
     fresh.course.reached(3, 0.0)
     fresh.begin_attempt(1)  # killed before its first checkpoint
-    assert (fresh.orders.reached, fresh.orders.may_begin_anew) == (3, True)
+    assert (fresh.attempt_options.reached, fresh.attempt_options.may_begin_anew) == (3, True)
 
 
 def test_a_journal_written_before_it_told_of_checkpoints_vouches_for_nothing(spec: LaunchSpec) -> None:
@@ -163,8 +165,13 @@ def test_a_journal_written_before_it_told_of_checkpoints_vouches_for_nothing(spe
 def test_what_resume_from_names_is_kept_for_the_attempts_that_follow(spec: LaunchSpec) -> None:
     _train(spec)
     for resume_from in ("start", ""):  # the second goes on with what was begun anew
-        orders = _resumed(spec, resume_from)
-        assert (orders.since, orders.base, orders.reached, orders.may_begin_anew) == (1, "", 0, True)
+        attempt_options = _resumed(spec, resume_from)
+        assert (
+            attempt_options.since,
+            attempt_options.base,
+            attempt_options.reached,
+            attempt_options.may_begin_anew,
+        ) == (1, "", 0, True)
     Journal(spec.directory).append("attempt", 2, saved=0, since=1, base="")
     (spec.directory / "orders.json").unlink()
     assert _resumed(spec).since == 1

@@ -19,7 +19,7 @@ from planner.search.search import recommend
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import load_plan, plan_from_dict, plan_to_dict, save_plan
 from strategies.autoplan import tuning
-from strategies.run_directory.standing import Tried, Tuning
+from strategies.run_directory.resume_state import Tried, Tuning
 from strategies.tracing.live import facts_from_module
 from tests.strategies.launch.command import run
 
@@ -60,12 +60,12 @@ def test_the_fastest_plan_stays_however_long_its_steps_took() -> None:
 def _slow_plan() -> Plan:
     """A plan that is predicted to take half as long again as the best."""
     from planner.search.evaluate import Candidate
-    from planner.search.space import shapes
+    from planner.search.space import enumerate_candidates
 
     request, best = _request(), _plans()[0].time.step_seconds
-    for shape in shapes(request):
-        timed = Candidate(request, shape).timed(0)
-        if shape.strategy == "ddp" and shape.tp == shape.pp == 1 and timed.time.step_seconds > 1.5 * best:
+    for layout in enumerate_candidates(request):
+        timed = Candidate(request, layout).timed(0)
+        if layout.strategy == "ddp" and layout.tp == layout.pp == 1 and timed.time.step_seconds > 1.5 * best:
             return timed.plan
     raise AssertionError("none is so slow")
 

@@ -87,7 +87,7 @@ def _program(answer: bytes | None) -> Iterator[int]:
                 one.close()
 
 
-def _told(directory: Path, host: str, port: int) -> dict[str, Any]:
+def _report_line(directory: Path, host: str, port: int) -> dict[str, Any]:
     """What a node that is to meet others at an address writes of it."""
     spec = LaunchSpec(script="train.py", kind="dsplan", processes=1, run_directory=str(directory))
     nodes.Node(spec, Address(host=host, port=port)).round()
@@ -114,7 +114,7 @@ def test_another_program_at_the_rendezvous_is_told_from_one_that_is_gone(
     monkeypatch.setattr(rendezvous, "TRY_SECONDS", 0.5)
     monkeypatch.setattr(network, "TRY_SECONDS", 0.5)
     with _program(answer) as port:
-        reason = _told(tmp_path, "127.0.0.1", port)["reason"]
+        reason = _report_line(tmp_path, "127.0.0.1", port)["reason"]
     assert f"at the rendezvous 127.0.0.1:{port} {what}; give --rendezvous a free port" in reason
 
 
@@ -141,9 +141,9 @@ def test_a_rendezvous_that_was_never_there_is_not_gone(
     monkeypatch.setenv(nodes.SECONDS, "0.3")
     if problem is not None:
         monkeypatch.setattr(socket, "create_connection", fails)
-    reason = _told(tmp_path, host, 1)["reason"]
+    reason = _report_line(tmp_path, host, 1)["reason"]
     assert what in reason
-    assert reason.endswith("(looked for 0.3 s)")
+    assert reason.endswith("(looked for 300 ms)")
 
 
 def test_a_rendezvous_that_was_there_is_gone(
@@ -159,7 +159,7 @@ def test_a_rendezvous_that_was_there_is_gone(
     node.round()
     reason = json.loads((tmp_path / RESULT_FILE).read_text())["reason"]
     assert reason.startswith(f"the rendezvous at 127.0.0.1:{port} was there and is gone: nothing listens")
-    assert f"dsplan: the rendezvous at 127.0.0.1:{port} is gone; waiting up to 0.3 s for it" in capsys.readouterr().out
+    assert f"dsplan: the rendezvous at 127.0.0.1:{port} is gone; waiting up to 300 ms for it" in capsys.readouterr().out
 
 
 def test_a_node_that_waits_for_others_says_how_many_are_there(

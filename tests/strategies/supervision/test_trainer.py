@@ -12,8 +12,8 @@ import pytest
 
 from strategies.errors import CannotRun
 from strategies.launch.hooks import huggingface as hook
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.journal import Journal
-from strategies.run_directory.orders import Orders
 from strategies.supervision import lineage
 from strategies.variables import RUN_DIRECTORY
 
@@ -46,10 +46,10 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _asked(run: Path, resume_from_checkpoint: Any = None, **orders: Any) -> Any:
+def _asked(run: Path, resume_from_checkpoint: Any = None, **options: Any) -> Any:
     """What the Trainer of the next attempt is asked to resume from."""
     later = {"checkpoint_directory": "c", "attempt": 1, "resumes": True, "reached": 9, "may_begin_anew": False}
-    Orders(**{**later, **orders}).save(run)
+    AttemptOptions(**{**later, **options}).save(run)
     trainer = _Trainer(run / "out")
     plan: Any = None
     hook.supervise(trainer, plan)
@@ -97,7 +97,7 @@ def test_only_the_first_training_of_a_process_goes_on(monkeypatch: pytest.Monkey
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(hook, "_trains_again", False)
     monkeypatch.setattr(hook, "_Supervised", lambda *arguments: SimpleNamespace(loss_is=None))
-    Orders(checkpoint_directory="c", attempt=1).save(tmp_path)
+    AttemptOptions(checkpoint_directory="c", attempt=1).save(tmp_path)
     saved = tmp_path / "out" / "checkpoint-5"
     saved.mkdir(parents=True)
     (saved / "trainer_state.json").write_text("{}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.types.plan_io import save_plan
-from strategies.run_directory.orders import Orders
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.telemetry.metrics import lineage, metrics_path, read_metrics, summarise
 from strategies.telemetry.monitor import RunMonitor
 from tests.strategies import training_bodies
@@ -69,12 +69,12 @@ def test_evaluation_is_not_a_step(tmp_path: Path) -> None:
 
 
 def test_an_attempt_goes_on_in_the_file_and_counts_steps_over_all_of_them(tmp_path: Path) -> None:
-    Orders(checkpoint_directory="checkpoints").save(tmp_path)
+    AttemptOptions(checkpoint_directory="checkpoints").save(tmp_path)
     _monitored(tmp_path, steps=4)
     # Killed in the middle of a line, and before any later attempt wrote its summary.
     path = metrics_path(tmp_path, 0)
     path.write_text("\n".join(path.read_text().splitlines()[:-1]) + '\n{"event": "st')
-    Orders(attempt=1, resumes=True, checkpoint_directory="checkpoints").save(tmp_path)
+    AttemptOptions(attempt=1, resumes=True, checkpoint_directory="checkpoints").save(tmp_path)
     _monitored(tmp_path, steps=3, after=2)
     (rows,) = read_metrics(tmp_path, 1)
     steps = [row for row in rows if row["event"] == "step"]

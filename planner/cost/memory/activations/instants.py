@@ -1,6 +1,6 @@
 """Instants: the moments of one micro-batch's forward, loss and backward that can be the peak.
 
-An instant says what is alive beside weights and optimizer states: what strategies then add (gathered weights, reduced
+An instant says what is alive beside weights and optimizer states: what strategies then add (unsharded weights, reduced
 gradients, buckets) depends on which unit is at work and how much of the model is already done.
 """
 

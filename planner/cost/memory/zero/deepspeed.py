@@ -35,7 +35,7 @@ def offloaded_step(job: Job, size: int) -> float:
     return flat_step_temporaries(job, size, 4) if job.cluster.device.is_cpu else 0.0
 
 
-class PartitionedZeroHolding:
+class PartitionedZeroBuffers:
     """Stage 3, which cuts every tensor over the ranks."""
 
     def __init__(self, job: Job, recipe: Recipe) -> None:
@@ -49,12 +49,12 @@ class PartitionedZeroHolding:
         self._resident = rounded(self._width * self._limits.reduce) + persisted
 
     def at(self, instant: Instant) -> Ledger:
-        """Gathered weights, and beside the buffer the gradients that are not reduced yet: the newest and the one
+        """Unsharded weights, and beside the buffer the gradients that are not reduced yet: the newest and the one
         before it."""
         waiting = min(instant.unit_gradients, 2 * self._tensors.largest)
         return Ledger(
             gradients=self._gradients + self._width * waiting,
-            buffers=self._resident + self._recipe.weight * self._gathered(instant),
+            buffers=self._resident + self._recipe.weight * self._unsharded(instant),
         )
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
@@ -65,13 +65,13 @@ class PartitionedZeroHolding:
             ("step", resident + Ledger(temporaries=self._step())),
         )
 
-    def _gathered(self, instant: Instant) -> float:
-        """Elements of gathered weights, those that always are left out."""
+    def _unsharded(self, instant: Instant) -> float:
+        """Elements of unsharded weights, those that always are left out."""
         if self._job.configuration.dp_shard == 1:
             return 0.0  # a lone rank's partitions are the tensors themselves
         largest = self._tensors.largest
         to_come = self._tensors.whole - self._tensors.persisted - instant.done_gradients
-        # The last gather is begun below the limit; a unit's weights go one by one as their gradients are made.
+        # The last all-gather is begun below the limit; a unit's weights go one by one as their gradients are made.
         return min(to_come - max(instant.unit_gradients - largest, 0.0), self._limits.max_live + largest)
 
     def _step(self) -> float:
@@ -85,15 +85,15 @@ class PartitionedZeroHolding:
         return max(norm, cast, master + flat_step_temporaries(self._job, size, self._recipe.master))
 
 
-def zero_holding(job: Job, recipe: Recipe) -> FlatZeroHolding | PartitionedZeroHolding:
-    """The holding of a ZeRO stage. Its ledgers, one of them the step's, are all there is beside weights and optimizer
+def zero_buffers(job: Job, recipe: Recipe) -> FlatZeroBuffers | PartitionedZeroBuffers:
+    """The buffers of a ZeRO stage. Its ledgers, one of them the step's, are all there is beside weights and optimizer
     states."""
     if job.configuration.zero_stage == 3:
-        return PartitionedZeroHolding(job, recipe)
-    return FlatZeroHolding(job, recipe)
+        return PartitionedZeroBuffers(job, recipe)
+    return FlatZeroBuffers(job, recipe)
 
 
-class FlatZeroHolding:
+class FlatZeroBuffers:
     """Stages 1 and 2, which cut the flattened parameters evenly over the ranks."""
 
     def __init__(self, job: Job, recipe: Recipe) -> None:
@@ -159,7 +159,7 @@ class FlatZeroHolding:
         )
 
     def _step(self) -> tuple[Ledger, ...]:
-        """Gradients are measured, made one flat tensor in the master weights' dtype, let go of, and applied."""
+        """Gradients are measured, made one flat tensor in the master weights' dtype, freed, and applied."""
         if self._offloads:
             return (Ledger(buffers=self._resident, temporaries=offloaded_step(self._job, self._flat.size)),)
         part, master = (rounded(width * self._flat.size) for width in (self._width, self._recipe.master))

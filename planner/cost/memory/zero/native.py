@@ -3,7 +3,7 @@
 Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `wire.py`; bucket sizes come from
 `planner.cost.zero_buckets`.
 
-* A gradient is let go of when the bucket that it travels in has been summed; two buckets are on the way while a third
+* A gradient is freed when the bucket that it travels in has been summed; two buckets are on the way while a third
   fills. Between ranks on CPUs every owner receives the others' runs of what is on the way; NCCL makes the sum alone.
 * Stage 1 keeps whole gradients from the first micro-batch to the last, stages 2 and 3 this rank's part.
 * Stage 3 has the root's weights whole from the start of forward to the end of backward, and those of two blocks.
@@ -36,7 +36,7 @@ _FUSED_ON_HOST = ("adamw", "adamw-fused")
 """Optimizers that torch's fused kernels step on the host, in place."""
 
 
-class NativeHolding:
+class NativeZeroBuffers:
     """Stages 1 to 3 of backend `native`."""
 
     def __init__(self, job: Job, recipe: Recipe) -> None:
@@ -59,13 +59,13 @@ class NativeHolding:
         self._going = 0.0 if on_cpu else recipe.gather * min(sum(self._shares.away), _GOING_DOWN * self._shares.largest)
         blocks = max((unit.elements for unit in units.blocks), default=0.0)
         is_sharded = not weights_are_whole(job)
-        self._gathered = recipe.gather * (units.root.elements + 2 * blocks) if is_sharded else 0.0
+        self._unsharded = recipe.gather * (units.root.elements + 2 * blocks) if is_sharded else 0.0
 
     def at(self, instant: Instant) -> Ledger:
-        """Gradients on their way and summed ones, and gathered weights, at an instant."""
+        """Gradients on their way and summed ones, and unsharded weights, at an instant."""
         made = instant.done_gradients + instant.unit_gradients
         going = min(self._going, self._recipe.gather * made / self._ranks)
-        kept = Ledger(gradients=going + self._waiting(made), buffers=self._gathered + self._errors)
+        kept = Ledger(gradients=going + self._waiting(made), buffers=self._unsharded + self._errors)
         return kept + self._moving(instant.unit_gradients)
 
     def _moving(self, made: float) -> Ledger:
@@ -93,7 +93,7 @@ class NativeHolding:
         if shares.here > 0:
             share = shares.here / shares.local
             run = max(shares.here / NATIVE_STEP_RUNS, min(self._bucket / self._ranks, shares.here))
-            # Whole tensors are stepped at once, when each has let go of its narrow gradient.
+            # Whole tensors are stepped at once, when each has freed its narrow gradient.
             widened = (width - self._recipe.gradient) * shares.here if is_whole else width * run
             gradients = self._recipe.gradient * shares.here + (widened if width != self._recipe.gradient else 0.0)
             moments.append(Ledger(gradients=gradients, temporaries=temporaries * share))

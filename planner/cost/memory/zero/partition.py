@@ -36,7 +36,7 @@ class FlatPartition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPartitions:
-    """Elements. `whole`: all tensors; `local`: a rank's parts of them; `persisted`: the tensors that are never let go
+    """Elements. `whole`: all tensors; `local`: a rank's parts of them; `persisted`: the tensors that are never freed
     of; `largest`: the largest tensor."""
 
     whole: int

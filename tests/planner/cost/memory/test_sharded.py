@@ -12,7 +12,7 @@ from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.states import states_of
-from planner.cost.memory.timeline import holding_of
+from planner.cost.memory.timeline import buffers_of
 from planner.cost.precision import recipe_of
 from planner.models.counting.count import count_parameters
 from planner.search.request import WorkOptions, make_request
@@ -81,11 +81,11 @@ def planned_peaks(sizes: Sizes, configuration: Configuration) -> dict[str, float
     job = _job(sizes, configuration)
     recipe = recipe_of(configuration)
     states = states_of(job, recipe)
-    holding = holding_of(job, recipe, states)
+    buffers = buffers_of(job, recipe, states)
     always = Ledger(parameters=states.parameters, optimizer=states.optimizer)
     peaks = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-    moments = [(instant.phase, holding.at(instant)) for instant in _instants(sizes, job)]
-    for phase, ledger in (*moments, *holding.own_moments()):
+    moments = [(instant.phase, buffers.at(instant)) for instant in _instants(sizes, job)]
+    for phase, ledger in (*moments, *buffers.own_moments()):
         named = "forward" if phase == "loss" else phase
         peaks[named] = max(peaks[named], (always + ledger).total)
     return peaks

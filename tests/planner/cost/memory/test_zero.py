@@ -9,7 +9,7 @@ import pytest
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.states import states_of
-from planner.cost.memory.zero.deepspeed import zero_holding
+from planner.cost.memory.zero.deepspeed import zero_buffers
 from planner.cost.memory.zero.partition import FlatPartition, flat_partition, tensor_partitions
 from planner.cost.precision import recipe_of
 from planner.cost.zero_buckets import ZeroBuckets
@@ -63,11 +63,11 @@ def job(strategy: str, *, ranks: int = RANKS, gpu: str = "A100-SXM4-80GB", **how
 
 def at(subject: Job, **moment: Any) -> Any:
     instant = Instant(**{"phase": "backward", "unit": "block", "activations": 0.0, "cast": 0.0, **moment})
-    return zero_holding(subject, recipe_of(subject.configuration)).at(instant)
+    return zero_buffers(subject, recipe_of(subject.configuration)).at(instant)
 
 
 def own(subject: Job, phase: str) -> Any:
-    moments = zero_holding(subject, recipe_of(subject.configuration)).own_moments()
+    moments = zero_buffers(subject, recipe_of(subject.configuration)).own_moments()
     return max((ledger for name, ledger in moments if name == phase), key=lambda ledger: ledger.total)
 
 

@@ -1,6 +1,6 @@
-"""Orders: what `dsplan run` tells the ranks of an attempt, as one file of the run directory. No torch.
+"""The options of an attempt, which `dsplan run` hands to its ranks as one file of the run directory. No torch.
 
-A run is a chain of attempts, each in fresh processes. Before an attempt the command writes its orders; a rank reads
+A run is a chain of attempts, each in fresh processes. Before an attempt the command writes its options; a rank reads
 them when it starts.
 """
 
@@ -31,8 +31,8 @@ class FailedPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Orders:
-    """One attempt's orders.
+class AttemptOptions:
+    """The options of one attempt.
 
     `attempt` counts from 0; `resumes` says that the newest checkpoint of the run is loaded before the first step.
     Checkpoints go to `checkpoint_directory` every `checkpoint_minutes` and every `checkpoint_steps` (None: that one
@@ -61,12 +61,12 @@ class Orders:
     base: str = ""
 
     def save(self, run_directory: Path) -> None:
-        """Replace the orders in a run directory."""
+        """Replace the options in a run directory."""
         write_json(run_directory / ORDERS_FILE, asdict(self))
 
     @classmethod
-    def load(cls, run_directory: Path) -> Orders | None:
-        """The orders in a run directory; None where there are none, as for ranks that nobody watches over."""
+    def load(cls, run_directory: Path) -> AttemptOptions | None:
+        """The options in a run directory, None if it has none, as for ranks that nobody supervises."""
         path = run_directory / ORDERS_FILE
         if not path.exists():
             return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from planner.types.plan_io import load_plan
 from strategies.run_directory.heartbeat import resting
-from strategies.run_directory.standing import Findings, Standing, combined
+from strategies.run_directory.resume_state import Findings, ResumeState, combined
 from strategies.variables import PLAN_FILE, STRATEGY
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.5
 _ENDED = "ended"
 
-_standing: Standing | None = None
+_state: ResumeState | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Place:
     ranks: int
 
 
-def agree(store: Store | None, run_directory: Path) -> Standing:
+def agree(store: Store | None, run_directory: Path) -> ResumeState:
     """How the run stands, of what every node knows; called once on every rank, whose RANK and WORLD_SIZE are set.
 
     `store` is the one that the ranks met in, None for a rank alone.
@@ -42,19 +42,19 @@ def agree(store: Store | None, run_directory: Path) -> Standing:
     Raises:
         BrokenFile: the plan of the command line cannot be read.
     """
-    global _standing
+    global _state
     place = Place(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         ranks=int(os.environ.get("WORLD_SIZE", "1")),
     )
-    _standing = agreement(store, place, run_directory)
-    return _standing
+    _state = agreement(store, place, run_directory)
+    return _state
 
 
-def agreement(store: Store | None, place: Place, run_directory: Path) -> Standing:
+def agreement(store: Store | None, place: Place, run_directory: Path) -> ResumeState:
     """The same, of a rank at a place."""
-    # The first rank of every node tells what is in its run directory.
+    # The first rank of every node reports what is in its run directory.
     own = Findings.of(run_directory) if place.local_rank == 0 else Findings()
     if store is None:
         return _combined([own], place.ranks)
@@ -62,29 +62,29 @@ def agreement(store: Store | None, place: Place, run_directory: Path) -> Standin
     if place.rank == 0:
         everyone = [Findings.from_text(store.get(f"findings-{one}").decode()) for one in range(place.ranks)]
         store.set("standing", _combined(everyone, place.ranks).to_text())
-    return Standing.from_text(store.get("standing").decode())
+    return ResumeState.from_text(store.get("standing").decode())
 
 
-def current() -> Standing:
+def current() -> ResumeState:
     """What was agreed; of a process that `dsplan run` did not start, that nothing went before."""
-    return _standing or Standing(ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    return _state or ResumeState(ranks=int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def narrow(standing: Standing, variables: MutableMapping[str, str]) -> None:
-    """Tell this rank's process that only the first ranks train."""
+def narrow(state: ResumeState, variables: MutableMapping[str, str]) -> None:
+    """Set this rank's variables so that only the first ranks train."""
 
     rank, local = int(variables["RANK"]), int(variables.get("LOCAL_RANK", "0"))
     here = int(variables.get("LOCAL_WORLD_SIZE", "1"))
-    variables["WORLD_SIZE"] = str(standing.ranks)
-    variables["LOCAL_WORLD_SIZE"] = str(min(here, standing.ranks - (rank - local)))
+    variables["WORLD_SIZE"] = str(state.ranks)
+    variables["LOCAL_WORLD_SIZE"] = str(min(here, state.ranks - (rank - local)))
 
 
-def wait_for_the_others(store: Store, standing: Standing) -> None:
+def wait_for_the_others(store: Store, state: ResumeState) -> None:
     """What a rank does that does not train: return when rank 0's script has ended."""
     rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
     print(
-        f"dsplan: rank {rank} of {ranks} waits: the global batch of {standing.global_batch_size} is split over"
-        f" {standing.ranks} ranks",
+        f"dsplan: rank {rank} of {ranks} waits: the global batch of {state.global_batch_size} is split over"
+        f" {state.ranks} ranks",
         file=sys.stderr,
         flush=True,
     )
@@ -100,6 +100,6 @@ def let_the_waiting_go(store: Store) -> None:
         store.set(_ENDED, "")
 
 
-def _combined(findings: list[Findings], ranks: int) -> Standing:
+def _combined(findings: list[Findings], ranks: int) -> ResumeState:
     given = os.environ.get(PLAN_FILE)
     return combined(findings, ranks, load_plan(given) if given else None, os.environ.get(STRATEGY))

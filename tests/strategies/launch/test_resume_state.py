@@ -20,9 +20,9 @@ from planner.search.search import recommend
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict, save_plan
 from strategies.autoplan import fallback
-from strategies.run_directory import agreed
-from strategies.run_directory.orders import FailedPlan, Orders
-from strategies.run_directory.standing import Findings, Standing, Tried, Tuning, combined, largest_divisor
+from strategies.run_directory import state_consensus
+from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
+from strategies.run_directory.resume_state import Findings, ResumeState, Tried, Tuning, combined, largest_divisor
 
 
 def _request(ranks: int, batch: int = 24) -> Request:
@@ -40,47 +40,47 @@ def _failed(plan: Plan) -> FailedPlan:
     return FailedPlan(configuration=plan_to_dict(plan)["plan"], predicted_bytes=plan.memory.peak_allocated_bytes)
 
 
-def _findings(plan: Plan | None = None, written: float = 1.0, **orders: Any) -> Findings:
-    given = asdict(Orders(checkpoint_directory="c", **{"attempt": 1, **orders}))
-    return Findings(orders=given, goes_on=True, last=plan and plan_to_dict(plan), written=written)
+def _findings(plan: Plan | None = None, written: float = 1.0, **attempt_options: Any) -> Findings:
+    given = asdict(AttemptOptions(checkpoint_directory="c", **{"attempt": 1, **attempt_options}))
+    return Findings(attempt_options=given, is_resumed=True, last=plan and plan_to_dict(plan), written=written)
 
 
 def test_a_first_attempt_has_nothing_to_keep(tmp_path: Path) -> None:
-    Orders(checkpoint_directory="c", tunes=True).save(tmp_path)
-    assert combined([Findings.of(tmp_path)], 3) == Standing(ranks=3, tunes=True)
+    AttemptOptions(checkpoint_directory="c", tunes=True).save(tmp_path)
+    assert combined([Findings.of(tmp_path)], 3) == ResumeState(ranks=3, tunes=True)
 
 
 def test_a_later_attempt_goes_on_with_the_plan_that_ran_last() -> None:
     plan, other = _plans(4)[:2]
-    standing = combined([_findings(other, written=1.0), _findings(plan, written=2.0, global_batch_size=24)], 4)
-    assert (standing.plan, standing.is_given) == (plan, False)
-    assert (standing.goes_on, standing.attempt, standing.global_batch_size) == (True, 1, 24)
-    assert Standing.from_text(standing.to_text()) == standing
+    state = combined([_findings(other, written=1.0), _findings(plan, written=2.0, global_batch_size=24)], 4)
+    assert (state.plan, state.is_given) == (plan, False)
+    assert (state.is_resumed, state.attempt, state.global_batch_size) == (True, 1, 24)
+    assert ResumeState.from_text(state.to_text()) == state
 
 
 def test_what_failed_on_any_node_is_not_gone_on_with() -> None:
     large, small = sorted(_plans(4), key=lambda plan: plan.memory.peak_allocated_bytes)[::-1][:2]
     here = _findings(large, failed_plans=(_failed(large),))
-    standing = combined([_findings(large), here], 4)
-    assert standing.plan is None
-    assert standing.failed_plans == (_failed(large),)
+    state = combined([_findings(large), here], 4)
+    assert state.plan is None
+    assert state.failed_plans == (_failed(large),)
     assert combined([_findings(small), here], 4).plan == small
     larger = replace(large, memory=replace(large.memory, peak_allocated_bytes=large.memory.peak_allocated_bytes + 1))
-    assert standing.has_failed(larger)
+    assert state.has_failed(larger)
 
 
 def test_a_plan_that_offloads_and_failed_rules_out_itself_alone() -> None:
     large, small = sorted(_plans(4), key=lambda plan: plan.memory.peak_allocated_bytes)[::-1][:2]
     offloads = replace(small, configuration=replace(small.configuration, offload="optimizer"))
-    standing = combined([_findings(offloads, failed_plans=(_failed(offloads),))], 4)
-    assert standing.has_failed(offloads)
-    assert not standing.has_failed(large)
+    state = combined([_findings(offloads, failed_plans=(_failed(offloads),))], 4)
+    assert state.has_failed(offloads)
+    assert not state.has_failed(large)
     assert combined([_findings(small, failed_plans=(_failed(small),))], 4).has_failed(large)
 
 
 def test_a_plan_for_another_number_of_ranks_is_left_and_its_batch_kept() -> None:
-    standing = combined([_findings(_plans(4)[0])], 2)
-    assert (standing.plan, standing.ranks, standing.global_batch_size) == (None, 2, 24)
+    state = combined([_findings(_plans(4)[0])], 2)
+    assert (state.plan, state.ranks, state.global_batch_size) == (None, 2, 24)
 
 
 def test_a_given_plan_comes_before_the_last_one_unless_it_failed_and_tuned_ones_before_it() -> None:
@@ -107,13 +107,13 @@ def test_as_many_ranks_train_as_the_batch_can_be_split_over(batch: int, ranks: i
 
 
 def test_metrics_of_ranks_that_trained_say_that_the_run_goes_on(tmp_path: Path) -> None:
-    Orders(checkpoint_directory="c").save(tmp_path)
+    AttemptOptions(checkpoint_directory="c").save(tmp_path)
     (tmp_path / "metrics-rank1.jsonl").touch()
-    assert not Findings.of(tmp_path).goes_on
+    assert not Findings.of(tmp_path).is_resumed
     (tmp_path / "metrics-rank1.jsonl").write_text("{}\n")
     save_plan(_plans(4)[0], tmp_path / "plan.yaml")
     found = Findings.of(tmp_path)
-    assert found.goes_on
+    assert found.is_resumed
     assert found.last == plan_to_dict(_plans(4)[0])
     assert Findings.from_text(found.to_text()).to_text() == found.to_text()
 
@@ -123,7 +123,7 @@ def test_tuning_says_what_to_follow_and_after_it_what_was_fastest(tmp_path: Path
     tried = (Tried(plan=first, step_seconds=3.0), Tried(plan=second, step_seconds=2.0))
     Tuning(tried=tried, following=third, switches=2).save(tmp_path)
     assert Tuning.load(tmp_path) == Tuning(tried=tried, following=third, switches=2)
-    Orders(checkpoint_directory="c", attempt=2).save(tmp_path)
+    AttemptOptions(checkpoint_directory="c", attempt=2).save(tmp_path)
     assert Findings.of(tmp_path).tuned == (third, second, first)
 
 
@@ -134,12 +134,12 @@ def test_the_ranks_of_all_nodes_come_to_one_standing(tmp_path: Path) -> None:
     for number, node in enumerate(nodes):
         node.mkdir()
         failed = (_failed(plan),) if number else ()
-        Orders(checkpoint_directory="c", attempt=2, failed_plans=failed, global_batch_size=24).save(node)
-    found: dict[int, Standing] = {}
+        AttemptOptions(checkpoint_directory="c", attempt=2, failed_plans=failed, global_batch_size=24).save(node)
+    found: dict[int, ResumeState] = {}
 
     def rank(number: int) -> None:
-        place = agreed.Place(rank=number, local_rank=number % 2, ranks=4)
-        found[number] = agreed.agreement(store, place, nodes[number // 2])
+        place = state_consensus.Place(rank=number, local_rank=number % 2, ranks=4)
+        found[number] = state_consensus.agreement(store, place, nodes[number // 2])
 
     ranks = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
     for one in ranks:
@@ -147,7 +147,7 @@ def test_the_ranks_of_all_nodes_come_to_one_standing(tmp_path: Path) -> None:
     for one in ranks:
         one.join(20)
     assert len(found) == 4
-    assert set(map(Standing.to_text, found.values())) == {found[0].to_text()}
+    assert set(map(ResumeState.to_text, found.values())) == {found[0].to_text()}
     assert found[3].failed_plans == (_failed(plan),)
 
 
@@ -155,24 +155,26 @@ def test_a_rank_that_does_not_train_waits_until_the_script_of_rank_0_has_ended(m
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
     store = HashStore()
-    waiting = threading.Thread(target=agreed.wait_for_the_others, args=(store, Standing(ranks=2, global_batch_size=8)))
+    waiting = threading.Thread(
+        target=state_consensus.wait_for_the_others, args=(store, ResumeState(ranks=2, global_batch_size=8))
+    )
     waiting.start()
     time.sleep(0.1)
     assert waiting.is_alive()
-    agreed.let_the_waiting_go(store)
+    state_consensus.let_the_waiting_go(store)
     waiting.join(20)
     assert not waiting.is_alive()
 
 
 def test_the_ranks_that_train_count_themselves_alone() -> None:
     variables = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    agreed.narrow(Standing(ranks=3), variables)
+    state_consensus.narrow(ResumeState(ranks=3), variables)
     assert variables == {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
 
 
 def _best(monkeypatch: pytest.MonkeyPatch, request: Request, *failed: Plan) -> Plan:
-    standing = Standing(ranks=4, goes_on=True, failed_plans=tuple(map(_failed, failed)))
-    monkeypatch.setattr(fallback, "current", lambda: standing)
+    state = ResumeState(ranks=4, is_resumed=True, failed_plans=tuple(map(_failed, failed)))
+    monkeypatch.setattr(fallback, "current", lambda: state)
     return fallback.best_plan(request)
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from hardware_db.measurement import Measurement, Outcome
 from hardware_db.store import MemoryStore
-from planner.calibration.oom_history import Shortage
+from planner.calibration.oom_history import OomRecord
 from planner.search.estimate import estimate, price
-from planner.search.recall import recalled_from, shortages
+from planner.search.recall import oom_records, recalled_from
 from planner.search.request import Request
 from planner.search.search import recommend
 from planner.types.plan import Configuration
@@ -67,13 +67,13 @@ def test_it_is_listed_with_its_reason_its_date_and_how_to_allow_it() -> None:
 def test_the_newest_run_of_a_plan_decides(*, later: bool, proposed: bool) -> None:
     failed, done = _run(FIRST, "out_of_memory", 7, day=2), _run(FIRST, "completed", 8, day=3 if later else 1)
     assert (FIRST in _proposed(_asked(failed, done))) is proposed
-    assert len(_asked(failed, done).experience.shortages) == (0 if proposed else 1)
+    assert len(_asked(failed, done).experience.oom_records) == (0 if proposed else 1)
 
 
 def test_a_newer_run_that_took_more_and_completed_takes_a_failure_back() -> None:
     failed = _run(FAILED, "out_of_memory", 7)
-    assert not _asked(failed, _run(LARGER, "completed", 8, day=2)).experience.shortages
-    assert _asked(failed, _run(SMALLER, "completed", 8, day=2)).experience.shortages
+    assert not _asked(failed, _run(LARGER, "completed", 8, day=2)).experience.oom_records
+    assert _asked(failed, _run(SMALLER, "completed", 8, day=2)).experience.oom_records
 
 
 def test_a_failure_of_a_plan_that_offloads_is_taken_back_by_the_same_plan_alone() -> None:
@@ -83,7 +83,7 @@ def test_a_failure_of_a_plan_that_offloads_is_taken_back_by_the_same_plan_alone(
 
     def left(failed: Configuration, completed: Configuration) -> list[Configuration]:
         runs = (_run(failed, "out_of_memory", 7, user=user), _run(completed, "completed", 8, day=2, user=user))
-        return [one.configuration for one in shortages(runs[:1], runs[1:], user.request())]
+        return [one.configuration for one in oom_records(runs[:1], runs[1:], user.request())]
 
     assert left(offloads, plain) == [offloads]
     assert left(offloads, offloads) == []
@@ -93,35 +93,35 @@ def test_a_failure_of_a_plan_that_offloads_is_taken_back_by_the_same_plan_alone(
 @pytest.mark.parametrize("change", [{"seq_len": 512}, {"precision": "fp32"}, {"optimizer": "sgd"}])
 def test_other_work_and_other_models_are_as_they_were(change: dict[str, Any]) -> None:
     failed = _run(FIRST, "out_of_memory", 7)
-    assert not _asked(failed, **change).experience.shortages
+    assert not _asked(failed, **change).experience.oom_records
     store = MemoryStore()
     store.add(failed)
-    assert not recalled_from(store, replace(USER, model="distilgpt2").request()).experience.shortages
+    assert not recalled_from(store, replace(USER, model="distilgpt2").request()).experience.oom_records
 
 
 def test_another_global_batch_is_the_same_work() -> None:
-    assert _asked(_run(FIRST, "out_of_memory", 7), global_batch=32).experience.shortages
+    assert _asked(_run(FIRST, "out_of_memory", 7), global_batch=32).experience.oom_records
 
 
 def test_failures_elsewhere_say_nothing() -> None:
     gpus = User()
-    assert not _asked(_run(gpus.configurations()[0], "out_of_memory", 7, user=gpus)).experience.shortages
+    assert not _asked(_run(gpus.configurations()[0], "out_of_memory", 7, user=gpus)).experience.oom_records
 
 
 def test_a_gpu_with_more_free_memory_than_then_is_another_matter() -> None:
     request = User().request()
     configuration = User().configurations()[0]
     then = request.cluster.capacity_bytes
-    shortage = Shortage(configuration=configuration, peak_allocated_bytes=1, capacity_bytes=then)
-    assert shortage.counts_on(request.cluster)
-    assert not shortage.counts_on(replace(request.cluster, capacity_bytes=then * 6 // 5))
+    oom_record = OomRecord(configuration=configuration, peak_allocated_bytes=1, capacity_bytes=then)
+    assert oom_record.counts_on(request.cluster)
+    assert not oom_record.counts_on(replace(request.cluster, capacity_bytes=then * 6 // 5))
 
 
 def test_fewer_ranks_on_one_host_have_more_of_its_memory() -> None:
     request = USER.request()
     four = replace(FIRST, dp_replicate=4, dp_shard=1, gradient_accumulation_steps=1, micro_batch_size=16)
-    assert not Shortage(configuration=four, peak_allocated_bytes=1).counts_on(request.cluster)
-    assert Shortage(configuration=FIRST, peak_allocated_bytes=1).counts_on(request.cluster)
+    assert not OomRecord(configuration=four, peak_allocated_bytes=1).counts_on(request.cluster)
+    assert OomRecord(configuration=FIRST, peak_allocated_bytes=1).counts_on(request.cluster)
 
 
 def test_a_plan_that_offloads_rules_out_only_what_takes_as_much_of_both_memories() -> None:
@@ -130,7 +130,7 @@ def test_a_plan_that_offloads_rules_out_only_what_takes_as_much_of_both_memories
     base = next(one for one in user.configurations() if one.strategy == "zero3" and one.micro_batch_size == 4)
     offloads = replace(base, offload="optimizer")
     memory = price(request, offloads).memory
-    shortage = Shortage(
+    oom_record = OomRecord(
         configuration=offloads,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         host_bytes_per_node=memory.host_bytes_per_node,
@@ -138,14 +138,14 @@ def test_a_plan_that_offloads_rules_out_only_what_takes_as_much_of_both_memories
     priced = price(request, base)
     assert priced.memory.peak_allocated_bytes > memory.peak_allocated_bytes
     assert priced.memory.host_bytes_per_node < memory.host_bytes_per_node
-    assert not shortage.rules_out(priced.job, priced.memory)
+    assert not oom_record.rules_out(priced.job, priced.memory)
     more = price(request, replace(offloads, micro_batch_size=8, gradient_accumulation_steps=1))
-    assert shortage.rules_out(more.job, more.memory)
+    assert oom_record.rules_out(more.job, more.memory)
 
 
 def test_where_everything_took_as_much_nothing_is_proposed_and_the_reason_is_said() -> None:
     request = USER.request()
-    experience = replace(request.experience, shortages=(Shortage(configuration=FIRST, peak_allocated_bytes=1),))
+    experience = replace(request.experience, oom_records=(OomRecord(configuration=FIRST, peak_allocated_bytes=1),))
     answer = recommend(replace(request, experience=experience))
     assert not answer.plans
     assert answer.closest is not None

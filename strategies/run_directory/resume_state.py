@@ -1,7 +1,7 @@
-"""Standing: what earlier attempts of a run mean for the plan of this one. No torch.
+"""What earlier attempts of a run mean for the plan of this one. No torch.
 
 Every node has a run directory of its own, and what failed may be known on one of them alone. `Findings` is what one
-node knows; `combined` makes one Standing of all of them, the same on every rank.
+node knows; `combined` makes one ResumeState of all of them, the same on every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from planner.errors import DsplanError
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import configuration_from_dict, load_plan, plan_from_dict, plan_to_dict
-from strategies.run_directory.orders import FailedPlan, Orders
+from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
 from strategies.run_directory.spec import write_json
 
 # What tuning has measured so far: `tuning.json` in the run directory of rank 0's node. No torch.
@@ -34,7 +34,7 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """The plans that were measured, in this order; the one to go on with; and whether nothing is to be tried any more.
+    """The plans that were measured, in this order; the one to resume with; and whether nothing is to be tried any more.
 
     `switches` counts the changes of plan that were made.
     """
@@ -45,7 +45,7 @@ class Tuning:
     switches: int = 0
 
     def in_order(self) -> list[Mapping[str, Any]]:
-        """The plan to go on with, then those that were measured, fastest first."""
+        """The plan to resume with, then those that were measured, fastest first."""
         fastest = [one.plan for one in sorted(self.tried, key=lambda one: one.step_seconds)]
         return [*((self.following,) if self.following else ()), *fastest]
 
@@ -55,7 +55,7 @@ class Tuning:
 
     @classmethod
     def load(cls, run_directory: Path) -> Tuning | None:
-        """What the file holds; None where there is none."""
+        """The content of the file, None if there is no file."""
         path = run_directory / TUNING_FILE
         if not path.exists():
             return None
@@ -71,8 +71,8 @@ class Findings:
     """What one node's run directory says: the plans that tuning came to, best first, the plan that ran last, and when
     they were written (seconds since 1970)."""
 
-    orders: Mapping[str, Any] = field(default_factory=dict)
-    goes_on: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_resumed: bool = False
     tuned: tuple[Mapping[str, Any], ...] = ()
     last: Mapping[str, Any] | None = None
     written: float = 0.0
@@ -88,15 +88,15 @@ class Findings:
     @classmethod
     def of(cls, run_directory: Path) -> Findings:
         """Those of a run directory, before any rank of this attempt writes to it."""
-        orders = Orders.load(run_directory)
-        if orders is None:
+        options = AttemptOptions.load(run_directory)
+        if options is None:
             return cls()
         tuning, last = Tuning.load(run_directory), run_directory / PLAN_FILE
         files = [path for path in (run_directory / TUNING_FILE, last) if path.exists()]
         began = any(path.stat().st_size for path in run_directory.glob("metrics-rank*.jsonl"))
         return cls(
-            orders=asdict(orders),
-            goes_on=orders.attempt > 0 or orders.resumes or began,
+            options=asdict(options),
+            is_resumed=options.attempt > 0 or options.resumes or began,
             tuned=tuple(tuning.in_order()) if tuning else (),
             last=plan_to_dict(load_plan(last)) if last.exists() else None,
             written=max((path.stat().st_mtime for path in files), default=0.0),
@@ -104,16 +104,16 @@ class Findings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """How a run stands when its ranks start.
+class ResumeState:
+    """The state of a run when its ranks start.
 
-    `goes_on` says that earlier ranks of it have trained, or tried to. Every plan keeps `global_batch_size`; None where
-    there was no plan yet. `plan` is the one to go on with, None where one has to be found; it is for `ranks` ranks, the
-    first of those that were started. `is_given` says that it is the one of the command line.
+    `is_resumed` says that earlier ranks of it have trained, or tried to. Every plan keeps `global_batch_size`, which is
+    None before the first plan. `plan` is the one to resume with, None if one has to be found; it is for `ranks` ranks,
+    the first of those that were started. `is_given` says that it is the one of the command line.
     """
 
     ranks: int
-    goes_on: bool = False
+    is_resumed: bool = False
     attempt: int = 0
     tunes: bool = False
     global_batch_size: int | None = None
@@ -134,7 +134,7 @@ class Standing:
         return json.dumps({**rest, "failed_plans": [asdict(one) for one in self.failed_plans], "plan": plan})
 
     @classmethod
-    def from_text(cls, text: str) -> Standing:
+    def from_text(cls, text: str) -> ResumeState:
         raw = json.loads(text)
         plan = None if raw["plan"] is None else plan_from_dict(raw["plan"])
         failed = tuple(FailedPlan(**one) for one in raw["failed_plans"])
@@ -143,35 +143,35 @@ class Standing:
 
 def combined(
     findings: Iterable[Findings], ranks: int, given: Plan | None = None, strategy: str | None = None
-) -> Standing:
+) -> ResumeState:
     """What all nodes' findings mean for `ranks` ranks that were started.
 
-    `given` and `strategy` are those of the command line; a plan of another strategy is not gone on with.
+    `given` and `strategy` are those of the command line; a plan of another strategy is not resumed with.
 
     Where the global batch cannot be split over the ranks, as many of them train as it can be split over.
     """
     known = sorted(findings, key=lambda one: one.written, reverse=True)
-    goes_on = any(one.goes_on for one in known)
-    orders = [one.orders for one in known if one.orders]
-    if not goes_on:
-        return Standing(ranks=ranks, tunes=any(one["tunes"] for one in orders))
+    is_resumed = any(one.is_resumed for one in known)
+    options = [one.options for one in known if one.options]
+    if not is_resumed:
+        return ResumeState(ranks=ranks, tunes=any(one["tunes"] for one in options))
     tuned = [plan_from_dict(plan) for one in known for plan in one.tuned]
     plans = [*tuned, *([given] if given else ()), *(plan_from_dict(one.last) for one in known if one.last)]
-    batches = [one["global_batch_size"] for one in orders] + [plan.configuration.global_batch_size for plan in plans]
+    batches = [one["global_batch_size"] for one in options] + [plan.configuration.global_batch_size for plan in plans]
     batch = next((one for one in batches if one), None)
-    failed = {json.dumps(one, sort_keys=True): one for each in orders for one in each["failed_plans"]}
-    standing = Standing(
+    failed = {json.dumps(one, sort_keys=True): one for each in options for one in each["failed_plans"]}
+    state = ResumeState(
         ranks=largest_divisor(batch, ranks) if batch else ranks,
-        goes_on=True,
-        attempt=max((int(one["attempt"]) for one in orders), default=0),
-        tunes=any(one["tunes"] for one in orders),
+        is_resumed=True,
+        attempt=max((int(one["attempt"]) for one in options), default=0),
+        tunes=any(one["tunes"] for one in options),
         global_batch_size=batch,
         failed_plans=tuple(FailedPlan(**one) for one in failed.values()),
     )
     of_strategy = (one for one in plans if strategy in (None, one.configuration.strategy))
-    for_ranks = (one for one in of_strategy if one.configuration.world_size == standing.ranks)
-    plan = next((one for one in for_ranks if not standing.has_failed(one)), None)
-    return replace(standing, plan=plan, is_given=plan is not None and plan is given)
+    for_ranks = (one for one in of_strategy if one.configuration.world_size == state.ranks)
+    plan = next((one for one in for_ranks if not state.has_failed(one)), None)
+    return replace(state, plan=plan, is_given=plan is not None and plan is given)
 
 
 def largest_divisor(batch: int, ranks: int) -> int:
