@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from strategies.distributed.rank_check import Patience, Presence, call_roll
+from strategies.distributed.rank_check import Patience, Presence, check_ranks
 from strategies.run_directory.heartbeat import PULSE, Pulse
 from strategies.supervision.hang_verdict import (
     Heartbeat,
@@ -72,7 +72,7 @@ def test_before_the_ranks_have_met_the_one_that_is_waited_for_is_behind(tmp_path
     store.set("rank-0", "here, and silent from now on")
     own = Presence(rank=1, world_size=2, host="node1", process_id=1, local_rank=1, device="cpu")
     watchdog = Watchdog(tmp_path, 1, 9.0)
-    waits = threading.Thread(target=call_roll, args=(store, own, Patience(60.0)))
+    waits = threading.Thread(target=check_ranks, args=(store, own, Patience(60.0)))
     waits.start()
     try:
         while not PULSE.waits_for:
