@@ -28,7 +28,6 @@ from strategies.distributed.rank_check import (
     FIRST_SECONDS,
     LOOK_SECONDS,
     READ_SECONDS,
-    SECONDS,
     Patience,
     Presence,
     call_roll,
@@ -37,7 +36,6 @@ from strategies.errors import CannotMeet
 from strategies.run_directory.orders import Orders
 from strategies.variables import RUN_DIRECTORY
 
-__all__ = ["SECONDS", "meet"]
 _ANSWER = timedelta(seconds=FIRST_SECONDS)
 _ASK_SECONDS, _LEAST_ASK_SECONDS = 4.0, 0.5
 

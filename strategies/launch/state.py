@@ -15,6 +15,7 @@ from strategies.launch.report import highest_step, last_attempt_in
 from strategies.run_directory.journal import read_journal
 from strategies.run_directory.orders import CHECKPOINTS, FailedPlan, Orders
 from strategies.run_directory.spec import LaunchSpec
+from strategies.run_directory.standing import PLAN_FILE
 from strategies.supervision import lineage
 
 # Course: which steps a run has reached, when, and what restarts cost it. No torch.
@@ -72,7 +73,6 @@ class Course:
         return self._began[-1] - self._began[0] if step == 1 else None
 
 
-PLAN_FILE = "plan.yaml"
 BEGIN_ANEW = "start"
 """`--resume-from start`: no checkpoint of the run counts."""
 _STEPS = ("step", "last_step")

@@ -20,10 +20,11 @@ from planner.search.search import recommend
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
 from strategies.launch import state as run_state
-from strategies.launch.state import PLAN_FILE, RunState
+from strategies.launch.state import RunState
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.orders import Orders
 from strategies.run_directory.spec import LaunchSpec
+from strategies.run_directory.standing import PLAN_FILE
 from strategies.supervision import lineage
 
 
