@@ -128,6 +128,21 @@ def replace_text(path: Path, text: str) -> None:
             os.unlink(temporary)
 
 
+def replace_whole(path: Path, text: str) -> None:
+    """Replace a file of dsplan's own by `text`: a reader sees the old text or the new, and a failure leaves the old.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def _umask() -> int:
     """The process's file mode mask, which can only be read by setting it."""
     mask = os.umask(0o077)
