@@ -15,6 +15,8 @@ from hardware_db.errors import BrokenFile
 # Where dsplan keeps what it learns.
 
 
+HOME = "DSPLAN_HOME"
+"""The environment variable that names the directory."""
 DATABASE_NAME = "dsplan.db"
 
 
@@ -24,7 +26,7 @@ def data_dir() -> Path:
     That is `$XDG_DATA_HOME` or `~/.local/share` (a relative one is ignored, as the XDG specification demands),
     `~/Library/Application Support` on macOS, `%LOCALAPPDATA%` on Windows. The directory may not exist yet.
     """
-    if home := os.environ.get("DSPLAN_HOME"):
+    if home := os.environ.get(HOME):
         return Path(os.path.expanduser(home))
     return _platform_data_dir() / "dsplan"
 
@@ -124,6 +126,21 @@ def replace_text(path: Path, text: str) -> None:
     finally:
         if temporary is not None:
             os.unlink(temporary)
+
+
+def replace_whole(path: Path, text: str) -> None:
+    """Replace a file of dsplan's own by `text`: a reader sees the old text or the new, and a failure leaves the old.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _umask() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dsplan.render.blocks import Bar, Block, Cell, Column, Table, Text, columns
 from dsplan.render.run_view import ending_place, ending_words
+from hardware_db.files import replace_whole
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict
 
@@ -73,14 +73,8 @@ def write_report(report: RunReport, stored: str) -> None:
     from strategies.launch.report import REPORT_FILE
 
     path = report.spec.directory / REPORT_FILE
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     page = markdown([*report_blocks(report), Text(text=stored)], title=f"dsplan run {Path(report.spec.script).name}")
-    try:
-        temporary.write_text(page)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_whole(path, page)
 
 
 def _outcome_text(report: RunReport) -> Text:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile
+from hardware_db.files import HOME
 from hardware_db.store.migrations import MIGRATIONS, check_schema, migrate
 from hardware_db.units import format_seconds
 
@@ -41,7 +42,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
     | {"lustre", "gpfs", "beegfs", "panfs", "wekafs"}
 )
 
-_HOME_REMEDY = "set DSPLAN_HOME to a directory you can write to"
+_HOME_REMEDY = f"set {HOME} to a directory you can write to"
 _BROKEN_REMEDY = "move it away and dsplan starts a new one; `dsplan db import` brings exports back"
 # What sqlite says -> what is wrong, what to do. The error codes that would be the better key came with Python 3.11.
 _DAMAGE = {
@@ -134,7 +135,7 @@ def _check_file(path: Path) -> None:
         raise BrokenFile(path, f"cannot be opened ({error.strerror})", _HOME_REMEDY) from error
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
-        raise BrokenFile(path, f"is {kind}, not a database", "move it away, or set DSPLAN_HOME to another directory")
+        raise BrokenFile(path, f"is {kind}, not a database", f"move it away, or set {HOME} to another directory")
 
 
 def _connect_read_only(path: Path, thorough: bool) -> sqlite3.Connection:

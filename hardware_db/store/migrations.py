@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from hardware_db.errors import BrokenFile
+from hardware_db.files import HOME
 
 if TYPE_CHECKING:
     import sqlite3
@@ -128,7 +129,7 @@ def check_schema(connection: sqlite3.Connection, path: object) -> bool:
     connection.execute("COMMIT")
     if owner != APPLICATION_ID and (owner != 0 or found):
         raise BrokenFile(
-            path, "is the SQLite database of another program", "move it away, or set DSPLAN_HOME to another directory"
+            path, "is the SQLite database of another program", f"move it away, or set {HOME} to another directory"
         )
     _refuse_newer(version, path, len(MIGRATIONS))
     schemas = _schemas()
@@ -197,5 +198,5 @@ def _refuse_newer(version: int, path: object, newest: int) -> None:
         raise BrokenFile(
             path,
             f"database schema {version} was written by a newer dsplan, this one knows up to {newest}",
-            "upgrade dsplan, or set DSPLAN_HOME to another directory",
+            f"upgrade dsplan, or set {HOME} to another directory",
         )

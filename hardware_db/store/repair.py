@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from hardware_db.errors import BrokenFile
+from hardware_db.files import HOME
 from hardware_db.measurement import RecordError
 from hardware_db.store import rows
 from hardware_db.store.connection import clear_errors, is_read_only, open_untrusting
@@ -25,7 +26,7 @@ from hardware_db.store.pages import MAGIC, Found, Record, read_pages
 _LOCK_SECONDS = 120.0
 _LOGS = ("-wal", "-shm", "-journal")
 _ID = re.compile(r"[0-9a-f]{32}")
-_COPY_REMEDY = "copy it to a directory that you can write to, and set DSPLAN_HOME to that"
+_COPY_REMEDY = f"copy it to a directory that you can write to, and set {HOME} to that"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,14 +18,14 @@ MORE_ROOM = 1.1
 class OomRecord:
     """A configuration of the same model and work that ran out of memory on this machine.
 
-    `peak_allocated_bytes` and `host_bytes_per_node` are what is predicted of it; `capacity_bytes` is what one device
-    was thought to have then, None where that is not known. `created_at` is when it ran and `id` its record in the
-    database; both are empty for one of the run that is planned for.
+    `peak_allocated_bytes` and `host_bytes_per_node` are what is predicted of it, the latter None where nobody recorded
+    it; `capacity_bytes` is what one device was thought to have then, None where that is not known. `created_at` is when
+    it ran and `id` its record in the database; both are empty for one of the run that is planned for.
     """
 
     configuration: Configuration
     peak_allocated_bytes: int
-    host_bytes_per_node: int = 0
+    host_bytes_per_node: int | None = None
     capacity_bytes: int | None = None
     created_at: str = ""
     id: str = ""
@@ -37,22 +37,31 @@ class OomRecord:
     def counts_on(self, cluster: Cluster) -> bool:
         """Whether it says anything of such devices: not where a device has more room than it had then."""
         if cluster.device.is_cpu:
-            # What is free of a host changes by the minute; fewer ranks than then have more of it each.
-            return cluster.gpus >= self.configuration.world_size
+            return self.counts_for(cluster.gpus, on_cpu=True)
         return self.capacity_bytes is None or cluster.capacity_bytes <= MORE_ROOM * self.capacity_bytes
 
-    def rules_out(self, job: Job, memory: MemoryEstimate) -> bool:
-        """Whether a plan is this one or is predicted to take at least as much.
+    def counts_for(self, ranks: int, *, on_cpu: bool) -> bool:
+        """Whether it says anything of so many ranks on the same devices."""
+        # What is free of a host changes by the minute; fewer ranks than then have more of it each.
+        return not on_cpu or ranks >= self.configuration.world_size
 
-        Of a plan that offloads it is not known which memory was short, so only what takes as much of both is out.
+    def rules_out(self, job: Job, memory: MemoryEstimate) -> bool:
+        """Whether a plan for these devices is this one or is predicted to take at least as much."""
+        return self.counts_on(job.cluster) and self.takes_no_more_than(job.configuration, memory)
+
+    def takes_no_more_than(self, configuration: Configuration, memory: MemoryEstimate) -> bool:
+        """Whether a plan with this memory is the one that failed or is predicted to take at least as much.
+
+        Of a plan that offloads it is not known which memory was short, so only what takes as much of both is out; where
+        what it took of the host was not recorded, it alone.
         """
-        if not self.counts_on(job.cluster):
-            return False
-        if job.configuration == self.configuration:
+        if configuration == self.configuration:
             return True
-        return memory.peak_allocated_bytes >= self.peak_allocated_bytes and (
-            not self.configuration.uses_host or memory.host_bytes_per_node >= self.host_bytes_per_node
-        )
+        if memory.peak_allocated_bytes < self.peak_allocated_bytes:
+            return False
+        if not self.configuration.uses_host:
+            return True
+        return self.host_bytes_per_node is not None and memory.host_bytes_per_node >= self.host_bytes_per_node
 
     def judgement(self, memory: MemoryEstimate) -> Judgement:
         """That of a plan that is ruled out."""

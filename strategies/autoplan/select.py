@@ -18,7 +18,7 @@ from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.run_directory.resume_state import ResumeState
 from strategies.run_directory.state_consensus import current
-from strategies.variables import PLAN_FILE
+from strategies.variables import PLAN
 
 _SAME_MODEL = 0.05
 """A new head or a longer position table changes a model's size by less."""
@@ -79,7 +79,7 @@ def to_be_like(options: PlanningOptions) -> Configuration | None:
 
 def _given(options: PlanningOptions) -> tuple[str, Plan] | None:
     """The plan of the command line or of the script, and what to call it."""
-    source = os.environ.get(PLAN_FILE) or options.plan
+    source = os.environ.get(PLAN) or options.plan
     if source is None:
         return None
     return ("the plan", source) if isinstance(source, Plan) else (str(source), load_plan(source))

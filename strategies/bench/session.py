@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import IO, Any, TypeAlias
 
 from hardware_db.errors import BrokenFile
-from hardware_db.files import data_dir
+from hardware_db.files import HOME, data_dir
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, measure_run, plan_key
 from hardware_db.microbench.rate import Point, Refusal, as_measurement, point_of
@@ -29,6 +29,7 @@ from strategies.bench.plan import BenchPlan
 from strategies.bench.training import Trainee, measure_point, train_trainee
 from strategies.launch.record import measured_of
 from strategies.telemetry.metrics import read_metrics, summarise
+from strategies.variables import QUIET
 
 # What happens while a benchmark runs, for whoever shows it.
 
@@ -114,7 +115,7 @@ class Pools:
             self.close()
             # Without a GPU DeepSpeed must be told that there is none.
             variables = {} if self._gpu else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-            variables["DSPLAN_QUIET"] = "1"
+            variables[QUIET] = "1"
             backend = "nccl" if self._gpu else "gloo"
             self._kind = (ranks, deepspeed)
             self._pool = RankPool(ranks, backend=backend, timeout_seconds=_CALL_SECONDS, variables=variables)
@@ -165,7 +166,7 @@ class Turn:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+", encoding="utf-8")
         except OSError as error:
-            remedy = "set DSPLAN_HOME to a directory you can write to"
+            remedy = f"set {HOME} to a directory you can write to"
             raise BrokenFile(path, f"cannot be written ({error.strerror})", remedy) from error
         return self
 

@@ -17,9 +17,8 @@ from torch.distributed import DistError
 from hardware_db.units import format_seconds
 from strategies.errors import CannotMeet
 from strategies.run_directory.heartbeat import PULSE
+from strategies.variables import RENDEZVOUS_SECONDS
 
-SECONDS = "DSPLAN_RENDEZVOUS_SECONDS"
-"""Environment variable: how long ranks wait for each other."""
 FIRST_SECONDS = 20.0
 """Ranks that never met: with the seconds of importing torch, a mistake in their start ends within half a minute."""
 AGAIN_SECONDS = 600.0
@@ -64,13 +63,15 @@ class Patience:
         Raises:
             CannotMeet: it names none that can be waited.
         """
-        text = os.environ.get(SECONDS, "")
+        text = os.environ.get(RENDEZVOUS_SECONDS, "")
         try:
             seconds = float(text or usual_seconds)
         except ValueError:
             seconds = math.nan
         if not 0 < seconds < math.inf:
-            raise CannotMeet(f"the environment variable {SECONDS} is {text!r}; it must be a number of seconds above 0")
+            raise CannotMeet(
+                f"the environment variable {RENDEZVOUS_SECONDS} is {text!r}; it must be a number of seconds above 0"
+            )
         self.seconds = max(seconds, least)
         self._begun = time.monotonic()
 
@@ -217,8 +218,8 @@ def _too_late(own: Presence, missing: list[int], patience: Patience) -> str:
     remedy = f"start {own.world_size} processes, or correct WORLD_SIZE"
     if own.advice:
         remedy = f"{remedy}; {own.advice}"
-    waited = format_seconds(patience.seconds)
-    return f"{_wait_text(own, missing)} within {waited}; {remedy} (ranks that need longer: set {SECONDS})"
+    longer = f"ranks that need longer: set {RENDEZVOUS_SECONDS}"
+    return f"{_wait_text(own, missing)} within {format_seconds(patience.seconds)}; {remedy} ({longer})"
 
 
 def _wait_text(own: Presence, missing: list[int]) -> str:

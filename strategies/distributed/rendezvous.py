@@ -29,7 +29,6 @@ from strategies.distributed.rank_check import (
     FIRST_SECONDS,
     LOOK_SECONDS,
     READ_SECONDS,
-    SECONDS,
     Patience,
     Presence,
     check_ranks,
@@ -38,7 +37,6 @@ from strategies.errors import CannotMeet
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.variables import RUN_DIRECTORY
 
-__all__ = ["SECONDS", "meet"]
 _ANSWER = timedelta(seconds=FIRST_SECONDS)
 _ASK_SECONDS, _LEAST_ASK_SECONDS = 4.0, 0.5
 

@@ -10,7 +10,7 @@ import struct
 import sys
 from pathlib import Path
 
-from hardware_db.files import data_dir, database_path
+from hardware_db.files import HOME, data_dir, database_path
 from hardware_db.probe.cgroup import cgroup_limits
 from hardware_db.probe.files import read_text
 from hardware_db.probe.machine import Host
@@ -131,7 +131,7 @@ def disks() -> list[Finding]:
 
 def disk(folder: Path, names: str) -> Finding:
     """Space and the right to write in one folder."""
-    elsewhere = "set DSPLAN_HOME to a directory elsewhere"
+    elsewhere = f"set {HOME} to a directory elsewhere"
     if not os.access(folder, os.W_OK):
         return Finding(level="problem", check="disk", message=f"{names}: {folder} cannot be written", remedy=elsewhere)
     free = shutil.disk_usage(folder).free
@@ -155,7 +155,7 @@ def _network_database(folder: Path, names: str) -> list[Finding]:
             level="warning",
             check="disk",
             message=f"the database is on {kind}, whose locks are slow and may fail between nodes",
-            remedy="set DSPLAN_HOME to a local directory",
+            remedy=f"set {HOME} to a local directory",
         )
     ]
 

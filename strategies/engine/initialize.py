@@ -39,7 +39,7 @@ from strategies.telemetry.monitor import RunMonitor
 from strategies.telemetry.step_log import Console, CsvWriter, MetricsWriter, StepLog, TensorboardWriter, Writer
 from strategies.telemetry.traces import Traces
 from strategies.telemetry.training_monitor import TrainingMonitor
-from strategies.variables import RUN_DIRECTORY
+from strategies.variables import QUIET, RUN_DIRECTORY
 
 if TYPE_CHECKING:
     from strategies.autoplan.tuning import Prospect
@@ -89,9 +89,6 @@ def _writers(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -
     if monitor is not None and script.wall_clock_breakdown:
         writers.append(MetricsWriter(monitor))
     return writers
-
-
-QUIET = "DSPLAN_QUIET"
 
 
 def initialize(

@@ -22,7 +22,7 @@ from strategies.launch.options import Asked
 from strategies.launch.recognise import Script, check_strategy, recognise
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.spec import SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
-from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
+from strategies.variables import PLAN, RUN_DIRECTORY, STRATEGY
 
 # Whether the flags of a placement fit together, before anything is started. No torch.
 
@@ -263,7 +263,7 @@ def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> Lau
         # Without these, accelerate leaves every CPU rank alone with its own copy, and DeepSpeed looks for a GPU.
         environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
     if request.plan_file is not None:
-        environment[PLAN_FILE] = str(request.plan_file.resolve())
+        environment[PLAN] = str(request.plan_file.resolve())
     if request.strategy is not None:
         environment[STRATEGY] = request.strategy
     return LaunchSpec(
@@ -316,7 +316,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         raise DsplanError(f"{directory}: holds no run to resume; name the run directory that dsplan run printed")
     check_unfinished(directory)
     earlier = _resumed_spec(path)
-    plan, strategy = earlier.environment.get(PLAN_FILE), earlier.environment.get(STRATEGY)
+    plan, strategy = earlier.environment.get(PLAN), earlier.environment.get(STRATEGY)
     if request.plan_file is not None or request.strategy is not None:
         plan = strategy = None
     return replace(

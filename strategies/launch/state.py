@@ -14,6 +14,7 @@ from planner.types.plan_io import load_plan, plan_to_dict, save_plan
 from strategies.launch.report import highest_step, last_attempt_in
 from strategies.run_directory.attempt_options import CHECKPOINTS, AttemptOptions, FailedPlan
 from strategies.run_directory.journal import read_journal
+from strategies.run_directory.resume_state import PLAN_FILE
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 
@@ -72,7 +73,6 @@ class Course:
         return self._began[-1] - self._began[0] if step == 1 else None
 
 
-PLAN_FILE = "plan.yaml"
 BEGIN_ANEW = "start"
 """`--resume-from start`: no checkpoint of the run counts."""
 _STEPS = ("step", "last_step")

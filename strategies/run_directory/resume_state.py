@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from planner.calibration.oom_history import OomRecord
 from planner.errors import DsplanError
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import configuration_from_dict, load_plan, plan_from_dict, plan_to_dict
@@ -124,9 +125,9 @@ class ResumeState:
     def has_failed(self, plan: Plan) -> bool:
         """Whether a plan ran out of memory in this run, or is predicted to take as much as one that did.
 
-        Of a plan that offloads it is not known which memory was short, so it rules out itself alone.
+        The rule is the planner's (`OomRecord`); what a failed plan took of the host is not recorded.
         """
-        return any(_rules_out(one, configuration_of(one), plan) for one in self.failed_plans)
+        return any(_rules_out(one, plan) for one in self.failed_plans)
 
     def to_text(self) -> str:
         plan = None if self.plan is None else plan_to_dict(self.plan)
@@ -187,10 +188,11 @@ def configuration_of(failed: FailedPlan) -> Configuration | None:
         return None
 
 
-def _rules_out(failed: FailedPlan, configuration: Configuration | None, plan: Plan) -> bool:
-    takes_as_much = plan.memory.peak_allocated_bytes >= failed.predicted_bytes
+def _rules_out(failed: FailedPlan, plan: Plan) -> bool:
+    configuration = configuration_of(failed)
     if configuration is None:
-        return takes_as_much
-    if configuration == plan.configuration or configuration.uses_host:
-        return configuration == plan.configuration
-    return takes_as_much and configuration.world_size <= plan.configuration.world_size
+        return plan.memory.peak_allocated_bytes >= failed.predicted_bytes
+    record = OomRecord(configuration=configuration, peak_allocated_bytes=failed.predicted_bytes)
+    on_cpu = plan.cluster.get("vendor") == "cpu"
+    counts = record.counts_for(plan.configuration.world_size, on_cpu=on_cpu)
+    return counts and record.takes_no_more_than(plan.configuration, plan.memory)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from hardware_db.files import replace_whole
 from planner.errors import NothingFits
 
 # Why a rank or an attempt ended, in words that ranks, supervisor, journal and last page share. No torch.
@@ -182,10 +182,4 @@ def keep_result(directory: Path, result: object) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Replace `path` by `value` as JSON, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(value, indent=1))
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_whole(path, json.dumps(value, indent=1))

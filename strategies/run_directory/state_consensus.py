@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from planner.types.plan_io import load_plan
 from strategies.run_directory.heartbeat import resting
 from strategies.run_directory.resume_state import Findings, ResumeState, combined
-from strategies.variables import PLAN_FILE, STRATEGY
+from strategies.variables import PLAN, STRATEGY
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -101,5 +101,5 @@ def let_the_waiting_go(store: Store) -> None:
 
 
 def _combined(findings: list[Findings], ranks: int) -> ResumeState:
-    given = os.environ.get(PLAN_FILE)
+    given = os.environ.get(PLAN)
     return combined(findings, ranks, load_plan(given) if given else None, os.environ.get(STRATEGY))

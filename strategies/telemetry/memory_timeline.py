@@ -8,7 +8,6 @@ temporaries.
 from __future__ import annotations
 
 import gc
-import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from hardware_db.files import replace_whole
 from hardware_db.units import format_bytes, format_seconds
 from strategies.errors import BrokenFile
 from strategies.protocols import Observer, TrainingEngine
@@ -305,10 +305,8 @@ def memory_timeline(engine: TrainingEngine, path: str | Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        replace_whole(path, text)
     except OSError as problem:
         raise BrokenFile(path, f"cannot be written ({problem.strerror})", "name another file") from None

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from planner.cost.precision import communication_bytes
+from planner.cost.precision import communication_bytes, recipe_of
 from planner.cost.timing.collectives import Group, group
 from planner.cost.timing.flops import executed_layers, job_stacks
 from planner.cost.timing.stacks import USUAL_MATMULS
 from planner.types.job import Job
-from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES
 
 # What is left of communication when it runs beside compute.
@@ -74,15 +73,6 @@ class Layout:
         return self.parameters / self.shards
 
 
-def _widths(configuration: Configuration) -> tuple[int, int, int]:
-    """Bytes per parameter all-gathered, reduced, and stored as gradient, by what the backend does with a precision."""
-    if configuration.precision == "fp32":
-        return 4, 4, 4
-    if configuration.precision == "bf16-pure" or configuration.zero_stage:
-        return 2, 2, 2
-    return (2, 4, 4) if configuration.strategy in FSDP_STRATEGIES else (4, 4, 4)
-
-
 def _products_per_block(job: Job) -> float:
     """Modules with weights in an average block; experts count as one each kind of product."""
     stacks = [stack for stack in job_stacks(job) if stack.norms]
@@ -104,7 +94,7 @@ def layout(job: Job) -> Layout:
     shards = configuration.dp_shard if sharded else 1
     replicas = configuration.dp_replicate * configuration.dp_shard // shards
     tp = configuration.tp
-    gather_bytes, reduce_bytes, gradient_bytes = _widths(configuration)
+    recipe = recipe_of(configuration)
     return Layout(
         layers=layers,
         share_of_layers=layers / total_layers,
@@ -115,8 +105,8 @@ def layout(job: Job) -> Layout:
         shards=shards,
         shard_group=group(job.cluster, shards, tp),
         replica_group=group(job.cluster, replicas, tp * shards),
-        gather_bytes=gather_bytes,
-        reduce_bytes=reduce_bytes,
-        communication_bytes=communication_bytes(configuration.gradient_compression, reduce_bytes),
-        gradient_bytes=gradient_bytes,
+        gather_bytes=recipe.gather,
+        reduce_bytes=recipe.reduce,
+        communication_bytes=communication_bytes(configuration.gradient_compression, recipe.reduce),
+        gradient_bytes=recipe.gradient,
     )

@@ -139,7 +139,7 @@ def _native_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) ->
     configuration, is_cpu = job.configuration, job.cluster.device.is_cpu
     away = where.owned * configuration.offload_ratio
     steps = configuration.gradient_accumulation_steps
-    size = away * where.gradient_bytes
+    size = away * where.gather_bytes  # sums are brought down in the dtype in which they travel
     weights, gradients = (0.0 if is_cpu else link_seconds(job.cluster, size, to_host=host) for host in (False, True))
     streamed = gradients * (1 if configuration.strategy == "zero1" else steps)
     if configuration.offload != "optimizer" and configuration.strategy == "zero3":

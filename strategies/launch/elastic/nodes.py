@@ -38,11 +38,11 @@ from strategies.distributed.launcher_env import Address
 from strategies.distributed.network import speaks_http, unanswered
 from strategies.distributed.rendezvous import find_store
 from strategies.launch.elastic.node_agent import NodeAgent, NodePlace
-from strategies.launch.elastic.place import AGENT_PID, address_towards, die_with_parent
+from strategies.launch.elastic.place import address_towards, die_with_parent
 from strategies.launch.launchers.local import rendezvous_of
 from strategies.run_directory.spec import RESULT_FILE, LaunchSpec, keep_result, write_json
+from strategies.variables import AGENT_PID, RENDEZVOUS_SECONDS
 
-SECONDS = "DSPLAN_RENDEZVOUS_SECONDS"
 _JOIN_SECONDS = 600.0  # a cluster's nodes may start minutes apart
 _FIRST_REACH_SECONDS = 25.0
 _ANSWER_SECONDS = 10.0  # a store that is there answers in milliseconds, on a machine that is busy in seconds
@@ -183,7 +183,7 @@ def _lines_of_its_own() -> TextIO:
 
 def _patience(seconds: float) -> float:
     try:
-        return float(os.environ.get(SECONDS) or seconds)
+        return float(os.environ.get(RENDEZVOUS_SECONDS) or seconds)
     except ValueError:
         return seconds  # the ranks, which read it too, refuse it with a line of their own
 

@@ -13,6 +13,7 @@ from collections.abc import MutableMapping
 
 from strategies.distributed.launcher_env import ProcessVariables, own_place
 from strategies.run_directory.spec import LaunchSpec
+from strategies.variables import AGENT_PID
 
 # Ask the kernel to end this process when the one that started it ends, so that no rank outlives its run.
 
@@ -32,7 +33,6 @@ def die_with_parent(signal_number: signal.Signals, parent: int) -> None:
         os.kill(os.getpid(), signal_number)
 
 
-AGENT_PID = "DSPLAN_AGENT_PID"
 _GLOO = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 

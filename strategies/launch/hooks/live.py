@@ -33,7 +33,7 @@ from strategies.run_directory.spec import ScriptKind
 from strategies.run_directory.state_consensus import current
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.live import facts_from_module
-from strategies.variables import PLAN_FILE, RUN_DIRECTORY, STRATEGY
+from strategies.variables import PLAN, RUN_DIRECTORY, STRATEGY
 
 _SAMPLES_LOOKED_AT = 16
 
@@ -62,7 +62,7 @@ def settled_plan() -> Plan | None:
     state = current()
     if state.plan is not None:
         return state.plan
-    path = os.environ.get(PLAN_FILE)
+    path = os.environ.get(PLAN)
     if not path:
         return None
     plan = load_plan(path)

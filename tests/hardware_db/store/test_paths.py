@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hardware_db.errors import BrokenFile
-from hardware_db.files import data_dir, database_path, provide_torch_extensions, replace_text
+from hardware_db.files import data_dir, database_path, provide_torch_extensions, replace_text, replace_whole
 
 
 @pytest.fixture(autouse=True)
@@ -122,3 +122,18 @@ def test_a_failed_replacement_leaves_the_old_file_alone(tmp_path: Path, monkeypa
         replace_text(target, "new")
     assert target.read_text() == "old"
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_file_of_its_own_that_cannot_be_replaced_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "orders.json"
+    replace_whole(path, "old")
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace_whole(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -141,6 +141,10 @@ def test_a_plan_that_offloads_rules_out_only_what_takes_as_much_of_both_memories
     assert not oom_record.rules_out(priced.job, priced.memory)
     more = price(request, replace(offloads, micro_batch_size=8, gradient_accumulation_steps=1))
     assert oom_record.rules_out(more.job, more.memory)
+    unrecorded = replace(oom_record, host_bytes_per_node=None)
+    assert not unrecorded.rules_out(more.job, more.memory), "either memory may have been short"
+    itself = price(request, offloads)
+    assert unrecorded.rules_out(itself.job, itself.memory)
 
 
 def test_where_everything_took_as_much_nothing_is_proposed_and_the_reason_is_said() -> None:

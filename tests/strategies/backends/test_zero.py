@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hardware_db.spawn import RankError, RankPool
+from planner.cost.precision import recipe_of
 from tests.strategies import training_bodies, zero_bodies
 from tests.strategies.training_bodies import Recipe
 from tests.strategies.zero_bodies import OPTIMIZERS, OddRecipe
@@ -173,6 +174,20 @@ def test_live_bytes_are_those_of_the_zero_arithmetic(
         if strategy == "zero1":
             assert live["first"] == pytest.approx(2 * weights + states * part, rel=0.02)
         assert live["last"] == pytest.approx(weights + (states + width) * part, rel=0.02)
+
+
+@pytest.mark.parametrize(("strategy", "precision", "accumulation"), [("zero1", "bf16", 2), ("zero2", "bf16", 1)])
+def test_a_gradient_that_waits_has_the_bytes_that_memory_and_time_count(
+    strategy: str, precision: str, accumulation: int, ranks: RankPool
+) -> None:
+    """4 bytes while several 16-bit micro-batches add up, 2 where there is one."""
+    recipe = Recipe(strategy=strategy, backend="native", world_size=2, precision=precision, accumulation=accumulation)
+    counted = recipe_of(recipe.plan().configuration).gradient
+    assert counted == (4 if accumulation > 1 else 2)
+    for live in ranks.run(zero_bodies.live_states, recipe, {}):
+        assert live["last"] - live["between"] == pytest.approx(counted * live["all"] / 2, rel=0.02)
+        if strategy == "zero1":
+            assert live["first"] - live["between"] == pytest.approx(counted * live["all"], rel=0.02)
 
 
 def test_a_second_gradient_in_one_backward_pass_is_named(ranks: RankPool) -> None:

@@ -13,7 +13,8 @@ from torch.distributed import TCPStore
 from hardware_db.errors import DsplanError
 from strategies.distributed import rendezvous
 from strategies.distributed.launcher_env import Address, ProcessVariables
-from strategies.distributed.rendezvous import SECONDS, meet
+from strategies.distributed.rendezvous import meet
+from strategies.variables import RENDEZVOUS_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ def play(roles: Sequence[Role | None], port: int, seconds: float | None) -> tupl
     role = roles[dist.get_rank()]
     if role is None:
         return "absent", 0.0
-    os.environ[SECONDS] = "" if seconds is None else str(seconds)
+    os.environ[RENDEZVOUS_SECONDS] = "" if seconds is None else str(seconds)
     time.sleep(role.late_seconds)
     place = ProcessVariables(
         source="the test",

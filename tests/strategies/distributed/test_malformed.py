@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from strategies.distributed.rank_check import FIRST_SECONDS
-from strategies.distributed.rendezvous import SECONDS
+from strategies.variables import RENDEZVOUS_SECONDS
 from tests.strategies.distributed.starts import (
     ROOT,
     Ended,
@@ -35,7 +35,7 @@ RANK_AND_SIZE: dict[Launcher, tuple[str, str]] = {
     hydra: ("PMI_RANK", "PMI_SIZE"),
 }
 SCRIPT = "import dsplan, torch\ndsplan.initialize(model=torch.nn.Linear(2, 2))\n"
-LIMIT = {SECONDS: "2"}
+LIMIT = {RENDEZVOUS_SECONDS: "2"}
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_another_program_at_the_address_is_told_without_pages(starter: Starter, 
 
 def test_variables_that_hide_the_launchers_are_named(starter: Starter, script: Path) -> None:
     port = free_port()
-    exported = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3", SECONDS: "8"}
+    exported = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3", RENDEZVOUS_SECONDS: "8"}
     (line,) = lines_of(starter.run(script, [{**slurm(rank, 3, port), **exported} for rank in range(3)]))
     assert "are both rank 0 of 3; give every process its own RANK" in line
     assert "of 3, which RANK and WORLD_SIZE hide: unset both" in line

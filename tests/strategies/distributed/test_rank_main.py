@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from strategies.distributed.rendezvous import SECONDS
 from strategies.run_directory.spec import LauncherName, LaunchSpec, Placement, failure_path
+from strategies.variables import RENDEZVOUS_SECONDS
 from tests.strategies.distributed.starts import Starter, Variables, hydra, open_mpi, slurm, torchrun, without
 from tests.strategies.distributed.test_rendezvous import free_port
 
@@ -56,7 +56,7 @@ def laid_out(directory: Path, launcher: LauncherName) -> Run:
 
 
 def processes_of(run: Run, processes: list[Variables]) -> list[tuple[Variables, list[str]]]:
-    common = {SECONDS: "2", "DSPLAN_HOME": str(run.directory), "DSPLAN_RUN_DIR": str(run.directory)}
+    common = {RENDEZVOUS_SECONDS: "2", "DSPLAN_HOME": str(run.directory), "DSPLAN_RUN_DIR": str(run.directory)}
     common["HOME"] = os.environ["HOME"]
     return [({**one, **common}, [str(run.spec)]) for one in processes]
 

@@ -16,8 +16,8 @@ import pytest
 from hardware_db.spawn import RankPool
 from strategies.distributed import rendezvous
 from strategies.distributed.launcher_env import ProcessVariables
-from strategies.distributed.rendezvous import SECONDS
 from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.variables import RENDEZVOUS_SECONDS
 from tests.strategies.distributed import meeting_bodies
 from tests.strategies.distributed.meeting_bodies import Role
 
@@ -141,7 +141,7 @@ def test_an_address_that_nobody_answers_is_named(pool: RankPool) -> None:
     ("variables", "complaint"),
     [
         (
-            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid", SECONDS: "1"},
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid", RENDEZVOUS_SECONDS: "1"},
             "finds no host 'no-such-host.invalid'",
         ),
         ({"RANK": "0", "WORLD_SIZE": "2", "DSPLAN_RENDEZVOUS_SECONDS": "soon"}, "must be a number of seconds above 0"),

@@ -78,6 +78,15 @@ def test_a_plan_that_offloads_and_failed_rules_out_itself_alone() -> None:
     assert combined([_findings(small, failed_plans=(_failed(small),))], 4).has_failed(large)
 
 
+@pytest.mark.parametrize(("vendor", "is_out"), [("nvidia", True), ("cpu", False)])
+def test_fewer_ranks_have_more_memory_each_on_a_host_alone(vendor: str, is_out: bool) -> None:
+    failed, fewer = _plans(4)[0], _plans(2)[0]
+    memory = replace(fewer.memory, peak_allocated_bytes=failed.memory.peak_allocated_bytes + 1)
+    fewer = replace(fewer, memory=memory, cluster={**fewer.cluster, "vendor": vendor})
+    state = ResumeState(ranks=2, failed_plans=(_failed(failed),))
+    assert state.has_failed(fewer) is is_out
+
+
 def test_a_plan_for_another_number_of_ranks_is_left_and_its_batch_kept() -> None:
     state = combined([_findings(_plans(4)[0])], 2)
     assert (state.plan, state.ranks, state.global_batch_size) == (None, 2, 24)

@@ -20,9 +20,10 @@ from planner.search.search import recommend
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
 from strategies.launch import state as run_state
-from strategies.launch.state import PLAN_FILE, RunState
+from strategies.launch.state import RunState
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.journal import Journal
+from strategies.run_directory.resume_state import PLAN_FILE
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 

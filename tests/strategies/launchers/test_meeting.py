@@ -21,6 +21,7 @@ from strategies.distributed import network, rendezvous
 from strategies.distributed.launcher_env import Address
 from strategies.launch.elastic import node_agent, nodes
 from strategies.run_directory.spec import RESULT_FILE, LaunchSpec
+from strategies.variables import RENDEZVOUS_SECONDS
 
 
 class _Place:
@@ -138,7 +139,7 @@ def test_a_rendezvous_that_was_never_there_is_not_gone(
         assert problem is not None
         raise problem
 
-    monkeypatch.setenv(nodes.SECONDS, "0.3")
+    monkeypatch.setenv(RENDEZVOUS_SECONDS, "0.3")
     if problem is not None:
         monkeypatch.setattr(socket, "create_connection", fails)
     reason = _report_line(tmp_path, host, 1)["reason"]
@@ -155,7 +156,7 @@ def test_a_rendezvous_that_was_there_is_gone(
     node = nodes.Node(spec, Address(host="127.0.0.1", port=port))
     node._await()
     del store
-    monkeypatch.setenv(nodes.SECONDS, "0.3")
+    monkeypatch.setenv(RENDEZVOUS_SECONDS, "0.3")
     node.round()
     reason = json.loads((tmp_path / RESULT_FILE).read_text())["reason"]
     assert reason.startswith(f"the rendezvous at 127.0.0.1:{port} was there and is gone: nothing listens")

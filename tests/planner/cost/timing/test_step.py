@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hardware_db.curve import constant_rate
 from planner.cost.code_bases import TRANSFORMERS, Implementation
 from planner.cost.timing import step_time, throughput
+from planner.cost.timing.layout import layout
 from planner.models.catalogue import find_model, models
 from planner.models.facts import ModelFacts
 from planner.types.cluster import Factors, Rates
@@ -135,6 +136,19 @@ def test_accumulation_saves_ddp_reductions_but_not_zero3_gathers() -> None:
     assert communication("zero3", 8) == pytest.approx(8 * communication("zero3", 1))
     assert communication("zero1", 8) == communication("zero1", 1) < communication("zero2", 8)
     assert communication("fsdp-grad-op", 8) < communication("fsdp", 8)
+
+
+@pytest.mark.parametrize(
+    ("backend", "steps", "bytes_of_a_gradient"), [("native", 4, 4), ("native", 1, 2), ("deepspeed", 4, 2)]
+)
+def test_gradients_that_wait_are_as_wide_as_the_backend_keeps_them(
+    backend: str, steps: int, bytes_of_a_gradient: int
+) -> None:
+    """Our own ZeRO adds 16-bit gradients up in fp32; they travel in 16 bits all the same."""
+    job = make_job(strategy="zero2", gradient_accumulation_steps=steps)
+    where = layout(replace(job, configuration=replace(job.configuration, backend=backend)))
+    assert where.gradient_bytes == bytes_of_a_gradient
+    assert (where.gather_bytes, where.reduce_bytes, where.communication_bytes) == (2, 2, 2)
 
 
 def test_a_single_gpu_does_not_communicate() -> None:
