@@ -42,7 +42,7 @@ def _failed(plan: Plan) -> FailedPlan:
 
 def _findings(plan: Plan | None = None, written: float = 1.0, **attempt_options: Any) -> Findings:
     given = asdict(AttemptOptions(checkpoint_directory="c", **{"attempt": 1, **attempt_options}))
-    return Findings(attempt_options=given, is_resumed=True, last=plan and plan_to_dict(plan), written=written)
+    return Findings(options=given, is_resumed=True, last=plan and plan_to_dict(plan), written=written)
 
 
 def test_a_first_attempt_has_nothing_to_keep(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _train(spec: LaunchSpec, *, steps: int = 6, saved: tuple[int, ...] = (2, 4))
 def _resumed(spec: LaunchSpec, resume_from: str = "") -> AttemptOptions:
     state = RunState(spec, None, resumes=True, resume_from=resume_from)
     state.begin_attempt(state.first)
-    return state.attempt_options
+    return state.options
 
 
 def _without(*names: str) -> Callable[[Path], None]:
@@ -149,12 +149,12 @@ def test_an_attempt_after_one_that_saved_does_not_begin_anew(spec: LaunchSpec) -
     state.course.reached(6, 0.0)
     _without("checkpoints", "checkpoints.jsonl")(spec.directory)
     state.begin_attempt(1)
-    assert (state.attempt_options.reached, state.attempt_options.may_begin_anew) == (6, False)
+    assert (state.options.reached, state.options.may_begin_anew) == (6, False)
     fresh = RunState(spec, None, resumes=False)
     fresh.begin_attempt(0)
     fresh.course.reached(3, 0.0)
     fresh.begin_attempt(1)  # killed before its first checkpoint
-    assert (fresh.attempt_options.reached, fresh.attempt_options.may_begin_anew) == (3, True)
+    assert (fresh.options.reached, fresh.options.may_begin_anew) == (3, True)
 
 
 def test_a_journal_written_before_it_told_of_checkpoints_vouches_for_nothing(spec: LaunchSpec) -> None:
