@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -69,6 +70,12 @@ def _one_thread() -> None:
     """Tiny models train 25 times slower on two threads than on one where other processes use the cores too."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+# What was started in the background of a shell, or with nohup, ignores these, and so would every process of a test.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 @pytest.fixture(autouse=True)

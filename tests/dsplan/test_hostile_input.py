@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -291,7 +292,7 @@ def test_keys_that_one_architecture_reads(config: dict[str, Any], words: str) ->
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", line.replace("dsplan", f"{sys.executable} -m dsplan")],
+        ["bash", "-c", line.replace("dsplan", f"{shlex.quote(sys.executable)} -m dsplan")],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
