@@ -91,7 +91,7 @@ def test_a_lost_gpu_is_named_and_left_out(troubled: NvmlAnswer) -> None:
     lost = troubled.gpus[6]
     assert lost.lost
     assert not lost.usable
-    assert "GPU 6 does not tell its handle: the GPU has fallen off the bus; reboot the machine" in troubled.messages
+    assert "GPU 6 does not report its handle: the GPU has fallen off the bus; reboot the machine" in troubled.messages
     assert not [pair for pair in troubled.pairs if 6 in (pair.first, pair.second)]
 
 
@@ -100,8 +100,8 @@ def test_a_refused_question_is_none_and_one_sentence(troubled: NvmlAnswer) -> No
     assert (faulty.power_draw_watts, faulty.power_limit_watts, faulty.nvlink_to_switch) == (None, None, None)
     assert faulty.ecc_uncorrected_errors == 2
     assert faulty.usable
-    assert "GPU 7 does not tell power draw: the driver answered 'unknown error'" in troubled.messages
-    unsupported = "GPU 7 does not tell power limit, the far end of NVLink: this GPU or driver does not support it"
+    assert "GPU 7 does not report power draw: the driver answered 'unknown error'" in troubled.messages
+    unsupported = "GPU 7 does not report power limit, the far end of NVLink: this GPU or driver does not support it"
     assert unsupported in troubled.messages
     assert len(troubled.messages) == 3
 
@@ -123,8 +123,8 @@ def test_geforce_cards_lack_ecc_mig_and_nvlink_without_fuss(geforce: NvmlAnswer)
     assert (gpu.ecc_enabled, gpu.mig_enabled, gpu.nvlink_links, gpu.memory_bus_bits) == (None, False, 0, None)
     assert (gpu.pcie_generation, gpu.pcie_generation_max) == (1, 4)
     assert geforce.messages == (
-        "GPU 0, 1 does not tell memory bus width: this driver is too old to say",
-        "GPU 0, 1 does not tell ECC mode: this GPU or driver does not support it",
+        "GPU 0, 1 does not report memory bus width: this driver is too old to say",
+        "GPU 0, 1 does not report ECC mode: this GPU or driver does not support it",
     )
 
 
@@ -152,7 +152,7 @@ def test_a_driver_that_will_not_count_is_a_sentence(function: str) -> None:
     broken["system"][function] = {"error": 999}
     with playing(broken):
         answer = probe_nvidia()
-    assert answer.messages[0].startswith("NVML does not tell ")
+    assert answer.messages[0].startswith("NVML does not report ")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_ranks_that_an_agent_started_are_waited_for(pool: RankPool) -> None:
     begun = pool.run(meeting_bodies.play_under_an_agent, roles, free_port(), 2)
     assert [line for line, _ in begun] == ["met", "met", "agent"]
     lines = pool.run(meeting_bodies.play_under_an_agent, roles, free_port(), 3)  # somebody made three of them two
-    assert "rank 1 has not come within 0.5 s; start 2 processes" in lines[0][0]
+    assert "rank 1 has not come within 500 ms; start 2 processes" in lines[0][0]
 
 
 @pytest.mark.parametrize("first", [0, 1])

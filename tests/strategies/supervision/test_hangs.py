@@ -83,7 +83,7 @@ def test_before_the_ranks_have_met_the_one_that_is_waited_for_is_behind(tmp_path
         waits.join()
     assert verdict == Verdict(behind=(0,), sentence="rank 0 does not answer, and the ranks have not met")
     alone = watchdog._verdict(120.0)
-    assert alone == Verdict(behind=(1,), sentence="no progress for 120 s")
+    assert alone == Verdict(behind=(1,), sentence="no progress for 2 min")
     faulthandler.unregister(signal.SIGUSR2)
     watchdog._stacks.close()
 
