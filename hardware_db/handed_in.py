@@ -210,10 +210,11 @@ def _yaml_loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def flatten_mapping(self, node: Any) -> None:
-            keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            if len(set(keys)) < len(keys):
-                twice = next(key for key in keys if keys.count(key) > 1)
-                raise refusal(None, None, f"has the key {shown(twice[1])} twice", node.start_mark)
+            scalars = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            keys = [(key.tag, key.value) for key in scalars]
+            for number, key in enumerate(scalars):
+                if keys[number] in keys[:number]:
+                    raise refusal(None, None, f"has the key {shown(key.value)} twice", key.start_mark)
             if any(tag.endswith(":merge") for tag, _ in keys):
                 raise refusal(None, None, "merges mappings with <<; write the keys out", node.start_mark)
 

@@ -311,7 +311,8 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         raise ContradictoryRequest("--resume goes on in its own directory; leave --run-dir out")
     path = directory / SPEC_FILE
     if not directory.is_dir():
-        raise DsplanError(f"{directory}: no such directory; name the run directory that dsplan run printed")
+        what = "not a directory" if directory.exists() else "no such directory"
+        raise DsplanError(f"{directory}: {what}; name the run directory that dsplan run printed")
     if not path.exists():
         raise DsplanError(f"{directory}: holds no run to resume; name the run directory that dsplan run printed")
     check_unfinished(directory)

@@ -117,7 +117,7 @@ def test_memory_limits_as_keywords(gigabytes: float) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nodes: 1\nnodes: 2", "has the key 'nodes' twice at line 1"),
+        ("gpu: A100-80\nnodes: 1\nnodes: 2", "has the key 'nodes' twice at line 3"),
         ('{"nodes": 1, "nodes": 2}', "has the key 'nodes' twice"),
         ("usd_per_gpu_hour: .inf", "holds inf, no finite number"),
         ("nodes: .nan", "holds nan, no finite number"),

@@ -148,6 +148,8 @@ def test_times_that_are_no_numbers() -> None:
 
 def test_a_run_to_go_on_with_that_is_not_there(tmp_path: Path) -> None:
     assert "no such directory" in _refusal(RunRequest(resume=tmp_path / "nowhere"))
+    (tmp_path / "file").touch()
+    assert "not a directory" in _refusal(RunRequest(resume=tmp_path / "file"))
     assert "holds no run to resume" in _refusal(RunRequest(resume=tmp_path))
 
 
