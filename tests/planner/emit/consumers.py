@@ -12,7 +12,7 @@ from typing import Any
 from hardware_db.files import provide_torch_extensions
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
+REPOSITORY = HERE.parents[2]
 _PATIENCE = 900  # pytest's own limit comes first; where that was raised, DeepSpeed compiles on a busy core
 # No GPU, whatever the machine has: the configs are read here, not run on it. The commands beside Python come last on
 # the path, so that every process finds the same ninja: DeepSpeed builds its operator anew for each version it meets.

@@ -34,7 +34,7 @@ def mpirun(ranks: int, *command: str | Path) -> subprocess.CompletedProcess[str]
         **os.environ,
         **open_mpi,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join((str(HERE.parents[1]), str(HERE))),
+        "PYTHONPATH": os.pathsep.join((str(HERE.parents[2]), str(HERE))),
     }
     is_open_mpi = "Open MPI" in _version()
     places = ["--oversubscribe", "--bind-to", "none"] if is_open_mpi else []
