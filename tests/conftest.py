@@ -72,6 +72,11 @@ def _one_thread() -> None:
         torch.set_num_threads(1)
 
 
+# Programs that tests start import from `tests` too, wherever they run.
+_ROOT = str(Path(__file__).parents[1])
+if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+
 # What was started in the background of a shell, or with nohup, ignores these, and so would every process of a test.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
