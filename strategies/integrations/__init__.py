@@ -1,0 +1,1 @@
+"""Parts for other training libraries, public as `dsplan.integrations`."""
