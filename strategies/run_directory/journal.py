@@ -11,6 +11,8 @@
     {"event": "saved", "attempt": k, "time": ..., "step": ..., "path": ..., ...}     a checkpoint is complete
     {"event": "back", "attempt": k, "time": ..., "step": ..., "seconds_lost": ...}   the run is where it was before
     {"event": "alert", "attempt": k, "time": ..., ...}        what a rank noticed
+    {"event": "measured", "attempt": k, "time": ..., "measurement": ...}      the row that the attempt became in the
+                                                   database, as `dsplan db export` writes it
     {"event": "end", "attempt": k, "time": ..., "outcome": ..., "exit_code": ..., "first_step": ..., "last_step": ...}
 
 Times are seconds since 1970.
