@@ -10,11 +10,13 @@ import pytest
 
 from hardware_db.probe.machine import Gpu, GpuPair, GpuProcess, Host, Machine, Nic, Software
 from hardware_db.units import GIB
+from strategies.distributed.network import Interface, interfaces
 from strategies.doctor.examine import examine
 from strategies.doctor.finding import Finding, merged, sorted_findings
 from strategies.doctor.limits import disk, filesystem, limit_findings, locked_memory, open_files, shared_memory
-from strategies.doctor.network import Interface, gloo_choice, interfaces, nccl_choice, network_findings
+from strategies.doctor.network import gloo_choice, nccl_choice, network_findings
 from strategies.doctor.software import gpus, slow_settings, versions
+from strategies.launch.elastic.place import interface_of
 
 LO, DOCKER = Interface(name="lo", address="127.0.0.1"), Interface(name="docker0", address="172.17.0.1")
 ETH, IB = Interface(name="eth0", address="10.0.0.4"), Interface(name="ib0", address="10.1.0.4")
@@ -58,6 +60,8 @@ def test_gloo_takes_the_address_of_the_host_name(known: list[str], asked: str, c
 
 def test_an_interface_that_is_not_there_is_a_problem() -> None:
     assert any(one.address == "127.0.0.1" for one in interfaces())
+    assert interface_of("127.0.0.1") == next(one.name for one in interfaces() if one.address == "127.0.0.1")
+    assert interface_of("203.0.113.9") == ""
     problems = [one for one in network_findings({"NCCL_SOCKET_IFNAME": "mlx7"}) if one.level == "problem"]
     assert [one.message for one in problems] == [
         "NCCL_SOCKET_IFNAME is 'mlx7' and no interface that is up has that name"
