@@ -17,6 +17,7 @@ from typing import IO
 from hardware_db.errors import BrokenFile
 from hardware_db.files import HOME
 from hardware_db.measurement import RecordError
+from hardware_db.notices import notice
 from hardware_db.store import rows
 from hardware_db.store.connection import clear_errors, is_read_only, open_untrusting
 from hardware_db.store.migrations import APPLICATION_ID, migrate
@@ -62,7 +63,7 @@ def repair(path: Path, opened: int | None = None) -> bool:
     except OSError as error:
         problem = f"the database is damaged, and cannot be set aside ({error.strerror})"
         raise BrokenFile(path, problem, _COPY_REMEDY) from error
-    print(f"dsplan: {_report_line(path, aside, counts)}", file=sys.stderr)
+    notice(_report_line(path, aside, counts))
     return True
 
 

@@ -23,10 +23,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from hardware_db.notices import notice
 
 JOURNAL_FILE = "run.jsonl"
 
@@ -47,7 +48,7 @@ class Journal:
         except OSError as problem:
             # The run matters more than its story, which the last page tells from memory too.
             if not self._has_reported:
-                print(f"dsplan: {JOURNAL_FILE}: {problem.strerror}; the journal has gaps", file=sys.stderr)
+                notice(f"{JOURNAL_FILE}: {problem.strerror}; the journal has gaps")
             self._has_reported = True
 
 
