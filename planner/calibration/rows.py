@@ -49,7 +49,11 @@ class Rebuilder:
 
     def rows(self, measurements: Iterable[Measurement]) -> tuple[Row, ...]:
         """The rows of those that completed, have a step time, and can be priced again."""
-        found = (self.row(one) for one in measurements if one.outcome == "completed" and one.measured.step_seconds)
+        found = (
+            self.row(measurement)
+            for measurement in measurements
+            if measurement.outcome == "completed" and measurement.measured.step_seconds
+        )
         return tuple(row for row in found if row is not None)
 
     def row(self, measurement: Measurement) -> Row | None:

@@ -78,8 +78,8 @@ def is_json(value: Any) -> bool:
     if value is None or isinstance(value, (bool, int, float, str)):
         return True
     if isinstance(value, (list, tuple)):
-        return all(is_json(one) for one in value)
-    return isinstance(value, dict) and all(isinstance(key, str) and is_json(one) for key, one in value.items())
+        return all(is_json(item) for item in value)
+    return isinstance(value, dict) and all(isinstance(key, str) and is_json(item) for key, item in value.items())
 
 
 def _plain(name: str, value: Any) -> Any:

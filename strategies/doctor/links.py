@@ -83,7 +83,7 @@ def rounds(members: Sequence[int]) -> list[list[Pair]]:
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         facing = zip(seats[:half], reversed(seats[half:]), strict=True)
-        pairs = [(min(one, other), max(one, other)) for one, other in facing if one is not None and other is not None]
+        pairs = [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
         played.append(pairs)
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return [pairs for pairs in played if pairs]

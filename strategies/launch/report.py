@@ -139,7 +139,7 @@ def earlier_attempts(directory: Path) -> tuple[AttemptReport, ...]:
     metrics = read_metrics(directory, 1)
     reports = [_attempt(number, rows, _of(metrics, number)) for number, rows in sorted(by_attempt.items())]
     lost = {row["attempt"]: row.get("seconds_lost") for rows in by_attempt.values() for row in rows if _is(row, "back")}
-    return tuple(replace(one, seconds_lost=lost.get(one.attempt + 1)) for one in reports if one is not None)
+    return tuple(replace(report, seconds_lost=lost.get(report.attempt + 1)) for report in reports if report is not None)
 
 
 def _of(metrics: Sequence[Sequence[Row]], number: int) -> Sequence[Row]:

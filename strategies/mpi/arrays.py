@@ -59,7 +59,7 @@ def subtree(tree: Tree, path: Path) -> Tree:
     for depth, key in enumerate(path):
         keys = list(tree) if isinstance(tree, Mapping) else list(range(len(tree))) if _is_sequence(tree) else []
         if key not in keys:
-            there = ", ".join(repr(one) for one in keys[:8]) or "nothing"
+            there = ", ".join(repr(key) for key in keys[:8]) or "nothing"
             raise CannotRun(f"there is no {name_of(path[: depth + 1])!r}; {name_of(path[:depth])} has {there}")
         tree = tree[key]
     return tree

@@ -281,7 +281,7 @@ class AutomaticSaves:
             if not self._engine.optimizer.state:
                 return True  # states are made in the first step; ask again
             tensors = self._engine.state_tensors()
-            needed = sum(one.nbytes for kind in ("parameters", "optimizer") for one in tensors[kind])
+            needed = sum(tensor.nbytes for kind in ("parameters", "optimizer") for tensor in tensors[kind])
             on_node = needed * self._engine.environment.local_world_size
             self._has_room = _free_bytes() > _SPARE * on_node
         return self._has_room

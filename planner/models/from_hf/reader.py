@@ -137,7 +137,7 @@ class ConfigReader:
             BrokenFile: it is no list of them.
         """
         value = self.value(key) or ()
-        if not isinstance(value, list | tuple) or not all(isinstance(one, str | int) for one in value):
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str | int) for item in value):
             raise self.problem(f"field {key!r} is {shown(value)}", "write a list")
         return frozenset(value)
 

@@ -48,9 +48,11 @@ def extrapolated(readings: Sequence[Reading], sizes: Sizes, closed: Callable[[Si
 def _along(axis: str, readings: Sequence[Reading], sizes: Sizes) -> dict[int, Reading]:
     """By its size along the axis, the readings that differ from `sizes` in nothing else."""
     changes = {axis: getattr(sizes, axis)}
-    known = {getattr(one.sizes, axis): one for one in readings if replace(one.sizes, **changes) == sizes}
+    known = {
+        getattr(reading.sizes, axis): reading for reading in readings if replace(reading.sizes, **changes) == sizes
+    }
     fewest = FEWEST_SAMPLES if axis == "micro_batch" else 1
-    return {at: one for at, one in known.items() if min(at, changes[axis]) >= fewest}
+    return {at: reading for at, reading in known.items() if min(at, changes[axis]) >= fewest}
 
 
 class _Curve:

@@ -321,8 +321,8 @@ def _figures(
         strategy=case.plan.name,
         planned=len(case.faults),
         hits=len(hits),
-        steps=[one.step for one in hits],
-        checkpoints=[one.checkpoints for one in hits],
+        steps=[hit.step for hit in hits],
+        checkpoints=[hit.checkpoints for hit in hits],
         finished=complete,
         plans=len({start.plan for start in starts}),
         worst_difference=worst_difference(steps, case.reference) if complete else float("nan"),
@@ -348,8 +348,8 @@ def _seconds_lost(start: Start, later: list[Start]) -> float | None:
     own = [row["time"] for rows in start.rows.values() for row in rows.values()]
     beyond = [
         row["time"]
-        for one in later
-        for rows in one.rows.values()
+        for attempt in later
+        for rows in attempt.rows.values()
         for step, row in rows.items()
         if step > start.last_step
     ]

@@ -43,8 +43,8 @@ def subtracted(left: Polynomial, right: Polynomial) -> dict[str, float]:
 def multiplied(left: Polynomial, right: Polynomial) -> dict[str, float]:
     """The product."""
     return added(
-        {" ".join(sorted((*first.split(), *second.split()))): one * other}
-        for first, one in left.items()
+        {" ".join(sorted((*first.split(), *second.split()))): coefficient * other}
+        for first, coefficient in left.items()
         for second, other in right.items()
     )
 
