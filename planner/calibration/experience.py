@@ -156,7 +156,7 @@ class Experience:
         return self._ratios[place]
 
     def oom_record(self, job: Job, memory: MemoryEstimate) -> OomRecord | None:
-        """What rules a job with this memory out, because it ran out of memory; None where nothing does."""
+        """Return the out-of-memory record that rules a job with this memory out, or None if none does."""
         return next((record for record in self.oom_records if record.rules_out(job, memory)), None)
 
     def time_of(self, job: Job, predicted: StepTime) -> StepTime:

@@ -57,7 +57,7 @@ class Rebuilder:
         return tuple(row for row in found if row is not None)
 
     def row(self, measurement: Measurement) -> Row | None:
-        """The row of a measurement; None where its model or its hardware is not known any more."""
+        """Return the row of a measurement, or None if its model or hardware is not known any more."""
         plan = measurement.plan
         try:
             configuration = configuration_from_dict(plan["plan"])

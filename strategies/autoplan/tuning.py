@@ -210,7 +210,7 @@ class Prospect:
 def prospect(
     model: nn.Module, options: PlanningOptions, environment: Environment, run_directory: Path
 ) -> Prospect | None:
-    """What to tune with; None where nothing is to be tuned (any more). Every rank calls this together.
+    """Return what to tune with, or None if nothing is to be tuned (any more). Every rank calls this together.
 
     Raises:
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.

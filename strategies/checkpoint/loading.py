@@ -79,7 +79,7 @@ class Checked:
 def check(
     directory: Path, states: States, environment: Environment, require: Callable[[Path, Content], None]
 ) -> Checked | None:
-    """Find the latest checkpoint below `directory`, or the one that it is, and check all of it; None where there is
+    """Find the latest checkpoint below `directory`, or the one that it is, and check all of it. Return None if there is
     none.
 
     Every rank calls it together. Nothing of the engine changes. `require` raises where the engine cannot take what is

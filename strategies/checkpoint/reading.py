@@ -156,7 +156,7 @@ def is_count(value: Any) -> bool:
 
 
 def counts(values: Any) -> tuple[int, ...] | None:
-    """A shape or an offset of JSON; None where it is none."""
+    """Return a shape or an offset of JSON, or None if it is none."""
     if not isinstance(values, list) or len(values) > _MOST_DIMENSIONS or not all(map(is_count, values)):
         return None
     return tuple(values)

@@ -114,7 +114,7 @@ class Place:
         group: the options of its group in the optimizer.
         tensor: what the optimizer changes here: the parameter, a DTensor of it, or a piece, maybe empty.
         shape: of the whole parameter.
-        start: where a flat piece begins in the parameter; None where `tensor` has the parameter's own shape.
+        start: where a flat piece begins in the parameter, or None if `tensor` has the parameter's own shape.
     """
 
     name: str

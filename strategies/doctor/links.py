@@ -134,7 +134,7 @@ def time_links(room: Room, nodes: Sequence[str], local_ranks: Sequence[int], dev
 
 
 def _pair_times(room: Room, pair: Pair, device: torch.device) -> tuple[float, float] | None:
-    """Seconds of a tiny all-reduce (median) and bytes/s of a large one (best); None where it fails."""
+    """Return seconds of a tiny all-reduce (median) and bytes/s of a large one (best), or None if it fails."""
     # A group of its own per pair: one pair that cannot talk says nothing about the others.
     store, own = PrefixStore(f"pair-{pair[0]}-{pair[1]}", room.store), pair.index(room.rank)
     small, large = torch.ones(1, device=device), torch.ones(_LARGE_BYTES // 4, device=device)

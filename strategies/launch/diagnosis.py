@@ -92,7 +92,7 @@ FIRST: tuple[EndingKind, ...] = (
 class Ending:
     """Why an attempt did not complete.
 
-    `rank` is the one that was first, None where the launcher itself ended; `step` the global step it was in;
+    `rank` is the one that was first, or None if the launcher itself ended; `step` the global step it was in;
     `exit_status` its own, negative for a signal; `type` the exception's; `saved` the checkpoint of a stop on purpose.
     """
 

@@ -33,7 +33,7 @@ _STORED_AS: Mapping[OutcomeName, StoredOutcome] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """Where a run was stored, as one sentence; the id is None where it was not, and the sentence says why."""
+    """Where a run was stored, as one sentence; the id is None if it was not, and the sentence says why."""
 
     measurement_id: str | None
     sentence: str

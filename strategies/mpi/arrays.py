@@ -205,7 +205,7 @@ def run_of(value: Any, start: int, stop: int) -> Array:
 
 
 def own_memory(leaf: Any) -> Array | None:
-    """A leaf's memory as a flat array, [count], that can be written; None where there is none of its `Form.carried`."""
+    """Return a leaf's memory as a writable flat array, [count], or None if there is none of its `Form.carried`."""
     if is_tensor(leaf):
         if leaf.device.type != "cpu" or not leaf.is_contiguous() or str(leaf.dtype) == "torch.bfloat16":
             return None

@@ -152,7 +152,7 @@ Words = dict[str, Form | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """A leaf. `value` is None where this rank has none, `form` where no rank has one; `absent`: the ranks without."""
+    """A leaf. `value` is None if this rank has none, `form` if no rank has one; `absent` are the ranks without."""
 
     path: Path
     value: Any
@@ -199,7 +199,7 @@ class Flats:
         self._made: dict[int, Array | None] = {}
 
     def of(self, bucket: Bucket) -> dict[int, Array | None]:
-        """The leaves of a bucket; None where this rank has no value."""
+        """Return the leaves of a bucket; a leaf is None if this rank has no value."""
         needed = dict.fromkeys(run.leaf for run in bucket.runs)
         self._made = {leaf: self._made[leaf] if leaf in self._made else self._flat(leaf) for leaf in needed}
         return self._made

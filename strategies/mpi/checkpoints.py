@@ -116,7 +116,7 @@ class CheckpointManager:
         return sorted({_step_of(path) for path in content.published(self.directory)})
 
     def latest_step(self) -> int | None:
-        """The step of the checkpoint that was saved last; None where there is none."""
+        """The step of the checkpoint that was saved last, or None if there is none."""
         latest = content.named_latest(self.directory)
         return None if latest is None else _step_of(latest)
 

@@ -36,7 +36,7 @@ class GradientManager:
         averaged = gradient_mgr.average_gradients({"layer1": {"weight": array, "bias": array}})
 
     A tree is any nesting of dicts, lists and tuples; its leaves are numpy arrays, numpy scalars, floats or torch
-    tensors, or None where this rank has no gradient (it then counts as zero). What comes back has the same nesting,
+    tensors, or None if this rank has no gradient (it then counts as zero). What comes back has the same nesting,
     types, dtypes and devices; what goes in is never changed. fp16 and bfloat16 are summed in fp32.
 
     Args:
@@ -167,7 +167,7 @@ def _divided(sums: Array, by: float) -> Array:
 
 
 def _tree(tree: Tree, present: Sequence[Sent], flat: Sequence[Array], rank: int | None = None) -> Tree:
-    """The tree around new values; None where there is none, or where `rank` had none."""
+    """Return the tree around new values; a leaf is None if there is no value, or `rank` had none."""
     made = {
         leaf.path: leaf.form.made(values)
         for leaf, values in zip(present, flat, strict=True)

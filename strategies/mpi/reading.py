@@ -91,7 +91,7 @@ class SavedTree:
         return found[0]
 
     def _array(self, name: str) -> Json:
-        """The index's entry of an array; None where the leaf is no array."""
+        """Return the index's entry of an array, or None if the leaf is no array."""
         if not isinstance(self._leaf(name), _Array):
             return None
         variants = self._arrays[name]
@@ -182,7 +182,7 @@ def _trees_problem(index: Mapping[str, Json]) -> str:
 
 
 def _array_names(structure: Json) -> list[str] | None:
-    """The names of a tree's arrays; None where it is no tree."""
+    """Return the names of a tree's arrays, or None if it is no tree."""
     names: list[str] = []
     rest: list[tuple[tuple[str | int, ...], Json]] = [((), structure)]
     while rest:

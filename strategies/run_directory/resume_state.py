@@ -183,7 +183,7 @@ def largest_divisor(batch: int, ranks: int) -> int:
 
 
 def configuration_of(failed: FailedPlan) -> Configuration | None:
-    """The configuration of a failed plan; None where it is of a release that knew other words."""
+    """Return the configuration of a failed plan, or None if it is of a release that knew other words."""
     try:
         return configuration_from_dict(failed.configuration)
     except DsplanError:

@@ -139,7 +139,7 @@ def write_success(directory: Path, rank: int) -> None:
 
 
 def read_failure(directory: Path, rank: int) -> dict[str, Any] | None:
-    """What a rank left as its last word; None where it left none that can be read."""
+    """Return a rank's failure record, or None if it left none that can be read."""
     try:
         found = json.loads(failure_path(directory, rank).read_text())
     except (OSError, ValueError):

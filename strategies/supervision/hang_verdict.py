@@ -52,7 +52,7 @@ class Verdict:
 
 
 def read_verdict(text: str | None) -> Verdict | None:
-    """A verdict that `Verdict.text` wrote; None where there is none."""
+    """Read a verdict that `Verdict.text` wrote, or None if there is none."""
     if text is None:
         return None
     found = json.loads(text)
@@ -64,8 +64,8 @@ def judge(
 ) -> Verdict | None:
     """The verdict over ranks of which the first looked at has been quiet for `quiet_seconds`.
 
-    `before` and `now` are the ranks' heartbeats at two moments that are a few heartbeats apart. None where some rank
-    still works, for which the others may be waiting rightly.
+    `before` and `now` are the ranks' heartbeats at two moments that are a few heartbeats apart. None if some rank still
+    works, for which the others may be waiting rightly.
     """
     silent = sorted(rank for rank, beat in now.items() if beat is None or beat == before.get(rank))
     if silent:

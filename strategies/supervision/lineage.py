@@ -110,7 +110,7 @@ def _row(line: str) -> Any:
 
 
 def _made(row: Any) -> Made | None:
-    """A row of the list or of the journal; None where it is neither."""
+    """Return a row of the list or of the journal, or None if it is neither."""
     if not isinstance(row, Mapping) or not isinstance(row.get("path"), str):
         return None
     step, attempt = row.get("step"), row.get("attempt", 0)

@@ -68,7 +68,7 @@ def with_common_past(options: AttemptOptions, environment: Environment) -> Attem
 
 
 def resume(engine: SupervisedEngine, run_directory: Path, options: AttemptOptions) -> Resumed | None:
-    """Restore the newest checkpoint of the run that is whole; None where the run has none. Every rank calls this.
+    """Restore the newest whole checkpoint of the run. Return None if the run has none. Every rank calls this.
 
     Raises:
         DsplanError: there are checkpoints and none of them can be loaded; the newest one's reason, and what to do.
@@ -113,7 +113,7 @@ def nothing_left(run_directory: Path, options: AttemptOptions, folders: Sequence
 
 
 def step_of(directory: Path) -> int | None:
-    """The step of the checkpoint that `load_checkpoint(directory)` would load, the same on every rank; None where
+    """The step of the checkpoint that `load_checkpoint(directory)` would load, the same on every rank, or None if
     there is none."""
 
     def look() -> int | None:
@@ -202,7 +202,7 @@ def _unnoted(places: Iterable[Path], noted: set[str], runs: set[str], run_direct
 
 
 def _made_at(path: Path) -> lineage.Made | None:
-    """A checkpoint in the words of the list, from what it says itself; None where it says nothing."""
+    """Return a checkpoint as a row of the list, from its own content, or None if it cannot be read."""
     try:
         content = read_content(path)
         step = content.progress["global_steps"]

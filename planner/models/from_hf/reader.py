@@ -90,7 +90,7 @@ class ConfigReader:
         return cls(name=name, config=config, architecture=find_architecture(model_type), nested=nested)
 
     def value(self, key: str) -> Any:
-        """What `key` holds: the config's own value, null included, or the class default (None where there is none)."""
+        """What `key` holds: the config's own value, null included, or the class default, or None without one."""
         if key in self.config:
             return self.config[key]
         return self._defaults.get(key)

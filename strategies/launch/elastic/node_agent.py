@@ -233,7 +233,7 @@ class NodeAgent(LocalElasticAgent):
         return result
 
     def _end_from_outside(self, endings: RoundEndings, nodes: int, now: float) -> Ending | None:
-        """Why this node's ranks have to end though nothing is wrong with them; None where they may go on."""
+        """Return why this node's ranks have to end though nothing is wrong with them, or None if they may continue."""
         if endings.read():
             first = endings.first()
             return None if first is None else Ending(kind="lost", reason=f"ended with {first.host}")

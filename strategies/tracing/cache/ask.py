@@ -28,7 +28,7 @@ _POINTS = {"micro_batch": 2, "sequence": 3}
 
 
 def extrapolated(readings: Sequence[Reading], sizes: Sizes, closed: Callable[[Sizes], Phases]) -> Reading | None:
-    """The reading at `sizes`; None where the traces there do not allow it. `closed` gives closed forms by sizes."""
+    """Return the reading at `sizes`, or None if the traces do not allow it. `closed` gives closed forms by sizes."""
     for axis, points in _POINTS.items():
         known = _along(axis, readings, sizes)
         target: int = getattr(sizes, axis)

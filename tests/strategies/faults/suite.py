@@ -60,7 +60,7 @@ PLANS = (*TORCH, *NATIVE, *DEEPSPEED)
 class Fault:
     """A kind of fault: `inflict` does it from outside, `inside` names what the script does to itself.
 
-    `ending` is the journal's word for how an attempt that met it ended, None where the attempt goes on, and
+    `ending` is the journal's word for how an attempt that met it ended, or None if the attempt continues, and
     `early_ending` what it may be while the ranks start. `per_run` of them happen to a run of the whole suite, under
     each of `plans`. One that `needs_checkpoints` waits for some to be written, so it comes neither at a start nor at
     the end.
@@ -344,7 +344,7 @@ def _figures(
 
 
 def _seconds_lost(start: Start, later: list[Start]) -> float | None:
-    """From the last sign of an attempt to the first step beyond it; None where it had made the last one."""
+    """Seconds from the last sign of an attempt to the first step beyond it, or None if it had made the last one."""
     own = [row["time"] for rows in start.rows.values() for row in rows.values()]
     beyond = [
         row["time"]

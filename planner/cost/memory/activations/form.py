@@ -206,7 +206,7 @@ class Found:
 
 def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | None:
     """The form of the structure nearest to this one, in the first of the variants that its model type has; a type that
-    was never traced in any takes that of a typical model of its kind. None where that has none either."""
+    was never traced in any takes that of a typical model of its kind. None if that has none either."""
     for model_type in (structure["model_type"], TYPICAL.get(structure["kind"], "llama")):
         for variant in variants:
             entries = [entry for entry in _file(model_type) if variant in entry["forms"]]
