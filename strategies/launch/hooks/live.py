@@ -59,7 +59,7 @@ class LiveJob:
 
 
 def settled_plan() -> Plan | None:
-    """The plan that a run resumes with, else that of `dsplan run --plan`; None where the ranks plan themselves."""
+    """Return the plan that a run resumes with, else that of `dsplan run --plan`, or None if ranks plan themselves."""
     state = current()
     if state.plan is not None:
         return state.plan

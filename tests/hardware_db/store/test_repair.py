@@ -170,7 +170,7 @@ def test_runs_whose_machine_is_lost_are_kept_and_know_it_again_after_the_next_ru
     connection.close()
     _damage(path, (root - 1) * PAGE, b"\xff" * PAGE)
     with open_store(path) as store:
-        assert [one.id for one in store.list(fingerprint=A100.key)] == [one.id for one in reversed(RUNS)]
+        assert [row.id for row in store.list(fingerprint=A100.key)] == [row.id for row in reversed(RUNS)]
         assert store.list()[0].fingerprint.machine == MachineIdentity()
         assert len(store.rates()) == len(RATES) + 1
         store.add(measurement(58))
