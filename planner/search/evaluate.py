@@ -243,11 +243,11 @@ def _with_devices_enough(families: Sequence[Family]) -> list[Family]:
     for family in families:
         alike.setdefault(family.split, []).append(family)
     enough = []
-    for fewer_and_fewer in alike.values():
-        count = len(fewer_and_fewer)
+    for descending in alike.values():
+        count = len(descending)
         if count > 1:
-            count = bisect_left(fewer_and_fewer, True, key=lambda family: not family.fits_somehow())
-        enough += fewer_and_fewer[:count]
+            count = bisect_left(descending, True, key=lambda family: not family.fits_somehow())
+        enough += descending[:count]
     return enough
 
 

@@ -50,13 +50,13 @@ def oom_records(
         for measurement in completed
         if (found := _configuration(measurement, inputs, request)) is not None
     ]
-    kept: dict[Configuration, OomRecord] = {}
+    records: dict[Configuration, OomRecord] = {}
     for measurement in failed:
         configuration = _configuration(measurement, inputs, request)
-        if configuration is None or configuration in kept or _taken_back(measurement, configuration, done):
+        if configuration is None or configuration in records or _taken_back(measurement, configuration, done):
             continue
-        kept[configuration] = _oom_record(measurement, configuration, request)
-    return tuple(kept.values())
+        records[configuration] = _oom_record(measurement, configuration, request)
+    return tuple(records.values())
 
 
 def oom_record_of(configuration: Configuration, predicted_bytes: int, request: Request, **known: Any) -> OomRecord:

@@ -274,8 +274,8 @@ def _shared_directories(
     if len(leaders) == 1:
         return []
     looked_at = list(dict.fromkeys([Path.cwd(), *directories]))
-    with ExitStack() as kept:
-        written = kept.enter_context(tokens(looked_at)) if room.rank == 0 else {}
+    with ExitStack() as stack:
+        written = stack.enter_context(tokens(looked_at)) if room.rank == 0 else {}
         written = room.share("tokens", written)[0]
         missed = room.share("unseen", unseen(written) if room.rank in leaders else [])
     found = []

@@ -74,13 +74,13 @@ class CheckpointManager:
         own = self._communicator.require_same(
             "save_checkpoint", lambda: _described(model_state, step), lambda _: [f"step {step} below {self.directory}"]
         )
-        gathered = self._communicator.gather_objects(0, own)
+        descriptions = self._communicator.gather_objects(0, own)
         layout: Layout
-        layout, name = self._from_root(lambda: self._begun(gathered or [], step))
+        layout, name = self._from_root(lambda: self._begun(descriptions or [], step))
         temporary = content.temporary(self.directory, name)
         try:
             self._together(lambda: _write(temporary, model_state, layout, self._communicator.rank))
-            self._from_root(lambda: self._published(name, _index(gathered or [], layout, step)))
+            self._from_root(lambda: self._published(name, _index(descriptions or [], layout, step)))
         except DsplanError:
             if self._communicator.rank == 0:
                 content.discard(self.directory, name)
@@ -122,9 +122,9 @@ class CheckpointManager:
         latest = content.named_latest(self.directory)
         return None if latest is None else _step_of(latest)
 
-    def _begun(self, gathered: list[TreeDescription], step: int) -> tuple[Layout, str]:
+    def _begun(self, descriptions: list[TreeDescription], step: int) -> tuple[Layout, str]:
         """On rank 0: who writes what, and the folder's name."""
-        layout = lay_out([description.arrays for description in gathered])
+        layout = lay_out([description.arrays for description in descriptions])
         return layout, content.begin(self.directory, step)
 
     def _published(self, name: str, index: Mapping[str, Any]) -> None:
@@ -201,13 +201,13 @@ def _write(temporary: Path, state: Tree, layout: Layout, rank: int) -> None:
         files.write(temporary / file_of(rank), stored)
 
 
-def _index(gathered: list[TreeDescription], layout: Layout, step: int) -> dict[str, Any]:
-    texts = [json.dumps(description.structure) for description in gathered]
+def _index(descriptions: list[TreeDescription], layout: Layout, step: int) -> dict[str, Any]:
+    texts = [json.dumps(description.structure) for description in descriptions]
     distinct = list(dict.fromkeys(texts))
     return {
         "version": VERSION,
         "step": step,
-        "world_size": len(gathered),
+        "world_size": len(descriptions),
         "structures": [json.loads(text) for text in distinct],
         "structure_of_rank": [distinct.index(text) for text in texts],
         "arrays": layout.arrays,
