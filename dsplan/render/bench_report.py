@@ -57,7 +57,7 @@ def report_blocks(report: BenchReport) -> list[Block]:
         blocks.append(Text(text=report.learnt))
     if report.left:
         blocks.append(
-            Text(text=f"time is up: {report.left} are left; the next `dsplan bench` goes on", style="warning")
+            Text(text=f"time is up: {report.left} are left; the next `dsplan bench` continues", style="warning")
         )
     return blocks
 

@@ -42,5 +42,5 @@ def ask_store(question: Callable[[Store], Answer], without: Answer) -> Answer:
         line = " ".join(str(problem).split())
         if line not in _reported:
             _reported.add(line)
-            print(f"dsplan: going on without the database: {line}", file=sys.stderr, flush=True)
+            print(f"dsplan: continuing without the database: {line}", file=sys.stderr, flush=True)
         return without

@@ -102,7 +102,7 @@ SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Options that say how an optimizer computes and not what; they stay as they are where training goes on."""
+"""Options that say how an optimizer computes and not what; they stay as they are where training continues."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

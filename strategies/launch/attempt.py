@@ -171,7 +171,7 @@ class StopRequests:
     """Signals are noted instead of acted on, wherever they arrive: also in the code that shows an event.
 
     Ctrl-C sets `interrupted`, and a second one raises. SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set
-    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs go on. Only a main thread gets
+    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs continue. Only a main thread gets
     signals; elsewhere nothing is changed.
     """
 

@@ -135,7 +135,7 @@ def prepare(request: RunRequest) -> Launch:
     if request.resume is not None:
         request = resumed(request, request.resume)
     elif request.resume_from:
-        raise ContradictoryRequest("--resume-from says where a run goes on that --resume names; add --resume DIR")
+        raise ContradictoryRequest("--resume-from says from where --resume resumes a run; add --resume DIR")
     if request.script is None:
         raise DsplanError("SCRIPT is missing; name the Python file that trains your model, or --resume a run")
     script = recognise(request.script)
@@ -190,7 +190,7 @@ def _resume_from(request: RunRequest, script: Script) -> str:
 def _processes(request: RunRequest, plan: Plan | None, placement: Placement, gpus: int) -> int:
     """Processes to start on a node: the plan's, what was asked, one per GPU, or two on a machine without GPUs.
 
-    A run that goes on takes as many as before where there are GPUs for them, whatever its plan says: plans are made
+    A run that continues takes as many as before where there are GPUs for them, whatever its plan says: plans are made
     anew for other ranks.
     """
     if request.processes is not None and not 1 <= request.processes <= _MOST_PROCESSES:
@@ -308,7 +308,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
             directory too.
     """
     if request.run_directory is not None:
-        raise ContradictoryRequest("--resume goes on in its own directory; leave --run-dir out")
+        raise ContradictoryRequest("--resume continues in its own directory; leave --run-dir out")
     path = directory / SPEC_FILE
     if not directory.is_dir():
         what = "not a directory" if directory.exists() else "no such directory"

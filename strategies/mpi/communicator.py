@@ -296,7 +296,7 @@ class PerformanceMonitor:
         self.reset()
 
     def start_timer(self, name: str, kind: Kind = "compute") -> None:
-        """Start, or go on with, the timer of a name.
+        """Start, or resume, the timer of a name.
 
         Raises:
             CannotRun: it runs already, or is of another kind.

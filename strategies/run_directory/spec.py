@@ -24,7 +24,7 @@ EndingKind = Literal[
     "disk_full",  # a checkpoint or a log could not be written
     "lost",  # the node or the connection to it is gone
     "preempted",  # SIGTERM or SIGUSR1: saved, and stopped on purpose
-    "switch",  # saved, and stopped on purpose to go on under a better plan
+    "switch",  # saved, and stopped on purpose to resume under a better plan
     "regrouped",  # nodes came or went: saved, and all start again together
 ]
 ENDING_KINDS: tuple[EndingKind, ...] = get_args(EndingKind)
@@ -77,7 +77,7 @@ class Placement:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of nodes may change while the run goes on."""
+        """Whether the number of nodes may change while the run continues."""
         return self.least_nodes != self.most_nodes
 
 

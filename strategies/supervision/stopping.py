@@ -3,7 +3,7 @@
 A collective at every step would cost every step. Instead the watchdog threads leave notes on the ranks' board. Who is
 asked to stop posts the request; every rank's thread that sees it *arms* its rank and says so; an armed rank reads the
 board at each step's end. When all are armed, rank 0 names the next step. No rank can have ended that one, because
-ending it takes rank 0's part of its collectives, which come later; and every rank looks before it goes on.
+ending it takes rank 0's part of its collectives, which come later; and every rank looks before it continues.
 """
 
 from __future__ import annotations

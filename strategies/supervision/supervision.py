@@ -113,12 +113,12 @@ class Supervision(Observer):
             passed_over = f"; {resumed.passed_over}" if resumed.passed_over else ""
             _say(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
             if loader is None:
-                _say("the script reads its data itself, and begins with its first sample again; training_data= goes on")
+                _say("the script reads its data itself, and begins with its first sample again; training_data= resumes")
 
     # What happens in a step.
 
     def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
-        """Training goes on.
+        """Training continues.
 
         Raises:
             CannotRun: it would begin at its first step though the run had got further.
@@ -211,7 +211,7 @@ class Supervision(Observer):
         return found
 
     def _save_in_time(self, step: int, deadline: float) -> tuple[Path | None, str]:
-        """The checkpoint of this step, and how the sentence about the stop goes on; the same on every rank."""
+        """The checkpoint of this step, and how the sentence about the stop continues; the same on every rank."""
         saves = self._saves
         saves.finish()
         if saves.complete is not None and saves.complete.step == step:
@@ -236,7 +236,7 @@ class Supervision(Observer):
 
     @property
     def unsaveable(self) -> str:
-        """Why no checkpoint can be made now from which the run could go on; empty where one can."""
+        """Why no checkpoint can be made now from which the run could resume; empty where one can."""
         return self._why_not(0.0, self._finite.is_clean)
 
     def _why_not(self, seconds_left: float, is_clean: bool) -> str:
@@ -249,7 +249,7 @@ class Supervision(Observer):
         return ""
 
     def _may_save(self) -> bool:
-        """Whether an automatic checkpoint holds all that the script needs to go on; rank 0's answer counts."""
+        """Whether an automatic checkpoint holds all that the script needs to resume; rank 0's answer counts."""
         return self._trains_alone and (not self._script_reads_state or bool(self._engine.client_state))
 
     def give_up(self, second: SupervisedEngine) -> None:

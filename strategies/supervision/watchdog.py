@@ -70,7 +70,7 @@ class Activity:
         return moved or works or self._pulse.rests > 0 or self._children_work(passed, look=with_children)
 
     def _main_stack(self) -> int:
-        """A number that changes when the main thread goes on to another instruction, in any of its frames."""
+        """A number that changes when the main thread moves on to another instruction, in any of its frames."""
         frame: FrameType | None = sys._current_frames().get(self._main or 0)
         places = []
         while frame is not None:

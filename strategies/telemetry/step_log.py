@@ -173,7 +173,7 @@ class TensorboardWriter:
 
 
 class CsvWriter:
-    """A file per figure, of lines `step,value`; a run that goes on in the same directory goes on in its files."""
+    """A file per figure, of lines `step,value`; a run that continues in the same directory continues in its files."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -109,7 +109,7 @@ class Stepper:
         self._weights.renewed()
 
     def _groups(self) -> Iterator[Sequence[Bucket]]:
-        """The device's buckets first, since it steps them while the host goes on with its own."""
+        """The device's buckets first, since it steps them while the host continues with its own."""
         at = {place: [bucket for bucket in self._pieces.buckets if bucket.states_at is place] for place in Place}
         yield from self._runs(at[Place.DEVICE])
         yield from ([bucket] for bucket in at[Place.HOST])

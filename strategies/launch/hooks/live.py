@@ -140,7 +140,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
 
 
 def _global_batch(job: LiveJob, ranks: int) -> int:
-    """What the script's settings make, or what the run has kept so far where it goes on and the script can keep it."""
+    """Return what the script's settings make, or, in a resumed run, its batch so far if the script can keep it."""
     own, whole = job.micro_batch_size * job.gradient_accumulation_steps * ranks, current().global_batch_size
     if whole is None or job.accumulates:
         return whole or own
