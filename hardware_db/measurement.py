@@ -1,4 +1,4 @@
-"""Measurement and RateMeasurement: what a run or a micro-benchmark found on one machine."""
+"""Results of a run (Measurement) or of a micro-benchmark (RateMeasurement) on one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rate: what a micro-benchmark found, and the record it is stored as. No torch."""
+"""The rate that a micro-benchmark measured, and the record it is stored as. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration: what the runs of one kind of hardware taught, and how sure that is."""
+"""Calibration factors fitted to the runs of one kind of hardware, with their uncertainty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experience: what the database knows of the hardware and the work of a request."""
+"""The database's knowledge of the hardware and the work of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranking: which of two plans that fit goes first, and how the loser's reason is said.
+"""Rank plans that fit, and say why the others lost.
 
 Plans whose predicted times are closer than such predictions err against each other are equally fast as far as can be
 told (`preference`). The simplest of those that cannot be told from the fastest goes first; then the same again among

@@ -1,4 +1,4 @@
-"""Which plan an engine runs: the one that `dsplan run` or the script gives, checked against the job that runs it."""
+"""Select the plan of an engine, from `dsplan run` or the script, and check it against the job that runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BenchPlan: what a benchmark measures, point by point and run by run. No torch."""
+"""The plan of a benchmark, point by point and run by run. No torch."""
 
 from __future__ import annotations
 

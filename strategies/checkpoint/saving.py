@@ -1,4 +1,4 @@
-"""Saving: planned by all ranks together, then written by each of them, in the background where that is asked for."""
+"""Save a checkpoint: planned by all ranks together, then written by each of them, in the background if requested."""
 
 from __future__ import annotations
 

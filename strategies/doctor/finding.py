@@ -1,4 +1,4 @@
-"""Finding: what one check found, in a line with what to do about it. No torch."""
+"""The finding of one check: a line with a remedy. No torch."""
 
 from __future__ import annotations
 

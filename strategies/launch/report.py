@@ -1,4 +1,4 @@
-"""RunReport: what a run did, attempt by attempt, as a value. No torch."""
+"""The report of a run, attempt by attempt, as a value. No torch."""
 
 from __future__ import annotations
 

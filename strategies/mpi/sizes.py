@@ -1,4 +1,4 @@
-"""ModelParallelConfig: how many ranks share a model, a batch, a pipeline, checked against the ranks there are."""
+"""Degrees of model, data and pipeline parallelism, checked against the number of ranks; optimizers of ZeRO."""
 
 from __future__ import annotations
 

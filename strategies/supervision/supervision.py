@@ -1,4 +1,4 @@
-"""Supervision: what an engine does at the end of every step for a run that has to reach its last one."""
+"""Supervision of an engine at the end of every step, so that a run reaches its last one."""
 
 from __future__ import annotations
 

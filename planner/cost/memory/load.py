@@ -1,4 +1,4 @@
-"""Load: what is on the device while the engine places a model that was made on the host.
+"""Memory of loading: the device while the engine places a model that was made on the host.
 
 `strategies/` and the libraries under it decide: torch moves a replica tensor by tensor, and DDP makes its buckets at
 once; FSDP2 moves one wrapped unit at a time and keeps its shards (`fsdp/_fully_shard`); DeepSpeed 0.19 copies the

@@ -1,4 +1,4 @@
-"""Who holds what, and who talks to whom: the quantities of a job that communication, optimizer and offload share."""
+"""Shard sizes and process groups of a job, as communication, optimizer and offload need them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading: what one trace of a training step found, or why it could not be followed."""
+"""The result of tracing one training step, or why it could not be traced."""
 
 from __future__ import annotations
 
