@@ -103,7 +103,7 @@ def _summary(report: BenchReport) -> str:
     return f"{'; '.join(parts)}; database {report.database}"
 
 
-# Pieces of a benchmark and what they gave, in a few words each.
+# Pieces of a benchmark and their results, in a few words each.
 
 
 def work_words(work: Work) -> str:

@@ -15,7 +15,7 @@ from hardware_db.measurement import RateMeasurement, new_id, utc_now
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# Point: one thing that a benchmark measures. No torch.
+# The points that a benchmark measures.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)

@@ -19,7 +19,7 @@ from planner.types.plan_io import configuration_from_dict
 if TYPE_CHECKING:
     from hardware_db.measurement import Measurement
 
-# Known runs: a configuration that this machine has run before answers with what it measured.
+# Configurations that this machine has run before are answered from their measurements.
 
 
 _NAMES = frozenset({"name", "family", "facts"})

@@ -23,7 +23,7 @@ from planner.search.request import Request
 from planner.search.space import inapplicable
 from planner.types.plan import Configuration, Plan, StepTime
 
-# Preference: which plans are simpler than others, and how far apart two predictions must be to be held different.
+# Simplicity of plans, and the difference from which on two predictions count as different.
 
 
 SPLIT_OR_WHOLE = 0.15

@@ -18,7 +18,7 @@ from torch import nn
 from strategies.checkpoint.parts import PartOfTensor
 from strategies.errors import CannotRun
 
-# Names of a module's tensors: each tensor once, however many names it has.
+# Names of a module's tensors, each tensor once.
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

@@ -22,7 +22,7 @@ from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.run_directory.heartbeat import beat
 
-# Samples that cannot be read: a run continues without up to so many of them.
+# Samples that cannot be read; a limited number of them is skipped.
 
 
 Collate = Callable[[list[Any]], Any]

@@ -92,7 +92,7 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
     return [replace(finding, hosts=tuple(dict.fromkeys(hosts))) for finding, hosts in found.items()]
 
 
-# Which directories all nodes share: rank 0 writes a file, the others look for it. No torch.
+# Directories that all nodes share: rank 0 writes a file, the others look for it.
 
 
 _PREFIX = ".dsplan-doctor-"

@@ -44,7 +44,7 @@ from strategies.variables import QUIET, RUN_DIRECTORY
 if TYPE_CHECKING:
     from strategies.autoplan.tuning import Prospect
 
-# Which observers a config asks for.
+# The observers of a config.
 
 
 EVERY = 10

@@ -24,7 +24,7 @@ from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.spec import SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
 from strategies.variables import PLAN, RUN_DIRECTORY, STRATEGY
 
-# Whether the flags of a placement fit together, before anything is started. No torch.
+# Checks of the placement flags, before anything is started.
 
 
 # Which launchers read which field; the local one needs no host file because the command runs on every node.
@@ -297,7 +297,7 @@ def run_directory(parent: Path, script: Path) -> Path:
     raise FileExistsError(path)
 
 
-# `dsplan run --resume DIR`: what was asked for then, with what is asked for now. No torch.
+# Options of `dsplan run --resume DIR`: those of the first command, updated by this one's.
 
 
 def resumed(request: RunRequest, directory: Path) -> RunRequest:

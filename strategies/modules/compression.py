@@ -15,7 +15,7 @@ from planner.search.estimate import compresses
 from strategies.errors import CannotRun
 from strategies.protocols import TrainingParts
 
-# Codec: a run of gradients as bytes.
+# Codecs encode a run of gradients as bytes.
 
 
 _LARGEST = 127

@@ -191,9 +191,6 @@ def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-# PerformanceMonitor: timers of computing and communicating, compared over the ranks.
-
-
 Kind = Literal["compute", "communication"]
 _KINDS = ("compute", "communication")
 

@@ -141,7 +141,7 @@ class ParallelGroups:
             self.free()
 
 
-# How one step changes parameters: element by element, so that a rank can step any run of them alone.
+# Update rules work element by element, so that a rank can step any run of a parameter alone.
 
 
 class UpdateRule(Protocol):

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from strategies.mpi.communicator import PerformanceMonitor
 
-# ReducedGradients: what `ZeROOptimizer.reduce_gradients` leaves on this rank.
-
 
 class ReducedGradients(Mapping[str, Array]):
     """Averaged gradients by name (`blocks/0/weight`): whole in stage 1, this rank's run, flat, in stages 2 and 3.

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from hardware_db.files import replace_whole
 from planner.errors import NothingFits
 
-# Why a rank or an attempt ended, in words that ranks, supervisor, journal and last page share. No torch.
+# Kinds of endings of a rank or an attempt, the same for ranks, supervisor, journal and report.
 
 
 EndingKind = Literal[
@@ -43,7 +43,7 @@ def exit_status_of(kind: EndingKind, error_type: str) -> int:
     return 2 if kind == "refused" and error_type != NothingFits.__name__ else 1
 
 
-# Placement and Supervision: where a run's ranks start, and what is done when they end. No torch.
+# Where a run's ranks start, and what is done when they end.
 
 
 ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "plain"]

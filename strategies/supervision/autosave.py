@@ -21,7 +21,7 @@ from strategies.checkpoint.saving import SaveOptions
 from strategies.supervision import lineage
 from strategies.telemetry.alerts import Alert, post
 
-# When the ranks save by themselves. No torch, no clock of its own: times come in, decisions go out.
+# When ranks save by themselves: a pure function of times.
 
 
 _FURTHEST_LOOK = 50

@@ -31,7 +31,7 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.run_directory.spec import STOPPED, EndingKind
 
-# The signals by which a rank is asked to save and stop. No torch.
+# The signals by which a rank is asked to save and stop.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,7 @@ from strategies.supervision.hang_verdict import (
 if TYPE_CHECKING:
     from strategies.supervision.stopping import Board, Stopping
 
-# Whether this process gets on, as far as another thread of it can see.
+# Progress of this process, as far as another thread of it can see.
 
 
 _BUSY = 0.05

@@ -137,7 +137,7 @@ def _memory(device: torch.device) -> dict[str, int]:
     }
 
 
-# Where a log's rows go: TensorBoard's event files, CSV, the terminal, or the metrics of `dsplan run`.
+# Sinks of a log: TensorBoard, CSV, the terminal, or the metrics of `dsplan run`.
 
 
 _GROUPS = {"seconds": "seconds", "bytes": "memory"}

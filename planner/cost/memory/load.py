@@ -111,7 +111,7 @@ def _total(ledger: Ledger) -> float:
     return ledger.total
 
 
-# Saving: what a checkpoint takes beside weights and optimizer states, which stay where they are.
+# Memory of saving a checkpoint, beside weights and optimizer states.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

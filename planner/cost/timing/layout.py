@@ -12,7 +12,7 @@ from planner.cost.timing.stacks import USUAL_MATMULS
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
 
-# What is left of communication when it runs beside compute.
+# Communication that compute does not hide.
 
 
 SLOWDOWN = 1.15

@@ -31,7 +31,7 @@ from strategies.modules.precision import LossScale, narrowed
 from strategies.optim.optimizers import trainable_parameters, undivided
 from strategies.protocols import TrainingParts
 
-# Latecomers: parameters that are unfrozen, or given to the optimizer, after the engine was made.
+# Parameters that are unfrozen, or added to the optimizer, after the engine was made.
 
 
 class Latecomers:
@@ -77,7 +77,7 @@ class Latecomers:
         return [(name, p) for name, p in self._module.named_parameters() if not self._reducer.sums(p)]
 
 
-# Stepping: the optimizer changes the masters, and the weights follow, in groups of buckets.
+# The step updates master weights and copies them to the weights, in groups of buckets.
 
 
 class Renewing(Protocol):

@@ -173,7 +173,7 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-# What a hook prints for the person at the terminal, once, from rank 0.
+# Messages of a hook, printed once, by rank 0.
 
 
 def say(sentence: str) -> None:

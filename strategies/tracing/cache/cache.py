@@ -15,7 +15,7 @@ from hardware_db.measurement import TraceRecord
 from hardware_db.store import Store, open_store
 from planner.errors import BrokenFile, DsplanError
 
-# Values from their JSON: dataclasses, tuples and mappings as the annotations of their fields say.
+# Read dataclasses, tuples and mappings from JSON by their annotations.
 
 
 Value = TypeVar("Value")

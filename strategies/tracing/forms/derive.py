@@ -13,7 +13,7 @@ from planner.cost.memory.activations.dimensions import Dimensions
 from planner.cost.memory.activations.form import BlockForm, Form, Moment, Polynomial, added, scaled, subtracted, value
 from strategies.tracing.forms.timeline import Storage, Timeline
 
-# Prune: of the moments of a part, those that are the largest for some model.
+# Prune the moments of a part to those that are the largest for some model.
 
 
 _TOLERANCE = 0.002

@@ -17,7 +17,7 @@ from planner.cost.precision import Recipe
 from planner.cost.zero_buckets import native_buckets, zero_buckets
 from planner.types.job import Job
 
-# What DeepSpeed's ZeRO keeps in host memory where it offloads, on one rank, buffer by buffer.
+# Host buffers of DeepSpeed's offload on one rank.
 
 
 SWAP_BUFFERS = {"optimizer": 4, "parameters": 5}
