@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
+from hardware_db.notices import notice
 from strategies.checkpoint import content as folder
 from strategies.checkpoint import rng, safefile
 from strategies.checkpoint.content import (
@@ -209,7 +209,7 @@ def _latest(directory: Path) -> Path | None:
         raise BrokenFile(directory, "is not there", f"there are: {', '.join(others) or 'none'}")
     near = folder.nearest(directory)
     hint = f" ({near.name} beside it has)" if near is not None else ""
-    print(f"dsplan: {directory} has no checkpoint{hint}: training starts anew", file=sys.stderr, flush=True)
+    notice(f"{directory} has no checkpoint{hint}: training starts anew")
     return None
 
 
@@ -291,4 +291,4 @@ def _name_strays(found: Opened) -> None:
     if strays:
         others = f" and {len(strays) - 1} more are" if len(strays) > 1 else " is"
         line = f"{found.path}: {shown(strays[0])}{others} none of its files and not read; move it out of the folder"
-        print(f"dsplan: {line}", file=sys.stderr, flush=True)
+        notice(line)

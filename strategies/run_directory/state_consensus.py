@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hardware_db.notices import notice
 from planner.types.plan_io import load_plan
 from strategies.run_directory.heartbeat import resting
 from strategies.run_directory.resume_state import Findings, ResumeState, combined
@@ -82,12 +82,8 @@ def narrow(state: ResumeState, variables: MutableMapping[str, str]) -> None:
 def wait_for_training_ranks(store: Store, state: ResumeState) -> None:
     """Wait on a rank that does not train; return when rank 0's script has ended."""
     rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    print(
-        f"dsplan: rank {rank} of {ranks} waits: the global batch of {state.global_batch_size} is split over"
-        f" {state.ranks} ranks",
-        file=sys.stderr,
-        flush=True,
-    )
+    batch = state.global_batch_size
+    notice(f"rank {rank} of {ranks} waits: the global batch of {batch} is split over {state.ranks} ranks")
     # The store may go with the process that has it.
     with contextlib.suppress(RuntimeError), resting():
         while not store.check([_ENDED]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hardware_db.notices import labelled, notice
 from strategies.config.sections import read_settings
 from strategies.config.values import MonitorSettings, Threshold
 from strategies.distributed.launcher_env import own_place
@@ -261,7 +261,7 @@ class TrainingMonitor:
                 self._file.write(alert.to_row())
             # `dsplan run` shows what it finds itself.
             if not (os.environ.get(RUN_DIRECTORY) and alert.kind in _DETECTED_BY_RUN):
-                print(f"dsplan: {alert.line()}", file=sys.stderr, flush=True)
+                notice(alert.line())
             for callback in list(self._alert_callbacks.values()):
                 callback(alert)
 
@@ -273,7 +273,7 @@ _OF_ENGINE = frozenset({"event", "global_step", "samples", "tokens", "load_secon
 
 def _line(step: int, figures: Metrics) -> str:
     shown = {name: value for name, value in figures.items() if name in _SHOWN or not _is_detail(name)}
-    return ", ".join([f"dsplan: step {step}", *(f"{name} {value:.4g}" for name, value in shown.items())])
+    return ", ".join([labelled(f"step {step}"), *(f"{name} {value:.4g}" for name, value in shown.items())])
 
 
 def _is_detail(name: str) -> bool:

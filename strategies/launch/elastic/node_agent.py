@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
+from hardware_db.notices import notice
 from strategies.launch.diagnosis import FIRST, Ending, ending_of, memory_kills
 from strategies.launch.launchers.process import signal_ranks
 from strategies.run_directory.spec import RESULT_FILE, SAVING, EndingKind, LaunchSpec, write_json
@@ -137,7 +138,7 @@ class NodePlace(RendezvousHandler):
         while not is_over.wait(_REMARK_SECONDS):
             if self.present != said:
                 said = self.present
-                print(f"dsplan: {said} {self._waits_for}", flush=True)
+                notice(f"{said} {self._waits_for}", stream="stdout")
 
     def is_closed(self) -> bool:
         return self.rendezvous.is_closed()

@@ -14,6 +14,7 @@ from torch import nn
 
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
+from hardware_db.notices import notice
 from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
@@ -178,8 +179,7 @@ def own_device() -> torch.device:
 
 def say(sentence: str) -> None:
     """Print a line on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"dsplan: {sentence}", flush=True)
+    notice(sentence, stream="stdout", rank_zero=True)
 
 
 def say_replaced(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
