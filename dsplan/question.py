@@ -1,4 +1,4 @@
-"""Question: what a person asks, in the words of the command line, on its way to the planner."""
+"""A person's question, under the names of the command line's flags, on its way to the planner."""
 
 from __future__ import annotations
 

@@ -152,8 +152,8 @@ def calibrate(
     with open_store(thorough=True) as store:
         refreshed = refresh(store, probe_hardware(), keep=not dry_run)
     if json:
-        show_json(calibration_json(refreshed, kept=not dry_run))
+        show_json(calibration_json(refreshed, stored=not dry_run))
     elif refreshed.kinds or refreshed.skipped:
-        show(calibration_blocks(refreshed, kept=not dry_run))
+        show(calibration_blocks(refreshed, stored=not dry_run))
     else:
         show([Text(text=f"There is nothing to learn from: {_HOW_TO_FILL}")])

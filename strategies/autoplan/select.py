@@ -1,4 +1,4 @@
-"""Which plan an engine runs: the one that `dsplan run` or the script gives, checked against the job that runs it."""
+"""Select the plan of an engine, from `dsplan run` or the script, and check it against the job that runs it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def settled_plan(model: nn.Module, options: PlanningOptions, environment: Enviro
     """Return the plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`), or
     None if one has to be made.
 
-    A run that goes on leaves a given plan that failed or is for another number of ranks; rank 0 says so.
+    A run that continues leaves a given plan that failed or is for another number of ranks; rank 0 says so.
 
     Raises:
         BrokenFile: the file is not a plan.

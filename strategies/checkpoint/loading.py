@@ -1,4 +1,4 @@
-"""Loading: find the checkpoint, read and check all of it on all ranks, and only then let the engine have it."""
+"""Load a checkpoint: find it, read and check all of it on all ranks, and only then hand it to the engine."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def _boxes_by_file(found: Opened) -> dict[str, dict[str, tuple[str, tuple[int, .
             if box.file not in files:
                 raise Damaged(path, f"{shown(name)} lies in {shown(box.file)}, which {safefile.FILE} does not list")
             files[box.file][box.key] = (tensor.dtype, box.sizes)
-    stray = next((name for name, held in files.items() if not held and not is_ranks_file(name)), None)
+    stray = next((name for name, keys in files.items() if not keys and not is_ranks_file(name)), None)
     if stray is not None:
         raise Damaged(found.path / safefile.FILE, f"lists {shown(stray)}, which holds nothing of the checkpoint")
     return files
@@ -254,9 +254,9 @@ def _require_boxes(path: Path, name: str, expected: Mapping[str, tuple[str, tupl
             raise Damaged(path / name, f"has no {shown(key)}, which {TENSORS} places in it")
         if key not in expected:
             raise Damaged(path / name, f"has {shown(key)}, which {TENSORS} does not know")
-        held = (stored[key].dtype, stored[key].shape)
-        if held != expected[key]:
-            (dtype, shape), (listed, sizes) = held, expected[key]
+        has = (stored[key].dtype, stored[key].shape)
+        if has != expected[key]:
+            (dtype, shape), (listed, sizes) = has, expected[key]
             problem = f"has {shown(key)} as {dtype} {list(shape)}, and {TENSORS} as {listed} {list(sizes)}"
             raise Damaged(path / name, problem)
 

@@ -1,4 +1,4 @@
-"""Saving: planned by all ranks together, then written by each of them, in the background where that is asked for."""
+"""Save a checkpoint: planned by all ranks together, then written by each of them, in the background if requested."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from strategies.distributed.consensus import everywhere, on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import BrokenFile, DsplanError
 
-# One checkpoint on its way to disk: a thread on every rank, which meet in the folder and not over the network.
+# The writer of one checkpoint: a thread on every rank; they synchronize through the folder, not the network.
 
 
 _LOOK_SECONDS = 0.01

@@ -64,7 +64,7 @@ def report_once(error: CannotMeet) -> None:
         return
     job = hashlib.sha256(_job().encode()).hexdigest()[:16]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound, contextlib.suppress(OSError):
-        bound.bind(f"\0dsplan-told-{os.getuid()}-{job}")
+        bound.bind(f"\0dsplan-reported-{os.getuid()}-{job}")
         _print_line(error)
         time.sleep(_TOGETHER_SECONDS)
 

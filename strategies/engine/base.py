@@ -1,4 +1,4 @@
-"""Engine and Strategy: what a training script holds, and what makes it for one way of spreading a model."""
+"""The engine of a training script, and the strategy that builds it for one way to distribute a model."""
 
 from __future__ import annotations
 

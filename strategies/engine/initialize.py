@@ -44,7 +44,7 @@ from strategies.variables import QUIET, RUN_DIRECTORY
 if TYPE_CHECKING:
     from strategies.autoplan.tuning import Prospect
 
-# Which observers a config asks for.
+# The observers of a config.
 
 
 EVERY = 10
@@ -170,7 +170,7 @@ def _settle(model: nn.Module, options: PlanningOptions, environment: Environment
     elif environment.is_main and (warning := another_model(plan, model)):
         notice(warning)
     if not current().is_resumed:
-        _agree(plan, options.strategy, options.backend)
+        _require_same_choice(plan, options.strategy, options.backend)
     return plan, is_new
 
 
@@ -184,8 +184,8 @@ def _tuning(model: nn.Module, options: PlanningOptions, environment: Environment
     return prospect(model, options, environment, Path(directory))
 
 
-def _agree(plan: Plan, strategy: str | None, backend: str | None) -> None:
-    """The plan against what the script names beside it.
+def _require_same_choice(plan: Plan, strategy: str | None, backend: str | None) -> None:
+    """Check the plan against what the script names beside it.
 
     Raises:
         CannotRun: they differ.

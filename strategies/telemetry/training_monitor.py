@@ -29,7 +29,7 @@ from strategies.telemetry.step_log import TensorboardWriter
 from strategies.telemetry.step_rows import StepRows
 from strategies.variables import RUN_DIRECTORY
 
-# EngineFeed: the figures of an engine's steps, for whoever asked.
+# Figures of an engine's steps.
 
 
 class EngineFeed(Observer):
@@ -136,10 +136,10 @@ class TrainingMonitor:
 
     def track_metric(self, name: str, value: float | torch.Tensor, step: int) -> None:
         """Note a value of a step; a tensor is kept as it is until it is written."""
-        held = value.detach() if isinstance(value, torch.Tensor) else float(value)
+        number = value.detach() if isinstance(value, torch.Tensor) else float(value)
         if step not in self._pending and len(self._pending) >= self._every:
             self._write()
-        self._pending.setdefault(step, {})[name] = held
+        self._pending.setdefault(step, {})[name] = number
 
     def watch(self, engine: TrainingEngine, *, owned: bool = False) -> None:
         """Follow an engine too: loss, seconds, rate, learning rate and memory of its steps, with all detectors. An
@@ -212,11 +212,11 @@ class TrainingMonitor:
             self._at_interval(int(row["global_step"]))
 
     def _write(self) -> None:
-        """Read the values that are held back, write them, and notify whoever wants to know."""
+        """Read the pending values, write them, and notify whoever wants to know."""
         pending, self._pending = self._pending, {}
         alerts: list[Alert] = []
         rows = [
-            {"step": step, **{name: float(value) for name, value in held.items()}} for step, held in pending.items()
+            {"step": step, **{name: float(value) for name, value in values.items()}} for step, values in pending.items()
         ]
         for row in rows:
             alerts += self._judged(row)

@@ -1,4 +1,4 @@
-"""Partition: parameters laid end to end in flat buckets, of which every rank owns one run of elements.
+"""Flat shards: parameters laid end to end in flat buckets, of which every rank owns one run of elements.
 
 A bucket of S elements over N ranks is cut into N runs of ceil(S / N), wherever that falls in its parameters, so that
 shapes may divide by nothing. What lies in a rank's run is that rank's *part* of the bucket; the slice of one parameter

@@ -1,6 +1,6 @@
 """Offload: masters, optimizer states and the step in host memory, while weights and gradients stay where they compute.
 
-A gradient goes to the host as soon as it is summed over ranks, while backward goes on (Ren et al. 2021, ZeRO-Offload).
+A gradient goes to the host once it is reduced over ranks, while backward continues (Ren et al. 2021, ZeRO-Offload).
 The step runs there, bucket by bucket, and the weights of a bucket return while the next one is stepped.
 """
 
@@ -21,7 +21,7 @@ from strategies.backends.zero.flat_shard import Bucket, Place
 from strategies.backends.zero.nvme import Disk
 from strategies.backends.zero.settings import OffloadSettings, ZeroSettings
 
-# Copies between a device and host memory that go on while both compute.
+# Copies between a device and host memory that continue while both compute.
 
 
 DOWN, UP = "dsplan::gradients_down", "dsplan::weights_up"
@@ -125,7 +125,7 @@ class _OnHost:
 
 
 class _OnDevice:
-    """The stream that computes waits for an event; the host goes on."""
+    """The stream that computes waits for an event; the host continues."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event

@@ -141,12 +141,12 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
 
 
 def _global_batch(job: LiveJob, ranks: int) -> int:
-    """What the script's settings make, or what the run has kept so far where it goes on and the script can keep it."""
-    own, kept = job.micro_batch_size * job.gradient_accumulation_steps * ranks, current().global_batch_size
-    if kept is None or job.accumulates:
-        return kept or own
-    if own != kept:
-        say(f"the script does not accumulate gradients: {ranks} ranks train on {own} samples a step, not on {kept}")
+    """Return what the script's settings make, or, in a resumed run, its batch so far if the script can keep it."""
+    own, whole = job.micro_batch_size * job.gradient_accumulation_steps * ranks, current().global_batch_size
+    if whole is None or job.accumulates:
+        return whole or own
+    if own != whole:
+        say(f"the script does not accumulate gradients: {ranks} ranks train on {own} samples a step, not on {whole}")
     return own
 
 
@@ -174,7 +174,7 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-# What a hook prints for the person at the terminal, once, from rank 0.
+# Messages of a hook, printed once, by rank 0.
 
 
 def say(sentence: str) -> None:

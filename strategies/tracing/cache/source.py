@@ -1,4 +1,4 @@
-"""ModelSource: where the module to trace comes from, known well enough to find its earlier traces without torch."""
+"""The source of the module to trace, known well enough to find its earlier traces without torch."""
 
 from __future__ import annotations
 
