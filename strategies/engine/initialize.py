@@ -36,7 +36,7 @@ from strategies.run_directory.state_consensus import current
 from strategies.supervision.supervision import supervise
 from strategies.telemetry.memory_report import MemoryPrinter
 from strategies.telemetry.monitor import RunMonitor
-from strategies.telemetry.step_log import Console, CsvWriter, MetricsWriter, StepLog, TensorboardWriter, Writer
+from strategies.telemetry.tensorboard_log import Console, CsvWriter, MetricsWriter, StepLog, TensorboardWriter, Writer
 from strategies.telemetry.traces import Traces
 from strategies.telemetry.training_monitor import TrainingMonitor
 from strategies.variables import QUIET, RUN_DIRECTORY

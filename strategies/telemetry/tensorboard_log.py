@@ -1,4 +1,5 @@
-"""What an engine's steps were like: loss, learning rate, norms, seconds and bytes, written every few steps.
+"""What an engine's steps were like, for TensorBoard, CSV files and the terminal: loss, learning rate, norms, seconds
+and bytes, written every few steps.
 
 Figures stay where they are made until then, so that a GPU is waited for once per interval.
 """
