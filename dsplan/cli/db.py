@@ -49,7 +49,9 @@ def list_measurements(
     shown = found[:limit]
     notes = [Text(text=_aside_text(aside), style="faint")] if aside else []
     if json:
-        show_json({"schema_version": SCHEMA_VERSION, "measurements": [to_document(one) for one in shown]})
+        show_json(
+            {"schema_version": SCHEMA_VERSION, "measurements": [to_document(measurement) for measurement in shown]}
+        )
     elif not total:
         show([Text(text=f"The database is empty: {_HOW_TO_FILL}"), *notes])
     elif not shown:

@@ -118,7 +118,7 @@ def open_untrusting(database: str | Path, *, uri: bool = False) -> sqlite3.Conne
 
 def is_read_only(path: Path) -> bool:
     """Whether the database is there and can only be read: a change needs its directory too, where the logs lie."""
-    return path.exists() and not all(os.access(one, os.W_OK) for one in (path, path.resolve().parent))
+    return path.exists() and not all(os.access(place, os.W_OK) for place in (path, path.resolve().parent))
 
 
 def _check_file(path: Path) -> None:

@@ -112,7 +112,7 @@ class _Page:
             yield int.from_bytes(self._page[first + 2 * index : first + 2 * index + 2], "big")
 
     def record(self, cell: int) -> Record | None:
-        """The record of a cell; None where it makes no sense."""
+        """Return the record of a cell, or None if it makes no sense."""
         try:
             position = cell + (4 if self.kind == _INDEX_INTERIOR else 0)
             length, position = _varint(self._page, position)

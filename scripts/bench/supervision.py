@@ -222,7 +222,10 @@ class Parts:
     """What supervision and monitoring take, piece by piece, while they are on."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._seconds = engine, dict.fromkeys((type(one).__name__ for one in engine.observers), 0.0)
+        self._engine, self._seconds = (
+            engine,
+            dict.fromkeys((type(observer).__name__ for observer in engine.observers), 0.0),
+        )
         self._steps, self._wall, self._processor = 0, 0.0, {"threads": 0.0, "launcher": 0.0}
         for observer in engine.observers:
             for name in ("forward_starts", "loss_is", "starts", "ends", "step_ended"):
@@ -263,7 +266,7 @@ def _processor_seconds() -> dict[str, float]:
         fields = Path(f"/proc/self/task/{ident}/stat").read_text().rpartition(")")[2].split()
         threads += (int(fields[11]) + int(fields[12])) / ticks
     times = [process.cpu_times() for process in launcher_processes()]
-    return {"threads": threads, "launcher": sum(one.user + one.system for one in times)}
+    return {"threads": threads, "launcher": sum(spent.user + spent.system for spent in times)}
 
 
 def _report(found: dict[str, Any]) -> str:

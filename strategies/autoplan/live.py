@@ -157,7 +157,7 @@ def _candidates(strategy: words.Strategy | None, backend: words.Backend | None) 
 
 
 def _zero_backend(backend: words.Backend | None) -> words.Backend | None:
-    """Which ZeRO runs: the one asked for, our own where DeepSpeed is not installed, None where it is for the device."""
+    """Return the ZeRO that runs: the requested one, `native` without DeepSpeed, or None if the device decides."""
     if backend in ("deepspeed", "native"):
         return backend
     return None if find_spec("deepspeed") is not None else "native"

@@ -27,7 +27,7 @@ _SAME_MODEL = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanningOptions:
-    """What the script asked for; None where it left the choice to the plan."""
+    """The script's requests; a field is None if it left the choice to the plan."""
 
     plan: Plan | str | Path | None = None
     strategy: words.Strategy | None = None
@@ -39,8 +39,8 @@ class PlanningOptions:
 
 
 def settled_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
-    """The plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`); None where
-    one has to be made.
+    """Return the plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`), or
+    None if one has to be made.
 
     A run that goes on leaves a given plan that failed or is for another number of ranks; rank 0 says so.
 

@@ -72,7 +72,7 @@ def decide(plan: Plan, step_seconds: float, before: Tuning, request: Request, st
     stays = Tuning(tried=tried, following=plan_to_dict(plan), is_over=True, switches=before.switches)
     if before.switches >= MOST_SWITCHES:
         return Decision(tuning=stays)
-    best = min(tried, key=lambda one: one.step_seconds)
+    best = min(tried, key=lambda trial: trial.step_seconds)
     if step_seconds > (1 + SLOWER_BY) * best.step_seconds:
         back = replace(stays, following=best.plan, switches=before.switches + 1)
         if _pays(step_seconds, best.step_seconds, start_seconds):
@@ -98,18 +98,18 @@ def _pays(now: float, then: float, start_seconds: float) -> bool:
 def _informed(request: Request, tried: Sequence[Tried]) -> Request:
     """The request with what was measured in this run, and without what failed in it."""
     known = {
-        plan_from_dict(one.plan).configuration: KnownRun(
-            step_seconds=one.step_seconds, each=(one.step_seconds,), created_at=utc_now()
+        plan_from_dict(trial.plan).configuration: KnownRun(
+            step_seconds=trial.step_seconds, each=(trial.step_seconds,), created_at=utc_now()
         )
-        for one in tried
+        for trial in tried
     }
     experience = replace(request.experience, known={**request.experience.known, **known})
     fastest = replace(request, experience=experience, simplest_first=False, objective="throughput", top=1)
     return without(fastest, current().failed_plans)
 
 
-def _with(tried: Sequence[Tried], one: Tried) -> tuple[Tried, ...]:
-    return (*(other for other in tried if other.plan["plan"] != one.plan["plan"]), one)
+def _with(tried: Sequence[Tried], trial: Tried) -> tuple[Tried, ...]:
+    return (*(other for other in tried if other.plan["plan"] != trial.plan["plan"]), trial)
 
 
 def _sentence(plan: Plan, step_seconds: float, other: Tried, *, measured: bool = True) -> str:
@@ -210,7 +210,7 @@ class Prospect:
 def prospect(
     model: nn.Module, options: PlanningOptions, environment: Environment, run_directory: Path
 ) -> Prospect | None:
-    """What to tune with; None where nothing is to be tuned (any more). Every rank calls this together.
+    """Return what to tune with, or None if nothing is to be tuned (any more). Every rank calls this together.
 
     Raises:
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.

@@ -79,7 +79,7 @@ class Checked:
 def check(
     directory: Path, states: States, environment: Environment, require: Callable[[Path, Content], None]
 ) -> Checked | None:
-    """Find the latest checkpoint below `directory`, or the one that it is, and check all of it; None where there is
+    """Find the latest checkpoint below `directory`, or the one that it is, and check all of it. Return None if there is
     none.
 
     Every rank calls it together. Nothing of the engine changes. `require` raises where the engine cannot take what is
@@ -233,13 +233,13 @@ def _boxes_by_file(found: Opened) -> dict[str, dict[str, tuple[str, tuple[int, .
     """
     path = found.path / TENSORS
     files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in _data_files(found)}
-    for name, one in found.index.items():
-        if one.dtype not in DTYPES:
-            raise Damaged(path, f"{shown(name)} is of dtype {shown(one.dtype)}, which dsplan does not know")
-        for box in one.boxes:
+    for name, tensor in found.index.items():
+        if tensor.dtype not in DTYPES:
+            raise Damaged(path, f"{shown(name)} is of dtype {shown(tensor.dtype)}, which dsplan does not know")
+        for box in tensor.boxes:
             if box.file not in files:
                 raise Damaged(path, f"{shown(name)} lies in {shown(box.file)}, which {safefile.FILE} does not list")
-            files[box.file][box.key] = (one.dtype, box.sizes)
+            files[box.file][box.key] = (tensor.dtype, box.sizes)
     stray = next((name for name, held in files.items() if not held and not is_ranks_file(name)), None)
     if stray is not None:
         raise Damaged(found.path / safefile.FILE, f"lists {shown(stray)}, which holds nothing of the checkpoint")

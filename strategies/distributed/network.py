@@ -88,7 +88,7 @@ def unanswered(host: str, port: int) -> str:
 
 
 def speaks_http(host: str, port: int) -> bool | None:
-    """Whether what listens at a port is a web server; None where it says nothing at all."""
+    """Return whether a web server listens at a port, or None if whatever listens says nothing at all."""
     try:
         with socket.create_connection((host, port), timeout=TRY_SECONDS) as asked:
             asked.sendall(b"GET / HTTP/1.0\r\n\r\n")

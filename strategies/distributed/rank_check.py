@@ -120,7 +120,7 @@ def _announce(store: Store, own: Presence) -> None:
     if first == text:
         return
     other = Presence(**json.loads(first))
-    advice = "".join(f": {text}" for text in {one.advice: None for one in (other, own) if one.advice})
+    advice = "".join(f": {text}" for text in {presence.advice: None for presence in (other, own) if presence.advice})
     if own.rank == 0:
         advice += "; if they are two jobs, give each its own MASTER_PORT"
     refusal = (
@@ -173,19 +173,19 @@ def _objection(store: Store, own: Presence, present: dict[int, Presence]) -> str
         return str(store.get("refusal").decode())
     seen: dict[tuple[str, str], Presence] = {}
     for rank in sorted(present):
-        one = present[rank]
-        if one.complaint:
-            return f"rank {rank} ({one.where}): {one.complaint}"
-        if one.world_size != own.world_size:
+        presence = present[rank]
+        if presence.complaint:
+            return f"rank {rank} ({presence.where}): {presence.complaint}"
+        if presence.world_size != own.world_size:
             return (
-                f"rank {own.rank} ({own.where}) counts {own.world_size} ranks and rank {rank} ({one.where}) counts"
-                f" {one.world_size}; give all of them one WORLD_SIZE"
+                f"rank {own.rank} ({own.where}) counts {own.world_size} ranks and rank {rank} ({presence.where}) counts"
+                f" {presence.world_size}; give all of them one WORLD_SIZE"
             )
-        other = seen.setdefault((one.host, one.device), one)
-        if other is not one and one.device != "cpu":
+        other = seen.setdefault((presence.host, presence.device), presence)
+        if other is not presence and presence.device != "cpu":
             return (
-                f"rank {other.rank} and rank {rank} both use {one.device} of {one.host}; set LOCAL_RANK to count the"
-                " ranks of each node from 0"
+                f"rank {other.rank} and rank {rank} both use {presence.device} of {presence.host};"
+                " set LOCAL_RANK to count the ranks of each node from 0"
             )
     return ""
 

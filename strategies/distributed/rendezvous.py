@@ -169,7 +169,7 @@ def _joined(own: Presence, at: Address, patience: Patience) -> Store:
 
 
 def find_store(at: Address, seconds: float) -> Store | None:
-    """The store at an address, None where none answers in time.
+    """Return the store at an address, or None if none answers in time.
 
     In a thread, for torch waits for ever where another program says nothing. Where one says something else torch asks
     again, by seconds longer than it was told to: so it is asked for a few at a time.

@@ -74,11 +74,11 @@ def nccl_choice(here: Sequence[Interface], variables: Mapping[str, str]) -> Inte
     """The interface that NCCL takes for its sockets."""
     asked = variables.get("NCCL_SOCKET_IFNAME", "")
     if asked:
-        return next((one for one in here if _matches(one.name, asked)), None)
+        return next((interface for interface in here if _matches(interface.name, asked)), None)
     order = [
-        [one for one in here if one.name.startswith("ib")],
-        [one for one in here if not one.name.startswith(("lo", "docker"))],
-        [one for one in here if one.name.startswith("docker")],
+        [interface for interface in here if interface.name.startswith("ib")],
+        [interface for interface in here if not interface.name.startswith(("lo", "docker"))],
+        [interface for interface in here if interface.name.startswith("docker")],
         list(here),
     ]
     return next((group[0] for group in order if group), None)
@@ -88,9 +88,9 @@ def gloo_choice(here: Sequence[Interface], known: Sequence[str], variables: Mapp
     """The interface that gloo takes, where `known` are the addresses of the host's own name."""
     asked = variables.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if asked:
-        return next((one for one in here if one.name == asked), None)
-    by_name = [one for address in known for one in here if one.address == address]
-    return next(iter(by_name or [one for one in here if one.name == "lo"]), None)
+        return next((interface for interface in here if interface.name == asked), None)
+    by_name = [interface for address in known for interface in here if interface.address == address]
+    return next(iter(by_name or [interface for interface in here if interface.name == "lo"]), None)
 
 
 def _matches(name: str, asked: str) -> bool:
@@ -102,7 +102,7 @@ def _matches(name: str, asked: str) -> bool:
 
 
 def _named_interfaces(here: Sequence[Interface], variables: Mapping[str, str]) -> list[Finding]:
-    there = ", ".join(one.name for one in here) or "none"
+    there = ", ".join(interface.name for interface in here) or "none"
     choices = {
         "GLOO_SOCKET_IFNAME": gloo_choice(here, [], variables),
         "NCCL_SOCKET_IFNAME": nccl_choice(here, variables),

@@ -181,7 +181,7 @@ def _settle(model: nn.Module, options: PlanningOptions, environment: Environment
 
 
 def _tuning(model: nn.Module, options: PlanningOptions, environment: Environment) -> Prospect | None:
-    """What the plan is tuned with; None where nothing is to be tuned."""
+    """Return what the plan is tuned with, or None if nothing is to be tuned."""
     directory = os.environ.get(RUN_DIRECTORY)
     if not current().tunes or directory is None:
         return None

@@ -33,7 +33,7 @@ _STORED_AS: Mapping[OutcomeName, StoredOutcome] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """Where a run was stored, as one sentence; the id is None where it was not, and the sentence says why."""
+    """Where a run was stored, as one sentence; the id is None if it was not, and the sentence says why."""
 
     measurement_id: str | None
     sentence: str
@@ -89,7 +89,7 @@ def learnt(machine: Machine) -> str:
             lessons = refresh(store, machine)
     except DsplanError as error:
         return f"; nothing was learnt from it: {error}"
-    found = [one.lesson for one in lessons.kinds if one.is_new and one.lesson.calibration is not None]
+    found = [kind.lesson for kind in lessons.kinds if kind.is_new and kind.lesson.calibration is not None]
     return "".join(
         f"; step times are now predicted within {lesson.error_after:.0%} instead of {lesson.error_before:.0%}"
         f" (median over {lesson.rows} runs, each left out in turn)"

@@ -59,7 +59,7 @@ def subtree(tree: Tree, path: Path) -> Tree:
     for depth, key in enumerate(path):
         keys = list(tree) if isinstance(tree, Mapping) else list(range(len(tree))) if _is_sequence(tree) else []
         if key not in keys:
-            there = ", ".join(repr(one) for one in keys[:8]) or "nothing"
+            there = ", ".join(repr(key) for key in keys[:8]) or "nothing"
             raise CannotRun(f"there is no {name_of(path[: depth + 1])!r}; {name_of(path[:depth])} has {there}")
         tree = tree[key]
     return tree
@@ -205,7 +205,7 @@ def run_of(value: Any, start: int, stop: int) -> Array:
 
 
 def own_memory(leaf: Any) -> Array | None:
-    """A leaf's memory as a flat array, [count], that can be written; None where there is none of its `Form.carried`."""
+    """Return a leaf's memory as a writable flat array, [count], or None if there is none of its `Form.carried`."""
     if is_tensor(leaf):
         if leaf.device.type != "cpu" or not leaf.is_contiguous() or str(leaf.dtype) == "torch.bfloat16":
             return None

@@ -152,7 +152,7 @@ Words = dict[str, Form | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """A leaf. `value` is None where this rank has none, `form` where no rank has one; `absent`: the ranks without."""
+    """A leaf. `value` is None if this rank has none, `form` if no rank has one; `absent` are the ranks without."""
 
     path: Path
     value: Any
@@ -183,12 +183,12 @@ def agreed_leaves(wire: Wire, tree: Tree, sending: Sending) -> list[Sent]:
     own, same = wire.compared(lambda: _described(tree, sending), lambda found: _words(found, sending))
     if same:
         return own
-    forms = wire.everyones({one.name: _without_device(one.form) for one in own})
+    forms = wire.everyones({leaf.name: _without_device(leaf.form) for leaf in own})
     words = wire.everyones(_words(own, sending))
     if not _differ_in_absence_only(forms, [each[0] for each in words]):
         raise wire.disagreement(sending.action, words)
-    device = next((one.form.device for one in own if one.form and one.form.device is not None), "cpu")
-    return [_completed(one, forms, device) for one in own]
+    device = next((leaf.form.device for leaf in own if leaf.form and leaf.form.device is not None), "cpu")
+    return [_completed(leaf, forms, device) for leaf in own]
 
 
 class Flats:
@@ -199,7 +199,7 @@ class Flats:
         self._made: dict[int, Array | None] = {}
 
     def of(self, bucket: Bucket) -> dict[int, Array | None]:
-        """The leaves of a bucket; None where this rank has no value."""
+        """Return the leaves of a bucket; a leaf is None if this rank has no value."""
         needed = dict.fromkeys(run.leaf for run in bucket.runs)
         self._made = {leaf: self._made[leaf] if leaf in self._made else self._flat(leaf) for leaf in needed}
         return self._made
@@ -221,7 +221,7 @@ def _described(tree: Tree, sending: Sending) -> list[Sent]:
 
 
 def _words(found: Sequence[Sent], sending: Sending) -> list[str]:
-    return [sending.also, *(f"{one.name} {'absent' if one.form is None else one.form}" for one in found)]
+    return [sending.also, *(f"{leaf.name} {'absent' if leaf.form is None else leaf.form}" for leaf in found)]
 
 
 def _without_device(form: Form | None) -> Form | None:
@@ -229,20 +229,20 @@ def _without_device(form: Form | None) -> Form | None:
 
 
 def _differ_in_absence_only(forms: Sequence[Words], also: Sequence[str]) -> bool:
-    if len(set(also)) > 1 or any(list(one) != list(forms[0]) for one in forms):
+    if len(set(also)) > 1 or any(list(form) != list(forms[0]) for form in forms):
         return False
-    return all(len({str(one[name]) for one in forms if one[name] is not None}) <= 1 for name in forms[0])
+    return all(len({str(form[name]) for form in forms if form[name] is not None}) <= 1 for name in forms[0])
 
 
-def _completed(one: Sent, forms: Sequence[Words], device: Any) -> Sent:
+def _completed(leaf: Sent, forms: Sequence[Words], device: Any) -> Sent:
     """A leaf with the form that other ranks have, where this rank has no value."""
-    absent = frozenset(rank for rank, words in enumerate(forms) if words[one.name] is None)
-    if one.form is not None:
-        return replace(one, absent=absent)
-    there = next((words[one.name] for words in forms if words[one.name] is not None), None)
+    absent = frozenset(rank for rank, words in enumerate(forms) if words[leaf.name] is None)
+    if leaf.form is not None:
+        return replace(leaf, absent=absent)
+    there = next((words[leaf.name] for words in forms if words[leaf.name] is not None), None)
     if there is not None and there.kind == "tensor":
         there = replace(there, device=device)
-    return replace(one, form=there, absent=absent)
+    return replace(leaf, form=there, absent=absent)
 
 
 def require_summable(path: Path, form: Form) -> None:

@@ -116,19 +116,24 @@ class CheckpointManager:
         return sorted({_step_of(path) for path in content.published(self.directory)})
 
     def latest_step(self) -> int | None:
-        """The step of the checkpoint that was saved last; None where there is none."""
+        """The step of the checkpoint that was saved last, or None if there is none."""
         latest = content.named_latest(self.directory)
         return None if latest is None else _step_of(latest)
 
     def _begun(self, gathered: list[Described], step: int) -> tuple[Layout, str]:
         """On rank 0: who writes what, and the folder's name."""
-        layout = laid_out([one.held for one in gathered])
+        layout = laid_out([description.held for description in gathered])
         return layout, content.begin(self.directory, step)
 
     def _published(self, name: str, index: Mapping[str, Any]) -> None:
         """On rank 0: check that every rank's file is in the folder, and give it its name."""
         temporary = content.temporary(self.directory, name)
-        for rank in {piece["file"] for one in index["arrays"].values() for each in one for piece in each["pieces"]}:
+        for rank in {
+            piece["file"]
+            for variants in index["arrays"].values()
+            for variant in variants
+            for piece in variant["pieces"]
+        }:
             if not (temporary / rank).exists():
                 raise BrokenFile(self.directory, f"rank 0 does not see {rank}", "name a directory that all ranks share")
         content.write_text(temporary / INDEX, json.dumps(index))
@@ -195,7 +200,7 @@ def _write(temporary: Path, state: Tree, layout: Layout, rank: int) -> None:
 
 
 def _index(gathered: list[Described], layout: Layout, step: int) -> dict[str, Any]:
-    texts = [json.dumps(one.structure) for one in gathered]
+    texts = [json.dumps(description.structure) for description in gathered]
     distinct = list(dict.fromkeys(texts))
     return {
         "version": VERSION,

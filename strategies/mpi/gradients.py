@@ -36,7 +36,7 @@ class GradientManager:
         averaged = gradient_mgr.average_gradients({"layer1": {"weight": array, "bias": array}})
 
     A tree is any nesting of dicts, lists and tuples; its leaves are numpy arrays, numpy scalars, floats or torch
-    tensors, or None where this rank has no gradient (it then counts as zero). What comes back has the same nesting,
+    tensors, or None if this rank has no gradient (it then counts as zero). What comes back has the same nesting,
     types, dtypes and devices; what goes in is never changed. fp16 and bfloat16 are summed in fp32.
 
     Args:
@@ -81,7 +81,7 @@ class GradientManager:
     def collect_gradients(self, gradients: Tree, root: int | None = 0) -> list[Tree] | None:
         """Every rank's tree, in the order of ranks: on `root` (None elsewhere), or on all ranks where root is None."""
         found = self._rooted(gradients, "collect_gradients", root)
-        present = [one for one in found if one.form is not None]
+        present = [leaf for leaf in found if leaf.form is not None]
         here = root is None or root == self._wire.rank
         out = [[np.empty(form.count, dtype=form.carried) for form in _forms(present)] for _ in range(self._wire.size)]
         out = out if here else []
@@ -96,7 +96,7 @@ class GradientManager:
     def broadcast(self, tree: Tree, root: int = 0) -> Tree:
         """`root`'s values on every rank; any dtype. Gives ranks the same parameters before the first step."""
         found = self._rooted(tree, "broadcast", root)
-        present = [one for one in found if one.form is not None and root not in one.absent]
+        present = [leaf for leaf in found if leaf.form is not None and root not in leaf.absent]
         out = [np.empty(form.count, dtype=form.carried) for form in _forms(present)]
         for bucket, flats in self._buckets(present, lambda form: form.carried, self._bucket_bytes):
             buffer = bucket.filled(flats)
@@ -107,7 +107,7 @@ class GradientManager:
     def _summed(
         self, tree: Tree, found: Sequence[Sent], reduce: Callable[[Array, Callable[[Array], Array]], Array]
     ) -> Tree:
-        present = [one for one in found if one.form is not None]
+        present = [leaf for leaf in found if leaf.form is not None]
         out = [np.empty(form.count, dtype=form.carried) for form in _forms(present)]
         for bucket, flats in self._buckets(present, lambda form: form.summed, self._bucket_bytes):
             sums = reduce(bucket.filled(flats), self._added)
@@ -146,7 +146,7 @@ class GradientManager:
     def _buckets(
         self, present: Sequence[Sent], dtype: Callable[[Form], np.dtype[Any]], limit: int
     ) -> Iterator[tuple[Bucket, dict[int, Array | None]]]:
-        forms, flats = _forms(present), Flats([one.value for one in present])
+        forms, flats = _forms(present), Flats([leaf.value for leaf in present])
         for bucket in whole_buckets([form.count for form in forms], [dtype(form) for form in forms], limit):
             yield bucket, flats.of(bucket)
 
@@ -158,7 +158,7 @@ class GradientManager:
 
 
 def _forms(present: Sequence[Sent]) -> list[Form]:
-    return [one.form for one in present if one.form is not None]
+    return [leaf.form for leaf in present if leaf.form is not None]
 
 
 def _divided(sums: Array, by: float) -> Array:
@@ -167,10 +167,10 @@ def _divided(sums: Array, by: float) -> Array:
 
 
 def _tree(tree: Tree, present: Sequence[Sent], flat: Sequence[Array], rank: int | None = None) -> Tree:
-    """The tree around new values; None where there is none, or where `rank` had none."""
+    """Return the tree around new values; a leaf is None if there is no value, or `rank` had none."""
     made = {
-        one.path: one.form.made(values)
-        for one, values in zip(present, flat, strict=True)
-        if one.form is not None and rank not in one.absent
+        leaf.path: leaf.form.made(values)
+        for leaf, values in zip(present, flat, strict=True)
+        if leaf.form is not None and rank not in leaf.absent
     }
     return rebuilt(tree, made.get)

@@ -100,9 +100,9 @@ def laid_out(ranks: Sequence[Mapping[str, Held]]) -> Layout:
                 writes[writer][key] = name
                 busy[writer] += holders[writer].bytes
                 pieces.append(_piece(file_of(writer), key, holders[writer]))
-            one = holders[variant[0][0]]
+            whole = holders[variant[0][0]]
             members = sorted(rank for same in variant for rank in same)
-            arrays[name].append({"dtype": one.word, "shape": list(one.shape), "ranks": members, "pieces": pieces})
+            arrays[name].append({"dtype": whole.word, "shape": list(whole.shape), "ranks": members, "pieces": pieces})
     return Layout(arrays=arrays, writes=writes)
 
 
@@ -149,7 +149,7 @@ def _variants(name: str, holders: Mapping[int, Held]) -> list[list[list[int]]]:
 def _require_whole(name: str, shape: tuple[int, ...], regions: Sequence[Region]) -> None:
     count = int(np.prod(shape, dtype=np.int64))
     there = sum(int(np.prod(region.shape, dtype=np.int64)) for region in regions)
-    if there != count or any(one.overlaps(two) for one, two in combinations(regions, 2)):
+    if there != count or any(first.overlaps(second) for first, second in combinations(regions, 2)):
         raise CannotRun(
             f"save_checkpoint: the parts of {name!r} hold {there} elements of {count}, or overlap; every element must"
             " be in one part, and all parts be either boxes or runs"

@@ -39,7 +39,7 @@ class Share:
     @property
     def bytes(self) -> int:
         """What the states and the master take."""
-        return sum(one.nbytes for one in self._arrays().values())
+        return sum(array.nbytes for array in self._arrays().values())
 
     def current(self, given: Any) -> Array:
         """This rank's values before a step, to be changed in place; `given` is the whole parameter, or None.

@@ -47,10 +47,10 @@ class ModelParallelConfig:
     pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CannotRun(f"{one.name} is {value!r}; it must be a whole number of at least 1")
+                raise CannotRun(f"{field.name} is {value!r}; it must be a whole number of at least 1")
 
     @property
     def world_size(self) -> int:

@@ -173,7 +173,7 @@ class Wire:
         everyones = self.everyones(problem if expected else CannotRun(f"{type(problem).__name__}: {problem}"))
         if problem is not None:
             raise problem
-        rank, found = next((rank, one) for rank, one in enumerate(everyones) if one is not None)
+        rank, found = next((rank, raised) for rank, raised in enumerate(everyones) if raised is not None)
         found.args = (f"rank {rank}: {found}",)
         raise found
 

@@ -156,7 +156,7 @@ class ZeROOptimizer:
         holding = Holding(
             rank=self._wire.rank, ranks=self._wire.size, partitioned=self._partitioned, states=self.rule.states
         )
-        self._shares = {one.path: holding.share(one.path, _form(one), one.value) for one in found}
+        self._shares = {leaf.path: holding.share(leaf.path, _form(leaf), leaf.value) for leaf in found}
         self._tree = rebuilt(parameters, lambda path: None)
 
     def reduce_gradients(self, gradients: Tree) -> ReducedGradients:
@@ -169,9 +169,9 @@ class ZeROOptimizer:
             CannotRun: a gradient is of no registered parameter, or of another shape.
         """
         found = agreed_leaves(self._wire, gradients, Sending(action="reduce_gradients", require=self._require_known))
-        present = [one for one in found if one.form is not None]
-        shares = [self._shares[one.path] for one in present]
-        flats = Flats([one.value for one in present])
+        present = [leaf for leaf in found if leaf.form is not None]
+        shares = [self._shares[leaf.path] for leaf in present]
+        flats = Flats([leaf.value for leaf in present])
         divided = self.stage >= ZeROStage.STAGE_2
         lengths = [share.stop - share.start if divided else share.form.count for share in shares]
         out = [np.empty(length, dtype=share.form.summed) for length, share in zip(lengths, shares, strict=True)]
@@ -179,7 +179,7 @@ class ZeROOptimizer:
             self._reduce(bucket, bucket.filled(flats.of(bucket)), _Targets(flats=out, shares=shares, divided=divided))
         shapes = [(-1,) if divided else share.form.shape for share in shares]
         return ReducedGradients(
-            {share.path: one.reshape(shape) for share, one, shape in zip(shares, out, shapes, strict=True)},
+            {share.path: values.reshape(shape) for share, values, shape in zip(shares, out, shapes, strict=True)},
             divided=divided,
         )
 
@@ -332,7 +332,7 @@ class ZeROOptimizer:
     def _require_known(self, path: Path, form: Form) -> None:
         share = self._shares.get(path)
         if share is None:
-            known = ", ".join(one.name for one in list(self._shares.values())[:8]) or "none"
+            known = ", ".join(registered.name for registered in list(self._shares.values())[:8]) or "none"
             raise CannotRun(f"{name_of(path)!r} is no registered parameter; registered: {known}")
         if share.form.shape != form.shape or not form.is_floating:
             raise CannotRun(f"the gradient of {share.name!r} is {form}, the parameter {share.form}; shapes must match")
@@ -384,17 +384,17 @@ def _require_floating(path: Path, form: Form) -> None:
         raise CannotRun(f"the parameter {name_of(path)!r} is of {form.word}; only floating-point ones are trained")
 
 
-def _form(one: Sent) -> Form:
-    if one.form is None:
-        raise CannotRun(f"the parameter {one.name!r} is None; leave it out")
-    return one.form
+def _form(leaf: Sent) -> Form:
+    if leaf.form is None:
+        raise CannotRun(f"the parameter {leaf.name!r} is None; leave it out")
+    return leaf.form
 
 
 def _value_words(found: Sequence[Sent]) -> list[str]:
     """Each parameter with a checksum of its values."""
     words = []
-    for one in found:
-        _form(one)
-        sum_of_values = zlib.crc32(np.ascontiguousarray(values_of(one.value)).reshape(-1).view(np.uint8).data)
-        words.append(f"{one.name} with checksum {sum_of_values:08x}")
+    for leaf in found:
+        _form(leaf)
+        sum_of_values = zlib.crc32(np.ascontiguousarray(values_of(leaf.value)).reshape(-1).view(np.uint8).data)
+        words.append(f"{leaf.name} with checksum {sum_of_values:08x}")
     return words

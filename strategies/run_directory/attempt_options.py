@@ -71,4 +71,4 @@ class AttemptOptions:
         if not path.exists():
             return None
         raw = json.loads(path.read_text())
-        return cls(**{**raw, "failed_plans": tuple(FailedPlan(**one) for one in raw["failed_plans"])})
+        return cls(**{**raw, "failed_plans": tuple(FailedPlan(**entry) for entry in raw["failed_plans"])})

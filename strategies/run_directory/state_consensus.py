@@ -60,7 +60,7 @@ def agreement(store: Store | None, place: Place, run_directory: Path) -> ResumeS
         return _combined([own], place.ranks)
     store.set(f"findings-{place.rank}", own.to_text())
     if place.rank == 0:
-        everyone = [Findings.from_text(store.get(f"findings-{one}").decode()) for one in range(place.ranks)]
+        everyone = [Findings.from_text(store.get(f"findings-{rank}").decode()) for rank in range(place.ranks)]
         store.set("standing", _combined(everyone, place.ranks).to_text())
     return ResumeState.from_text(store.get("standing").decode())
 

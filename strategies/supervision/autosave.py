@@ -77,7 +77,7 @@ class SaveClock:
         self._counts_from, self._has_failed = None, True
 
     def _left(self, now: float) -> float | None:
-        """Seconds until it is time to save; None where time does not count."""
+        """Return the seconds until it is time to save, or None if time does not count."""
         seconds, since = self._interval.seconds, self._counts_from
         if seconds is None or since is None:
             return None
@@ -179,7 +179,7 @@ class AutomaticSaves:
             self.save(asynchronous=all(look.has_room for look in looks))
 
     def save(self, *, asynchronous: bool) -> Path | None:
-        """Save now; None where that was not possible, which is reported and does not end the training."""
+        """Save now. Return None if that was not possible, which is reported and does not end the training."""
         options = SaveOptions(asynchronous=asynchronous)
         begun = time.time()
         self._is_saving = True
@@ -281,7 +281,7 @@ class AutomaticSaves:
             if not self._engine.optimizer.state:
                 return True  # states are made in the first step; ask again
             tensors = self._engine.state_tensors()
-            needed = sum(one.nbytes for kind in ("parameters", "optimizer") for one in tensors[kind])
+            needed = sum(tensor.nbytes for kind in ("parameters", "optimizer") for tensor in tensors[kind])
             on_node = needed * self._engine.environment.local_world_size
             self._has_room = _free_bytes() > _SPARE * on_node
         return self._has_room

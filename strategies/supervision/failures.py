@@ -76,14 +76,14 @@ def kind_of(error: BaseException) -> EndingKind:
     """What an exception means for the run; one that was raised from another means what that one does."""
     if isinstance(error, NotFinite):
         return "not_finite"
-    for one in _chain(error):
-        if _is_out_of_memory(one):
+    for cause in _chain(error):
+        if _is_out_of_memory(cause):
             return "out_of_memory"
-    for one in _chain(error):
-        text = str(one).lower()
-        if (isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)) or _says(text, _DISK_FULL):
+    for cause in _chain(error):
+        text = str(cause).lower()
+        if (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)) or _says(text, _DISK_FULL):
             return "disk_full"
-        if isinstance(one, ConnectionError) or (isinstance(one, RuntimeError) and _says(text, _LOST)):
+        if isinstance(cause, ConnectionError) or (isinstance(cause, RuntimeError) and _says(text, _LOST)):
             return "lost"
     if isinstance(error, NothingFits):
         return "refused"
@@ -139,7 +139,7 @@ def write_success(directory: Path, rank: int) -> None:
 
 
 def read_failure(directory: Path, rank: int) -> dict[str, Any] | None:
-    """What a rank left as its last word; None where it left none that can be read."""
+    """Return a rank's failure record, or None if it left none that can be read."""
     try:
         found = json.loads(failure_path(directory, rank).read_text())
     except (OSError, ValueError):

@@ -90,7 +90,7 @@ class Board(Protocol):
         ...
 
     def get(self, key: str) -> str | None:
-        """A note; None where there is none."""
+        """Return a note, or None if there is none."""
         ...
 
 
@@ -152,7 +152,7 @@ def _new_token(directory: Path) -> str:
 
 
 def _connected() -> Any:
-    """A connection of its own to the store at rank 0's address; None where nothing answers there."""
+    """Return a connection of its own to the store at rank 0's address, or None if nothing answers there."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
         return TCPStore(

@@ -31,7 +31,7 @@ ALERT = "alert"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alert:
-    """One alert, reported once when it begins. `step` is the global step, `value` what was seen of `metric` (None where
+    """One alert, reported once when it begins. `step` is the global step, `value` what was seen of `metric` (None if
     that is no finite number), `limit` what it was held against; `time` is seconds since 1970."""
 
     kind: AlertKind

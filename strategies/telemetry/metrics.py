@@ -54,7 +54,7 @@ class MeasuredRun:
     those of the last attempt that has steps after warm-up, because attempts may follow different plans:
     `step_seconds` is the median of the first rank's steps after warm-up that no memory tracker slowed down, nine of ten
     of which lie between `step_seconds_low` and `step_seconds_high`;
-    `peak_allocated_bytes` the largest over the ranks; `tokens_per_second` counts the tokens of all of them. None where
+    `peak_allocated_bytes` the largest over the ranks; `tokens_per_second` counts the tokens of all of them. None if
     the run gave no such figure.
     """
 

@@ -129,8 +129,8 @@ def _random_numbers_kept() -> Iterator[None]:
 
 
 def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> Any:
-    """A batch of the dataset's first samples, put together as the script does it; None where there are none, or they
-    are not to be put together."""
+    """Return a batch of the dataset's first samples, put together as the script does it, or None if there are no
+    samples or they cannot be put together."""
     samples = first_samples(dataset)
     for chosen in (samples, samples[:1] * 2):
         # A collator is the script's own code, which may raise anything; torch's wants samples of one length.

@@ -41,7 +41,7 @@ BATCHES = (2, 4)
 
 def traced_facts(facts: ModelFacts, module: nn.Module, batch: Any, precision: Precision, device: Device) -> ModelFacts:
     """The facts with what a trace found, for a module that no closed form describes; `batch` is one of its own, of any
-    number of samples (`strategies.tracing.example.arguments_of` says in which shapes), None where there is none.
+    number of samples (`strategies.tracing.example.arguments_of` says in which shapes), or None.
 
     A module may do anything in its forward pass, also what fake tensors cannot follow; the note then says that its
     activations are a rule of thumb, and why.

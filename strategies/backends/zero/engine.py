@@ -122,13 +122,13 @@ class Stepper:
 
         Optimizers of whole tensors may look at all of them together, and keep them together.
         """
-        widens = any(one.gradient is not None and one.gradient.dtype != one.master.dtype for one in buckets)
+        widens = any(member.gradient is not None and member.gradient.dtype != member.master.dtype for member in buckets)
         if not widens or not all(bucket.is_divided for bucket in buckets):
             yield from [buckets] if buckets else []
             return
         limit, run = sum(bucket.master.numel() for bucket in buckets) / NATIVE_STEP_RUNS, list[Bucket]()
         for bucket in buckets:
-            if run and sum(one.master.numel() for one in [*run, bucket]) > limit:
+            if run and sum(member.master.numel() for member in [*run, bucket]) > limit:
                 yield run
                 run = []
             run.append(bucket)

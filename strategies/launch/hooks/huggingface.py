@@ -202,16 +202,22 @@ def _newest(
     def look() -> lineage.Made | None:
         known = lineage.known(directory)
         own = [
-            one for one in known.all if one.run in ("", attempt_options.run_id) and one.attempt >= attempt_options.since
+            checkpoint
+            for checkpoint in known.all
+            if checkpoint.run in ("", attempt_options.run_id) and checkpoint.attempt >= attempt_options.since
         ]
-        made = [one for one in lineage.newest_first(own) if Path(one.path).parent == output and _is_whole(one)]
+        made = [
+            checkpoint
+            for checkpoint in lineage.newest_first(own)
+            if Path(checkpoint.path).parent == output and _is_whole(checkpoint)
+        ]
         if attempt_options.reached and not attempt_options.since and (known.damaged_lines or not made):
-            made = [*_unlisted(directory, output, {one.path for one in known.all}), *made]
-            made.sort(key=lambda one: one.step, reverse=True)
+            made = [*_unlisted(directory, output, {checkpoint.path for checkpoint in known.all}), *made]
+            made.sort(key=lambda checkpoint: checkpoint.step, reverse=True)
         if not made and attempt_options.base:
             made = [lineage.Made(path=attempt_options.base, step=_step_of(attempt_options.base), by="huggingface")]
         if made:
-            gone = max((one.step for one in known.journalled if one in own), default=0)
+            gone = max((checkpoint.step for checkpoint in known.journalled if checkpoint in own), default=0)
             if gone > made[0].step:
                 again = f"the steps after {made[0].step} are made again"
                 _say(f"the checkpoint of step {gone} is gone or not complete: {again}")
@@ -239,7 +245,7 @@ def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.M
         if made.path not in listed and made.step > 0 and _is_whole(made) and path.stat().st_mtime >= began:
             found.append(made)
     if found:
-        steps = ", ".join(str(step) for step in sorted(one.step for one in found)[-4:])
+        steps = ", ".join(str(step) for step in sorted(checkpoint.step for checkpoint in found)[-4:])
         _say(f"{directory / lineage.LINEAGE_FILE} does not name checkpoints in {output} (step {steps}): they count")
     return found
 

@@ -62,7 +62,7 @@ class LiveJob:
 
 
 def settled_plan() -> Plan | None:
-    """The plan that a run resumes with, else that of `dsplan run --plan`; None where the ranks plan themselves."""
+    """Return the plan that a run resumes with, else that of `dsplan run --plan`, or None if ranks plan themselves."""
     state = current()
     if state.plan is not None:
         return state.plan
@@ -77,8 +77,9 @@ def settled_plan() -> Plan | None:
 
 
 def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> int | None:
-    """Tokens per sample: the longest of the first samples, padded by the script's collator where it has one; None for
-    data without token ids, of which `example_batch` makes what is planned for.
+    """Return the tokens per sample: the longest of the first samples, padded by the script's collator where it has one.
+
+    Data without token ids has no such length (None); `example_batch` makes of it what is planned for.
     """
     samples = first_samples(dataset)
     shown = [collate(samples)] if collate is not None and samples else samples

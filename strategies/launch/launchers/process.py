@@ -66,7 +66,7 @@ class ProcessLauncher(ABC):
         return launch_environment(self.spec)
 
     def result(self, status: int) -> dict[str, object] | None:
-        """What `result.json` says of the ranks' end; None where the program writes it by itself."""
+        """Return the content of `result.json` on the ranks' end, or None if the program writes it by itself."""
         return {"failures": {}}
 
     def __enter__(self) -> ProcessLauncher:

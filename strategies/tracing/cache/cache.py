@@ -45,9 +45,9 @@ def _value(hint: Any, value: Any) -> Any:
         return rebuild(cast("type[Any]", hint), value)
     if origin is tuple:
         kinds = (inner[0],) * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(_value(kind, one) for kind, one in zip(kinds, value, strict=True))
+        return tuple(_value(kind, item) for kind, item in zip(kinds, value, strict=True))
     if origin is Mapping:
-        return {name: _value(inner[1], one) for name, one in value.items()}
+        return {name: _value(inner[1], item) for name, item in value.items()}
     return value
 
 

@@ -122,13 +122,13 @@ def _pages(path: Path) -> Iterator[int]:
 
 def test_whichever_page_is_lost_the_records_of_all_others_are_kept(path: Path, tmp_path: Path) -> None:
     whole = path.read_bytes()
-    everything = {one.id for one in RUNS}
+    everything = {row.id for row in RUNS}
     lost_at_most = 0
     for number in _pages(path):
-        one = tmp_path / f"page-{number}.db"
-        one.write_bytes(whole)
-        _damage(one, number * PAGE, b"\xff" * PAGE)
-        with open_store(one) as store:
+        damaged = tmp_path / f"page-{number}.db"
+        damaged.write_bytes(whole)
+        _damage(damaged, number * PAGE, b"\xff" * PAGE)
+        with open_store(damaged) as store:
             kept = {run.id for run in store.list()}
             assert store.trace(TRACE.key) in (TRACE, None)
         assert kept <= everything
@@ -142,7 +142,7 @@ def test_runs_whose_machine_is_lost_are_kept_and_know_it_again_after_the_next_ru
     connection.close()
     _damage(path, (root - 1) * PAGE, b"\xff" * PAGE)
     with open_store(path) as store:
-        assert [one.id for one in store.list(fingerprint=A100.key)] == [one.id for one in reversed(RUNS)]
+        assert [row.id for row in store.list(fingerprint=A100.key)] == [row.id for row in reversed(RUNS)]
         assert store.list()[0].fingerprint.machine == MachineIdentity()
         assert len(store.rates()) == len(RATES) + 1
         store.add(measurement(58))
@@ -223,8 +223,8 @@ def test_a_full_disk_leaves_the_damaged_file_as_it_was(
 def test_the_pages_of_a_good_file_give_all_its_records(path: Path) -> None:
     found = read_pages(path.read_bytes())
     assert found.broken == 0
-    assert {one.id for one in (*RUNS, *RATES)} <= {record[0] for record in found.records}
-    assert {one.id for one in RUNS} <= {key[0] for key in found.keys if len(key) == 2}
+    assert {row.id for row in (*RUNS, *RATES)} <= {record[0] for record in found.records}
+    assert {row.id for row in RUNS} <= {key[0] for key in found.keys if len(key) == 2}
     connection = sqlite3.connect(path)
     stored = connection.execute("SELECT * FROM measurements ORDER BY id").fetchall()
     connection.close()

@@ -92,9 +92,9 @@ def test_every_strategy_that_several_ranks_can_run_is_trained(host: Cluster) -> 
 def test_one_gpu_also_trades_time_for_memory(eight: Cluster) -> None:
     plan = make_bench_plan(Wanted(ranks=(1,), kinds=("training",)), eight)
     chosen = {case.configuration for case in plan.training}
-    assert {one.offload for one in chosen} == {"none", "optimizer", "all"}
-    assert {one.activation_checkpointing for one in chosen} == {"none", "full"}
-    assert {one.precision for one in chosen} == {"bf16"}
+    assert {configuration.offload for configuration in chosen} == {"none", "optimizer", "all"}
+    assert {configuration.activation_checkpointing for configuration in chosen} == {"none", "full"}
+    assert {configuration.precision for configuration in chosen} == {"bf16"}
 
 
 def test_ranks_with_processes_of_their_own_follow_each_other(host: Cluster) -> None:

@@ -151,10 +151,10 @@ def test_the_ranks_of_all_nodes_come_to_one_standing(tmp_path: Path) -> None:
         found[number] = state_consensus.agreement(store, place, nodes[number // 2])
 
     ranks = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join(20)
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(20)
     assert len(found) == 4
     assert set(map(ResumeState.to_text, found.values())) == {found[0].to_text()}
     assert found[3].failed_plans == (_failed(plan),)

@@ -34,7 +34,7 @@ def saved(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     trees = [tree_of(rank) for rank in range(2)]
     every = [described(tree) for tree in trees]
-    layout = laid_out([one.held for one in every])
+    layout = laid_out([description.held for description in every])
     for rank, tree in enumerate(trees):
         checkpoints._write(folder, tree, layout, rank)
     (folder / INDEX).write_text(json.dumps(checkpoints._index(every, layout, 1)))

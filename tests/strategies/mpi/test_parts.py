@@ -33,7 +33,7 @@ def test_whole_buckets_hold_every_element_once_and_stay_within_the_limit(counts:
         assert bucket.count * bucket.dtype.itemsize <= max(limit, bucket.dtype.itemsize)
         assert {dtypes[run.leaf] for run in bucket.runs} == {bucket.dtype}
         bucket.spread(bucket.filled(leaves_now), out)
-    assert all(np.array_equal(one, leaves_now[leaf]) for leaf, one in enumerate(out))
+    assert all(np.array_equal(values, leaves_now[leaf]) for leaf, values in enumerate(out))
 
 
 @given(counts=counts, limit=st.integers(4, 200), ranks=st.integers(1, 5))

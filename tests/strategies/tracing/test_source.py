@@ -88,7 +88,7 @@ def test_a_factory_runs_again_when_a_file_it_uses_changes_and_not_when_it_change
     assert deeper.facts.num_layers == 5
     assert again == first
     assert runs(project) == 3
-    identities = [json.dumps(dict(one.identity), sort_keys=True) for one in (first, deeper, remarked)]
+    identities = [json.dumps(dict(source.identity), sort_keys=True) for source in (first, deeper, remarked)]
     assert len(set(identities)) == 3
 
 

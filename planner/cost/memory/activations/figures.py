@@ -52,7 +52,7 @@ class BlockFigures:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
     """A whole model; see `planner.cost.memory.activations.form.Form`. `differences`: how far the form's structure is
-    from the model's; None where no form was found. `moments` are those of a backward pass that was traced as a whole,
+    from the model's; None if no form was found. `moments` are those of a backward pass that was traced as a whole,
     with the gradients that are finished by then.
     """
 
