@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 from torch import nn
 
@@ -16,7 +15,6 @@ from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
-from planner.models.facts import ModelFacts
 from planner.search.estimate import compresses
 from planner.search.recall import recalled
 from planner.search.request import Request, WorkOptions, make_request
@@ -30,31 +28,10 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 from strategies.run_directory.state_consensus import current
-from strategies.tracing.example import example_batch, examples_for
+from strategies.tracing.example import example_batch
 from strategies.tracing.live import facts_from_module
-from strategies.tracing.module_trace import traced_facts
+from strategies.tracing.module_trace import traced_request, work_of
 from strategies.variables import STRATEGY
-
-# What is planned for, as far as the data shows it.
-
-
-def live_work(
-    facts: ModelFacts, module: nn.Module, example: Any, length: int | None
-) -> tuple[words.Task | None, int | None]:
-    """Task and length of a live module's samples: `length` where it is known, else that of the example's token ids.
-
-    A module that no catalogue knows and whose example has no tokens has a task of its own, and a sample is one position
-    long; only a matrix of features has as many as it has rows.
-    """
-    if length is not None:
-        return None, length
-    if example is None:
-        return None, None
-    shown = next(examples_for(module, example))
-    if shown.tokens or facts.kind != "custom":
-        return None, shown.tokens or None
-    return "custom", shown.positions
-
 
 _ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
 
@@ -126,7 +103,7 @@ def _request(
     like, batch = to_be_like(asked), current().global_batch_size
     has_optimizer = asked.optimizer is not None or config.optimizer is not None
     example = example_batch(asked.training_data, asked.collate)
-    task, length = live_work(facts, model, example, like.sequence_length if like else None)
+    task, length = work_of(facts, model, example, like.sequence_length if like else None)
     options = WorkOptions(
         task=task,
         seq_len=length,
@@ -141,9 +118,7 @@ def _request(
     request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
     request = replace(request, **limits.offload(asked.config.zero, strategy, request.zero_backend))
     request = replace(request, **limits.travel(asked.config), **limits.activations(asked.config, model))
-    return replace(
-        request, facts=traced_facts(request.facts, model, example, request.workload.precision, cluster.device)
-    )
+    return traced_request(request, model, example)
 
 
 def _candidates(strategy: words.Strategy | None, backend: words.Backend | None) -> tuple[words.Strategy, ...]:

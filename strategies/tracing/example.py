@@ -146,5 +146,5 @@ def longest_tokens(item: Any) -> int:
     if isinstance(item, torch.Tensor):
         return item.shape[-1] if item.dim() and not item.is_floating_point() else 0
     if isinstance(item, Sequence) and item and not isinstance(item, str):
-        return len(item) if isinstance(item[0], int) else longest_tokens(item[0])
+        return len(item) if all(isinstance(part, int) for part in item) else longest_tokens(item[0])
     return 0

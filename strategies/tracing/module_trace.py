@@ -22,9 +22,11 @@ from torch.utils.flop_counter import flop_registry
 
 from hardware_db.device import Device
 from planner.models.facts import ModelFacts, TracedActivations, TracedMoment
-from planner.vocabulary import Precision
+from planner.search.request import Request
+from planner.vocabulary import Precision, Task
 from strategies.tracing.blocks import repeated_blocks
 from strategies.tracing.example import arguments_of, examples_for
+from strategies.tracing.step.refusal import guarded
 from strategies.tracing.step.step import loss_of, on_device
 from strategies.tracing.storage_tracker import StorageTracker
 
@@ -37,6 +39,29 @@ MODES: Mapping[Precision, tuple[str, ...]] = {
 """Which runs a plan of each precision may choose between (docs/explanation/strategies.md, "What a precision means")."""
 BATCHES = (2, 4)
 """Batch sizes traced; one sample is special, since dimensions of size one make copies into views."""
+
+
+def work_of(
+    facts: ModelFacts, module: nn.Module, batch: Any, length: int | None = None
+) -> tuple[Task | None, int | None]:
+    """Task and length of a module's samples: `length` where it is known, else that of the token ids in a batch of its
+    own. What nothing is known of is None.
+
+    A module that no catalogue knows and whose batch has no tokens has a task of its own, and a sample is one position
+    long; only a matrix of features has as many as it has rows.
+    """
+    if length is not None or batch is None:
+        return None, length
+    shown = next(examples_for(module, batch))
+    if shown.tokens or facts.kind != "custom":
+        return None, shown.tokens or None
+    return "custom", shown.positions
+
+
+def traced_request(request: Request, module: nn.Module, batch: Any) -> Request:
+    """The request with what a trace of the module found, in the precision and on the device that it is for."""
+    facts = traced_facts(request.facts, module, batch, request.workload.precision, request.cluster.device)
+    return replace(request, facts=facts)
 
 
 def traced_facts(facts: ModelFacts, module: nn.Module, batch: Any, precision: Precision, device: Device) -> ModelFacts:
@@ -53,7 +78,8 @@ def traced_facts(facts: ModelFacts, module: nn.Module, batch: Any, precision: Pr
     problems: list[Exception] = []
     for example in examples_for(module, batch):
         try:
-            found = trace_activations(module, example.batch_of, precision, device)
+            with guarded():
+                found = trace_activations(module, example.batch_of, precision, device)
             return replace(facts, traced=found)
         except Exception as problem:
             problems.append(problem)

@@ -21,7 +21,7 @@ from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict
 from strategies.autoplan.fallback import best_plan
-from strategies.autoplan.live import live_work, with_measured_rates
+from strategies.autoplan.live import with_measured_rates
 from strategies.autoplan.rates import machine_rates
 from strategies.autoplan.select import unfit
 from strategies.distributed.consensus import on_rank_zero
@@ -33,7 +33,7 @@ from strategies.run_directory.state_consensus import current
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import first_samples, longest_tokens
 from strategies.tracing.live import facts_from_module
-from strategies.tracing.module_trace import traced_facts
+from strategies.tracing.module_trace import traced_request, work_of
 from strategies.variables import PLAN, RUN_DIRECTORY, STRATEGY
 
 
@@ -41,12 +41,13 @@ from strategies.variables import PLAN, RUN_DIRECTORY, STRATEGY
 class LiveJob:
     """A script's own settings at the moment its model is known.
 
-    `example` is a batch of the script's, of any number of samples, as it is handed to the module: a mapping, a
-    sequence, one tensor, or `(args, kwargs)`. Labels that the module does not take may be in it. A module that no
-    catalogue knows is traced with it. `sequence_length` is tokens per sample; None takes that of the example's token
-    ids, and where it has none a sample is what the module takes of it.
     The global batch they make is kept. With `fixed_batch` the micro-batch is kept as well, because the script cuts it;
     one that does not accumulate trains on as many samples a step as its ranks have in a micro-batch.
+
+    `example` is a batch of the script's, of any number of samples, as the module is called with it: a mapping, a
+    sequence, one tensor, or `(args, kwargs)`; what the module does not take, such as labels, may be in it. A module
+    that no catalogue knows is traced with it. `sequence_length` is tokens per sample; without it the example's token
+    ids count, and a sample of an example that has none is one position long.
     """
 
     module: nn.Module
@@ -101,7 +102,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     ranks = int(os.environ["WORLD_SIZE"])
     cluster = probed_cluster(probe(), ranks=ranks)
     facts = facts_from_module(job.module)
-    task, length = live_work(facts, job.module, job.example, job.sequence_length)
+    task, length = work_of(facts, job.module, job.example, job.sequence_length)
     options = WorkOptions(
         task=task,
         seq_len=length,
@@ -116,8 +117,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         possible = tuple(name for name in possible if name not in words.ZERO_STAGES)
     strategies = tuple(name for name in possible if asked in (None, name))
     request = make_request(facts, cluster, options, strategies=strategies, top=1)
-    precision, device = request.workload.precision, cluster.device
-    request = replace(request, facts=traced_facts(request.facts, job.module, job.example, precision, device))
+    request = traced_request(request, job.module, job.example)
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
     if current().is_resumed and not any(True for _ in enumerate_candidates(request)):
