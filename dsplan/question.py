@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,11 @@ class Question(WorkOptions):
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
         """
-        from strategies.tracing.factory import any_model
+        from strategies.tracing.factory import model_and_made
 
-        facts = facts or any_model(self.model, model_size=self.model_size)
+        made = None
+        if facts is None:
+            facts, made = model_and_made(self.model, model_size=self.model_size)
         hardware = HardwareRequest(
             gpus=self.gpus,
             gpu=self.gpu,
@@ -49,7 +51,14 @@ class Question(WorkOptions):
             cluster_file=None if self.cluster is None else str(self.cluster),
             memory_gb=self.max_memory_gb,
         )
-        return recalled(make_request(facts, resolve_cluster(hardware), self, **ranking))
+        cluster = resolve_cluster(hardware)
+        if made is None or made.batch is None:
+            return recalled(make_request(facts, cluster, self, **ranking))
+        from strategies.tracing.module_trace import traced_request, work_of
+
+        task, length = work_of(facts, made.model, made.batch, self.seq_len)
+        work = replace(self, task=self.task or task, seq_len=length)
+        return recalled(traced_request(make_request(facts, cluster, work, **ranking), made.model, made.batch))
 
 
 # From a question about one configuration to its plan, by closed forms or by a trace.
@@ -75,5 +84,7 @@ def estimated(
 
     cache = TraceCache()
     source = model_source(question.model, question.model_size, cache)
-    request, configuration = exact(question.request(facts=source.facts), options)
+    task, length = source.work
+    asked = replace(question, task=question.task or task, seq_len=question.seq_len or length)
+    request, configuration = exact(asked.request(facts=source.facts), options)
     return request, traced_estimate(request, configuration, source, Tracing(cache=cache, report=report))
