@@ -144,13 +144,18 @@ _GROUPS = {"seconds": "seconds", "bytes": "memory"}
 
 
 class TensorboardWriter:
-    """Event files of rank 0.
+    """Event files of rank 0, through a `SummaryWriter`, which is closed with the log where it is the log's own."""
 
-    Raises:
-        BackendMissing: the package is not installed.
-    """
+    def __init__(self, events: Any, *, owned: bool = False) -> None:
+        self._events, self._owned = events, owned
 
-    def __init__(self, directory: Path) -> None:
+    @classmethod
+    def in_directory(cls, directory: Path) -> TensorboardWriter:
+        """A writer of its own.
+
+        Raises:
+            BackendMissing: the package is not installed.
+        """
         try:
             kind: Any = import_module("torch.utils.tensorboard").SummaryWriter
         except ImportError:
@@ -158,7 +163,7 @@ class TensorboardWriter:
                 "config: tensorboard.enabled needs the package tensorboard; pip install dsplan[tensorboard], or use"
                 " csv_monitor"
             ) from None
-        self._events: Any = kind(log_dir=str(directory))
+        return cls(kind(log_dir=str(directory)), owned=True)
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -169,7 +174,8 @@ class TensorboardWriter:
         self._events.flush()
 
     def close(self) -> None:
-        self._events.close()
+        if self._owned:
+            self._events.close()
 
 
 class CsvWriter:

@@ -260,8 +260,8 @@ def expect_compilation(operator: str, environment: Environment) -> None:
     lock = directory / "lock"
     if lock.exists() and not environment.spans_nodes and not _is_open_somewhere(lock) and lock.exists():
         raise CannotRun(
-            f"{lock} is left of a run that was ended while DeepSpeed compiled {operator}, and would be waited for for ever;"
-            " remove it"
+            f"{lock} is left of a run that was ended while DeepSpeed compiled {operator}, and torch would wait for it"
+            " for ever; remove it"
         )
     if environment.is_main and not (directory / f"{operator}.so").exists():
         print(
