@@ -100,7 +100,8 @@ def initialize(
         model=model,
         plan=settled,
         optimizer=optimizer,
-        model_parameters=model_parameters,
+        # `model.parameters()` can be walked once, and more than one part looks at them.
+        model_parameters=None if model_parameters is None else list(model_parameters),
         lr_scheduler=lr_scheduler,
         gradient_clipping=script.gradient_clipping,
         script=script,
