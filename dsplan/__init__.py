@@ -8,7 +8,6 @@ from __future__ import annotations
 # typing is slow to import, and an interrupt meanwhile would end the `dsplan` command in a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from dsplan import checkpointing, profiling, zero
     from dsplan.api import estimate, plan, recommend
     from dsplan.selector import HardwareSelector
     from planner.errors import DsplanError
