@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hardware_db.errors import BrokenFile
 
-# Where dsplan keeps what it learns.
+# Paths of the database and the caches.
 
 
 HOME = "DSPLAN_HOME"

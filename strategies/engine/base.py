@@ -1,4 +1,4 @@
-"""Engine and Strategy: what a training script holds, and what makes it for one way of spreading a model."""
+"""The engine of a training script, and the strategy that builds it for one way to distribute a model."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def gradient_norm(self) -> float | None:
-        """The norm of the last step's gradients over all ranks before clipping; None where it was not finite."""
+        """The norm of the last step's gradients over all ranks before clipping, or None if it was not finite."""
 
     @property
     @abstractmethod

@@ -21,7 +21,7 @@ from strategies.telemetry.timers import Section
 from strategies.telemetry.traces import Traces
 from strategies.telemetry.training_monitor import TrainingMonitor
 
-# Which observers a config asks for.
+# The observers of a config.
 
 
 EVERY = 10
@@ -70,7 +70,7 @@ def _writers(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -
     return writers
 
 
-# By hand: sections by name, and the memory of the next steps.
+# Observers by hand.
 
 
 def profile(name: str) -> AbstractContextManager[None]:

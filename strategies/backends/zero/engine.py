@@ -31,7 +31,7 @@ from strategies.modules.precision import LossScale, narrowed
 from strategies.optim.optimizers import trainable_parameters, undivided
 from strategies.protocols import TrainingParts
 
-# Latecomers: parameters that are unfrozen, or given to the optimizer, after the engine was made.
+# Parameters that are unfrozen, or added to the optimizer, after the engine was made.
 
 
 class Latecomers:
@@ -77,7 +77,7 @@ class Latecomers:
         return [(name, p) for name, p in self._module.named_parameters() if not self._reducer.sums(p)]
 
 
-# Stepping: the optimizer changes the masters, and the weights follow, in groups of buckets.
+# The step updates master weights and copies them to the weights, in groups of buckets.
 
 
 class Renewing(Protocol):
@@ -101,15 +101,15 @@ class Stepper:
         before = [_options(group) for group in self._optimizer.param_groups]
         for group in self._groups():
             # A count of steps that a group of parameters keeps goes up once in a step, however many parts that has.
-            for options, kept in zip(self._optimizer.param_groups, before, strict=True):
-                options.update(kept)
+            for options, saved in zip(self._optimizer.param_groups, before, strict=True):
+                options.update(saved)
             self._advance(group, used, factor)
             for bucket in group:
                 self._weights.renew(bucket)
         self._weights.renewed()
 
     def _groups(self) -> Iterator[Sequence[Bucket]]:
-        """The device's buckets first, since it steps them while the host goes on with its own."""
+        """The device's buckets first, since it steps them while the host continues with its own."""
         at = {place: [bucket for bucket in self._pieces.buckets if bucket.states_at is place] for place in Place}
         yield from self._runs(at[Place.DEVICE])
         yield from ([bucket] for bucket in at[Place.HOST])
@@ -122,13 +122,13 @@ class Stepper:
 
         Optimizers of whole tensors may look at all of them together, and keep them together.
         """
-        widens = any(one.gradient is not None and one.gradient.dtype != one.master.dtype for one in buckets)
+        widens = any(member.gradient is not None and member.gradient.dtype != member.master.dtype for member in buckets)
         if not widens or not all(bucket.is_divided for bucket in buckets):
             yield from [buckets] if buckets else []
             return
         limit, run = sum(bucket.master.numel() for bucket in buckets) / NATIVE_STEP_RUNS, list[Bucket]()
         for bucket in buckets:
-            if run and sum(one.master.numel() for one in [*run, bucket]) > limit:
+            if run and sum(member.master.numel() for member in [*run, bucket]) > limit:
                 yield run
                 run = []
             run.append(bucket)
@@ -232,13 +232,13 @@ class ZeroEngine(Engine):
 
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
         buckets = (*self._sharded_model.trained, *self._sharded_model.fixed)
-        summed = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
+        reduced = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
         masters = [bucket.master for bucket in self._sharded_model.trained]
         # A part that is its own master holds weights where both have one dtype, else the wider copy.
         parts = [bucket.part for bucket in buckets if bucket.part.dtype == bucket.dtype]
         return {
             "parameters": [*parts, *self.module.parameters(), *self.module.buffers()],
-            "gradients": [*summed, *self._reducer.waiting],
+            "gradients": [*reduced, *self._reducer.waiting],
             "optimizer": [*masters, *tensors_in(self.optimizer.state)],
         }
 

@@ -92,7 +92,7 @@ def _by_tensor(ranks: int, threshold: int, tensors: tuple[int, ...]) -> TensorPa
     )
 
 
-# Whole tensors: how evenly ranks share the states of an optimizer that steps every tensor whole.
+# Balance of optimizer states over ranks for optimizers that step every tensor whole.
 
 
 _WHOLE = ("adafactor", "adamw-8bit")
