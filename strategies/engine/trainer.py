@@ -149,7 +149,9 @@ class DistributedTrainer:
                 "train: there is no data; give setup_distributed_training(..., training_data=dataset) or train(epochs,"
                 " loader)"
             )
-        if self._resumes and not self.engine.global_steps and self.has_checkpoint():
+        supervision = self.engine.supervision
+        is_resumed = supervision is not None and supervision.is_resumed
+        if is_resumed or (self._resumes and not self.engine.global_steps and self.has_checkpoint()):
             self.restore_from_checkpoint()
         if self._keeps_start and not self.engine.global_steps:
             self.engine.save_checkpoint(self._checkpoints.directory / _START, asynchronous=False, keep_last=1)
