@@ -14,7 +14,7 @@ from strategies.launch.attempt import AttemptEnded, Event, OutputLine, PlanMade,
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from strategies.launch.diagnosis import Ending
+    from strategies.launch.failure_causes import Ending
 
 # A pipe gets a line for the first step and then at most one in this many seconds.
 _LINE_SECONDS = 5.0
@@ -95,7 +95,8 @@ def step_line(step: StepDone, ranks: int) -> str:
         parts.append(f"loss {step.loss:.4f}")
     parts.append(f"{format_seconds(step.seconds)}/step")
     if step.tokens and step.seconds > 0:
-        parts.append(f"{format_count(step.tokens * ranks / step.seconds)} tokens/s")
+        counted = "samples" if step.tokens == step.samples else "tokens"
+        parts.append(f"{format_count(step.tokens * ranks / step.seconds)} {counted}/s")
     if step.peak_bytes:
         parts.append(f"peak {format_bytes(step.peak_bytes)}")
     return "  ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class PlanningOptions:
     config: ScriptConfig
     optimizer: object = None
     training_data: Any = None
+    collate: Callable[[list[Any]], Any] | None = None
 
 
 def settled_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:

@@ -92,7 +92,13 @@ def initialize(
     environment = join()
     require_same_model(model)
     options = PlanningOptions(
-        plan=plan, strategy=strategy, backend=backend, config=script, optimizer=optimizer, training_data=training_data
+        plan=plan,
+        strategy=strategy,
+        backend=backend,
+        config=script,
+        optimizer=optimizer,
+        training_data=training_data,
+        collate=collate_fn,
     )
     settled, is_new = _settle(model, options, environment)
     refuse_deepspeed_keys(script, settled.configuration)

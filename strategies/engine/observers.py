@@ -16,7 +16,7 @@ from strategies.errors import CannotRun
 from strategies.protocols import Observer
 from strategies.telemetry.memory_report import MemoryPrinter, MemoryReport, memory_report
 from strategies.telemetry.monitor import RunMonitor
-from strategies.telemetry.step_log import Console, CsvWriter, MetricsWriter, StepLog, TensorboardWriter, Writer
+from strategies.telemetry.tensorboard_log import Console, CsvWriter, MetricsWriter, StepLog, TensorboardWriter, Writer
 from strategies.telemetry.timers import Section
 from strategies.telemetry.traces import Traces
 from strategies.telemetry.training_monitor import TrainingMonitor

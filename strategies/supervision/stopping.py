@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from hardware_db.files import replace_whole
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.run_directory.spec import STOPPED, EndingKind
@@ -101,11 +102,9 @@ class FileBoard:
         self._folder = folder
 
     def put(self, key: str, text: str) -> None:
-        new = self._folder / f".{key}.{os.getpid()}.{threading.get_ident()}"
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            new.write_text(text)
-            os.replace(new, self._folder / key)
+            replace_whole(self._folder / key, text)
 
     def get(self, key: str) -> str | None:
         try:

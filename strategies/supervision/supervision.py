@@ -22,11 +22,11 @@ from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
 from strategies.run_directory.spec import EndingKind
 from strategies.supervision.autosave import AutomaticSaves, Interval, SavePlace, SupervisedEngine
+from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
 from strategies.supervision.process import leave, stopped
 from strategies.supervision.resume import Resumed, is_left_behind, nothing_left, resume, step_of, with_common_past
 from strategies.supervision.stopping import Stopping, open_board
-from strategies.supervision.watchdog import begin_watching
 from strategies.variables import RUN_DIRECTORY
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from strategies.telemetry.follow import AlertFollower
 from strategies.telemetry.machine import Figures, MachineReader, Sampler
 from strategies.telemetry.metrics import MetricsFile
 from strategies.telemetry.monitor import gpu_uuid, is_first_here
-from strategies.telemetry.step_log import TensorboardWriter
 from strategies.telemetry.step_rows import StepRows
+from strategies.telemetry.tensorboard_log import TensorboardWriter
 from strategies.variables import RUN_DIRECTORY
 
 # Figures of an engine's steps.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from planner.cost.zero_buckets import OffloadRatio
 from strategies.backends.zero.collectives import Arrival
 from strategies.backends.zero.flat_shard import Bucket, Place
 from strategies.backends.zero.nvme import Disk
@@ -210,22 +211,6 @@ class Offload:
         if self.copies is None or not is_copied:
             return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         return self.copies.room(tensor.numel(), tensor.dtype).copy_(tensor)
-
-
-class OffloadRatio:
-    """Says bucket by bucket which are offloaded, so that at any moment nearly `ratio` of all elements so far are."""
-
-    def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
-        self._seen = self._taken = 0
-
-    def takes(self, elements: int) -> bool:
-        """Whether the next bucket, of so many elements, is offloaded: where that is nearer to the ratio than not."""
-        self._seen += elements
-        if self._taken + elements / 2 > self._ratio * self._seen:
-            return False
-        self._taken += elements
-        return True
 
 
 class HostGradients:

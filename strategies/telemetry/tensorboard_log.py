@@ -1,4 +1,5 @@
-"""What an engine's steps were like: loss, learning rate, norms, seconds and bytes, written every few steps.
+"""What an engine's steps were like, for TensorBoard, CSV files and the terminal: loss, learning rate, norms, seconds
+and bytes, written every few steps.
 
 Figures stay where they are made until then, so that a GPU is waited for once per interval.
 """
@@ -17,7 +18,7 @@ from torch import nn
 
 from hardware_db.notices import labelled
 from hardware_db.units import format_seconds
-from strategies.errors import BackendMissing
+from strategies.errors import BackendMissing, CannotRun
 from strategies.protocols import Observer, TrainingEngine
 from strategies.telemetry.monitor import RunMonitor
 from strategies.telemetry.timers import Timers
@@ -177,6 +178,20 @@ class TensorboardWriter:
     def close(self) -> None:
         if self._owned:
             self._events.close()
+
+
+def scalar_log(engine: TrainingEngine, writer: Any, *, every: int) -> StepLog:
+    """Return a log of an engine's steps that goes to torch's `SummaryWriter`, or anything with its `add_scalar` and
+    `flush`.
+
+    Raises:
+        CannotRun: it has not got them, or `every` is below 1.
+    """
+    if not (callable(getattr(writer, "add_scalar", None)) and callable(getattr(writer, "flush", None))):
+        raise CannotRun(f"set_tensorboard_writer: {type(writer).__name__} has no add_scalar; give a SummaryWriter")
+    if every < 1:
+        raise CannotRun(f"set_tensorboard_writer: every is {every}; it must be at least 1")
+    return StepLog(engine, [TensorboardWriter(writer)], every=every, times=True)
 
 
 class CsvWriter:
