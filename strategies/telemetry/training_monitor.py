@@ -120,7 +120,7 @@ class TrainingMonitor:
         self._every, self._quiet = log_interval, quiet
         directory = Path(log_dir)
         self._file = MetricsFile(directory, self.rank) if save_logs else None
-        self._tensorboard = TensorboardWriter(directory) if tensorboard and self.rank == 0 else None
+        self._tensorboard = TensorboardWriter.in_directory(directory) if tensorboard and self.rank == 0 else None
         self._watch = Watch(self.settings, rank=self.rank)
         self._thresholds = Thresholds(self.settings.thresholds)
         self._detectors: dict[str, list[Detector]] = {}

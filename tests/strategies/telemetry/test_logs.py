@@ -160,4 +160,4 @@ def test_a_missing_tensorboard_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     monkeypatch.setattr("strategies.telemetry.tensorboard_log.import_module", missing)
     with pytest.raises(BackendMissing, match=r"pip install dsplan\[tensorboard\]"):
-        TensorboardWriter(tmp_path)
+        TensorboardWriter.in_directory(tmp_path)
