@@ -7,13 +7,14 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from hardware_db.notices import labelled
 from hardware_db.units import format_bytes, format_count, format_seconds
 from strategies.launch.attempt import AttemptEnded, Event, OutputLine, PlanMade, RunIsBack, StepDone
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from strategies.launch.diagnosis import Ending
+    from strategies.launch.failure_causes import Ending
 
 _REFUSAL = "error: "
 """What a rank's refusal begins with, which the rank also leaves for the supervisor."""
@@ -73,9 +74,9 @@ class RunView:
             self._line(ending_line(event), stderr=True)
         elif isinstance(event, RunIsBack):
             lost = "" if event.seconds_lost is None else f"; {format_seconds(event.seconds_lost)} lost"
-            self._line(f"dsplan: back at step {event.step}{lost}", stderr=True)
+            self._line(labelled(f"back at step {event.step}{lost}"), stderr=True)
         else:
-            self._line(f"dsplan: {event.line()}", stderr=True)
+            self._line(labelled(event.line()), stderr=True)
 
     def _show_refusals(self) -> None:
         refusals, self._refusals = self._refusals, []
@@ -112,7 +113,8 @@ def step_line(step: StepDone, ranks: int) -> str:
         parts.append(f"loss {step.loss:.4f}")
     parts.append(f"{format_seconds(step.seconds)}/step")
     if step.tokens and step.seconds > 0:
-        parts.append(f"{format_count(step.tokens * ranks / step.seconds)} tokens/s")
+        counted = "samples" if step.tokens == step.samples else "tokens"
+        parts.append(f"{format_count(step.tokens * ranks / step.seconds)} {counted}/s")
     if step.peak_bytes:
         parts.append(f"peak {format_bytes(step.peak_bytes)}")
     return "  ".join(parts)
@@ -136,7 +138,7 @@ def ending_line(ended: AttemptEnded) -> str:
     step = "" if ending.step is None else f"step {ending.step}"
     where = ", ".join(part for part in (ending_place(ending), step) if part)
     pause = f" in {format_seconds(decision.delay_seconds)}" if decision.delay_seconds else ""
-    return f"dsplan: {where}{': ' if where else ''}{ending_words(ending)}; {decision.why}{pause}"
+    return labelled(f"{where}{': ' if where else ''}{ending_words(ending)}; {decision.why}{pause}")
 
 
 def is_last_word(ending: Ending) -> bool:

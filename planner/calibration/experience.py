@@ -1,4 +1,4 @@
-"""Experience: what the database knows of the hardware and the work of a request."""
+"""The database's knowledge of the hardware and the work of a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from planner.types.plan_io import configuration_from_dict
 if TYPE_CHECKING:
     from hardware_db.measurement import Measurement
 
-# Known runs: a configuration that this machine has run before answers with what it measured.
+# Configurations that this machine has run before are answered from their measurements.
 
 
 _NAMES = frozenset({"name", "family", "facts"})
@@ -69,17 +69,21 @@ def known_runs(
     of its newest one count. `inputs` are the sections model, cluster and workload of a plan for the request.
     """
     found: dict[Configuration, list[Measurement]] = {}
-    for one in measurements:
-        plan = one.plan
-        if one.outcome != "completed" or not one.measured.step_seconds or not is_same_work(plan, inputs):
+    for measurement in measurements:
+        plan = measurement.plan
+        if (
+            measurement.outcome != "completed"
+            or not measurement.measured.step_seconds
+            or not is_same_work(plan, inputs)
+        ):
             continue
         try:
             configuration = configuration_from_dict(plan["plan"])
         except DsplanError:
             continue  # of a release that knew other words
         group = found.setdefault(configuration, [])
-        if not group or group[0].fingerprint.versions == one.fingerprint.versions:
-            group.append(one)
+        if not group or group[0].fingerprint.versions == measurement.fingerprint.versions:
+            group.append(measurement)
     return {configuration: _known(group) for configuration, group in found.items()}
 
 
@@ -100,7 +104,7 @@ def is_same_work(plan: Mapping[str, object], inputs: Mapping[str, Mapping[str, o
 def _known(group: list[Measurement]) -> KnownRun:
     import statistics  # most questions are asked where nothing is known
 
-    each = tuple(one.measured.step_seconds or 0.0 for one in group)
+    each = tuple(measurement.measured.step_seconds or 0.0 for measurement in group)
     return KnownRun(
         step_seconds=statistics.median(each),
         each=each,
@@ -211,8 +215,8 @@ class Experience:
         return max(1.0, math.exp(fit(residuals, [prior], Noise(spread=1 / TAILS)).values[0]))
 
     def oom_record(self, job: Job, memory: MemoryEstimate) -> OomRecord | None:
-        """What rules a job with this memory out, because it ran out of memory; None where nothing does."""
-        return next((one for one in self.oom_records if one.rules_out(job, memory)), None)
+        """Return the out-of-memory record that rules a job with this memory out, or None if none does."""
+        return next((record for record in self.oom_records if record.rules_out(job, memory)), None)
 
     def time_of(self, job: Job, predicted: StepTime) -> StepTime:
         """What the job takes: as measured where it ran before, else as predicted, with the interval either has."""

@@ -1,4 +1,4 @@
-"""Ranking: which of two plans that fit goes first, and how the loser's reason is said.
+"""Rank plans that fit, and say why the others lost.
 
 Plans whose predicted times are closer than such predictions err against each other are equally fast as far as can be
 told. Of those that cannot be told from the fastest one with room in memory goes first, and of these the simplest
@@ -24,8 +24,7 @@ from planner.search.request import Request
 from planner.search.space import inapplicable
 from planner.types.plan import Configuration, Plan, StepTime
 
-# Preference: which plans have room, which are simpler than others, and how far apart two predictions must be to be held
-# different.
+# Room in memory and simplicity of plans, and the difference from which on two predictions count as different.
 
 
 ONE_STRATEGY = 0.17
@@ -229,9 +228,9 @@ def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
 def ran_out(request: Request) -> tuple[Rejection, ...]:
     """The plans that ran out of memory and so are not proposed."""
     return tuple(
-        Rejection(strategy=group_name(one.configuration), reason=one.sentence())
-        for one in request.experience.oom_records
-        if one.counts_on(request.cluster)
+        Rejection(strategy=group_name(record.configuration), reason=record.sentence())
+        for record in request.experience.oom_records
+        if record.counts_on(request.cluster)
     )
 
 

@@ -1,4 +1,4 @@
-"""Search: the best plan of every strategy, ranked; the reason of every one that is not.
+"""Search the best plan of every strategy and rank them; give a reason for every strategy without a plan.
 
 The search does not know how memory and time are computed; `exploration` finds the best of each strategy. The
 micro-batch is cut from the global batch, so that is always the one asked for.
@@ -85,7 +85,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
 
 
 def can_fit(request: Request) -> Priced | None:
-    """Any plan that fits, in the order of `enumerate_candidates`; None where there is none."""
+    """Return the first plan that fits, in the order of `enumerate_candidates`, or None if there is none."""
     for layout in enumerate_candidates(request):
         candidate = Candidate(request, layout)
         for index in candidate.ends():

@@ -102,6 +102,11 @@ class Configuration:
             )
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether its work is in samples: one of length one has no tokens, and what is called tokens are samples."""
+        return self.sequence_length == 1
+
+    @property
     def world_size(self) -> int:
         return self.dp_replicate * self.dp_shard * self.tp * self.pp
 
@@ -205,7 +210,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """Rates that follow from a step time; `mfu` is a fraction of the dense peak, None where no peak is known."""
+    """Rates that follow from a step time; `mfu` is a fraction of the dense peak, or None if no peak is known."""
 
     tokens_per_second_per_gpu: float
     samples_per_second: float

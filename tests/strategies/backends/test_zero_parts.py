@@ -15,7 +15,7 @@ from torch import nn
 from planner.cost.zero_buckets import NATIVE_CPU_BUCKET
 from strategies.backends.zero.flat_shard import Bucket, Layout, Ranks, Slot, buckets_of
 from strategies.backends.zero.settings import ZeroSettings, read_settings
-from strategies.backends.zero.units import members_of
+from strategies.backends.zero.unit_all_gather import members_of
 from strategies.checkpoint.parts import PartOfTensor, boxes
 from strategies.config import read_config
 from strategies.errors import CannotRun

@@ -1,4 +1,5 @@
-"""What an engine's steps were like: loss, learning rate, norms, seconds and bytes, written every few steps.
+"""What an engine's steps were like, for TensorBoard, CSV files and the terminal: loss, learning rate, norms, seconds
+and bytes, written every few steps.
 
 Figures stay where they are made until then, so that a GPU is waited for once per interval.
 """
@@ -15,6 +16,7 @@ import psutil
 import torch
 from torch import nn
 
+from hardware_db.notices import labelled
 from hardware_db.units import format_seconds
 from strategies.errors import BackendMissing
 from strategies.protocols import Observer, TrainingEngine
@@ -137,7 +139,7 @@ def _memory(device: torch.device) -> dict[str, int]:
     }
 
 
-# Where a log's rows go: TensorBoard's event files, CSV, the terminal, or the metrics of `dsplan run`.
+# Sinks of a log: TensorBoard, CSV, the terminal, or the metrics of `dsplan run`.
 
 
 _GROUPS = {"seconds": "seconds", "bytes": "memory"}
@@ -173,7 +175,7 @@ class TensorboardWriter:
 
 
 class CsvWriter:
-    """A file per figure, of lines `step,value`; a run that goes on in the same directory goes on in its files."""
+    """A file per figure, of lines `step,value`; a run that continues in the same directory continues in its files."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -208,7 +210,7 @@ class Console:
 
 def line_of(row: Row) -> str:
     """A row as a line."""
-    parts = [f"dsplan: step {row['step']:.0f}"]
+    parts = [labelled(f"step {row['step']:.0f}")]
     if "loss" in row:
         parts.append(f"loss {row['loss']:.4g}")
     parts.append(f"lr {row['learning_rate']:.3g}")
