@@ -15,11 +15,11 @@ _MOVED = 0.005
 """A factor that changed by less is not shown."""
 
 
-def calibration_blocks(refreshed: Refreshed, *, kept: bool) -> list[Block]:
+def calibration_blocks(refreshed: Refreshed, *, stored: bool) -> list[Block]:
     """One table of the kinds of hardware, one of the factors of each, and what was not learnt and why."""
     table = Table(
         columns=columns("hardware", ">runs", ">models", ">error before", ">error after", "outcome"),
-        rows=[_row(kind, kept=kept) for kind in refreshed.kinds],
+        rows=[_row(kind, stored=stored) for kind in refreshed.kinds],
     )
     reasons = [
         Text(text=f"{hardware_name(kind.hardware)}: {kind.lesson.reason}", style="warning")
@@ -38,11 +38,11 @@ def calibration_blocks(refreshed: Refreshed, *, kept: bool) -> list[Block]:
     return [table, *notes, *factors, *reasons, *left]
 
 
-def calibration_json(refreshed: Refreshed, *, kept: bool) -> dict[str, Any]:
+def calibration_json(refreshed: Refreshed, *, stored: bool) -> dict[str, Any]:
     """The same as the JSON object that `dsplan db calibrate --json` prints."""
     return {
         "schema_version": 1,
-        "calibrations": [_document(kind, kept=kept) for kind in refreshed.kinds],
+        "calibrations": [_document(kind, stored=stored) for kind in refreshed.kinds],
         "skipped": refreshed.skipped,
     }
 
@@ -53,7 +53,7 @@ def hardware_name(hardware: HardwareKind) -> str:
     return f"{hardware.device}, {links}" if links else hardware.device
 
 
-def _row(kind: Calibrated, *, kept: bool) -> list[str]:
+def _row(kind: Calibrated, *, stored: bool) -> list[str]:
     lesson = kind.lesson
     models = len(lesson.calibration.models) if lesson.calibration else None
     return [
@@ -62,16 +62,16 @@ def _row(kind: Calibrated, *, kept: bool) -> list[str]:
         "-" if models is None else str(models),
         _percent(lesson.error_before),
         _percent(lesson.error_after),
-        _outcome(kind, kept=kept),
+        _outcome(kind, stored=stored),
     ]
 
 
-def _outcome(kind: Calibrated, *, kept: bool) -> str:
+def _outcome(kind: Calibrated, *, stored: bool) -> str:
     if kind.lesson.calibration is None:
-        return "refused" if not kind.is_new else "withdrawn" if kept else "would be withdrawn"
+        return "refused" if not kind.is_new else "withdrawn" if stored else "would be withdrawn"
     if not kind.is_new:
         return "in force already"
-    return "in force" if kept else "would be stored"
+    return "in force" if stored else "would be stored"
 
 
 def _factors(hardware: HardwareKind, calibration: Calibration) -> Table:
@@ -94,7 +94,7 @@ def _intervals(calibration: Calibration) -> dict[str, tuple[float, float, float]
     return found
 
 
-def _document(kind: Calibrated, *, kept: bool) -> dict[str, Any]:
+def _document(kind: Calibrated, *, stored: bool) -> dict[str, Any]:
     lesson, calibration = kind.lesson, kind.lesson.calibration
     factors = {} if calibration is None else _intervals(calibration)
     return {
@@ -109,7 +109,7 @@ def _document(kind: Calibrated, *, kept: bool) -> dict[str, Any]:
         "error_before": lesson.error_before,
         "error_after": lesson.error_after,
         "factors": {name: {"value": value, "low": low, "high": high} for name, (value, low, high) in factors.items()},
-        "stored": kept and kind.is_new and calibration is not None,
+        "stored": stored and kind.is_new and calibration is not None,
         "reason": lesson.reason,
     }
 

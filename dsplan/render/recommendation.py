@@ -17,7 +17,7 @@ from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from planner.types.workload import Workload
 
-# What plans cost, as columns, tables and JSON: dollars, GPU-hours, days, and on how many GPUs a deadline is met.
+# Costs of plans as columns, tables and JSON.
 
 
 def bill(request: Request, plan: Plan) -> Bill:

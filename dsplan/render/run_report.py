@@ -99,7 +99,7 @@ def _after_interruption(report: RunReport) -> str:
 
 
 def _stopped(report: RunReport) -> str:
-    """How a run stopped that was asked to, and how to go on."""
+    """How a run stopped that was asked to, and how to resume."""
     ending = report.attempts[-1].ending
     if ending is not None and ending.saved:
         done = f"stopped at step {ending.step} and saved"

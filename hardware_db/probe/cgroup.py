@@ -63,8 +63,8 @@ def _memory(folder: Path) -> tuple[int, int] | None:
     ):
         limit = read_int(folder / limit_file)
         if limit is not None and limit < _UNLIMITED:
-            held = (read_int(folder / used_file) or 0) - _statistic(folder / "memory.stat", cache_key)
-            return limit, max(0, limit - max(0, held))
+            used = (read_int(folder / used_file) or 0) - _statistic(folder / "memory.stat", cache_key)
+            return limit, max(0, limit - max(0, used))
     return None
 
 

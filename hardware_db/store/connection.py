@@ -43,7 +43,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )
 
 _HOME_REMEDY = f"set {HOME} to a directory you can write to"
-_BROKEN_REMEDY = "move it away and dsplan starts a new one; `dsplan db import` brings exports back"
+_BROKEN_REMEDY = "move it away and dsplan starts a new one; `dsplan db import` brings exports and run directories back"
 # What sqlite says -> what is wrong, what to do. The error codes that would be the better key came with Python 3.11.
 _DAMAGE = {
     "file is not a database": ("is not a SQLite database", _BROKEN_REMEDY),

@@ -1,4 +1,4 @@
-"""ModelFacts: what the arithmetic needs to know of an architecture."""
+"""The facts of an architecture that the arithmetic needs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from planner.search.request import Request
 from planner.search.space import CandidateLayout, configuration_of, micro_batches
 from planner.types.plan import Configuration, StepTime
 
-# A candidate is a layout on a number of devices, with its micro-batches; works out only what it is asked.
+# A candidate is a layout on a number of devices with its micro-batches, evaluated lazily.
 
 
 TILES = 0.95
@@ -243,11 +243,11 @@ def _with_devices_enough(families: Sequence[Family]) -> list[Family]:
     for family in families:
         alike.setdefault(family.split, []).append(family)
     enough = []
-    for fewer_and_fewer in alike.values():
-        count = len(fewer_and_fewer)
+    for descending in alike.values():
+        count = len(descending)
         if count > 1:
-            count = bisect_left(fewer_and_fewer, True, key=lambda family: not family.fits_somehow())
-        enough += fewer_and_fewer[:count]
+            count = bisect_left(descending, True, key=lambda family: not family.fits_somehow())
+        enough += descending[:count]
     return enough
 
 

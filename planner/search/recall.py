@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from planner.calibration.experience import KnownRun
     from planner.calibration.oom_history import OomRecord
 
-# Failures: the plans of a model and work that ran out of memory on this machine, as the database has them.
+# Plans of the same model and work that ran out of memory on this machine, from the database.
 
 
 _WORK = ("sequence_length", "precision", "optimizer", "attention")
@@ -50,13 +50,13 @@ def oom_records(
         for measurement in completed
         if (found := _configuration(measurement, inputs, request)) is not None
     ]
-    kept: dict[Configuration, OomRecord] = {}
+    records: dict[Configuration, OomRecord] = {}
     for measurement in failed:
         configuration = _configuration(measurement, inputs, request)
-        if configuration is None or configuration in kept or _taken_back(measurement, configuration, done):
+        if configuration is None or configuration in records or _taken_back(measurement, configuration, done):
             continue
-        kept[configuration] = _oom_record(measurement, configuration, request)
-    return tuple(kept.values())
+        records[configuration] = _oom_record(measurement, configuration, request)
+    return tuple(records.values())
 
 
 def oom_record_of(configuration: Configuration, predicted_bytes: int, request: Request, **known: Any) -> OomRecord:

@@ -111,7 +111,7 @@ class Measurement:
 
     def run(self, step: Callable[[], None]) -> dict[str, Any]:
         """The figures of all pairs of blocks."""
-        steps = self._agreed(max(5, round(self._arguments.seconds / self._block(step, 20))))
+        steps = self._same_on_all_ranks(max(5, round(self._arguments.seconds / self._block(step, 20))))
         pairs, processor = [], []
         for turn in range(self._arguments.turns):
             seconds: dict[bool, float] = {}
@@ -153,7 +153,7 @@ class Measurement:
             times.append(time.perf_counter() - before)
         return statistics.median(times)
 
-    def _agreed(self, value: int) -> int:
+    def _same_on_all_ranks(self, value: int) -> int:
         from strategies.distributed.consensus import on_rank_zero
 
         return int(on_rank_zero(lambda: value)) if self._engine.environment.world_size > 1 else value
@@ -186,7 +186,7 @@ class Switch:
     """Turns supervision and monitoring of this process on and off, and on local rank 0 the launcher's processes."""
 
     def __init__(self, engine: Any) -> None:
-        from strategies.supervision.watchdog import Watchdog
+        from strategies.supervision.hang_detection import Watchdog
         from strategies.telemetry.monitor import RunMonitor
 
         self._engine, self._observers = engine, list(engine.observers)

@@ -52,7 +52,7 @@ def live_request(
 ) -> Request:
     """What is planned for: the live module's training on this machine, with what was measured there.
 
-    A run that goes on keeps its global batch, and what a given plan said of the work; it leaves a strategy that needs
+    A run that continues keeps its global batch, and what a given plan said of the work; it leaves a strategy that needs
     more ranks than there are now.
 
     Raises:

@@ -18,6 +18,7 @@ from torch import nn
 
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import utc_now
+from hardware_db.notices import notice
 from hardware_db.probe import probe
 from hardware_db.units import format_seconds
 from planner.calibration.experience import KnownRun
@@ -180,16 +181,16 @@ class Tuner(Observer):
         supervision = self._engine.supervision
         assert supervision is not None, "only supervised engines are tuned"
         if why := supervision.unsaveable:
-            print(f"dsplan: not tuned: {why}", flush=True)
+            notice(f"not tuned: {why}", stream="stdout")
             return "stays"
         try:
             decision = decide(self._engine.plan, seconds, self._before, request, self._start_seconds or 0.0)
             decision.tuning.save(self._run_directory)
         except (DsplanError, OSError) as problem:
-            print(f"dsplan: not tuned: {problem}", flush=True)
+            notice(f"not tuned: {problem}", stream="stdout")
             return "stays"
         if decision.why:
-            print(f"dsplan: {decision.why}", flush=True)
+            notice(decision.why, stream="stdout")
         return "switch" if decision.switches else "stays"
 
 
@@ -220,7 +221,7 @@ def prospect(
         return None
     if options.training_data is None:
         if environment.is_main:
-            print("dsplan: --tune changes how batches are cut: hand training_data= to dsplan.initialize", flush=True)
+            notice("--tune changes how batches are cut: hand training_data= to dsplan.initialize", stream="stdout")
         return None
     before = on_rank_zero(lambda: _before(run_directory, state))
     if before.is_over:

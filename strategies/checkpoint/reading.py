@@ -194,9 +194,9 @@ def cover_problem(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Seq
             return f"the box of {list(sizes)} at {list(offsets)} lies outside of {list(shape)}"
         if math.prod(sizes):
             full.append((tuple(offsets), tuple(sizes)))
-    held, whole = sum(math.prod(sizes) for _, sizes in full), math.prod(shape)
-    if held != whole:
-        return f"its boxes hold {held} elements of {whole}"
+    elements, whole = sum(math.prod(sizes) for _, sizes in full), math.prod(shape)
+    if elements != whole:
+        return f"its boxes hold {elements} elements of {whole}"
     return "" if _come_apart(full, len(shape)) else "its boxes overlap"
 
 

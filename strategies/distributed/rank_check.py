@@ -7,13 +7,13 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
+from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.errors import CannotMeet
 from strategies.run_directory.heartbeat import PULSE
@@ -143,7 +143,7 @@ def _judge(store: Store, own: Presence, patience: Patience) -> str:
             verdict = _too_late(own, missing, patience)
         elif not verdict and patience.deserves_remark and not remarked:
             remarked = True
-            print(f"dsplan: {_wait_text(own, missing)}; still waiting", file=sys.stderr, flush=True)
+            notice(f"{_wait_text(own, missing)}; still waiting")
         if not verdict:
             time.sleep(LOOK_SECONDS)
     store.set("verdict", verdict)

@@ -195,15 +195,15 @@ def _without_pages() -> Iterator[None]:
     """Nothing on stderr: torch's C++ prints a stack trace per attempt where another program answers, and complains of
     hosts whose address has no name."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)
         yield
     finally:
-        os.dup2(kept, 2)
+        os.dup2(stderr, 2)
         os.close(null)
-        os.close(kept)
+        os.close(stderr)
 
 
 def _await_host(own: Presence, at: Address, patience: Patience) -> None:

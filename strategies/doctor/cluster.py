@@ -23,9 +23,6 @@ from strategies.doctor.finding import Diagnosis, Finding, Level, LinkTime, merge
 from strategies.doctor.links import Room, link_findings, time_links
 from strategies.launch.elastic.place import address_towards, choose_interface
 
-# Greeter: answers whoever connects with this host's clock, so that others learn that they reach it and what time it is
-
-
 _ASKED = 7
 _LIMIT_SECONDS = 3.0
 
@@ -274,8 +271,8 @@ def _shared_directories(
     if len(leaders) == 1:
         return []
     looked_at = list(dict.fromkeys([Path.cwd(), *directories]))
-    with ExitStack() as kept:
-        written = kept.enter_context(tokens(looked_at)) if room.rank == 0 else {}
+    with ExitStack() as stack:
+        written = stack.enter_context(tokens(looked_at)) if room.rank == 0 else {}
         written = room.share("tokens", written)[0]
         missed = room.share("unseen", unseen(written) if room.rank in leaders else [])
     found = []

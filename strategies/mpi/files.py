@@ -22,7 +22,7 @@ from strategies.checkpoint.reading import fill, header_of, opened, shown
 from strategies.errors import BrokenFile, CannotRun
 from strategies.mpi.arrays import Array
 
-# Part: the piece of an array that this rank holds, so that a checkpoint can put the array together from all ranks.
+# A rank's part of an array; a checkpoint assembles the array from all ranks.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -113,7 +113,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class FileArray:
     """An array of a file: its key, dtype (numpy's word, or bfloat16), shape, and where its values are to be had."""
 
     key: str
@@ -141,7 +141,7 @@ def digest_of(data: Array) -> str:
     return hashlib.blake2b(data.data, digest_size=16).hexdigest()
 
 
-def write(path: Path, arrays: Sequence[Stored]) -> None:
+def write(path: Path, arrays: Sequence[FileArray]) -> None:
     """Write a file, and wait until the disk has it.
 
     Raises:
@@ -196,7 +196,7 @@ def _item_size(word: str) -> int:
     return 2 if word == "bfloat16" else np.dtype(word).itemsize
 
 
-def _header(arrays: Sequence[Stored]) -> bytes:
+def _header(arrays: Sequence[FileArray]) -> bytes:
     head: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "np"}}
     at = 0
     for array in arrays:

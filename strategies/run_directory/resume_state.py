@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hardware_db.from_json import from_json
 from planner.calibration.oom_history import OomRecord
 from planner.errors import DsplanError
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import configuration_from_dict, load_plan, plan_from_dict, plan_to_dict
 from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
-from strategies.run_directory.spec import write_json
+from strategies.run_directory.spec import read_json, write_json
 
-# What tuning has measured so far: `tuning.json` in the run directory of rank 0's node. No torch.
+# Measurements of tuning: `tuning.json` in the run directory of rank 0's node.
 
 
 TUNING_FILE = "tuning.json"
@@ -58,10 +59,7 @@ class Tuning:
     def load(cls, run_directory: Path) -> Tuning | None:
         """The content of the file, None if there is no file."""
         path = run_directory / TUNING_FILE
-        if not path.exists():
-            return None
-        raw = json.loads(path.read_text())
-        return cls(**{**raw, "tried": tuple(Tried(**entry) for entry in raw["tried"])})
+        return read_json(cls, path) if path.exists() else None
 
 
 PLAN_FILE = "plan.yaml"
@@ -83,8 +81,7 @@ class Findings:
 
     @classmethod
     def from_text(cls, text: str) -> Findings:
-        raw = json.loads(text)
-        return cls(**{**raw, "tuned": tuple(raw["tuned"])})
+        return from_json(cls, json.loads(text))
 
     @classmethod
     def of(cls, run_directory: Path) -> Findings:
@@ -138,8 +135,7 @@ class ResumeState:
     def from_text(cls, text: str) -> ResumeState:
         raw = json.loads(text)
         plan = None if raw["plan"] is None else plan_from_dict(raw["plan"])
-        failed = tuple(FailedPlan(**entry) for entry in raw["failed_plans"])
-        return cls(**{**raw, "plan": plan, "failed_plans": failed})
+        return replace(from_json(cls, {**raw, "plan": None}), plan=plan)
 
 
 def combined(

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from planner.errors import NothingFits
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
@@ -48,7 +48,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class NotFinite(DsplanError):
-    """Losses or gradients stay NaN or infinite, so that going on would train nothing."""
+    """Losses or gradients stay NaN or infinite, so that continuing would train nothing."""
 
     exit_code = 1
 
@@ -128,7 +128,7 @@ def write_failure(directory: Path, rank: int, failure: Failure) -> None:
         try:
             write_json(path, asdict(failure))
         except OSError as problem:
-            print(f"dsplan: why rank {rank} ended could not be written: {problem}", file=sys.stderr, flush=True)
+            notice(f"why rank {rank} ended could not be written: {problem}")
 
 
 def write_success(directory: Path, rank: int) -> None:

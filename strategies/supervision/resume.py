@@ -6,7 +6,6 @@ say of which run they are. What is on disk counts; a list that is lost, cut or o
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from strategies.checkpoint import content as folder
 from strategies.checkpoint.content import Content, read_content
 from strategies.distributed.consensus import on_rank_zero
@@ -27,7 +27,7 @@ from strategies.supervision.autosave import SupervisedEngine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """Where an engine goes on: the checkpoint, the script's own state in it, and what had to be passed over (empty:
+    """Where an engine resumes: the checkpoint, the script's own state in it, and what had to be passed over (empty:
     nothing)."""
 
     made: lineage.Made
@@ -81,7 +81,7 @@ def resume(engine: SupervisedEngine, run_directory: Path, options: AttemptOption
         except DsplanError as problem:  # on every rank, a BrokenFile on the one that found it
             refusal = refusal or problem
             if engine.is_main:
-                _say(f"{problem}; trying the one before")
+                notice(f"{problem}; trying the one before")
             continue
         if path is not None:
             if made.is_automatic:
@@ -156,7 +156,7 @@ def _choose(
     runs = {options.run_id, *(checkpoint.run for checkpoint in noted if is_shared)}
     foreign = [checkpoint for checkpoint in noted if _is_foreign(checkpoint, runs)]
     if foreign:
-        _say(f"{run_directory / lineage.LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
+        notice(f"{run_directory / lineage.LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
     counted = [checkpoint for checkpoint in noted if checkpoint not in foreign and checkpoint.attempt >= options.since]
     places = {path.parent for path in (Path(checkpoint.path) for checkpoint in noted if checkpoint not in foreign)}
     own = _own_folders(run_directory, options)
@@ -229,13 +229,9 @@ def _mend(missing: Sequence[lineage.Made], everyones: Sequence[lineage.Known], r
     if damaged := sum(known.damaged_lines for known in everyones):
         what = f"has {damaged} line{'s' if damaged > 1 else ''} that cannot be read"
     steps = ", ".join(str(checkpoint.step) for checkpoint in sorted(missing, key=lambda checkpoint: checkpoint.step))
-    _say(f"{path} {what} and does not name the checkpoints of step {steps}, which are there; they count")
+    notice(f"{path} {what} and does not name the checkpoints of step {steps}, which are there; they count")
     for checkpoint in reversed(missing):
         try:
             lineage.note(run_directory, checkpoint)
         except OSError:
             return  # the next attempt finds them again
-
-
-def _say(text: str) -> None:
-    print(f"dsplan: {text}", file=sys.stderr, flush=True)

@@ -27,13 +27,13 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from hardware_db.notices import notice
 from strategies.run_directory.attempt_options import AttemptOptions
 
 Row = Mapping[str, Any]
@@ -251,7 +251,7 @@ class MetricsFile:
     def _report(self, problem: OSError) -> None:
         if not self._is_reported:
             self._is_reported = True
-            print(f"dsplan: {self.path} takes no more rows ({problem.strerror})", file=sys.stderr, flush=True)
+            notice(f"{self.path} takes no more rows ({problem.strerror})")
 
 
 def _is_cut(path: Path) -> bool:

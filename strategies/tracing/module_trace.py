@@ -1,4 +1,4 @@
-"""Trace: what a module's activations need, found by running it on fake tensors, without memory, weights or a GPU.
+"""Trace the memory of a module's activations by running it on fake tensors, without memory, weights or a GPU.
 
 Fake tensors have shapes and storages and no data (torch's `FakeTensorMode`), so forward, loss and backward take
 milliseconds for any size. Two batch sizes give what every sample adds and what is there whatever the batch. Weights and

@@ -240,7 +240,7 @@ def test_what_the_trace_cannot_follow_is_named(cli: Cli, module: str, factory: s
     assert plan["provenance"] == closed.json["provenance"]
 
 
-def test_what_a_strategy_cannot_do_with_a_module_is_told_in_one_line(cli: Cli, module: str) -> None:
+def test_what_a_strategy_cannot_do_with_a_module_is_reported_in_one_line(cli: Cli, module: str) -> None:
     line = f"estimate --gpu H100-SXM5-80GB --gpus 2 --seq-len 32 --strategy fsdp --exact --json --model {module}:Scaled"
     printed = cli(line)
     assert printed.err == ""

@@ -17,7 +17,7 @@ from planner.cost.timing.stacks import USUAL_MATMULS, Stack
 from planner.types.cluster import Cluster, Factors, Rates
 from planner.vocabulary import Precision
 
-# What a product of matrices wastes because a GPU computes it in whole tiles, as many at a time as it has cores.
+# Tile and wave quantization of matrix products on a GPU.
 
 
 TILE_ROWS, TILE_COLUMNS = 128, 256

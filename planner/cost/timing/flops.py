@@ -15,7 +15,7 @@ from planner.cost.timing.stacks import KINDS, Matmuls, Stack, measured_stacks, r
 from planner.models.facts import ModelFacts
 from planner.types.job import Job
 
-# What runs once before the blocks of models that see or hear: convolutions that make tokens of pixels or sound.
+# Convolutions that make tokens of pixels or sound, once before the blocks.
 
 
 CHANNELS = 3

@@ -1,4 +1,4 @@
-"""An architecture as stacks of identical blocks: what the time model needs, without a loop over layers."""
+"""An architecture as stacks of identical blocks, so that the time model needs no loop over layers."""
 
 from __future__ import annotations
 

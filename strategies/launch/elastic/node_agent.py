@@ -23,11 +23,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
-from strategies.launch.diagnosis import FIRST, Ending, ending_of, memory_kills
+from hardware_db.notices import notice
+from strategies.launch.failure_causes import FIRST, Ending, ending_of, memory_kills
 from strategies.launch.launchers.process import signal_ranks
 from strategies.run_directory.spec import RESULT_FILE, SAVING, EndingKind, LaunchSpec, write_json
 
-# What the nodes of a round report to each other of its end, in the store of the rendezvous.
+# The nodes of a round report its end to each other in the store of the rendezvous.
 
 
 _HEARD_SECONDS = 3.0
@@ -137,7 +138,7 @@ class NodePlace(RendezvousHandler):
         while not is_over.wait(_REMARK_SECONDS):
             if self.present != said:
                 said = self.present
-                print(f"dsplan: {said} {self._waits_for}", flush=True)
+                notice(f"{said} {self._waits_for}", stream="stdout")
 
     def is_closed(self) -> bool:
         return self.rendezvous.is_closed()

@@ -13,6 +13,7 @@ from torch import nn
 
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
+from hardware_db.notices import notice
 from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
@@ -126,12 +127,12 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
 
 
 def _global_batch(job: LiveJob, ranks: int) -> int:
-    """What the script's settings make, or what the run has kept so far where it goes on and the script can keep it."""
-    own, kept = job.micro_batch_size * job.gradient_accumulation_steps * ranks, current().global_batch_size
-    if kept is None or job.accumulates:
-        return kept or own
-    if own != kept:
-        say(f"the script does not accumulate gradients: {ranks} ranks train on {own} samples a step, not on {kept}")
+    """Return what the script's settings make, or, in a resumed run, its batch so far if the script can keep it."""
+    own, whole = job.micro_batch_size * job.gradient_accumulation_steps * ranks, current().global_batch_size
+    if whole is None or job.accumulates:
+        return whole or own
+    if own != whole:
+        say(f"the script does not accumulate gradients: {ranks} ranks train on {own} samples a step, not on {whole}")
     return own
 
 
@@ -159,13 +160,12 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-# What a hook prints for the person at the terminal, once, from rank 0.
+# Messages of a hook, printed once, by rank 0.
 
 
 def say(sentence: str) -> None:
     """Print a line on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"dsplan: {sentence}", flush=True)
+    notice(sentence, stream="stdout", rank_zero=True)
 
 
 def say_replaced(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

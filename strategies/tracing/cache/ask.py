@@ -38,8 +38,8 @@ def extrapolated(readings: Sequence[Reading], sizes: Sizes, closed: Callable[[Si
             continue
         curve = _Curve({at: known[at].phases for at in used})
         shape = _Curve({at: closed(known[at].sizes) for at in used})
-        on_curve = all(_agree(curve.at(at), known[at].phases) for at in checks)
-        if on_curve and _agree(shape.at(target), closed(sizes)):
+        on_curve = all(_are_close(curve.at(at), known[at].phases) for at in checks)
+        if on_curve and _are_close(shape.at(target), closed(sizes)):
             taken_from = tuple(sorted(known[at].sizes for at in used))
             return Reading(sizes=sizes, phases=curve.at(target), taken_from=taken_from)
     return None
@@ -83,7 +83,7 @@ class _Curve:
         return max(total, 0.0)
 
 
-def _agree(one: Phases, other: Phases) -> bool:
+def _are_close(one: Phases, other: Phases) -> bool:
     """Whether two sets of phases are the same but for rounding; phases that only one has are not compared."""
     return all(
         abs(ledger.total - other[name].total) <= AGREEMENT * other[name].total

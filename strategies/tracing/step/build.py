@@ -145,7 +145,7 @@ def _images(config: Any, samples: int) -> torch.Tensor:
     return torch.zeros(samples, config.num_channels, config.image_size, config.image_size)
 
 
-# A module of the user's own as the subject of a trace: what it is fed.
+# Inputs of a user's own module in a trace.
 
 
 EXAMPLE = "example_batch"

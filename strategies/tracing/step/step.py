@@ -191,7 +191,7 @@ class _Run:
         )
         if mesh is not None:
             shard(self._module, self._blocks, mesh, self._configuration)
-        for block in self._blocks:  # after FSDP2's own hook, which frees the block's gathered weights
+        for block in self._blocks:  # after FSDP2's own hook, which frees the block's all-gathered weights
             block.register_forward_hook(self._block_done)
 
     def steps(self) -> TracedStep:

@@ -10,11 +10,13 @@ import pytest
 
 from hardware_db.probe.machine import Gpu, GpuPair, GpuProcess, Host, Machine, Nic, Software
 from hardware_db.units import GIB
+from strategies.distributed.network import Interface, interfaces
 from strategies.doctor.examine import examine
 from strategies.doctor.finding import Finding, merged, sorted_findings
 from strategies.doctor.limits import disk, filesystem, limit_findings, locked_memory, open_files, shared_memory
-from strategies.doctor.network import Interface, gloo_choice, interfaces, nccl_choice, network_findings
+from strategies.doctor.network import gloo_choice, nccl_choice, network_findings
 from strategies.doctor.software import gpus, slow_settings, versions
+from strategies.launch.elastic.place import interface_of
 
 LO, DOCKER = Interface(name="lo", address="127.0.0.1"), Interface(name="docker0", address="172.17.0.1")
 ETH, IB = Interface(name="eth0", address="10.0.0.4"), Interface(name="ib0", address="10.1.0.4")
@@ -62,6 +64,8 @@ def test_gloo_takes_the_address_of_the_host_name(known: list[str], asked: str, c
 
 def test_an_interface_that_is_not_there_is_a_problem() -> None:
     assert any(interface.address == "127.0.0.1" for interface in interfaces())
+    assert interface_of("127.0.0.1") == next(item.name for item in interfaces() if item.address == "127.0.0.1")
+    assert interface_of("203.0.113.9") == ""
     problems = [finding for finding in network_findings({"NCCL_SOCKET_IFNAME": "mlx7"}) if finding.level == "problem"]
     assert [finding.message for finding in problems] == [
         "NCCL_SOCKET_IFNAME is 'mlx7' and no interface that is up has that name"
@@ -127,7 +131,7 @@ def test_a_healthy_gpu_is_fine() -> None:
         ({"pcie_width": 8, "pcie_width_max": 16}, "warning", "GPU 0 has 8 of 16 PCIe lanes"),
     ],
 )
-def test_what_is_wrong_with_a_gpu_is_told(change: dict[str, object], level: str, said: str) -> None:
+def test_what_is_wrong_with_a_gpu_is_reported(change: dict[str, object], level: str, said: str) -> None:
     broken = Gpu(**{"index": 0, "name": "H100", "total_bytes": 80 * GIB, "free_bytes": GIB, **change})  # type: ignore[arg-type]
     machine = Machine(host=HEALTHY.host, software=HEALTHY.software, gpus=(broken,))
     first = gpus(machine)[0]

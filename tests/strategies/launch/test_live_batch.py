@@ -1,4 +1,4 @@
-"""The global batch of a script that does not call dsplan, in a run that goes on with other ranks."""
+"""The global batch of a script that does not call dsplan, in a run that resumes with other ranks."""
 
 from __future__ import annotations
 

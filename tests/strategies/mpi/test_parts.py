@@ -111,7 +111,7 @@ def test_the_safetensors_library_reads_what_is_written_and_the_other_way_round(t
     safetensors = pytest.importorskip("safetensors.numpy")
     arrays = {"a": np.arange(6, dtype=np.int16).reshape(2, 3), "b": np.array([True, False]), "c": np.array(2.5)}
     stored = [
-        files.Stored(key=key, word=value.dtype.name, shape=value.shape, values=lambda value=value: value)
+        files.FileArray(key=key, word=value.dtype.name, shape=value.shape, values=lambda value=value: value)
         for key, value in arrays.items()
     ]
     files.write(tmp_path / "mine.safetensors", stored)

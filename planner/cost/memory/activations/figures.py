@@ -208,7 +208,7 @@ def _peaks(moments: Sequence[Moment], sizes: Dimensions) -> list[Peak]:
 
 
 def _corners(peak: Peak) -> list[float]:
-    """The moment's bytes where they are extreme: few samples and many, cast weights counted or not, gradients let go of
+    """The moment's bytes where they are extreme: few samples and many, cast weights counted or not, gradients freed
     at once or held at eight bytes per element. What a strategy makes of a moment lies between."""
     fixed, grows = peak.activations
     extremes = itertools.product(_FEW_AND_MANY, (peak.cast, 0.0), (_WIDEST * peak.gradients, 0.0))
