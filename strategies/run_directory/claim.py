@@ -8,9 +8,9 @@ A hook, or an entry of dsplan's own, puts its work into `use`:
         ...  # make a plan, apply it, then
         claim.take_over(is_planned=True)  # this library's hook measures and follows the plan
 
-The first use claims for the whole process. Uses of other libraries pass through from then on, and so do uses of the same
-library inside the block: the DDP inside accelerate, the DeepSpeed inside Trainer, the DDP of our own engine. A claim that
-is not taken over leaves the measuring to torch's optimizer hooks (strategies/launch/hooks/observer.py).
+The first use claims for the whole process. Uses of other libraries pass through from then on, and so do uses of the
+same library inside the block: the DDP inside accelerate, the DeepSpeed inside Trainer, the DDP of our own engine. A
+claim that is not taken over leaves the measuring to torch's optimizer hooks (strategies/launch/hooks/observer.py).
 
 The claim is written into the run directory, where the command reads it with `read_claim`.
 """
