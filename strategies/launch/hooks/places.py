@@ -60,8 +60,8 @@ PLACES: tuple[Place, ...] = (
     Place("accelerate.accelerator", "Accelerator.__init__", "accelerate", f"{_HERE}.accelerate:init", claims=False),
     Place("accelerate.accelerator", "Accelerator.prepare", "accelerate", f"{_HERE}.accelerate:prepare", claims=False),
     Place("deepspeed", "initialize", "deepspeed", f"{_HERE}.deepspeed:initialize"),
-    Place("torch.optim.optimizer", "", "plain", f"{_HERE}.observer:watch"),
-    Place("torch.autograd", "backward", "plain", f"{_HERE}.observer:backward", claims=False),
+    Place("torch.optim.optimizer", "", "plain", f"{_HERE}.observer:watch_steps"),
+    Place("torch.autograd", "", "plain", f"{_HERE}.observer:watch_backward"),
 )
 
 
