@@ -30,6 +30,7 @@ from strategies.errors import CannotRun
 from strategies.optim.optimizers import fitting
 from strategies.optim.registry import with_named
 from strategies.protocols import OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
+from strategies.run_directory import claim
 from strategies.run_directory.state_consensus import current
 from strategies.supervision.supervision import supervise
 from strategies.telemetry.monitor import RunMonitor
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from strategies.autoplan.tuning import Prospect
 
 
+@claim.use("dsplan")
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | OptimizerFactory | Mapping[str, Any] | str | Path | None = None,
@@ -112,6 +114,7 @@ def initialize(
         gradient_clipping=script.gradient_clipping,
         script=script,
     )
+    claim.take_over(is_planned=True)
     tuning = _tuning(model, options, environment)
     monitor = _monitor(settled, environment, script.monitor, is_new=is_new)
     engine = find_strategy(settled.configuration, environment).engine(fitting(with_named(parts)))
