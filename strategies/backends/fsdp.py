@@ -27,6 +27,7 @@ class FullShard(TorchStrategy):
     """Parameters, gradients and optimizer states sharded; blocks are all-gathered when needed and freed after use."""
 
     reshard_after_forward = True
+    _reduce_dtype: torch.dtype | None = None
 
     def engine(self, parts: TrainingParts) -> TorchEngine:
         self._reduce_dtype = gradient_travel(parts).dtype
@@ -34,7 +35,7 @@ class FullShard(TorchStrategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         ensure_group(self.environment)
-        _broadcast_from_rank_0(model, self.environment.device)
+        broadcast_from_rank_0(model, self.environment.device)
         shard = partial(
             fully_shard,
             mesh=self.mesh(),
@@ -131,7 +132,7 @@ def _letting_go(unit: nn.Module, model: nn.Module) -> Iterator[None]:
             parameter.data = parameter.data.new_empty(0)
 
 
-def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
+def broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
     """Give every rank the weights of rank 0, as DDP does; one tensor at a time, so that no device holds them all."""
     for tensor in [*model.parameters(), *model.buffers()]:
         here = tensor.detach().to(device)
