@@ -46,7 +46,8 @@ def exit_status_of(kind: EndingKind, error_type: str) -> int:
 # Placement and Supervision: where a run's ranks start, and what is done when they end. No torch.
 
 
-ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "plain"]
+ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "lightning", "torch", "plain"]
+"""Who trains: `torch` is a script that wraps its model in DDP or FSDP itself, `plain` one in which nobody is seen to."""
 SAVING: tuple[ScriptKind, ...] = ("dsplan", "huggingface")
 """Scripts whose ranks save and stop when they are asked to; others are ended, and may answer SIGTERM themselves."""
 LauncherName = Literal["local", "slurm", "mpi", "deepspeed", "accelerate"]

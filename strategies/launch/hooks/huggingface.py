@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from planner import vocabulary as words
 from planner.emit.common import EmitOptions
@@ -32,9 +32,9 @@ from strategies.distributed.environment import Environment
 from strategies.launch.hooks.live import LiveJob, plan_live, say_replaced, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.run_lock import LOCK_FILE
+from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
-from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 from strategies.supervision.autosave import KEPT, Interval, SaveClock
 from strategies.supervision.not_finite import FiniteWatch
@@ -276,7 +276,7 @@ def _say(text: str) -> None:
 _LEFT_TO_SCRIPT = frozenset({"optim", "learning_rate", "weight_decay", "max_grad_norm"})
 # Follows from the machine, not from the plan.
 _MACHINE = frozenset({"use_cpu", "ddp_backend"})
-_WRITTEN = "_dsplan_written"
+_WRITTEN, _SETTLED = "_dsplan_written", "_dsplan_settled"
 
 _OPTIMIZERS: Mapping[str, words.Optimizer] = {
     "adamw_torch": "adamw",
@@ -289,39 +289,49 @@ _OPTIMIZERS: Mapping[str, words.Optimizer] = {
 }
 
 
-def install(spec: LaunchSpec) -> None:
-    """Patch TrainingArguments and Trainer of this process."""
+def settle(original: Callable[..., None], settings: Any) -> None:
+    """`TrainingArguments.__post_init__`, with the plan's settings where there is a plan already."""
     plan = settled_plan()
-    settle = TrainingArguments.__post_init__
-    start = Trainer.__init__
-
-    @functools.wraps(settle)
-    def post_init(self: Any) -> None:
-        setattr(self, _WRITTEN, _written(self))
-        if plan is not None:
-            _fill_in(self, plan)
-        settle(self)
-
-    @functools.wraps(start)
-    def init(self: Any, *positional: Any, **named: Any) -> None:
-        bound = inspect.signature(start).bind(self, *positional, **named)
-        arguments = bound.arguments
-        arguments["args"] = settings = arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")
-        made = plan or plan_live(_live_job(arguments, settings, spec))
-        if plan is None:
-            _return_to(settings, getattr(settings, _WRITTEN))
-            _fill_in(settings, made)
-            settle(settings)
-        monitor = watch(made, planned=plan is None, device=settings.device)
-        arguments["callbacks"] = [*(arguments.get("callbacks") or ()), _StepEnd(monitor)]
-        start(*bound.args, **bound.kwargs)
-        _watch_training_steps(self, monitor, supervise(self, made))
-
-    patch(TrainingArguments, "__post_init__", post_init)
-    patch(Trainer, "__init__", init)
+    setattr(settings, _WRITTEN, _written(settings))
+    if plan is not None:
+        _fill_in(settings, plan)
+    original(settings)
+    setattr(settings, _SETTLED, _written(settings))
 
 
-def _live_job(arguments: Mapping[str, Any], settings: Any, spec: LaunchSpec) -> LiveJob:
+def _resettle(settings: Any, plan: Plan) -> None:
+    """Settle the arguments once more, with the plan's settings in what the script wrote.
+
+    What was set since then stays: subclasses of Trainer edit their arguments before they come to Trainer itself. The
+    class's own `__post_init__` runs, as those of subclasses work out some settings from others.
+    """
+    # Device and rank are cached on the arguments at their first use.
+    vars(settings).pop("_setup_devices", None)
+    settled = getattr(settings, _SETTLED)
+    for name, value in getattr(settings, _WRITTEN).items():
+        if getattr(settings, name) == settled[name]:
+            setattr(settings, name, dict(value) if isinstance(value, dict) else value)
+    _fill_in(settings, plan)
+    with claim.passing_through():  # the plan is filled in already
+        type(settings).__post_init__(settings)
+
+
+def init(original: Callable[..., None], trainer: Any, *positional: Any, **named: Any) -> None:
+    """`Trainer.__init__` under the plan; subclasses come here with the data and the collator that they made."""
+    plan = settled_plan()
+    bound = inspect.signature(original).bind(trainer, *positional, **named)
+    arguments = bound.arguments
+    arguments["args"] = settings = arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")
+    made = plan or plan_live(_live_job(arguments, settings))
+    if plan is None:
+        _resettle(settings, made)
+    monitor = watch(made, planned=plan is None, device=settings.device)
+    arguments["callbacks"] = [*(arguments.get("callbacks") or ()), _StepEnd(monitor)]
+    original(*bound.args, **bound.kwargs)
+    _watch_training_steps(trainer, monitor, supervise(trainer, made))
+
+
+def _live_job(arguments: Mapping[str, Any], settings: Any) -> LiveJob:
     model = arguments.get("model")
     if model is None and arguments.get("model_init") is not None:
         model = arguments["model_init"]()
@@ -329,7 +339,7 @@ def _live_job(arguments: Mapping[str, Any], settings: Any, spec: LaunchSpec) -> 
     collate = arguments.get("data_collator")
     return LiveJob(
         module=cast("torch.nn.Module", model),
-        kind=spec.kind,
+        kind="huggingface",
         micro_batch_size=settings.per_device_train_batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         sequence_length=sequence_length(data, collate),
@@ -342,13 +352,6 @@ def _written(settings: Any) -> dict[str, Any]:
     """The settings as the script wrote them; dictionaries are copied, because `__post_init__` edits them."""
     written = {item.name: getattr(settings, item.name) for item in fields(settings) if item.init}
     return {name: dict(value) if isinstance(value, dict) else value for name, value in written.items()}
-
-
-def _return_to(settings: Any, written: Mapping[str, Any]) -> None:
-    # Device and rank are cached on the arguments at their first use.
-    vars(settings).pop("_setup_devices", None)
-    for name, value in written.items():
-        setattr(settings, name, dict(value) if isinstance(value, dict) else value)
 
 
 def _fill_in(settings: Any, plan: Plan) -> None:

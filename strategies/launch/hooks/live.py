@@ -29,6 +29,7 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.same_model import require_same_model
 from strategies.errors import CannotRun
 from strategies.launch.recognise import accepted
+from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
 from strategies.run_directory.state_consensus import current
 from strategies.telemetry.monitor import RunMonitor
@@ -157,6 +158,7 @@ def watch(plan: Plan, *, planned: bool, device: torch.device) -> RunMonitor:
         device=device,
         sequence_length=plan.configuration.sequence_length,
     )
+    claim.take_over(is_planned=True)
     state = current()
     is_new = planned or (plan is state.plan and not state.is_given)
     if state.tunes:
