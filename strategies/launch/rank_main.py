@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from hardware_db.errors import DsplanError
 from strategies.launch.elastic.place import take_place
-from strategies.launch.hooks import places
+from strategies.launch.hooks import asked, places
 from strategies.run_directory.spec import LaunchSpec, log_path
 from strategies.run_directory.state_consensus import agree, let_the_waiting_go, narrow, wait_for_the_others
 from strategies.supervision.failures import described, exit_status, failure_of, write_failure, write_success
@@ -84,7 +84,12 @@ def _run_script(spec: LaunchSpec) -> None:
     sys.argv = [spec.script, *spec.arguments]
     sys.path[0:0] = [str(Path(spec.script).resolve().parent)]
     try:
-        runpy.run_path(spec.script, run_name="__main__")
+        try:
+            runpy.run_path(spec.script, run_name="__main__")
+        except SystemExit as exit_request:
+            if exit_request.code:
+                raise
+        asked.refuse_unapplied()
     finally:
         if store is not None and os.environ["RANK"] == "0":
             let_the_waiting_go(store)

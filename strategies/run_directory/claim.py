@@ -41,7 +41,7 @@ class Claim:
 _claim: Claim | None = None
 _uses = 0
 _is_taken_over = _is_planned = False
-_waiting: list[Callable[[], object]] = []
+_waiting: list[Callable[[ScriptKind], object]] = []
 
 
 @contextmanager
@@ -83,8 +83,6 @@ def take_over(*, is_planned: bool) -> None:
     """Who claimed the run measures it from here on, and follows a plan or not."""
     global _is_taken_over, _is_planned
     _is_taken_over, _is_planned = True, _is_planned or is_planned
-    while _waiting:
-        _waiting.pop()()
 
 
 def is_taken_over() -> bool:
@@ -97,12 +95,9 @@ def is_planned() -> bool:
     return _is_planned
 
 
-def once_taken_over(callback: Callable[[], object]) -> None:
-    """Call this when the run is taken over, at once where it is."""
-    if _is_taken_over:
-        callback()
-    else:
-        _waiting.append(callback)
+def once_claimed(callback: Callable[[ScriptKind], object]) -> None:
+    """Call this with the kind of who claims the run, when that happens."""
+    _waiting.append(callback)
 
 
 def note_unclaimed() -> None:
@@ -134,6 +129,8 @@ def _note(kind: ScriptKind) -> None:
     if directory and os.environ.get("LOCAL_RANK", "0") == "0":
         with suppress(OSError):  # a full disk ends no training
             write_json(Path(directory) / CLAIM_FILE, asdict(_claim))
+    for callback in _waiting:
+        callback(kind)
 
 
 def forget() -> None:

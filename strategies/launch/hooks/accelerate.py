@@ -25,7 +25,7 @@ from planner import vocabulary as words
 from planner.emit.accelerate import emit
 from planner.emit.common import EmitOptions
 from planner.types.plan import Plan
-from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, sequence_length, settled_plan, watch
+from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, settled_plan, shown_data, watch
 from strategies.launch.hooks.patch import patch, with_batch_size
 from strategies.run_directory import claim
 from strategies.telemetry.monitor import RunMonitor
@@ -51,7 +51,7 @@ _START = "_dsplan_start"
 def init(original: Callable[..., None], accelerator: Any, *positional: Any, **named: Any) -> None:
     """`Accelerator.__init__`, under the plan where there is one already. It claims nothing yet: a script may have an
     accelerator for its rank or its prints alone, and train with something else."""
-    plan = settled_plan()
+    plan = settled_plan("accelerate")
     given = inspect.signature(original).bind(accelerator, *positional, **named).arguments
     given.pop("self")
     setattr(accelerator, _GIVEN, given)
@@ -68,13 +68,12 @@ def prepare(original: Callable[..., Any], accelerator: Any, *objects: Any, **nam
     if model is None or hasattr(accelerator, "_dsplan_monitor") or not hasattr(accelerator, _GIVEN):
         return original(accelerator, *objects, **named)
     with claim.use("accelerate"):
-        plan = settled_plan()
-        made = plan
-        if made is None:
-            made = plan_live(_live_job(accelerator, objects))
+        plan = settled_plan("accelerate")
+        accumulates = _accumulates(sys._getframe(1))
+        made = plan or plan_live(_live_job(accelerator, objects, accumulates=accumulates))
+        if plan is None and made is not None:
             _start_under(made, accelerator)
-        accumulates = _accumulates(sys._getframe())
-        batched = [_batched(item, made, accumulates=accumulates) for item in objects]
+        batched = [_batched(item, made, accumulates=accumulates) for item in objects] if made else objects
         accelerator._dsplan_monitor = watch(made, planned=plan is None, device=accelerator.device)
         result = original(accelerator, *batched, **named)
         accelerator._dsplan_monitor.training_starts()
@@ -119,8 +118,7 @@ def _start_under(plan: Plan, accelerator: Any) -> None:
     setattr(accelerator, _GIVEN, given)
 
 
-def _live_job(accelerator: Any, objects: tuple[Any, ...]) -> LiveJob:
-    accumulates = _accumulates(sys._getframe())
+def _live_job(accelerator: Any, objects: tuple[Any, ...], *, accumulates: bool) -> LiveJob:
     loader = _training_loader(objects)
     precision = str(accelerator.mixed_precision)
     optimizer = next((item for item in objects if isinstance(item, torch.optim.Optimizer)), None)
@@ -129,7 +127,7 @@ def _live_job(accelerator: Any, objects: tuple[Any, ...]) -> LiveJob:
         kind="accelerate",
         micro_batch_size=getattr(loader, "batch_size", None) or 1,
         gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
-        sequence_length=sequence_length(getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)),
+        data=shown_data(getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)),
         precision=precision if precision in ("bf16", "fp16") else "fp32",  # type: ignore[arg-type]
         optimizer=_optimizer_name(optimizer),
         # Without `accumulate` in the script nothing would accumulate, and an unusual loader cannot be cut anew.

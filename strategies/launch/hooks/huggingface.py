@@ -26,10 +26,10 @@ from transformers import TrainerCallback, TrainingArguments
 from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.huggingface import training_arguments
-from planner.types.plan import Configuration, Plan
+from planner.types.plan import Plan
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
-from strategies.launch.hooks.live import LiveJob, plan_live, say_replaced, sequence_length, settled_plan, watch
+from strategies.launch.hooks.live import LiveJob, plan_live, say_replaced, settled_plan, shown_data, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.run_lock import LOCK_FILE
 from strategies.run_directory import claim
@@ -51,13 +51,13 @@ from strategies.variables import RUN_DIRECTORY
 _STATE = "trainer_state.json"
 
 
-def supervise(trainer: Any, plan: Plan) -> Callable[[Any], object]:
+def supervise(trainer: Any) -> Callable[[Any], object]:
     """Let a run's options rule a Trainer, and return what is to be called with every micro-batch's loss."""
     directory = Path(os.environ[RUN_DIRECTORY])
     attempt_options = AttemptOptions.load(directory)
     if attempt_options is None:
         return lambda loss: None
-    supervised = _Supervised(plan, attempt_options, directory)
+    supervised = _Supervised(attempt_options, directory)
     trainer.add_callback(supervised)
     original = trainer.train
 
@@ -90,7 +90,6 @@ def _is_first_train() -> bool:
 class _Progress:
     """What the watch over finite losses asks of an engine."""
 
-    configuration: Configuration
     global_steps: int = 0
     gradient_norm: float | None = None
     loss_scale: float = 1.0
@@ -99,9 +98,9 @@ class _Progress:
 class _Supervised(TrainerCallback):  # type: ignore[misc]
     """Does at the end of every step of a Trainer what `Supervision` does for an engine."""
 
-    def __init__(self, plan: Plan, attempt_options: AttemptOptions, directory: Path) -> None:
+    def __init__(self, attempt_options: AttemptOptions, directory: Path) -> None:
         self._options, self._directory = attempt_options, directory
-        self._progress = _Progress(configuration=plan.configuration)
+        self._progress = _Progress()
         self._finite = FiniteWatch(self._progress, sees_gradients=False)
         self._saves_now = False
         self._leaves: Request | None = None
@@ -291,7 +290,7 @@ _OPTIMIZERS: Mapping[str, words.Optimizer] = {
 
 def settle(original: Callable[..., None], settings: Any) -> None:
     """`TrainingArguments.__post_init__`, with the plan's settings where there is a plan already."""
-    plan = settled_plan()
+    plan = settled_plan("huggingface")
     setattr(settings, _WRITTEN, _written(settings))
     if plan is not None:
         _fill_in(settings, plan)
@@ -318,17 +317,17 @@ def _resettle(settings: Any, plan: Plan) -> None:
 
 def init(original: Callable[..., None], trainer: Any, *positional: Any, **named: Any) -> None:
     """`Trainer.__init__` under the plan; subclasses come here with the data and the collator that they made."""
-    plan = settled_plan()
+    plan = settled_plan("huggingface")
     bound = inspect.signature(original).bind(trainer, *positional, **named)
     arguments = bound.arguments
     arguments["args"] = settings = arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")
     made = plan or plan_live(_live_job(arguments, settings))
-    if plan is None:
+    if plan is None and made is not None:
         _resettle(settings, made)
     monitor = watch(made, planned=plan is None, device=settings.device)
     arguments["callbacks"] = [*(arguments.get("callbacks") or ()), _StepEnd(monitor)]
     original(*bound.args, **bound.kwargs)
-    _watch_training_steps(trainer, monitor, supervise(trainer, made))
+    _watch_training_steps(trainer, monitor, supervise(trainer))
 
 
 def _live_job(arguments: Mapping[str, Any], settings: Any) -> LiveJob:
@@ -342,7 +341,7 @@ def _live_job(arguments: Mapping[str, Any], settings: Any) -> LiveJob:
         kind="huggingface",
         micro_batch_size=settings.per_device_train_batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        sequence_length=sequence_length(data, collate),
+        data=shown_data(data, collate),
         precision="bf16" if settings.bf16 else "fp16" if settings.fp16 else "fp32",
         optimizer=_OPTIMIZERS.get(str(settings.optim.value), "adamw"),
     )

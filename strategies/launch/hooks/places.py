@@ -10,7 +10,8 @@ said by one callable; its own module must then be cheap to import.
 
     Place("transformers.trainer", "Trainer.__init__", "huggingface", "strategies.launch.hooks.huggingface:init")
 
-Rows for more libraries go into PLACES. Whoever follows a plan or measures calls `claim.take_over(is_planned=...)`, as `hooks.live.watch` does.
+Rows for more libraries go into PLACES. Whoever follows a plan or measures calls `claim.take_over(is_planned=...)`, as
+`hooks.live.watch` does.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ PLACES: tuple[Place, ...] = (
     Place("accelerate.accelerator", "Accelerator.__init__", "accelerate", f"{_HERE}.accelerate:init", claims=False),
     Place("accelerate.accelerator", "Accelerator.prepare", "accelerate", f"{_HERE}.accelerate:prepare", claims=False),
     Place("deepspeed", "initialize", "deepspeed", f"{_HERE}.deepspeed:initialize"),
+    Place("torch.optim.optimizer", "", "plain", f"{_HERE}.observer:watch"),
+    Place("torch.autograd", "backward", "plain", f"{_HERE}.observer:backward", claims=False),
 )
 
 
