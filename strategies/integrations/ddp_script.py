@@ -363,9 +363,9 @@ def _loop_of(parameters: Iterable[torch.Tensor]) -> ScriptLoop | None:
 # What is measured of a script's loop.
 
 
-def observe(module: nn.Module, observer: Observer) -> None:
+def observe(module: nn.Module, observer: Observer) -> Callable[[], None]:
     """Call an observer with what a script's loop does: forward passes that train, the losses that `module` returns, and
-    the steps of the first optimizer that steps its parameters."""
+    the steps of the first optimizer that steps its parameters. What is returned ends that."""
     optimizers: list[int] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -384,9 +384,17 @@ def observe(module: nn.Module, observer: Observer) -> None:
         if id(optimizer) in optimizers:
             observer.step_ended()
 
-    module.register_forward_pre_hook(ModelHook(before), with_kwargs=True)
-    module.register_forward_hook(ModelHook(after))
-    register_optimizer_step_post_hook(stepped)
+    handles = (
+        module.register_forward_pre_hook(ModelHook(before), with_kwargs=True),
+        module.register_forward_hook(ModelHook(after)),
+        register_optimizer_step_post_hook(stepped),
+    )
+
+    def stop() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return stop
 
 
 def _steps(optimizer: torch.optim.Optimizer, module: nn.Module) -> bool:

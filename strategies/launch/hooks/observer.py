@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -31,27 +31,24 @@ class _Observer:
     """One rank's steps, until somebody takes the run over."""
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
+        self._is_over = False
         self._monitor: RunMonitor | None = None
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
 
     def stand_by(self, optimizers: ModuleType) -> None:
         """See every optimizer's steps."""
-        self._handles = [
-            optimizers.register_optimizer_step_pre_hook(self._step_starts),
-            optimizers.register_optimizer_step_post_hook(self._step_ended),
-        ]
+        optimizers.register_optimizer_step_pre_hook(self._step_starts)
+        optimizers.register_optimizer_step_post_hook(self._step_ended)
 
     @property
     def is_needed(self) -> bool:
         """Whether nobody has taken the run over; once somebody has, nothing comes by here any more."""
-        if claim.is_taken_over() and self._handles:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
+        if claim.is_taken_over() and not self._is_over:
+            # The hooks stay: torch goes through them while it calls them.
+            self._is_over = True
             if self._monitor is not None:
                 self._monitor.close()
-        return bool(self._handles)
+        return not self._is_over
 
     def backward_starts(self, tensors: Any) -> None:
         """A backward pass begins from a tensor, or from several."""
@@ -97,6 +94,13 @@ class _Observer:
 
 
 _observer = _Observer()
+_listeners: list[Callable[[torch.Tensor], object]] = []
+
+
+def when_backward_starts(listener: Callable[[torch.Tensor], object]) -> Callable[[], None]:
+    """Call this with the scalar from which a backward pass of this process begins; what is returned ends that."""
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
 
 
 def watch(optimizers: ModuleType) -> None:
@@ -104,8 +108,11 @@ def watch(optimizers: ModuleType) -> None:
     _observer.stand_by(optimizers)
 
 
-def backward(original: Callable[..., Any], tensors: Iterable[Any], *rest: Any, **named: Any) -> Any:
+def backward(original: Callable[..., Any], tensors: Any, *rest: Any, **named: Any) -> Any:
     """`torch.autograd.backward`, which `Tensor.backward` calls."""
     if _observer.is_needed:
         _observer.backward_starts(tensors)
+    for listener in _listeners:
+        if hasattr(tensors, "backward") and tensors.numel() == 1:
+            listener(tensors.detach().reshape(()))
     return original(tensors, *rest, **named)

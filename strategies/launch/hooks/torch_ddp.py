@@ -34,6 +34,8 @@ from strategies.autoplan.rates import machine_rates
 from strategies.distributed.consensus import on_rank_zero
 from strategies.errors import CannotRun
 from strategies.integrations.ddp_script import ScriptParallel, configuration_for, follow_script, observe
+from strategies.launch.hooks import asked as asked_for
+from strategies.launch.hooks import observer
 from strategies.launch.hooks.live import say, settled_plan
 from strategies.protocols import Observer
 from strategies.run_directory import claim
@@ -43,30 +45,24 @@ from strategies.tracing.live import facts_from_module
 from strategies.tracing.step import checkpointing
 from strategies.variables import RUN_DIRECTORY, STRATEGY
 
-_HERE = str(Path(__file__).parents[3])
 _REMEDIES: tuple[words.Strategy, ...] = ("zero2", "fsdp", "zero3")
 
 
 def wrap(original: Callable[..., None], wrapper: Any, module: nn.Module, *positional: Any, **named: Any) -> None:
     """`DistributedDataParallel.__init__`: the strategy that was asked for, in the place of DDP."""
-    plan = settled_plan()
+    plan = settled_plan("torch")
     asked = plan.configuration if plan is not None else _named_configuration()
     facts = facts_from_module(module)
     if asked is None or asked.strategy in ("single", "ddp"):
         original(wrapper, module, *positional, **named)
         asked = configuration_for("ddp", int(os.environ["WORLD_SIZE"]))
     else:
-        place = _script_line()
+        place = asked_for.script_line(sys._getframe())
         kind = type(wrapper)
         if kind is not DistributedDataParallel:
             raise CannotRun(
                 f"{place}: {kind.__name__} is a class of its own over DDP, whose place strategy"
                 f" {asked.strategy!r} cannot take; use ddp"
-            )
-        if asked.backend == "deepspeed":
-            raise CannotRun(
-                f"{place}: backend 'deepspeed' cannot take the place of DDP, backend 'native' can; plan with --backend"
-                " native, or name the strategy by --strategy"
             )
         if asked.activation_checkpointing != "none":
             checkpointing.checkpoint_activations(module, asked.activation_checkpointing)
@@ -77,20 +73,25 @@ def wrap(original: Callable[..., None], wrapper: Any, module: nn.Module, *positi
             f"{asked.strategy} takes the place of DDP at {place}; micro-batch, accumulation, precision and optimizer"
             " stay the script's own, and so do saving and loading"
         )
-    _measure(wrapper, facts, asked, is_planned=plan is not None)
+    _measure(wrapper, facts, asked)
 
 
-def shard(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
-    """`fully_shard` and FSDP1's `__init__`: measured as fsdp, which is all that such a script can run."""
-    module = next(item for item in (*positional, *named.values()) if isinstance(item, nn.Module))
-    if type(module).__name__ == "FullyShardedDataParallel":
-        module = next(item for item in (*positional[1:], *named.values()) if isinstance(item, nn.Module))
+def shard(original: Callable[..., Any], module: Any, *positional: Any, **named: Any) -> Any:
+    """`fully_shard`: measured as fsdp, which is all that such a script can run."""
     _refuse_another("fsdp", "shards its model itself")
-    # Its root is wrapped last, after its parts.
-    _Own.facts = facts_from_module(module)
-    result = original(*positional, **named)
-    _Own.watch(positional[0] if isinstance(positional[0], nn.Module) else module)
+    facts = facts_from_module(module) if isinstance(module, nn.Module) else None
+    result = original(module, *positional, **named)
+    if facts is not None:
+        _measure(module, facts, configuration_for("fsdp", int(os.environ["WORLD_SIZE"])))
     return result
+
+
+def shard_by_fsdp1(original: Callable[..., None], wrapper: Any, module: nn.Module, *rest: Any, **named: Any) -> None:
+    """`FullyShardedDataParallel.__init__`, likewise; it wraps parts of the model by itself on its way."""
+    _refuse_another("fsdp", "shards its model itself")
+    facts = facts_from_module(module)
+    original(wrapper, module, *rest, **named)
+    _measure(wrapper, facts, configuration_for("fsdp", int(os.environ["WORLD_SIZE"])))
 
 
 def parallelize(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
@@ -99,44 +100,20 @@ def parallelize(original: Callable[..., Any], *positional: Any, **named: Any) ->
     return original(*positional, **named)
 
 
-class _Own:
-    """The outermost module that a script has sharded so far."""
-
-    facts: ModelFacts | None = None
-    watched: nn.Module | None = None
-
-    @classmethod
-    def watch(cls, module: nn.Module) -> None:
-        """Measure a module, in the place of a part of it that was sharded before."""
-        if cls.watched is None or cls.watched in set(module.modules()):
-            cls.watched = module
-
-
 def _refuse_another(own: str, what: str) -> None:
-    plan = settled_plan()
+    plan = settled_plan("torch")
     asked = plan.configuration.strategy if plan is not None else os.environ.get(STRATEGY)
     if asked and asked != own:
         remedy = f"leave --strategy out, or name {own}" if own else "leave --strategy out"
-        raise CannotRun(f"{_script_line()}: the script {what}, so strategy {asked!r} cannot be applied; {remedy}")
+        place = asked_for.script_line(sys._getframe())
+        raise CannotRun(f"{place}: the script {what}, so strategy {asked!r} cannot be applied; {remedy}")
 
 
 def _named_configuration() -> Configuration | None:
     """What `--strategy` names; None where nothing was asked for."""
-    asked: Any = os.environ.get(STRATEGY)
-    return configuration_for(asked, int(os.environ["WORLD_SIZE"])) if asked else None
-
-
-def _script_line() -> str:
-    """The line of the script, or of a module of its, that is running: file:line."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(
-            (_HERE + os.sep + "strategies", os.path.dirname(torch.__file__), "<")
-        ) and os.path.exists(name):
-            return f"{os.path.relpath(name)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "the script"
+    named: Any = os.environ.get(STRATEGY)
+    asked_for.require_possible("torch", named, gpus=torch.cuda.is_available())
+    return configuration_for(named, int(os.environ["WORLD_SIZE"])) if named else None
 
 
 # The first step shows what the script trains with; then its cost is predicted, beside what is measured.
@@ -158,7 +135,7 @@ class FirstStep(Observer):
     def __init__(self, module: nn.Module, facts: ModelFacts, asked: Configuration, monitor: RunMonitor) -> None:
         self._module, self._facts, self._asked, self._monitor = module, facts, asked, monitor
         self._seen = _Seen()
-        self._is_over = False
+        self._is_over = self._has_loss = False
 
     def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
         PULSE.call()
@@ -178,6 +155,14 @@ class FirstStep(Observer):
         if first.dim() == 2 and not first.is_floating_point():
             seen.sequence_length = max(seen.sequence_length, first.shape[1])
         seen.precision = _precision(first.device.type, self._module)
+
+    def loss_is(self, loss: torch.Tensor) -> None:
+        self._has_loss = True
+
+    def backward_starts(self, root: torch.Tensor) -> None:
+        """A backward pass begins from a scalar: the loss, where the model itself returns none."""
+        if not self._has_loss:
+            self._monitor.loss_is(root)
 
     def step_ended(self) -> None:
         PULSE.step += 1
@@ -238,17 +223,27 @@ def _precision(device: str, module: nn.Module) -> words.Precision:
     return "bf16-pure" if next(module.parameters()).dtype == torch.bfloat16 else "fp32"
 
 
-def _measure(module: nn.Module, facts: ModelFacts, asked: Configuration, *, is_planned: bool) -> None:
-    """Write the metrics of a script's loop, once per run: a second model that it wraps is not measured."""
-    if claim.is_taken_over():
+class _Measured:
+    """The outermost module that the script has wrapped so far, which stands for the model."""
+
+    module: nn.Module | None = None
+    monitor: RunMonitor | None = None
+    stops: tuple[Callable[[], None], ...] = ()
+
+
+def _measure(module: nn.Module, facts: ModelFacts, asked: Configuration) -> None:
+    """Write the metrics of a script's loop over a module: one for each run, so a second model is not measured."""
+    known, device = _Measured, next(module.parameters()).device
+    if known.module is not None and known.module not in set(module.modules()):
         return say("a second model that the script wraps is not measured")
     claim.take_over(is_planned=True)
-    device = next(module.parameters()).device
-    monitor = RunMonitor(
-        Path(os.environ[RUN_DIRECTORY]), rank=int(os.environ["RANK"]), device=device, sequence_length=1
-    )
-    first = FirstStep(module, facts, asked, monitor)
-    observe(module, monitor)
-    observe(module, first)
-    monitor.training_starts()
+    if known.monitor is None:
+        rank, directory = int(os.environ["RANK"]), Path(os.environ[RUN_DIRECTORY])
+        known.monitor = RunMonitor(directory, rank=rank, device=device, sequence_length=0)
+    for stop in known.stops:
+        stop()
+    first = FirstStep(module, facts, asked, known.monitor)
+    unfollow = observer.when_backward_starts(first.backward_starts)
+    known.module, known.stops = module, (observe(module, known.monitor), observe(module, first), unfollow)
+    known.monitor.training_starts()
     return None
