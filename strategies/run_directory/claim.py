@@ -36,6 +36,8 @@ class Claim:
 
     kind: ScriptKind
     """The library whose user claimed the run; plain where a step was done and nobody had."""
+    parameters: int | None = None
+    """How many parameters are trained, where only an optimizer's steps were seen."""
 
 
 _claim: Claim | None = None
@@ -100,10 +102,9 @@ def once_claimed(callback: Callable[[ScriptKind], object]) -> None:
     _waiting.append(callback)
 
 
-def note_unclaimed() -> None:
-    """A step is done and nobody has claimed the run."""
-    if _claim is None:
-        _note("plain")
+def note_unplanned(parameters: int) -> None:
+    """A step on so many parameters is done, and nobody has taken the run over."""
+    _write(Claim(kind="plain" if _claim is None else _claim.kind, parameters=parameters))
 
 
 def read_claim(directory: Path) -> Claim | None:
@@ -121,16 +122,20 @@ def claimed_kind(directory: Path) -> ScriptKind | None:
 
 
 def _note(kind: ScriptKind) -> None:
-    global _claim
     if _claim is not None and _claim.kind == kind:
         return
-    _claim = Claim(kind=kind)
+    _write(Claim(kind=kind))
+    for callback in _waiting:
+        callback(kind)
+
+
+def _write(claim: Claim) -> None:
+    global _claim
+    _claim = claim
     directory = os.environ.get(RUN_DIRECTORY)
     if directory and os.environ.get("LOCAL_RANK", "0") == "0":
         with suppress(OSError):  # a full disk ends no training
-            write_json(Path(directory) / CLAIM_FILE, asdict(_claim))
-    for callback in _waiting:
-        callback(kind)
+            write_json(Path(directory) / CLAIM_FILE, asdict(claim))
 
 
 def forget() -> None:

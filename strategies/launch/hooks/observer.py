@@ -67,9 +67,10 @@ class _Observer:
         if self._first is None:
             self._first = weakref.ref(optimizer)
             self._say()
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            claim.note_unplanned(sum(weight.numel() for weight in weights))
         elif self._first() is not optimizer:
             return
-        claim.note_unclaimed()
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         monitor = self._watching(weights[0].device)
         monitor.step_ended()
