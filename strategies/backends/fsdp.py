@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.types.plan import Configuration
 from strategies.distributed.environment import ensure_group
+from strategies.distributed.gathers import note_gathers
 from strategies.engine.torch_engine import TorchEngine, TorchStrategy
 from strategies.modules.compression import gradient_travel
 from strategies.modules.precision import sharding_policy
@@ -48,6 +49,7 @@ class FullShard(TorchStrategy):
         # The root keeps torch's default: it is needed first in backward, so it stays unsharded after forward.
         with _letting_go(model, model):
             shard(model)
+        note_gathers([unit for unit in model.modules() if isinstance(unit, FSDPModule)])
         return model
 
     def mesh(self) -> DeviceMesh:

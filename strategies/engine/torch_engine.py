@@ -206,7 +206,7 @@ class TorchEngine(Engine):
             "optimizer": tensors_in(self.optimizer.state),
         }
 
-    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+    def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
         return self.strategy.whole(self.module, keeps_changes=keeps_changes)
 
     def _states(self) -> WholeStates:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakSet
@@ -19,6 +20,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,13 +32,14 @@ from planner import vocabulary as words
 from planner.types.plan import Configuration
 from strategies.backends.fsdp import FullShard, broadcast_from_rank_0
 from strategies.backends.zero.script_loop import ScriptLoop, tensors_in_output
-from strategies.backends.zero.stages import ModelHook
 from strategies.distributed.environment import join
+from strategies.distributed.gathers import ModelHook
 from strategies.distributed.same_model import require_same_model
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
 from strategies.optim.optimizers import ParameterMove, refuse_optimizer, refuse_sparse_layers, sharded_like
 from strategies.protocols import Observer
+from strategies.run_directory.heartbeat import PULSE
 
 
 def configuration_for(strategy: words.Strategy, world_size: int) -> Configuration:
@@ -118,7 +121,10 @@ class ScriptParallel(DistributedDataParallel):
                     for optimizer in optimizers_of(cast("nn.Module", self.module)):
                         give_whole_states(optimizer)
                 self.module.set_requires_gradient_sync(reduces or self.configuration.sync_each_micro_batch)
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+            if trains and isinstance(self.module, FSDPModule):
+                _note_backward(output)
+            return output
         if not trains:
             return self.module(*args, **kwargs)
         self._loop.forward_starts()
@@ -178,6 +184,18 @@ class ScriptParallel(DistributedDataParallel):
             kept.register_load_state_dict_post_hook(ModelHook(loop.load_ends))
 
 
+def _note_backward(output: Any) -> None:
+    """Note the backward pass of what FSDP's forward pass has returned."""
+
+    def begin(_: torch.Tensor) -> None:
+        PULSE.enter("backward")
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(PULSE.leave)
+
+    if results := [tensor for tensor in tensors_in_output(output) if tensor.requires_grad]:
+        torch.autograd.graph.register_multi_grad_hook(results, begin, mode="any")
+
+
 def _refuse_arguments(arguments: Mapping[str, Any], configuration: Configuration) -> None:
     """DDP's arguments that change what is trained, or over which ranks."""
     strategy, group = configuration.strategy, arguments["process_group"]
@@ -213,10 +231,9 @@ def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _whole_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Whole tensors in the place of a module's own shards; every rank calls this together."""
-    for name, parameter in module._parameters.items():
-        key = prefix + name
-        if isinstance(parameter, DTensor) and isinstance(state.get(key), DTensor):
-            state[key] = state[key].full_tensor()
+    keys = [prefix + name for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)]
+    with PULSE.meeting("state_dict") if keys else nullcontext():
+        state.update({key: _whole(state[key]) for key in keys if key in state})
 
 
 def _as_shards(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -244,7 +261,8 @@ _GIVES_WHOLE: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 def _whole_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict with whole tensors; every rank calls this together."""
-    return {**state, "state": tree_map(_whole, state["state"])}
+    with PULSE.meeting("optimizer.state_dict"):
+        return {**state, "state": tree_map(_whole, state["state"])}
 
 
 def _whole(value: Any) -> Any:

@@ -5,8 +5,67 @@ One object for the process, because what is counted are the process's own doings
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+# Whose code a frame of the stack runs.
+
+
+_ROOM = Path(__file__).resolve().parents[1]
+_NOT_OWN = (
+    *(_ROOM.parent / room for room in ("dsplan", "strategies", "planner", "hardware_db")),
+    Path(os.__file__).resolve().parent,
+)
+
+
+@cache
+def is_own(filename: str) -> bool:
+    """Whether a file is the script's or of a package beside it, and not of an installed one, of Python or of dsplan."""
+    path = Path(filename)
+    if not path.is_absolute() or {"site-packages", "dist-packages"} & {*path.parts}:
+        return False
+    return not any(path.is_relative_to(folder) for folder in _NOT_OWN)
+
+
+def main_frame() -> FrameType | None:
+    """Where the main thread stands, seen from any thread."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def script_line(frame: FrameType | None) -> str:
+    """The innermost line of the script, from a frame outwards: `train.py, line 12`; empty where there is none."""
+    while frame is not None:
+        if is_own(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+# How far the process has come.
+
+
+_KEPT = 8
+"""Meetings of which another rank can read: ranks that are further apart have parted long ago, and hang."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A call in which every rank takes part: those of a process are numbered, and alike on all ranks."""
+
+    number: int
+    """Counted from 1."""
+    kind: str
+    """`forward`, `evaluation` (without gradients), `backward`, `step`, or what the script calls."""
+    place: str
+    """The script's line."""
 
 
 class Pulse:
@@ -14,7 +73,8 @@ class Pulse:
 
     `beats` counts every sign of progress, `calls` those that all ranks make alike (micro-batches, passes, steps), by
     which ranks are compared. `step` is the last optimizer step that ended, over all attempts. `waits_for` are the ranks
-    without which this one cannot meet the others.
+    without which this one cannot meet the others. `meetings` are the last calls that every rank makes alike because
+    they gather sharded tensors from all; inside another such call, and `apart`, none is noted.
     """
 
     def __init__(self) -> None:
@@ -24,6 +84,9 @@ class Pulse:
         self.section = ""
         self.rests = 0
         self.waits_for: tuple[int, ...] = ()
+        self.meetings: deque[Meeting] = deque(maxlen=_KEPT)
+        self.depth = 0
+        self._number = 0
 
     def beat(self) -> None:
         """Something moved."""
@@ -52,6 +115,35 @@ class Pulse:
             yield
         finally:
             self.waits_for = ()
+
+    def enter(self, kind: str) -> None:
+        """A call begins in which every rank takes part; `leave` ends it."""
+        self.depth += 1
+        if self.depth == 1:
+            self._number += 1
+            self.meetings.append(Meeting(self._number, kind, script_line(main_frame())))
+
+    def leave(self) -> None:
+        """The call that began last is over."""
+        self.depth -= 1
+
+    @contextmanager
+    def meeting(self, kind: str) -> Iterator[None]:
+        """A call in which every rank takes part."""
+        self.enter(kind)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Weights are whole: what the script calls now, it may call on one rank alone."""
+        depth, self.depth = self.depth, 1000
+        try:
+            yield
+        finally:
+            self.depth = depth
 
 
 PULSE = Pulse()

@@ -25,13 +25,14 @@ import psutil
 
 from hardware_db.units import format_seconds
 from strategies.run_directory import claim
-from strategies.run_directory.heartbeat import PULSE, Pulse
+from strategies.run_directory.heartbeat import PULSE, Pulse, main_frame, script_line
 from strategies.run_directory.spec import heartbeat_path, stacks_path
-from strategies.supervision.failures import described, write_failure
+from strategies.supervision.failures import described, exit_status, write_failure
 from strategies.supervision.hang_verdict import (
     Heartbeat,
     Verdict,
     judge,
+    parted,
     read_heartbeat,
     read_verdict,
     slowest,
@@ -114,8 +115,12 @@ _ALONE_SECONDS = 120.0
 _LOOKS_BETWEEN = 3
 _FILED = 5
 """Heartbeats of which one is left in the run directory, for people."""
+_PARTED_SECONDS = 20.0
+"""How long all ranks are quiet before those that wait in different calls have parted; a shorter limit is halved."""
+_WAITING = ("distributed_c10d.py", "zero/collectives.py")
+"""Where the main thread stands that waits in a collective."""
 _LEAVE_SECONDS = 15.0
-_HUNG = "hung"
+_HUNG, _PARTED = "hung", "parted"
 
 
 class Hung(RuntimeError):
@@ -161,6 +166,7 @@ class Watchdog(threading.Thread):
     def end(self) -> None:
         """Stop watching: what Python does at its end may take its time."""
         self._ended.set()
+        self._publish(0.0)
         faulthandler.cancel_dump_traceback_later()
 
     def run(self) -> None:
@@ -182,7 +188,7 @@ class Watchdog(threading.Thread):
         if self._activity.is_there(with_children=looks_further) or was_stopped:
             self._active_at, quiet = now, 0.0
         self._publish(quiet)
-        if not self._hang_seconds:
+        if self._have_parted(quiet) or not self._hang_seconds:
             return
         limit = self._hang_seconds + _LOCK_SECONDS
         faulthandler.dump_traceback_later(limit, file=self._stacks, exit=not self._only_reports)
@@ -191,6 +197,21 @@ class Watchdog(threading.Thread):
             self._give_up(reported)
         elif quiet >= self._limit and (verdict := self._verdict(quiet)) is not None:
             self._give_up(verdict)
+
+    def _have_parted(self, quiet: float) -> bool:
+        """Whether ranks wait for each other in different calls; then the process ends here."""
+        limit = min(_PARTED_SECONDS, self._hang_seconds / 2 or _PARTED_SECONDS)
+        if self._board is None:
+            return False
+        verdict = read_verdict(self._board.get(_PARTED))
+        if verdict is None and quiet >= limit / 4:
+            verdict = parted(self._heartbeats(self._board), limit)
+        if verdict is None:
+            return False
+        if self._board.get(_PARTED) is None:
+            self._board.put(_PARTED, verdict.text())
+        self._give_up(verdict)
+        return True
 
     @property
     def _limit(self) -> float:
@@ -209,6 +230,10 @@ class Watchdog(threading.Thread):
             section=PULSE.section,
             quiet_seconds=quiet,
             time=time.time(),
+            meetings=tuple(PULSE.meetings),
+            inside=PULSE.depth > 0,
+            waits_at=_waits_at(),
+            has_ended=self._ended.is_set(),
         )
         text = beat.text()
         if self._number % _FILED == 1:
@@ -257,14 +282,14 @@ class Watchdog(threading.Thread):
     def _end_hung(self, verdict: Verdict) -> NoReturn:
         """Have silent ranks write their stacks, leave the last word, and end, with those that no SIGTERM ends."""
         asked = self._ask_for_stacks(verdict)
-        failure = described("hung", Hung(verdict.sentence), self.directory)
+        failure = described("refused" if verdict.is_final else "hung", Hung(verdict.sentence), self.directory)
         write_failure(self.directory, self.rank, replace(failure, expected=True, behind=verdict.behind))
         time.sleep(_ASIDE_SECONDS)
         for beat in asked:
             # A stopped process takes no SIGTERM, and its launcher would wait for it to.
             with suppress(OSError):
                 os.kill(beat.pid, signal.SIGKILL)
-        os._exit(1)
+        os._exit(exit_status(failure))
 
     def _write_stacks(self, why: str) -> None:
         with suppress(OSError):
@@ -294,6 +319,14 @@ def begin_watching(directory: Path, rank: int, hang_seconds: float) -> Watchdog:
 
 
 _watchdog: Watchdog | None = None
+
+
+def _waits_at() -> str:
+    """The script's line where the main thread waits in a collective; empty where it does not."""
+    frame = main_frame()
+    if frame is None or not frame.f_code.co_filename.endswith(_WAITING):
+        return ""
+    return script_line(frame) or "the end of the script"
 
 
 def _beat(rank: int) -> str:

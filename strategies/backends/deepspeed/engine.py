@@ -19,6 +19,7 @@ from planner.emit.deepspeed import deepspeed_config
 from strategies.backends.deepspeed.states import DeepSpeedStates, scale_of, state_tensors, take_scale, whole
 from strategies.config.names import plain
 from strategies.distributed.environment import ensure_group
+from strategies.distributed.gathers import note_gathers
 from strategies.engine.base import Engine, Strategy
 from strategies.errors import BackendMissing, CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
@@ -119,6 +120,8 @@ class DeepSpeedEngine(Engine):
         self.wrapped = engine
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
+        if self.gathers_weights:
+            note_gathers([self.module])
 
     @property
     def global_steps(self) -> int:
@@ -140,7 +143,7 @@ class DeepSpeedEngine(Engine):
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
         return state_tensors(self.module, self._deepspeed.optimizer)
 
-    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+    def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
         return whole(self.module, self.configuration.zero_stage, keeps_changes=keeps_changes)
 
     def is_gradient_accumulation_boundary(self) -> bool:

@@ -242,7 +242,7 @@ class ZeroEngine(Engine):
             "optimizer": [*masters, *tensors_in(self.optimizer.state)],
         }
 
-    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+    def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
         return self._sharded_model.whole(keeps_changes=keeps_changes)
 
     def _states(self) -> ZeroStates:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.modules.compression import GradientTravel
 from strategies.optim.optimizers import undivided
+from strategies.run_directory.heartbeat import PULSE
 
 
 class ScriptLoop:
@@ -66,6 +67,7 @@ class ScriptLoop:
             owners=owners_of(_held_by(optimizers, whole), ranks.world_size),
         )
         stage = STAGES[configuration.zero_stage](configuration, environment)
+        self._gathers = configuration.zero_stage == 3
         self._reduces_each = stage.reduces_each_micro_batch and configuration.sync_each_micro_batch
         self.sharded_model = stage.shard_model(model, self._context)
         self._reducer = Reducer(
@@ -150,6 +152,7 @@ class ScriptLoop:
             self._reducer.used.clear()
             self._used.clear()
         self._latecomers.welcome()
+        self._open.enter_context(PULSE.meeting("backward") if self._gathers else nullcontext())
         self._open.enter_context(self.sharded_model.backward())
         self._reducer.begin(reduces=self._reduces)
         engine: Any = Variable._execution_engine
@@ -266,7 +269,8 @@ class ScriptLoop:
     def state_dict_starts(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Before a state dict of the model, or of a part of it, which begins with those of its own parts."""
         if self._nested == 0 and not keep_vars:
-            self._copies = self.sharded_model.copies(set(module.parameters()))
+            with PULSE.meeting("state_dict"):
+                self._copies = self.sharded_model.copies(set(module.parameters()))
         self._nested += 1
 
     def state_dict_ends(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -280,7 +284,8 @@ class ScriptLoop:
 
     def load_starts(self, *_: Any) -> None:
         """Before the model loads a state dict: weights are whole; every rank calls this together."""
-        self._loads.enter_context(self.sharded_model.whole(keeps_changes=True))
+        with PULSE.meeting("load_state_dict"):
+            self._loads.enter_context(self.sharded_model.whole(keeps_changes=True))
 
     def load_ends(self, *_: Any) -> None:
         """The model has loaded a state dict: rank 0's weights are everyone's."""
@@ -289,20 +294,24 @@ class ScriptLoop:
     def _whole_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's state dict with whole tensors; every rank calls this together."""
         own = {index: dict(values) for index, values in state["state"].items()}
+        with PULSE.meeting("optimizer.state_dict"):
+            return {**state, "state": self._whole_states(optimizer, own)}
+
+    def _whole_states(self, optimizer: torch.optim.Optimizer, own: dict[int, dict[str, Any]]) -> dict[int, Any]:
         shapes = [{index: _described(values) for index, values in own.items()}]
         world = self._context.collectives.ranks.world_size
         if world > 1:
             shapes = [{} for _ in range(world)]
             dist.all_gather_object(shapes, {index: _described(values) for index, values in own.items()})
         described = {index: names for rank in reversed(shapes) for index, names in rank.items()}
-        whole: dict[int, dict[str, Any]] = {}
+        whole: dict[int, Any] = {}
         for index, (bucket, slot) in enumerate(self._places(optimizer)):
             if index in described:
                 whole[index] = {
                     name: self._whole_value(bucket, slot, own.get(index, {}).get(name), known)
                     for name, known in described[index].items()
                 }
-        return {**state, "state": whole}
+        return whole
 
     def _whole_value(self, bucket: Bucket | None, slot: Slot | None, value: Any, known: _Described) -> Any:
         if bucket is None or slot is None or not known.is_cut:

@@ -7,7 +7,7 @@ begins, so that its weights travel while this one computes. Parameters up to a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from strategies.backends.zero.gradient_reducer import Reducer
 from strategies.backends.zero.sharded_model import ShardedModel, buckets_for, unsharded_buckets
 from strategies.backends.zero.units import Members, State, Unit, members_of
 from strategies.backends.zero.weights import ShardingContext, awaken, load, settle_rest, take_over
+from strategies.distributed.gathers import ModelHook, note_gathers
 
 # Stage 1: optimizer states are sharded; weights are whole, and gradients until the step's only reduction.
 
@@ -104,6 +105,7 @@ class ShardedWeights(ShardedModel):
         for unit in units:
             unit.module.register_forward_pre_hook(ModelHook(partial(self._before_forward, unit)), prepend=True)
             unit.module.register_forward_hook(ModelHook(partial(self._after_forward, unit)), always_call=True)
+        note_gathers([unit.module for unit in units])
 
     def admit(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
         """Frozen parameters are sharded already: their bucket is trained from now on, with all that lies in it."""
@@ -219,20 +221,3 @@ class ShardedWeights(ShardedModel):
     def _release_all(self) -> None:
         for unit in self._units:
             unit.release()
-
-
-class ModelHook:
-    """A hook on a model that is sharded: copies of the model, such as moving averages, go without."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModelHook, (_nothing,)
-
-
-def _nothing(*arguments: Any) -> None:
-    return None

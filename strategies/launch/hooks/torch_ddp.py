@@ -39,7 +39,7 @@ from strategies.launch.hooks import observer
 from strategies.launch.hooks.live import say, settled_plan
 from strategies.protocols import Observer
 from strategies.run_directory import claim
-from strategies.run_directory.heartbeat import PULSE
+from strategies.run_directory.heartbeat import PULSE, script_line
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.step import checkpointing
@@ -57,7 +57,7 @@ def wrap(original: Callable[..., None], wrapper: Any, module: nn.Module, *positi
         original(wrapper, module, *positional, **named)
         asked = configuration_for("ddp", int(os.environ["WORLD_SIZE"]))
     else:
-        place = asked_for.script_line(sys._getframe())
+        place = script_line(sys._getframe())
         kind = type(wrapper)
         if kind is not DistributedDataParallel:
             raise CannotRun(
@@ -105,7 +105,7 @@ def _refuse_another(own: str, what: str) -> None:
     asked = plan.configuration.strategy if plan is not None else os.environ.get(STRATEGY)
     if asked and asked != own:
         remedy = f"leave --strategy out, or name {own}" if own else "leave --strategy out"
-        place = asked_for.script_line(sys._getframe())
+        place = script_line(sys._getframe())
         raise CannotRun(f"{place}: the script {what}, so strategy {asked!r} cannot be applied; {remedy}")
 
 
