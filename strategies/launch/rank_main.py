@@ -21,6 +21,7 @@ from strategies.run_directory.spec import LaunchSpec, log_path
 from strategies.run_directory.state_consensus import agree, let_the_waiting_go, narrow, wait_for_the_others
 from strategies.supervision.failures import described, exit_status, failure_of, write_failure, write_success
 from strategies.supervision.process import begin
+from strategies.supervision.watchdog import explained
 
 
 def main(spec_path: str) -> int:
@@ -43,7 +44,7 @@ def main(spec_path: str) -> int:
             _leave_word(spec.directory, rank)
         return status
     except BaseException as error:
-        failure = failure_of(error, spec.directory)
+        failure = explained(failure_of(error, spec.directory), spec.directory)
         write_failure(spec.directory, rank, failure)
         if not isinstance(error, DsplanError):
             _print_traceback(error)

@@ -27,7 +27,7 @@ from hardware_db.units import format_seconds
 from strategies.run_directory import claim
 from strategies.run_directory.heartbeat import PULSE, Pulse, main_frame, script_line
 from strategies.run_directory.spec import heartbeat_path, stacks_path
-from strategies.supervision.failures import described, exit_status, write_failure
+from strategies.supervision.failures import Failure, described, exit_status, write_failure
 from strategies.supervision.hang_verdict import (
     Heartbeat,
     Verdict,
@@ -213,6 +213,21 @@ class Watchdog(threading.Thread):
         self._give_up(verdict)
         return True
 
+    def parted_at_once(self) -> Verdict | None:
+        """Why another rank was gone when this one needed it: the verdict where their calls differ, else None."""
+        if self._board is None:
+            return None
+        until = time.monotonic() + _ASIDE_SECONDS
+        while time.monotonic() < until:
+            beats = self._heartbeats(self._board)
+            own = beats.get(self.rank)
+            beats[self.rank] = own and replace(own, meetings=tuple(PULSE.meetings), inside=True, quiet_seconds=0.0)
+            if verdict := read_verdict(self._board.get(_PARTED)) or parted(beats, 0.0):
+                self._board.put(_PARTED, verdict.text())
+                return verdict
+            time.sleep(_POLL_SECONDS)
+        return None
+
     @property
     def _limit(self) -> float:
         """Until the ranks have met they wait for each other with limits of their own."""
@@ -319,6 +334,14 @@ def begin_watching(directory: Path, rank: int, hang_seconds: float) -> Watchdog:
 
 
 _watchdog: Watchdog | None = None
+
+
+def explained(failure: Failure, directory: Path) -> Failure:
+    """A failure for which another rank was gone, as one of the script where the ranks' calls differed before."""
+    verdict = _watchdog.parted_at_once() if _watchdog is not None and failure.kind in ("lost", "failed") else None
+    if verdict is None:
+        return failure
+    return replace(described("refused", Hung(verdict.sentence), directory), expected=True, behind=verdict.behind)
 
 
 def _waits_at() -> str:

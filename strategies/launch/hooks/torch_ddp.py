@@ -7,6 +7,7 @@ cost is predicted after it. Where nothing was asked for, DDP stays.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from planner.types.plan_io import plan_to_dict
 from strategies.autoplan.live import with_measured_rates
 from strategies.autoplan.rates import machine_rates
 from strategies.distributed.consensus import on_rank_zero
+from strategies.distributed.environment import Environment, join
 from strategies.errors import CannotRun
 from strategies.integrations.ddp_script import ScriptParallel, configuration_for, follow_script, observe
 from strategies.launch.hooks import asked as asked_for
@@ -39,7 +41,10 @@ from strategies.launch.hooks import observer
 from strategies.launch.hooks.live import say, settled_plan
 from strategies.protocols import Observer
 from strategies.run_directory import claim
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE, script_line
+from strategies.supervision.stopping import Stopping, open_board
+from strategies.supervision.watchdog import begin_watching
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.step import checkpointing
@@ -240,6 +245,7 @@ def _measure(module: nn.Module, facts: ModelFacts, asked: Configuration) -> None
     if known.monitor is None:
         rank, directory = int(os.environ["RANK"]), Path(os.environ[RUN_DIRECTORY])
         known.monitor = RunMonitor(directory, rank=rank, device=device, sequence_length=0)
+        _watch_together(directory, replace(join(), device=device))
     for stop in known.stops:
         stop()
     first = FirstStep(module, facts, asked, known.monitor)
@@ -247,3 +253,14 @@ def _measure(module: nn.Module, facts: ModelFacts, asked: Configuration) -> None
     known.module, known.stops = module, (observe(module, known.monitor), observe(module, first), unfollow)
     known.monitor.training_starts()
     return None
+
+
+def _watch_together(directory: Path, environment: Environment) -> None:
+    """Let the ranks' watchdogs know of each other; every rank calls this together."""
+    options = AttemptOptions.load(directory)
+    if options is None:
+        return
+    board = open_board(directory, environment)
+    watch = begin_watching(directory, environment.rank, options.hang_seconds)
+    watch.attach(board, Stopping(board, environment.rank, environment.world_size), environment.world_size)
+    atexit.register(watch.end)
