@@ -269,6 +269,8 @@ def refusal(strategy: str, what: str) -> str:
             ScriptParallel(TinyModel(), process_group=group, configuration=configuration_for(strategy, 2))  # type: ignore[arg-type]
         elif what == "comm_hook":
             wrapped(TinyModel(), Loop(strategy=strategy)).register_comm_hook(None, print)
+        elif what == "compile":
+            wrapped(torch.compile(TinyModel(), backend="eager"), Loop(strategy=strategy))
         elif what == "closure":
             model = (
                 wrapped(raw := TinyModel(), Loop(strategy=strategy, optimizer_first=True))
