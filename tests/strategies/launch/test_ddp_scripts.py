@@ -64,7 +64,7 @@ def test_a_strategy_takes_the_place_of_ddp_with_its_results(
     [
         ("zero3", "fsdp", "ddp_script.py, line 51: the script shards its model itself, so strategy 'zero3' cannot be"),
         pytest.param("fsdp", "fsdp", "", marks=pytest.mark.slow),
-        pytest.param("hsdp", "ddp", "strategy 'hsdp' needs an even number of ranks", marks=pytest.mark.slow),
+        pytest.param("hsdp", "ddp", "strategy 'hsdp' needs at least 4 ranks", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_take_the_place_is_refused(strategy: str, wrapper: str, line: str, tmp_path: Path) -> None:
