@@ -26,7 +26,10 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
+SUITE = ("no_sync", "nanoGPT's flag, clipped", "reduced each time, scheduled", "scaled")
+
+
+@pytest.mark.parametrize("how", [how if how in SUITE else pytest.param(how, marks=pytest.mark.slow) for how in HOW])
 def test_losses_weights_and_states_are_those_of_ddp(how: str, ranks: RankPool) -> None:
     expected = ranks.run(bodies.train, Loop(**HOW[how]))
     for strategy in SHARDING:
