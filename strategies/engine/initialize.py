@@ -103,6 +103,7 @@ def initialize(
     plan: Plan | str | Path | None = None,
     strategy: words.Strategy | None = None,
     backend: words.Backend | None = None,
+    sample_data: Dataset[Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer, ShardedLoader | None, Scheduler | None]:
     """Place a model under a plan and return (engine, optimizer, dataloader, scheduler); called on every rank.
 
@@ -120,6 +121,8 @@ def initialize(
         lr_scheduler: a scheduler of `optimizer` or a function optimizer -> scheduler; the engine steps it.
         config: a dictionary or JSON file with DeepSpeed's keys, which every strategy understands;
             docs/reference/config.md lists them. What it names, `optimizer=` and `lr_scheduler=` come before.
+        sample_data: what the script reads by itself; a plan that is made now looks at its first sample, as it does at
+            that of `training_data`.
 
     Raises:
         DsplanError: what was asked for cannot be planned or run here; one line with the remedy.
@@ -129,7 +132,12 @@ def initialize(
     environment = join()
     require_same_model(model)
     options = PlanningOptions(
-        plan=plan, strategy=strategy, backend=backend, config=script, optimizer=optimizer, training_data=training_data
+        plan=plan,
+        strategy=strategy,
+        backend=backend,
+        config=script,
+        optimizer=optimizer,
+        training_data=sample_data if training_data is None else training_data,
     )
     settled, is_new = _settle(model, options, environment)
     refuse_deepspeed_keys(script, settled.configuration)

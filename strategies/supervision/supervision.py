@@ -112,8 +112,13 @@ class Supervision(Observer):
         if self._engine.is_main:
             passed_over = f"; {resumed.passed_over}" if resumed.passed_over else ""
             _say(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
-            if loader is None:
+            if loader is None and not resumed.client_state:
                 _say("the script reads its data itself, and begins with its first sample again; training_data= goes on")
+
+    @property
+    def resumed_state(self) -> Mapping[str, Any] | None:
+        """The `client_state` of the checkpoint from which this attempt resumed; None where it began anew."""
+        return None if self._resumed is None else self._resumed.client_state
 
     # What happens in a step.
 

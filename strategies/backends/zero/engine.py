@@ -184,6 +184,7 @@ class ZeroEngine(Engine):
     """Accumulates, scales, clips, skips and steps the same way in every stage."""
 
     gradient_norm: float | None = None
+    gradient_clipping: float = 0.0
     skipped_steps: int = 0
 
     def __init__(
@@ -227,7 +228,7 @@ class ZeroEngine(Engine):
     def loss_scale(self) -> float:
         return self._scale.value
 
-    def is_gradient_accumulation_boundary(self) -> bool:
+    def _is_boundary_by_count(self) -> bool:
         return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
 
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
