@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -41,24 +42,47 @@ from strategies.variables import STRATEGY
 # The activations of the script's own module, traced with a sample of its own data.
 
 
-def traced(facts: ModelFacts, model: nn.Module, training_data: Any, precision: str) -> ModelFacts:
-    """The facts with what a trace found, for a module that no closed form describes and whose data is at hand.
+def traced(
+    facts: ModelFacts, model: nn.Module, batch_of: Callable[[int], Any] | None, precision: words.Precision
+) -> ModelFacts:
+    """The facts with what a trace found, for a module that no closed form describes and whose data is at hand: a batch
+    of so many samples.
 
     A module may do anything in its forward pass, also what fake tensors cannot follow; the note then says that its
     activations are a rule of thumb, and why.
     """
     if facts.kind != "custom":
         return facts
-    if training_data is None or not hasattr(training_data, "__getitem__"):
+    if batch_of is None:
         return replace(facts, note="no sample of training_data to trace it with")
     try:
         found = trace_activations(
-            model, lambda samples: default_collate([training_data[0]] * samples), repeated_blocks(model), precision
+            model, lambda samples: _taken(model, batch_of(samples)), repeated_blocks(model), precision
         )
     except Exception as problem:
         reason = str(problem).strip().splitlines() or [type(problem).__name__]
         return replace(facts, note=f"tracing it on fake tensors failed: {reason[0][:120]}")
     return replace(facts, traced=found)
+
+
+def _taken(model: nn.Module, batch: Any) -> Any:
+    """What the model's forward takes of a batch: loops keep labels, and what else a batch has, to themselves."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if isinstance(batch, Mapping):
+        names = {item.name for item in parameters}
+        takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters)
+        return {name: value for name, value in batch.items() if takes_all or name in names}
+    if isinstance(batch, list | tuple) and not any(item.kind is item.VAR_POSITIONAL for item in parameters):
+        return list(batch)[
+            : sum(item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD) for item in parameters)
+        ]
+    return batch
+
+
+def _batches(training_data: Any) -> Callable[[int], Any] | None:
+    if training_data is None or not hasattr(training_data, "__getitem__"):
+        return None
+    return lambda samples: default_collate([training_data[0]] * samples)
 
 
 _ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
@@ -145,7 +169,8 @@ def _request(
     request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
     request = replace(request, **limits.offload(asked.config.zero, strategy, request.zero_backend))
     request = replace(request, **limits.travel(asked.config), **limits.activations(asked.config, model))
-    return replace(request, facts=traced(request.facts, model, asked.training_data, request.workload.precision))
+    batches = _batches(asked.training_data)
+    return replace(request, facts=traced(request.facts, model, batches, request.workload.precision))
 
 
 def _candidates(strategy: words.Strategy | None, backend: words.Backend | None) -> tuple[words.Strategy, ...]:

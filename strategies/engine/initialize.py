@@ -32,6 +32,7 @@ from strategies.errors import CannotRun
 from strategies.optim.optimizers import fitting
 from strategies.optim.registry import with_named
 from strategies.protocols import OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
+from strategies.run_directory import claim
 from strategies.run_directory.state_consensus import current
 from strategies.supervision.supervision import supervise
 from strategies.telemetry.memory_report import MemoryPrinter
@@ -91,6 +92,7 @@ def _writers(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -
     return writers
 
 
+@claim.use("dsplan")
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
@@ -150,6 +152,7 @@ def initialize(
         gradient_clipping=script.gradient_clipping,
         script=script,
     )
+    claim.take_over(is_planned=True)
     tuning = _tuning(model, options, environment)
     monitor = _monitor(settled, environment, script.monitor, is_new=is_new)
     engine = find_strategy(settled.configuration, environment).engine(fitting(with_named(parts)))

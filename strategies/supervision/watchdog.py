@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 import psutil
 
 from hardware_db.units import format_seconds
+from strategies.run_directory import claim
 from strategies.run_directory.heartbeat import PULSE, Pulse
 from strategies.run_directory.spec import heartbeat_path, stacks_path
 from strategies.supervision.failures import described, write_failure
@@ -124,17 +125,17 @@ class Hung(RuntimeError):
 class Watchdog(threading.Thread):
     """Watches one rank; `hang_seconds` 0: never calls anything a hang.
 
-    With `only_reports` a hang is reported, with the stacks, and does not end the process: a script that trains
-    nothing may wait as long as it likes.
+    Where nobody has claimed the run, a hang is reported, with the stacks, and does not end the process: a script that
+    trains nothing may wait as long as it likes.
     """
 
-    def __init__(self, directory: Path, rank: int, hang_seconds: float, *, only_reports: bool = False) -> None:
+    def __init__(self, directory: Path, rank: int, hang_seconds: float) -> None:
         super().__init__(name="dsplan watchdog", daemon=True)
         self.directory, self.rank, self._hang_seconds = directory, rank, hang_seconds
         self._stacks: IO[str] = open(stacks_path(directory, rank), "a")  # noqa: SIM115 - open until the process ends
         self._activity = Activity(PULSE)
         self._active_at = self._beat_at = time.monotonic()
-        self._only_reports, self._has_reported = only_reports, False
+        self._has_reported = False
         self._number, self._world_size = 0, 1
         self._board: Board | None = None
         self._stopping: Stopping | None = None
@@ -142,6 +143,10 @@ class Watchdog(threading.Thread):
         self._ended = threading.Event()
         self._beat_seconds = min(_BEAT_SECONDS, hang_seconds / 8) if hang_seconds else _BEAT_SECONDS
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
+
+    @property
+    def _only_reports(self) -> bool:
+        return claim.claimed() in (None, "plain")
 
     def attach(self, board: Board, stopping: Stopping, world_size: int) -> None:
         """The ranks have met: from here on they are watched together."""
@@ -279,11 +284,11 @@ class Watchdog(threading.Thread):
         return asked
 
 
-def begin_watching(directory: Path, rank: int, hang_seconds: float, *, only_reports: bool = False) -> Watchdog:
+def begin_watching(directory: Path, rank: int, hang_seconds: float) -> Watchdog:
     """This process's watchdog, started at the first call."""
     global _watchdog
     if _watchdog is None:
-        _watchdog = Watchdog(directory, rank, hang_seconds, only_reports=only_reports)
+        _watchdog = Watchdog(directory, rank, hang_seconds)
         _watchdog.start()
     return _watchdog
 

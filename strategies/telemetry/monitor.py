@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,10 @@ class RunMonitor(Observer):
     def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
         """A micro-batch begins."""
         self._rows.forward_starts(module, inputs)
+
+    def memory_starts(self, weights: Iterable[torch.Tensor]) -> None:
+        """A step begins whose forward passes nobody reports: measure its memory, of which `weights` are a part."""
+        self._rows.memory_starts(weights)
 
     def loss_is(self, loss: torch.Tensor) -> None:
         """Note a micro-batch's loss; it stays on the device until the step ends."""

@@ -11,24 +11,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
 from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
+from planner.errors import DsplanError, NothingFits
+from planner.models.facts import ModelFacts
 from planner.search.request import WorkOptions, deepspeed_lacks, make_request
 from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict
 from strategies.autoplan.fallback import best_plan
-from strategies.autoplan.live import with_measured_rates
+from strategies.autoplan.live import traced, with_measured_rates
 from strategies.autoplan.rates import machine_rates
 from strategies.autoplan.select import unfit
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.same_model import require_same_model
 from strategies.errors import CannotRun
-from strategies.launch.recognise import accepted
+from strategies.launch.hooks import asked
+from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
 from strategies.run_directory.state_consensus import current
 from strategies.telemetry.monitor import RunMonitor
@@ -39,26 +43,49 @@ _SAMPLES_LOOKED_AT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ShownData:
+    """What a script's data shows before the first step."""
+
+    tokens: int | None = None
+    """Token ids per sample: the longest of the first samples, padded by the script's collator where it has one. None
+    where a sample has none."""
+    batch_of: Callable[[int], Any] | None = None
+    """A batch of so many samples, as the collator makes it; None where the script has shown no sample."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LiveJob:
     """A script's own settings at the moment its model is known.
 
     The global batch they make is kept. With `fixed_batch` the micro-batch is kept as well, because the script cuts it;
-    one that does not accumulate trains on as many samples a step as its ranks have in a micro-batch.
+    one that does not accumulate trains on as many samples a step as its ranks have in a micro-batch. `data` is what the
+    model will be given, as far as the script has shown it yet.
     """
 
     module: nn.Module
     kind: ScriptKind
     micro_batch_size: int
     gradient_accumulation_steps: int
-    sequence_length: int
+    data: ShownData
     precision: words.Precision
     optimizer: words.Optimizer
     fixed_batch: bool = False
     accumulates: bool = True
 
 
-def settled_plan() -> Plan | None:
-    """The plan that a run resumes with, else that of `dsplan run --plan`; None where the ranks plan themselves."""
+def settled_plan(kind: ScriptKind) -> Plan | None:
+    """The plan that a run resumes with, else that of `dsplan run --plan`; None where the ranks plan themselves.
+
+    Raises:
+        CannotRun: a script of this kind cannot run it.
+    """
+    plan = _settled()
+    if plan is not None:
+        asked.require_possible(kind, plan.configuration.strategy, gpus=torch.cuda.is_available())
+    return plan
+
+
+def _settled() -> Plan | None:
     state = current()
     if state.plan is not None:
         return state.plan
@@ -72,18 +99,15 @@ def settled_plan() -> Plan | None:
     return plan
 
 
-def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> int:
-    """Tokens per sample: the longest of the first samples, padded by the script's collator where it has one.
-
-    Raises:
-        CannotRun: the data shows no token ids to measure.
-    """
+def shown_data(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> ShownData:
+    """What the first samples of a dataset show; nothing where there is none."""
     samples = _first_samples(dataset)
-    shown = [collate(samples)] if collate is not None and samples else samples
+    if not samples:
+        return ShownData()
+    make = collate or default_collate
+    shown = samples if collate is None else [collate(samples)]
     longest = max((_tokens(item) for item in shown), default=0)
-    if longest == 0:
-        raise CannotRun("the training data shows no token ids to plan for; make a plan and run it with --plan")
-    return longest
+    return ShownData(tokens=longest or None, batch_of=lambda count: make([samples[0]] * count))
 
 
 def _first_samples(dataset: Any) -> list[Any]:
@@ -105,38 +129,69 @@ def _tokens(item: Any) -> int:
     return 0
 
 
-def plan_live(job: LiveJob) -> Plan:
+def plan_live(job: LiveJob) -> Plan | None:
     """The plan for a script's model on this machine, the same on every rank; every rank must call this together.
 
+    None where there is nothing to plan from and nothing was asked for: the script then runs as it is, and rank 0 says
+    why.
+
     Raises:
-        DsplanError: the model cannot be read or differs between ranks, or nothing fits; the same on every rank.
+        DsplanError: the model differs between ranks, nothing fits, or what was asked for cannot be planned; the same on
+            every rank.
     """
+    gpus = torch.cuda.is_available()
+    asked.require_possible(job.kind, os.environ.get(STRATEGY), gpus=gpus)
     require_same_model(job.module)
     measured = machine_rates(fingerprint(probe()), own_device())
-    return on_rank_zero(lambda: _plan(job, measured))
+    return on_rank_zero(lambda: _plan_if_possible(job, measured))
+
+
+def _plan_if_possible(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan | None:
+    if asked.asked() or current().is_resumed:
+        return _plan(job, measured)
+    if job.data.batch_of is None:
+        say("no plan: the script has shown no data to plan for; it runs as it is, measured")
+        return None
+    try:
+        return _plan(job, measured)
+    except NothingFits:
+        raise
+    except DsplanError as problem:
+        say(f"no plan: {problem}; the script runs as it is, measured")
+        return None
 
 
 def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     ranks = int(os.environ["WORLD_SIZE"])
     cluster = probed_cluster(probe(), ranks=ranks)
+    facts = facts_from_module(job.module)
     options = WorkOptions(
-        seq_len=job.sequence_length,
+        seq_len=_positions(facts, job.data),
         global_batch=_global_batch(job, ranks),
         precision=job.precision,
         optimizer=job.optimizer,
     )
-    asked, possible = os.environ.get(STRATEGY), accepted(job.kind, gpus=torch.cuda.is_available())
+    chosen, possible = os.environ.get(STRATEGY), asked.possible(job.kind, gpus=torch.cuda.is_available())
     if lacks := deepspeed_lacks(cluster.device, job.precision):  # such scripts have no other ZeRO
-        if asked in words.ZERO_STAGES:
+        if chosen in words.ZERO_STAGES:
             raise CannotRun(f"{lacks}; train in fp32 or bf16, or choose ddp")
         possible = tuple(name for name in possible if name not in words.ZERO_STAGES)
-    strategies = tuple(name for name in possible if asked in (None, name))
-    request = make_request(facts_from_module(job.module), cluster, options, strategies=strategies, top=1)
+    strategies = tuple(name for name in possible if chosen in (None, name))
+    request = make_request(facts, cluster, options, strategies=strategies, top=1)
+    request = replace(request, facts=traced(request.facts, job.module, job.data.batch_of, request.workload.precision))
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
     if current().is_resumed and not any(True for _ in enumerate_candidates(request)):
         request = replace(request, strategies=possible)
     return best_plan(with_measured_rates(request, measured))
+
+
+def _positions(facts: ModelFacts, data: ShownData) -> int | None:
+    """Tokens of a sample; as many as the model has positions for where the data has not been shown, and says so."""
+    if data.tokens is not None or data.batch_of is not None or not facts.max_position_embeddings:
+        return data.tokens
+    say(f"no data is shown before the first step: planned for {facts.max_position_embeddings} tokens, the model's most")
+    return facts.max_position_embeddings
 
 
 def _global_batch(job: LiveJob, ranks: int) -> int:
@@ -149,19 +204,21 @@ def _global_batch(job: LiveJob, ranks: int) -> int:
     return own
 
 
-def watch(plan: Plan, *, planned: bool, device: torch.device) -> RunMonitor:
-    """A monitor that writes this rank's metrics, headed by the plan where it was made here."""
+def watch(plan: Plan | None, *, planned: bool, device: torch.device) -> RunMonitor:
+    """A monitor that writes this rank's metrics, headed by the plan where it was made here; from here on who claimed
+    the run measures it."""
     monitor = RunMonitor(
         Path(os.environ[RUN_DIRECTORY]),
         rank=int(os.environ["RANK"]),
         device=device,
-        sequence_length=plan.configuration.sequence_length,
+        sequence_length=0 if plan is None else plan.configuration.sequence_length,
     )
+    claim.take_over(is_planned=plan is not None)
     state = current()
     is_new = planned or (plan is state.plan and not state.is_given)
     if state.tunes:
         say("--tune is for scripts that call dsplan.initialize: nothing is tuned here")
-    if is_new and os.environ["LOCAL_RANK"] == "0":
+    if plan is not None and is_new and os.environ["LOCAL_RANK"] == "0":
         monitor.plan_made(plan_to_dict(plan))
     return monitor
 

@@ -1,0 +1,125 @@
+"""What was asked of `dsplan run`, `--strategy`, `--backend` or `--plan`, and whether what trains here can do it. No
+torch is imported for it: this is asked before a script has loaded any."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from planner import vocabulary as words
+from strategies.errors import CannotRun
+from strategies.run_directory import claim
+from strategies.run_directory.spec import ScriptKind
+from strategies.variables import BACKEND, PLAN, STRATEGY
+
+_WHO: Mapping[ScriptKind, str] = {
+    "huggingface": "HF Trainer",
+    "accelerate": "accelerate",
+    "deepspeed": "DeepSpeed",
+}
+_FLAGS = {STRATEGY: "--strategy", BACKEND: "--backend", PLAN: "--plan"}
+LIBRARIES = "dsplan, HF Trainer, accelerate, DeepSpeed, Lightning, DistributedDataParallel and FSDP"
+
+# accelerate 1.15, which HF Trainer trains with, knows DDP as its only way to spread a model over CPU ranks.
+_ACCELERATE_ON_CPU: tuple[words.Strategy, ...] = ("single", "ddp")
+# deepspeed.initialize knows data parallelism (stage 0) and its own ZeRO.
+_DEEPSPEED: tuple[words.Strategy, ...] = ("single", "ddp", "zero1", "zero2", "zero3")
+
+
+def asked() -> str:
+    """What was asked for, as it stood on the command line; empty where everything was left open."""
+    return " ".join(f"{flag} {os.environ[name]}" for name, flag in _FLAGS.items() if os.environ.get(name))
+
+
+def accepted(kind: ScriptKind, *, gpus: bool) -> tuple[words.Strategy, ...]:
+    """The strategies that a kind of script can run, on GPUs or on CPU ranks."""
+    if kind in ("huggingface", "accelerate") and not gpus:
+        return _ACCELERATE_ON_CPU
+    if kind == "huggingface":
+        # TrainingArguments takes hsdp as an object only, which no file of a plan can hold.
+        return tuple(name for name in words.STRATEGIES if name != "hsdp")
+    return _DEEPSPEED if kind == "deepspeed" else words.STRATEGIES
+
+
+def runs_with(kind: ScriptKind, strategy: words.Strategy) -> words.Backend | None:
+    """The backend with which a kind of script runs a strategy; None where it may be any that can."""
+    if kind == "deepspeed":
+        return "deepspeed"
+    return words.default_backend(strategy) if kind in ("huggingface", "accelerate") else None
+
+
+def possible(kind: ScriptKind, *, gpus: bool) -> tuple[words.Strategy, ...]:
+    """The strategies that a kind of script can run with the backend that was asked for."""
+    backend = os.environ.get(BACKEND)
+    found = accepted(kind, gpus=gpus)
+    return tuple(name for name in found if backend is None or backend in _backends(kind, name))
+
+
+def require_possible(kind: ScriptKind, strategy: str | None, *, gpus: bool) -> None:
+    """Refuse a strategy, and a backend, that the library of the script cannot run.
+
+    Raises:
+        CannotRun: names what it can.
+    """
+    can, where = possible(kind, gpus=gpus), "on GPUs" if gpus else "without a GPU"
+    every = accepted(kind, gpus=gpus)
+    who = _WHO.get(kind, "this script")
+    if strategy is not None and strategy not in every:
+        raise CannotRun(f"{who} cannot run {strategy} {where}; it can run {', '.join(every)}")
+    if not can or (strategy is not None and strategy not in can):
+        backends = sorted({name for each in every for name in _backends(kind, each)})
+        raise CannotRun(
+            f"{who} cannot run {strategy or 'anything'} {where} with backend {os.environ.get(BACKEND)}; its backends"
+            f" there: {', '.join(backends)}"
+        )
+
+
+def _backends(kind: ScriptKind, strategy: words.Strategy) -> tuple[words.Backend, ...]:
+    its = runs_with(kind, strategy)
+    return words.backends_of(strategy) if its is None else (its,)
+
+
+def refuse_unplanned_step() -> None:
+    """Refuse a backward pass or an optimizer step that is about to be done without the plan that was asked for.
+
+    Raises:
+        CannotRun: names the script's line.
+    """
+    if claim.is_planned() or not asked():
+        return
+    raise CannotRun(
+        f"{asked()}: cannot be applied: {script_line(sys._getframe(1))} trains with none of {LIBRARIES}; wrap the model"
+        " in DistributedDataParallel or call dsplan.initialize, or leave the option out"
+    )
+
+
+def refuse_unapplied() -> None:
+    """Refuse the end of a script in which nothing has trained under the plan that was asked for.
+
+    Raises:
+        CannotRun: there was none.
+    """
+    if not claim.is_planned() and asked():
+        raise CannotRun(f"{asked()}: was not applied: the script ended without training anything")
+
+
+def script_line(frame: FrameType | None) -> str:
+    """The innermost line on the stack that is nobody's library: `train.py, line 12`."""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if is_own_code(path):
+            return f"{path.name}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return "the script"
+
+
+def is_own_code(path: Path) -> bool:
+    """Whether a file is the script's or of a package beside it, and not of an installed one, of Python or of dsplan."""
+    parts = path.parts
+    if not path.is_absolute() or "site-packages" in parts or "dist-packages" in parts:
+        return False
+    rooms = Path(__file__).resolve().parents[2]
+    return not path.is_relative_to(rooms) and not path.is_relative_to(Path(os.__file__).resolve().parent)

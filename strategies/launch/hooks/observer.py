@@ -1,0 +1,111 @@
+"""Steps of a script in which nobody follows a plan: seen through torch's own hooks of optimizers and of backward.
+
+Until somebody has taken the run over (strategies/run_directory/claim.py), every backward pass and optimizer step comes
+by here. Where a plan was asked for, the first of them is refused before it changes anything. Else the steps are
+measured: a step is one of the first optimizer that steps, its loss the mean of the scalars that backward started from,
+its memory what torch's allocator or the storage tracker counts. Samples and tokens cannot be seen from here. Imported
+while torch is, so that nothing of torch is imported at its top.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from strategies.launch.hooks import asked
+from strategies.run_directory import claim
+from strategies.run_directory.heartbeat import PULSE
+from strategies.variables import RUN_DIRECTORY
+
+if TYPE_CHECKING:
+    import torch
+
+    from strategies.telemetry.monitor import RunMonitor
+
+
+class _Observer:
+    """One rank's steps, until somebody takes the run over."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._monitor: RunMonitor | None = None
+        self._first: weakref.ref[torch.optim.Optimizer] | None = None
+
+    def stand_by(self, optimizers: ModuleType) -> None:
+        """See every optimizer's steps."""
+        self._handles = [
+            optimizers.register_optimizer_step_pre_hook(self._step_starts),
+            optimizers.register_optimizer_step_post_hook(self._step_ended),
+        ]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether nobody has taken the run over; once somebody has, nothing comes by here any more."""
+        if claim.is_taken_over() and self._handles:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+            if self._monitor is not None:
+                self._monitor.close()
+        return bool(self._handles)
+
+    def backward_starts(self, tensors: Any) -> None:
+        """A backward pass begins from a tensor, or from several."""
+        asked.refuse_unplanned_step()
+        roots = [tensors] if hasattr(tensors, "backward") else list(tensors)
+        if len(roots) == 1 and roots[0].numel() == 1:
+            self._watching(roots[0].device).loss_is(roots[0].detach().reshape(()))
+
+    def _step_starts(self, optimizer: Any, positional: Any, named: Any) -> None:
+        if self.is_needed:
+            asked.refuse_unplanned_step()
+
+    def _step_ended(self, optimizer: torch.optim.Optimizer, positional: Any, named: Any) -> None:
+        if not self.is_needed:
+            return
+        if self._first is None:
+            self._first = weakref.ref(optimizer)
+            self._say()
+        elif self._first() is not optimizer:
+            return
+        claim.note_unclaimed()
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        monitor = self._watching(weights[0].device)
+        monitor.step_ended()
+        PULSE.step += 1
+        PULSE.call()
+        monitor.memory_starts(weights)
+
+    def _watching(self, device: torch.device) -> RunMonitor:
+        """The monitor, made at the first sign of training: what came before it is not a step's."""
+        if self._monitor is None:
+            from strategies.telemetry.monitor import RunMonitor
+
+            self._monitor = RunMonitor(
+                Path(os.environ[RUN_DIRECTORY]), rank=int(os.environ["RANK"]), device=device, sequence_length=0
+            )
+            self._monitor.training_starts()
+        return self._monitor
+
+    def _say(self) -> None:
+        if claim.claimed() is None and os.environ.get("RANK", "0") == "0":
+            print(f"dsplan: trains with none of {asked.LIBRARIES}: runs as it is, measured, without a plan", flush=True)
+
+
+_observer = _Observer()
+
+
+def watch(optimizers: ModuleType) -> None:
+    """Stand by; called with torch.optim.optimizer, once that was imported."""
+    _observer.stand_by(optimizers)
+
+
+def backward(original: Callable[..., Any], tensors: Iterable[Any], *rest: Any, **named: Any) -> Any:
+    """`torch.autograd.backward`, which `Tensor.backward` calls."""
+    if _observer.is_needed:
+        _observer.backward_starts(tensors)
+    return original(tensors, *rest, **named)
