@@ -37,7 +37,7 @@ from strategies.integrations.lightning_shared import (
     start_engine,
     whole_state,
 )
-from strategies.integrations.resumable_data import ResumableBatches, resumable
+from strategies.integrations.resumable_data import ResumableBatches, cut, has_plain_batches, resumable
 from strategies.modules.precision import autocast
 from strategies.protocols import Observer
 from strategies.supervision.supervision import Supervision
@@ -164,14 +164,14 @@ class _TrainerSide(Ranks):
         return found[0], schedulers
 
     def _require_batches(self, trainer: Any, loader: Any) -> None:
-        """The loop follows a plan that accumulates otherwise.
+        """The loop follows a plan that cuts its batches otherwise; `process_dataloader` cuts them.
 
         Raises:
-            CannotRun: the plan's micro-batch is not that of the data loader.
+            CannotRun: the plan's micro-batch is not that of the data loader, which chooses its batches itself.
         """
         assert self.engine is not None
         chosen, size = self.engine.configuration, _batch_size(loader)
-        if size is not None and size != chosen.micro_batch_size:
+        if size is not None and size != chosen.micro_batch_size and not has_plain_batches(loader):
             raise CannotRun(
                 f"the plan has micro-batches of {chosen.micro_batch_size} samples and the data loader makes {size}; set"
                 f" its batch_size to {chosen.micro_batch_size}, or plan again with --micro-batch {size}"
@@ -182,6 +182,8 @@ class _TrainerSide(Ranks):
                 f" {chosen.gradient_accumulation_steps}"
             )
             trainer.accumulate_grad_batches = chosen.gradient_accumulation_steps
+        if size not in (None, chosen.micro_batch_size):
+            self._say(f"the plan replaces batch_size {size} -> {chosen.micro_batch_size}")
 
     def model_to_device(self) -> None:
         """The engine has moved it."""
@@ -237,6 +239,8 @@ class _TrainerSide(Ranks):
         trainer = self.lightning_module.trainer
         if not trainer.training or isinstance(dataloader, _stateful(self.library)):
             return dataloader
+        if self.engine is not None:
+            cut(dataloader, self.engine.configuration.micro_batch_size)
         batches = resumable(dataloader)
         if batches is None:
             if self._loader_state is not None:
@@ -290,12 +294,17 @@ class _TrainerSide(Ranks):
         if self._has_peers():
             own, everyones = everyones[0], [None] * self.world_size
             dist.all_gather_object(everyones, own)
-        size = self.engine.configuration.micro_batch_size if self.engine is not None else 1
         return {
             "batches": loop.batch_progress.current.processed,
-            "samples_per_batch": size * self.world_size,
+            "samples_per_batch": self._samples_per_batch,
             "began": everyones,
         }
+
+    @property
+    def _samples_per_batch(self) -> int:
+        """Of all ranks together."""
+        size = 1 if self.engine is None else self.engine.configuration.micro_batch_size
+        return size * self.world_size
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load one of dsplan's folders, or take the weights of a file that Lightning wrote."""
@@ -338,6 +347,7 @@ class _TrainerSide(Ranks):
         if self._loader_state is not None and self.engine is not None:
             rank = self.global_rank
             self._random = rng.tensors(rank)
+            _recount(found["loops"]["fit_loop"], self._loader_state["samples_per_batch"], self._samples_per_batch)
             for place, batches in enumerate(self._batches):
                 self._pass_over(batches, place)
         return {"state_dict": {}, **found}
@@ -348,8 +358,7 @@ class _TrainerSide(Ranks):
         if state is None:
             return
         assert self.engine is not None
-        now = self.engine.configuration.micro_batch_size * self.world_size
-        trained = state["batches"] * state["samples_per_batch"] // now
+        trained = state["batches"] * state["samples_per_batch"] // self._samples_per_batch
         ranks = state["began"]
         began = ranks[self.global_rank if self.global_rank < len(ranks) else 0]
         if trained < len(batches) and place < len(began):
@@ -481,6 +490,15 @@ def _train_loader(trainer: Any) -> Any:
             return None
         found = items[0]
     return found
+
+
+def _recount(loop: dict[str, Any], before: int, now: int) -> None:
+    """Let the fit loop's counters of batches count those of `now` samples, where they were of `before`."""
+    for counts in loop["epoch_loop.batch_progress"].values():
+        if before != now and isinstance(counts, dict):
+            processed = counts["processed"]
+            moved = processed * before // now - processed
+            counts.update({name: count + moved for name, count in counts.items()})
 
 
 def _batch_size(loader: Any) -> int | None:

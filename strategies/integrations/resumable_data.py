@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 Batches = Any
 
@@ -63,3 +63,14 @@ def resumable(loader: Any) -> ResumableBatches | None:
     batches = ResumableBatches(loader.batch_sampler)
     vars(loader)["batch_sampler"] = batches  # setting it like any attribute is refused
     return batches
+
+
+def has_plain_batches(loader: Any) -> bool:
+    """Whether a loader takes its sampler's samples as they come, so that its batches may have another size."""
+    return isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+
+
+def cut(loader: Any, batch_size: int) -> None:
+    """Give a loader with plain batches this size, in place."""
+    if has_plain_batches(loader):
+        vars(loader)["batch_size"] = loader.batch_sampler.batch_size = batch_size

@@ -19,6 +19,7 @@ _WHO: Mapping[ScriptKind, str] = {
     "huggingface": "HF Trainer",
     "accelerate": "accelerate",
     "deepspeed": "DeepSpeed",
+    "lightning": "Lightning",
 }
 _FLAGS = {STRATEGY: "--strategy", BACKEND: "--backend", PLAN: "--plan"}
 LIBRARIES = "dsplan, HF Trainer, accelerate, DeepSpeed, Lightning, DistributedDataParallel and FSDP"

@@ -60,6 +60,10 @@ PLACES: tuple[Place, ...] = (
     Place("accelerate.accelerator", "Accelerator.__init__", "accelerate", f"{_HERE}.accelerate:init", claims=False),
     Place("accelerate.accelerator", "Accelerator.prepare", "accelerate", f"{_HERE}.accelerate:prepare", claims=False),
     Place("deepspeed", "initialize", "deepspeed", f"{_HERE}.deepspeed:initialize"),
+    Place("lightning.pytorch.trainer.trainer", "Trainer.__init__", "lightning", f"{_HERE}.lightning:trainer"),
+    Place("pytorch_lightning.trainer.trainer", "Trainer.__init__", "lightning", f"{_HERE}.lightning:trainer"),
+    Place("lightning.fabric.fabric", "Fabric.__init__", "lightning", f"{_HERE}.lightning:fabric_"),
+    Place("lightning_fabric.fabric", "Fabric.__init__", "lightning", f"{_HERE}.lightning:fabric_"),
     Place("torch.optim.optimizer", "", "plain", f"{_HERE}.observer:watch"),
     Place("torch.autograd", "backward", "plain", f"{_HERE}.observer:backward", claims=False),
 )
