@@ -10,7 +10,7 @@ import functools
 import random
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,10 +30,12 @@ from strategies.integrations.lightning_shared import (
     FABRICS,
     PlacedModule,
     Ranks,
+    backward_inside,
     cluster_environment,
     load_whole,
     merged_config,
     package_in_use,
+    prepare_backward,
     start_engine,
     whole_state,
 )
@@ -68,7 +70,7 @@ class _TrainerSide(Ranks):
     checkpoint_io: Any
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = False
-    handles_gradient_accumulation = True
+    handles_gradient_accumulation = False  # else Lightning would not step at the end of an epoch
 
     def __init__(
         self,
@@ -221,8 +223,10 @@ class _TrainerSide(Ranks):
                 return getattr(module, method)(*args, **kwargs)
         view = self._view
         view.method, view.training = method, module.training
+        by_hand = method == "training_step" and not module.automatic_optimization
         try:
-            return self.engine(*args, **kwargs)
+            with backward_inside(self.engine, view) if by_hand else nullcontext():
+                return self.engine(*args, **kwargs)
         finally:
             view.method = "forward"
 
@@ -231,8 +235,11 @@ class _TrainerSide(Ranks):
         assert self.engine is not None
         is_automatic = self.lightning_module.automatic_optimization
         steps = self.engine.configuration.gradient_accumulation_steps
-        own = self.lightning_module.trainer.accumulate_grad_batches if is_automatic else 1
-        self.engine.backward(loss * own if own == steps else loss * steps)
+        if not is_automatic:
+            prepare_backward(self.engine)
+        self.engine.backward(loss * steps if is_automatic else loss)
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()  # counts the micro-batch; Lightning steps once, at the end
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let the training data go on after a restart where it was."""
@@ -453,10 +460,8 @@ def _plugin_for(library: str) -> Any:
             result = closure()
             if model.automatic_optimization and result is None:
                 return None  # training_step returned None: there is no gradient
-            engine = self._strategy.engine
-            if engine.is_gradient_accumulation_boundary():
-                self._after_closure(model, optimizer)
-            engine.step()
+            self._after_closure(model, optimizer)
+            self._strategy.engine.step()
             return result
 
         def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from planner import vocabulary as words
 from planner.types.plan import Plan
@@ -216,10 +218,11 @@ class PlacedModule(nn.Module):
 
     The strategies put their hooks, or `fully_shard`, on this module. The script's own stays as it is, so that its
     `training_step`, which runs inside the engine's forward pass, may call it like any other. `method` is what a forward
-    pass runs.
+    pass runs; `ended` is called after it.
     """
 
     method: str
+    ended: Callable[[], object]
 
     def __init__(self, target: nn.Module) -> None:
         super().__init__()
@@ -227,11 +230,13 @@ class PlacedModule(nn.Module):
         own["_target"] = target  # beside the children: it is no part of its own module
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             own[name] = vars(target)[name]
-        own["method"] = "forward"
+        own["method"], own["ended"] = "forward", _nothing
         self.training = target.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(vars(self)["_target"], self.method)(*args, **kwargs)
+        result = getattr(vars(self)["_target"], self.method)(*args, **kwargs)
+        self.ended()
+        return result
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -254,6 +259,34 @@ def placed(target: nn.Module) -> PlacedModule:
         members = {name: getattr(nn.Module, name) for name in ("get_extra_state", "set_extra_state")}
     kind: type[PlacedModule] = type(type(target).__name__, (PlacedModule,), members)
     return kind(target)
+
+
+def _nothing() -> None:
+    return None
+
+
+# Backward passes that a `training_step` makes itself, inside of the engine's forward pass.
+
+
+@contextmanager
+def backward_inside(engine: Engine, view: PlacedModule) -> Iterator[None]:
+    """A forward pass in which gradients are made, and reduced, before it returns."""
+    wrapped = engine.wrapped
+    if not isinstance(wrapped, DistributedDataParallel):
+        yield
+        return
+    view.ended = partial(setattr, wrapped, "require_backward_grad_sync", False)  # it has no backward pass to expect
+    try:
+        yield
+    finally:
+        view.ended, wrapped.require_backward_grad_sync = _nothing, True
+
+
+def prepare_backward(engine: Engine) -> None:
+    """Have DDP, which does so when a forward pass returns, expect gradients now."""
+    wrapped = engine.wrapped
+    if isinstance(wrapped, DistributedDataParallel):
+        wrapped.reducer.prepare_for_backward([])
 
 
 # The engine.
