@@ -12,10 +12,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dsplan.integrations import FabricStrategy, LightningStrategy
+from hardware_db.errors import DsplanError
 from strategies.integrations.lightning_shared import whole_state
 from tests.strategies.training_bodies import LENGTH, VOCABULARY, TinyModel
 
@@ -70,6 +72,10 @@ class Tiny(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if self.options.get("optimizers") == 2:
+            return [optimizer, torch.optim.SGD([self.gain], lr=0.1)]
+        if self.options.get("optimizers") == "lbfgs":
+            return torch.optim.LBFGS(self.parameters())
         interval = self.options.get("interval")
         if interval is None:
             return optimizer
@@ -111,23 +117,57 @@ def fit(asked: dict[str, Any] | None, options: dict[str, Any], module: dict[str,
     return {**found, "step": made.global_step}
 
 
-def save_and_resume(first: dict[str, Any], path: str, steps: int) -> dict[str, Any]:
-    """Train, save half way, and go on; the losses after the save."""
-    made, model = trainer(LightningStrategy(**first), max_steps=steps), Tiny(interval="step")
-    made.fit(model, loader())
-    made.save_checkpoint(path)
-    return {"losses": model.losses, "weights": whole(made.strategy, model)}
+def saved(asked: dict[str, Any], directory: str, steps: int, *, calm: bool = False) -> dict[str, Any]:
+    """Train for twice `steps` with checkpoints every `steps`; what an undisturbed run leaves, and their paths."""
+    keeps = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=steps, save_top_k=-1)
+    strategy = LightningStrategy(**asked)
+    made = trainer(strategy, max_steps=2 * steps, callbacks=[keeps], enable_checkpointing=True)
+    model = Tiny(interval="step", dropout=0.0 if calm else 0.3)
+    made.fit(model, loader(shuffle=not calm))
+    plain = Path(directory, "weights.ckpt")
+    made.save_checkpoint(plain, weights_only=True)
+    paths = {"whole": f"{directory}/step={steps}.ckpt", "weights": str(plain), "last": keeps.best_model_path}
+    tested, weights = made.test(model, loader(samples=8), verbose=False), whole(strategy, model)
+    best = made.validate(model, loader(samples=8), ckpt_path=paths["whole"], verbose=False)
+    return {
+        "losses": model.losses,
+        "weights": weights,
+        "paths": paths,
+        "tested": tested[0]["test_loss"],
+        "validated": best[0]["val_loss"],
+    }
 
 
-def resume(asked: dict[str, Any], path: str, steps: int, batch_size: int = PER_RANK) -> dict[str, Any]:
-    """Go on from a checkpoint of some strategy."""
-    made, model = trainer(LightningStrategy(**asked), max_steps=steps), Tiny(interval="step")
-    made.fit(model, loader(batch_size=batch_size), ckpt_path=path)
-    return {"losses": model.losses, "weights": whole(made.strategy, model), "step": made.global_step}
+def resumed(asked: dict[str, Any], path: str, steps: int, *, calm: bool = False) -> dict[str, Any]:
+    """Go on from a checkpoint of whichever strategy, with the samples of two ranks in each batch of all."""
+    strategy = LightningStrategy(**asked)
+    made, model = trainer(strategy, max_steps=steps), Tiny(interval="step", dropout=0.0 if calm else 0.3)
+    size = 2 * PER_RANK // int(os.environ.get("WORLD_SIZE", "1"))
+    made.fit(model, loader(batch_size=size, shuffle=not calm), ckpt_path=path)
+    return {"losses": model.losses, "weights": whole(strategy, model), "step": made.global_step}
 
 
-def exists(path: str) -> bool:
-    return Path(path).exists()
+def evaluated(path: str) -> dict[str, Any]:
+    """Test, validate and predict without training, from a checkpoint; and read the weights as Lightning does."""
+    model = Tiny(dropout=0.3)
+    made = trainer(LightningStrategy(strategy="fsdp"))
+    tested = made.test(model, loader(samples=8), ckpt_path=path, verbose=False)
+    predicted = made.predict(model, loader(samples=8))
+    return {"tested": tested[0]["test_loss"], "predicted": len(predicted or ())}
+
+
+def loaded(path: str) -> dict[str, torch.Tensor]:
+    """What `load_from_checkpoint` makes of a file of weights."""
+    return dict(Tiny.load_from_checkpoint(path).state_dict())
+
+
+def refused(asked: dict[str, Any], options: dict[str, Any], module: dict[str, Any]) -> str:
+    """The line that a Trainer ends with."""
+    try:
+        trainer(LightningStrategy(**asked), **options).fit(Tiny(**module), loader())
+    except DsplanError as problem:
+        return str(problem)
+    return ""
 
 
 def fabric_loop(asked: dict[str, Any] | None, accumulation: int, path: str = "", steps: int = 6) -> dict[str, Any]:
