@@ -133,16 +133,14 @@ class _FabricSide(Ranks):
         if args or kwargs:
             raise CannotRun("backward takes the loss alone: leave out retain_graph and other arguments")
         engine = self._engine()
-        engine.backward(tensor)
-        if not engine.is_gradient_accumulation_boundary():
-            engine.step()  # counts the micro-batch; the script steps once, at the end
+        self._backward(engine, tensor)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """The engine's step, which clips and clears gradients too."""
         result = None if closure is None else closure()
         engine = self._engine()
         engine.set_gradient_accumulation_boundary(True)
-        engine.step()
+        self._step(engine)
         engine.gradient_clipping = self._configured_clipping
         return result
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import random
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,15 +231,22 @@ class _TrainerSide(Ranks):
             view.method = "forward"
 
     def backward_of(self, loss: torch.Tensor) -> None:
-        """The engine's backward pass, which divides by the accumulation steps, as Lightning has done already."""
+        """The engine's backward pass."""
         assert self.engine is not None
-        is_automatic = self.lightning_module.automatic_optimization
-        steps = self.engine.configuration.gradient_accumulation_steps
-        if not is_automatic:
+        if not self.lightning_module.automatic_optimization:
             prepare_backward(self.engine)
-        self.engine.backward(loss * steps if is_automatic else loss)
-        if not self.engine.is_gradient_accumulation_boundary():
-            self.engine.step()  # counts the micro-batch; Lightning steps once, at the end
+        self._backward(self.engine, loss)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backward passes inside, as in `optimizer.toggle_model(sync_grad=False)`, are not their step's last."""
+        if self.engine is not None:
+            self.engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            if self.engine is not None:
+                self.engine.set_gradient_accumulation_boundary(True)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let the training data go on after a restart where it was."""
@@ -461,7 +468,7 @@ def _plugin_for(library: str) -> Any:
             if model.automatic_optimization and result is None:
                 return None  # training_step returned None: there is no gradient
             self._after_closure(model, optimizer)
-            self._strategy.engine.step()
+            self._strategy._step(self._strategy.engine)
             return result
 
         def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:

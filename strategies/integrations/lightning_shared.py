@@ -206,6 +206,32 @@ class Ranks:
             here = here.div_(size) if here.is_floating_point() else here.div(size, rounding_mode="floor")
         return here
 
+    def _backward(self, engine: Engine, loss: torch.Tensor) -> None:
+        """The engine's backward pass of a loss that Lightning has divided already.
+
+        Raises:
+            CannotRun: gradients of an earlier pass would be lost.
+        """
+        is_last = engine.is_gradient_accumulation_boundary()
+        if self._reduced and engine.configuration.backend == "deepspeed":
+            raise CannotRun(
+                "DeepSpeed adds up gradients of several backward passes only where it knows which is a step's last: put"
+                " the others into optimizer.toggle_model(sync_grad=False) or fabric.no_backward_sync(model), or use"
+                " backend='native'"
+            )
+        engine.backward(loss * engine.configuration.gradient_accumulation_steps)
+        if is_last:
+            self._reduced = True
+        else:
+            engine.step()  # counts the micro-batch; Lightning steps once, at the end
+
+    def _step(self, engine: Engine) -> None:
+        engine.step()
+        self._reduced = False
+
+    _reduced = False
+    """Whether a backward pass has reduced gradients since the last step."""
+
     def _has_peers(self) -> bool:
         return dist.is_initialized() and self.world_size > 1
 

@@ -48,7 +48,10 @@ class Tiny(pl.LightningModule):
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss = self(*batch)
         self.log("train_loss", loss, sync_dist=True)
-        if not self.automatic_optimization:
+        if self.options.get("toggles"):
+            with self.optimizers().toggle_model(sync_grad=(index + 1) % self.options["manual"] == 0):
+                self._by_hand(loss, index)
+        elif not self.automatic_optimization:
             self._by_hand(loss, index)
         self.losses.append(loss.item())
         return loss
@@ -117,7 +120,7 @@ def fit(asked: dict[str, Any] | None, options: dict[str, Any], module: dict[str,
     return {**found, "step": made.global_step}
 
 
-def saved(asked: dict[str, Any], directory: str, steps: int, *, calm: bool = False) -> dict[str, Any]:
+def saved(asked: dict[str, Any], directory: str, steps: int, calm: bool = False) -> dict[str, Any]:
     """Train for twice `steps` with checkpoints every `steps`; what an undisturbed run leaves, and their paths."""
     keeps = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=steps, save_top_k=-1)
     strategy = LightningStrategy(**asked)
@@ -138,7 +141,7 @@ def saved(asked: dict[str, Any], directory: str, steps: int, *, calm: bool = Fal
     }
 
 
-def resumed(asked: dict[str, Any], path: str, steps: int, *, calm: bool = False) -> dict[str, Any]:
+def resumed(asked: dict[str, Any], path: str, steps: int, calm: bool = False) -> dict[str, Any]:
     """Go on from a checkpoint of whichever strategy, with the samples of two ranks in each batch of all."""
     strategy = LightningStrategy(**asked)
     made, model = trainer(strategy, max_steps=steps), Tiny(interval="step", dropout=0.0 if calm else 0.3)

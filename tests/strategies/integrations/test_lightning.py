@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,20 @@ def test_trains_as_under_lightnings_ddp(ranks: RankPool, reference: Any, strateg
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "by hand"])
 def test_trains_as_under_lightnings_ddp_with_deepspeed(
     deepspeed_ranks: RankPool, reference: Any, settings: str
 ) -> None:
     found = deepspeed_ranks.run(bodies.fit, {"strategy": "zero2", "backend": "deepspeed"}, *SETTINGS[settings])
     require_same(reference(settings), found)
+
+
+@pytest.mark.slow
+def test_deepspeed_is_told_which_backward_pass_is_the_last(deepspeed_ranks: RankPool, reference: Any) -> None:
+    zero2 = {"strategy": "zero2", "backend": "deepspeed"}
+    assert "toggle_model(sync_grad=False)" in deepspeed_ranks.run(bodies.refused, zero2, *SETTINGS["by hand"])[0]
+    found = deepspeed_ranks.run(bodies.fit, zero2, {}, {"manual": 3, "toggles": True})
+    require_same(reference("by hand"), found)
 
 
 def test_mixed_precision_is_the_engines(ranks: RankPool) -> None:
@@ -80,8 +88,8 @@ def test_resumes_under_any_strategy_where_it_was(ranks: RankPool, tmp_path: Path
 
 def test_resumes_on_another_number_of_ranks(ranks: RankPool, one_rank: RankPool, tmp_path: Path) -> None:
     """One rank with batches as large as those of two together sees the same samples in each step."""
-    first, second = ranks.run(partial(bodies.saved, calm=True), asked("zero2"), str(tmp_path), 3)
-    (alone,) = one_rank.run(partial(bodies.resumed, calm=True), asked("single"), first["paths"]["whole"], 6)
+    first, second = ranks.run(bodies.saved, asked("zero2"), str(tmp_path), 3, True)
+    (alone,) = one_rank.run(bodies.resumed, asked("single"), first["paths"]["whole"], 6, True)
     means = [(own + other) / 2 for own, other in zip(first["losses"], second["losses"], strict=True)]
     assert alone["step"] == 6
     assert alone["losses"] == pytest.approx(means[3:], abs=1e-5)
