@@ -24,7 +24,9 @@ from strategies.integrations.json_state import from_json, to_json
 from strategies.integrations.lightning_shared import (
     FABRICS,
     Ranks,
+    batch_size_of,
     cluster_environment,
+    data_of,
     load_whole,
     merged_config,
     package_in_use,
@@ -60,6 +62,7 @@ class _FabricSide(Ranks):
         self._asked: dict[str, Any] = {"strategy": strategy, "backend": backend, "plan": plan}
         self._config = config
         self._plugin: Any = None
+        self._loader: Any = None
         self._forward: nn.Module | None = None
         self._module: nn.Module | None = None
         super().__init__(cluster_environment=cluster_environment(self.library))  # type: ignore[call-arg]
@@ -94,14 +97,28 @@ class _FabricSide(Ranks):
         config = merged_config(
             self._config,
             precision=self.precision.precision,
-            micro_batch_size=None if given.micro_batch_size or given.train_batch_size else 1,
+            micro_batch_size=None if given.micro_batch_size or given.train_batch_size else self._batch_size(),
             accumulation=1,
             clipping=0.0,
         )
-        self.engine, _ = start_engine(module, optimizers[0], config, **self._asked)
+        self.engine, _ = start_engine(module, optimizers[0], config, data=data_of(self._loader), **self._asked)
         self._configured_clipping = self.engine.gradient_clipping
         self._module, self._forward = module, _EngineForward(self.engine)
         return self._forward, [self.engine.optimizer], scheduler
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Look at the first loader, by custom that of the training data, for the plan."""
+        self._loader = dataloader if self._loader is None else self._loader
+        return dataloader
+
+    def _batch_size(self) -> int:
+        size = batch_size_of(self._loader)
+        if size is None:
+            self._say(
+                "the plan counts with micro-batches of 1 sample: no data loader is set up before the model; call"
+                " fabric.setup_dataloaders first, or give config={'train_micro_batch_size_per_gpu': ...}"
+            )
+        return size or 1
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """A model that is not trained lies whole on every rank's device, with rank 0's weights."""

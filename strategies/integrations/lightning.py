@@ -31,7 +31,9 @@ from strategies.integrations.lightning_shared import (
     PlacedModule,
     Ranks,
     backward_inside,
+    batch_size_of,
     cluster_environment,
+    data_of,
     load_whole,
     merged_config,
     package_in_use,
@@ -126,7 +128,7 @@ class _TrainerSide(Ranks):
         config = merged_config(
             self._config,
             precision=self.precision_plugin.precision,
-            micro_batch_size=_batch_size(loader),
+            micro_batch_size=batch_size_of(loader),
             accumulation=trainer.accumulate_grad_batches,
             clipping=float(trainer.gradient_clip_val or 0.0),
         )
@@ -134,9 +136,7 @@ class _TrainerSide(Ranks):
             raise CannotRun("gradients are clipped by their norm alone; leave gradient_clip_algorithm='value' out")
         if self._layer_sync is not None:
             module = self._layer_sync.apply(module)
-        data = getattr(loader, "dataset", None)
-        data = data if hasattr(data, "__getitem__") and hasattr(data, "__len__") else None
-        self.engine, self._view = start_engine(module, optimizer, config, data=data, **self._asked)
+        self.engine, self._view = start_engine(module, optimizer, config, data=data_of(loader), **self._asked)
         self._require_batches(trainer, loader)
         self.optimizers = [self.engine.optimizer]
         self.lr_scheduler_configs = schedulers
@@ -172,7 +172,7 @@ class _TrainerSide(Ranks):
             CannotRun: the plan's micro-batch is not that of the data loader, which chooses its batches itself.
         """
         assert self.engine is not None
-        chosen, size = self.engine.configuration, _batch_size(loader)
+        chosen, size = self.engine.configuration, batch_size_of(loader)
         if size is not None and size != chosen.micro_batch_size and not has_plain_batches(loader):
             raise CannotRun(
                 f"the plan has micro-batches of {chosen.micro_batch_size} samples and the data loader makes {size}; set"
@@ -417,10 +417,6 @@ class _TrainerSide(Ranks):
             for observer in self.engine.observers:
                 observer.close()
 
-    def _say(self, sentence: str) -> None:
-        if self.global_rank == 0:
-            print(f"dsplan: {sentence}", flush=True)
-
 
 class _BetweenBatches(Observer):
     """Passes on to the supervision what happens in a step, but not its end: the batch is not over."""
@@ -511,11 +507,6 @@ def _recount(loop: dict[str, Any], before: int, now: int) -> None:
             processed = counts["processed"]
             moved = processed * before // now - processed
             counts.update({name: count + moved for name, count in counts.items()})
-
-
-def _batch_size(loader: Any) -> int | None:
-    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else None
 
 
 @functools.cache

@@ -232,6 +232,10 @@ class Ranks:
     _reduced = False
     """Whether a backward pass has reduced gradients since the last step."""
 
+    def _say(self, sentence: str) -> None:
+        if self.global_rank == 0:
+            print(f"dsplan: {sentence}", flush=True)
+
     def _has_peers(self) -> bool:
         return dist.is_initialized() and self.world_size > 1
 
@@ -355,6 +359,18 @@ def _precision(asked: str) -> words.Precision:
     if asked not in _PRECISIONS:
         raise CannotRun(f"precision={asked!r} has no equal here; choose one of {', '.join(_PRECISIONS)}")
     return _PRECISIONS[asked]
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Samples of a rank's batch; None where a loader does not say."""
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def data_of(loader: Any) -> Any:
+    """A loader's data, whose first sample a plan looks at; None where it cannot be looked at without reading on."""
+    data = getattr(loader, "dataset", None)
+    return data if hasattr(data, "__getitem__") and hasattr(data, "__len__") else None
 
 
 def start_engine(
