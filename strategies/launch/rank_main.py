@@ -45,10 +45,10 @@ def main(spec_path: str) -> int:
     except BaseException as error:
         failure = failure_of(error, spec.directory)
         write_failure(spec.directory, rank, failure)
-        if failure.expected:
-            print(f"error: {error}", file=sys.stderr)
-        else:
+        if not isinstance(error, DsplanError):
             _print_traceback(error)
+        if failure.expected:
+            print(f"error: {error if isinstance(error, DsplanError) else failure.message}", file=sys.stderr)
         return exit_status(failure)
     _leave_word(spec.directory, rank)
     return 0

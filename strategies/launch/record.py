@@ -15,10 +15,13 @@ from hardware_db.measurement import Outcome as StoredOutcome
 from hardware_db.probe import Machine, probe
 from hardware_db.store import open_store
 from planner.calibration.refresh import refresh
+from planner.cluster.probed import probed_cluster
+from planner.types.job import cluster_section
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from strategies.launch.diagnosis import Ending
 from strategies.launch.report import OutcomeName, RunReport, measured_attempt
+from strategies.run_directory.claim import read_claim
 from strategies.run_directory.spec import STOPS
 from strategies.telemetry.metrics import MeasuredRun
 
@@ -29,6 +32,10 @@ _STORED_AS: Mapping[OutcomeName, StoredOutcome] = {
     "interrupted": "interrupted",
     "preempted": "interrupted",
 }
+
+
+UNPLANNED = "unplanned"
+"""Stands in the place of the strategy of a run without a plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +49,8 @@ class Stored:
 def record_run(report: RunReport) -> Stored:
     """Store a run's last attempt with its outcome. A database that cannot be written undoes no training: the reason is
     told."""
-    if report.plan is None:
-        return Stored(measurement_id=None, sentence="not stored in the database: the run had no plan")
+    if report.plan is None and not report.measured.steps:
+        return Stored(measurement_id=None, sentence="not stored in the database: no training step was seen")
     last = report.attempts[-1]
     if last.decision is not None and last.decision.continues:
         return Stored(measurement_id=None, sentence="stored when the last attempt ended")
@@ -51,7 +58,8 @@ def record_run(report: RunReport) -> Stored:
     attempt = last.attempt
     try:
         measured = measured_attempt(report.spec.directory, attempt)
-        measurement = _stored(report.plan, machine, _STORED_AS[report.outcome.name], measured)
+        document = unplanned(report, machine) if report.plan is None else plan_to_dict(report.plan)
+        measurement = _stored(document, machine, _STORED_AS[report.outcome.name], measured)
     except DsplanError as error:
         return Stored(measurement_id=None, sentence=f"not stored in the database: {error}")
     return Stored(
@@ -66,11 +74,28 @@ def record_attempt(plan: Plan, ending: Ending, directory: Path, attempt: int) ->
     A database that cannot be written is reported when the run ends.
     """
     with suppress(DsplanError):
-        _stored(plan, probe(), _ended_as(ending), measured_attempt(directory, attempt))
+        _stored(plan_to_dict(plan), probe(), _ended_as(ending), measured_attempt(directory, attempt))
 
 
-def _stored(plan: Plan, machine: Machine, outcome: StoredOutcome, measured: MeasuredRun) -> Measurement:
-    measurement = measure_run(plan_to_dict(plan), fingerprint(machine), outcome=outcome, measured=measured_of(measured))
+def unplanned(report: RunReport, machine: Machine) -> dict[str, object]:
+    """What stands in the place of a plan for a run that had none: what was seen of the script, and where it ran.
+
+    Its strategy is none of the planner's, so nothing is ever predicted from it.
+    """
+    seen = read_claim(report.spec.directory)
+    ranks = report.measured.ranks
+    return {
+        "model": {"name": Path(report.spec.script).name, "parameters": seen.parameters if seen else None},
+        "cluster": cluster_section(probed_cluster(machine, ranks=ranks)),
+        "workload": {},
+        "plan": {"strategy": UNPLANNED, "world_size": ranks, "trained_with": seen.kind if seen else None},
+        "memory": {},
+        "time": {},
+    }
+
+
+def _stored(plan: Mapping[str, object], machine: Machine, outcome: StoredOutcome, measured: MeasuredRun) -> Measurement:
+    measurement = measure_run(plan, fingerprint(machine), outcome=outcome, measured=measured_of(measured))
     with open_store() as store:
         store.add(measurement)
     return measurement

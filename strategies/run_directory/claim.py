@@ -36,10 +36,12 @@ class Claim:
 
     kind: ScriptKind
     """The library whose user claimed the run; plain where a step was done and nobody had."""
+    parameters: int | None = None
+    """How many parameters are trained, where only an optimizer's steps were seen."""
 
 
 _claim: Claim | None = None
-_uses = 0
+_uses = _own_works = 0
 _is_taken_over = _is_planned = False
 _waiting: list[Callable[[ScriptKind], object]] = []
 
@@ -60,18 +62,23 @@ def use(kind: ScriptKind) -> Iterator[bool]:
 
 def may_claim(kind: ScriptKind) -> bool:
     """Whether a use of the library now would be the outermost."""
-    return _uses == 0 and (_claim is None or _claim.kind in (kind, "plain"))
+    return _uses == 0 and _own_works == 0 and (_claim is None or _claim.kind in (kind, "plain"))
 
 
 @contextmanager
-def passing_through() -> Iterator[None]:
-    """Uses inside claim nothing, as what a library does before its user has claimed the run."""
-    global _uses
-    _uses += 1
+def own_work() -> Iterator[None]:
+    """What runs inside is dsplan's own, as a micro-benchmark's optimizer steps: nobody trains, and nobody claims."""
+    global _own_works
+    _own_works += 1
     try:
         yield
     finally:
-        _uses -= 1
+        _own_works -= 1
+
+
+def is_own_work() -> bool:
+    """Whether what runs now is dsplan's own."""
+    return _own_works > 0
 
 
 def claimed() -> ScriptKind | None:
@@ -100,10 +107,9 @@ def once_claimed(callback: Callable[[ScriptKind], object]) -> None:
     _waiting.append(callback)
 
 
-def note_unclaimed() -> None:
-    """A step is done and nobody has claimed the run."""
-    if _claim is None:
-        _note("plain")
+def note_unplanned(parameters: int) -> None:
+    """A step on so many parameters is done, and nobody has taken the run over."""
+    _write(Claim(kind="plain" if _claim is None else _claim.kind, parameters=parameters))
 
 
 def read_claim(directory: Path) -> Claim | None:
@@ -121,20 +127,24 @@ def claimed_kind(directory: Path) -> ScriptKind | None:
 
 
 def _note(kind: ScriptKind) -> None:
-    global _claim
     if _claim is not None and _claim.kind == kind:
         return
-    _claim = Claim(kind=kind)
-    directory = os.environ.get(RUN_DIRECTORY)
-    if directory and os.environ.get("LOCAL_RANK", "0") == "0":
-        with suppress(OSError):  # a full disk ends no training
-            write_json(Path(directory) / CLAIM_FILE, asdict(_claim))
+    _write(Claim(kind=kind))
     for callback in _waiting:
         callback(kind)
 
 
+def _write(claim: Claim) -> None:
+    global _claim
+    _claim = claim
+    directory = os.environ.get(RUN_DIRECTORY)
+    if directory and os.environ.get("LOCAL_RANK", "0") == "0":
+        with suppress(OSError):  # a full disk ends no training
+            write_json(Path(directory) / CLAIM_FILE, asdict(claim))
+
+
 def forget() -> None:
     """Nobody has claimed anything, as in a process that begins; for tests."""
-    global _claim, _uses, _is_taken_over, _is_planned
-    _claim, _uses, _is_taken_over, _is_planned = None, 0, False, False
+    global _claim, _uses, _own_works, _is_taken_over, _is_planned
+    _claim, _uses, _own_works, _is_taken_over, _is_planned = None, 0, 0, False, False
     _waiting.clear()

@@ -4,15 +4,14 @@ torch is imported for it: this is asked before a script has loaded any."""
 from __future__ import annotations
 
 import os
-import sys
+import traceback
 from collections.abc import Mapping
-from pathlib import Path
-from types import FrameType
 
 from planner import vocabulary as words
 from strategies.errors import CannotRun
 from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
+from strategies.supervision.failures import own_line
 from strategies.variables import BACKEND, PLAN, STRATEGY
 
 _WHO: Mapping[ScriptKind, str] = {
@@ -22,7 +21,7 @@ _WHO: Mapping[ScriptKind, str] = {
     "lightning": "Lightning",
 }
 _FLAGS = {STRATEGY: "--strategy", BACKEND: "--backend", PLAN: "--plan"}
-LIBRARIES = "dsplan, HF Trainer, accelerate, DeepSpeed, Lightning, DistributedDataParallel and FSDP"
+LIBRARIES = "dsplan, HF Trainer, accelerate, DeepSpeed, Lightning, DDP and FSDP"
 
 # accelerate 1.15, which HF Trainer trains with, knows DDP as its only way to spread a model over CPU ranks.
 _ACCELERATE_ON_CPU: tuple[words.Strategy, ...] = ("single", "ddp")
@@ -92,8 +91,8 @@ def refuse_unplanned_step() -> None:
     if claim.is_planned() or not asked():
         return
     raise CannotRun(
-        f"{asked()}: cannot be applied: {script_line(sys._getframe(1))} trains with none of {LIBRARIES}; wrap the model"
-        " in DistributedDataParallel or call dsplan.initialize, or leave the option out"
+        f"{asked()} cannot be applied: {own_line(traceback.extract_stack()) or 'the script'} trains with none of"
+        f" {LIBRARIES}; wrap the model in DDP, or leave the option out"
     )
 
 
@@ -104,23 +103,4 @@ def refuse_unapplied() -> None:
         CannotRun: there was none.
     """
     if not claim.is_planned() and asked():
-        raise CannotRun(f"{asked()}: was not applied: the script ended without training anything")
-
-
-def script_line(frame: FrameType | None) -> str:
-    """The innermost line on the stack that is nobody's library: `train.py, line 12`."""
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if is_own_code(path):
-            return f"{path.name}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return "the script"
-
-
-def is_own_code(path: Path) -> bool:
-    """Whether a file is the script's or of a package beside it, and not of an installed one, of Python or of dsplan."""
-    parts = path.parts
-    if not path.is_absolute() or "site-packages" in parts or "dist-packages" in parts:
-        return False
-    rooms = Path(__file__).resolve().parents[2]
-    return not path.is_relative_to(rooms) and not path.is_relative_to(Path(os.__file__).resolve().parent)
+        raise CannotRun(f"{asked()} was not applied: the script ended without training anything")

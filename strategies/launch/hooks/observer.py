@@ -9,14 +9,16 @@ while torch is, so that nothing of torch is imported at its top.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from strategies.launch.hooks import asked
+from strategies.launch.hooks.patch import patch
 from strategies.run_directory import claim
 from strategies.run_directory.heartbeat import PULSE
 from strategies.variables import RUN_DIRECTORY
@@ -44,14 +46,15 @@ class _Observer:
 
     @property
     def is_needed(self) -> bool:
-        """Whether nobody has taken the run over; once somebody has, nothing comes by here any more."""
+        """Whether what comes by now is to be looked at; once somebody has taken the run over, nothing comes any
+        more."""
         if claim.is_taken_over() and self._handles:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
             if self._monitor is not None:
                 self._monitor.close()
-        return bool(self._handles)
+        return bool(self._handles) and not claim.is_own_work()
 
     def backward_starts(self, tensors: Any) -> None:
         """A backward pass begins from a tensor, or from several."""
@@ -70,9 +73,10 @@ class _Observer:
         if self._first is None:
             self._first = weakref.ref(optimizer)
             self._say()
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            claim.note_unplanned(sum(weight.numel() for weight in weights))
         elif self._first() is not optimizer:
             return
-        claim.note_unclaimed()
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         monitor = self._watching(weights[0].device)
         monitor.step_ended()
@@ -99,13 +103,19 @@ class _Observer:
 _observer = _Observer()
 
 
-def watch(optimizers: ModuleType) -> None:
-    """Stand by; called with torch.optim.optimizer, once that was imported."""
+def watch_steps(optimizers: ModuleType) -> None:
+    """Stand by for steps; called with torch.optim.optimizer, once that was imported."""
     _observer.stand_by(optimizers)
 
 
-def backward(original: Callable[..., Any], tensors: Iterable[Any], *rest: Any, **named: Any) -> Any:
-    """`torch.autograd.backward`, which `Tensor.backward` calls."""
-    if _observer.is_needed:
-        _observer.backward_starts(tensors)
-    return original(tensors, *rest, **named)
+def watch_backward(autograd: ModuleType) -> None:
+    """Stand by for backward passes: `Tensor.backward` too calls the function that is in `torch.autograd`."""
+    original: Callable[..., Any] = autograd.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *rest: Any, **named: Any) -> Any:
+        if _observer.is_needed:
+            _observer.backward_starts(tensors)
+        return original(tensors, *rest, **named)
+
+    patch(autograd, "backward", backward)
