@@ -68,8 +68,6 @@ PLACES: tuple[Place, ...] = (
     Place("pytorch_lightning.trainer.trainer", "Trainer.__init__", "lightning", f"{_HERE}.lightning:trainer"),
     Place("lightning.fabric.fabric", "Fabric.__init__", "lightning", f"{_HERE}.lightning:fabric_"),
     Place("lightning_fabric.fabric", "Fabric.__init__", "lightning", f"{_HERE}.lightning:fabric_"),
-    Place("torch.optim.optimizer", "", "plain", f"{_HERE}.observer:watch"),
-    Place("torch.autograd", "backward", "plain", f"{_HERE}.observer:backward", claims=False),
     Place("torch.optim.optimizer", "", "plain", f"{_HERE}.observer:watch_steps"),
     Place("torch.autograd", "", "plain", f"{_HERE}.observer:watch_backward"),
 )
