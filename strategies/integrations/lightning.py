@@ -137,6 +137,7 @@ class _TrainerSide(Ranks):
         if self._layer_sync is not None:
             module = self._layer_sync.apply(module)
         self.engine, self._view = start_engine(module, optimizer, config, data=data_of(loader), **self._asked)
+        self.configured_clipping = self.engine.gradient_clipping
         self._require_batches(trainer, loader)
         self.optimizers = [self.engine.optimizer]
         self.lr_scheduler_configs = schedulers
@@ -144,6 +145,8 @@ class _TrainerSide(Ranks):
             self._let_supervise(trainer, self.engine, self.engine.supervision)
 
     _layer_sync: Any = None
+    configured_clipping = 0.0
+    """What gradients are clipped to unless the module's `configure_gradient_clipping` chooses."""
 
     def _configured(self, module: Any) -> tuple[torch.optim.Optimizer, list[Any]]:
         """What `configure_optimizers` returns: one optimizer and its schedulers.
@@ -470,9 +473,8 @@ def _plugin_for(library: str) -> Any:
         def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
             if gradient_clip_algorithm not in (None, "norm"):
                 raise CannotRun("gradients are clipped by their norm alone; leave gradient_clip_algorithm='value' out")
-            engine = self._strategy.engine
-            if engine.gradient_clipping != (clip_val or 0.0):
-                engine.gradient_clipping = float(clip_val or 0.0)
+            strategy = self._strategy
+            strategy.engine.gradient_clipping = float(clip_val) if clip_val else strategy.configured_clipping
 
     return EnginePrecision
 

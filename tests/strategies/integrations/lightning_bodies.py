@@ -73,6 +73,10 @@ class Tiny(pl.LightningModule):
     def predict_step(self, batch: Any, index: int) -> torch.Tensor:
         return self(*batch)
 
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        chosen = self.options.get("clips", gradient_clip_val)
+        self.clip_gradients(optimizer, chosen, gradient_clip_algorithm)
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         if self.options.get("optimizers") == 2:

@@ -112,6 +112,13 @@ def test_weights_alone_are_a_file_that_lightning_reads(ranks: RankPool, tmp_path
     assert all((weight - weights[name]).abs().max() == 0 for name, weight in trained["weights"].items())
 
 
+def test_the_norm_to_clip_to_may_be_the_modules_or_the_configs(ranks: RankPool) -> None:
+    own = ranks.run(bodies.fit, None, {}, {"clips": 0.3})
+    require_same(own, ranks.run(bodies.fit, asked("zero1"), {}, {"clips": 0.3}))
+    config = {"gradient_clipping": 0.3}
+    require_same(own, ranks.run(bodies.fit, {**asked("fsdp"), "config": config}, {}, {}))
+
+
 @pytest.mark.parametrize(
     ("options", "module", "line"),
     [
