@@ -131,9 +131,7 @@ def _wants_a_gpu(error: BaseException) -> str:
         "CUDA": "write torch.device('cuda', local_rank) if torch.cuda.is_available() else torch.device('cpu') there",
         "NCCL": "write init_process_group() without a backend, or with 'gloo', there",
     }[wants]
-    return (
-        f"{where}: asks for {wants}, and there is no GPU here that torch can use; {remedy}, or run where there is one"
-    )
+    return f"{where}: asks for {wants}, and torch can use no GPU here; {remedy}, or run where there is one"
 
 
 def own_line(frames: Iterable[traceback.FrameSummary]) -> str:
