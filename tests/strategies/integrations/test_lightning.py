@@ -21,6 +21,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "clipped": ({"gradient_clip_val": 0.3}, {"interval": "step"}),
     "by hand": ({}, {"manual": 3}),
 }
+_IN_SUITE = {"ddp": "by hand", "zero3": "by hand"}
 
 
 def asked(strategy: str) -> dict[str, str]:
@@ -43,6 +44,7 @@ def require_same(expected: list[Any], found: list[Any], *, within: float = 1e-5)
             assert (weight - other["weights"][name]).abs().max() <= within, name
 
 
+@pytest.mark.sweep(suite=lambda strategy, settings: settings in ("accumulated", _IN_SUITE.get(strategy)))
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trains_as_under_lightnings_ddp(ranks: RankPool, reference: Any, strategy: str, settings: str) -> None:
