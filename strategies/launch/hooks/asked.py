@@ -18,6 +18,7 @@ _WHO: Mapping[ScriptKind, str] = {
     "huggingface": "HF Trainer",
     "accelerate": "accelerate",
     "deepspeed": "DeepSpeed",
+    "lightning": "Lightning",
 }
 _FLAGS = {STRATEGY: "--strategy", BACKEND: "--backend", PLAN: "--plan"}
 LIBRARIES = "dsplan, HF Trainer, accelerate, DeepSpeed, Lightning, DDP and FSDP"
