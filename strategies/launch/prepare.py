@@ -218,7 +218,7 @@ def _resume_from(request: RunRequest) -> str:
     states = {"huggingface": ("trainer_state.json",), None: ("state.json", "trainer_state.json")}
     possible = states.get(kind, ("state.json",))
     if not any((path / state).is_file() for state in possible):
-        state = " and ".join(possible)
+        state = " or ".join(possible)
         raise DsplanError(f"--resume-from {named}: is no checkpoint ({state} is not there); name one, or {BEGIN_ANEW}")
     return str(path)
 

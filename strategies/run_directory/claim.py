@@ -41,7 +41,7 @@ class Claim:
 
 
 _claim: Claim | None = None
-_uses = 0
+_uses = _own_works = 0
 _is_taken_over = _is_planned = False
 _waiting: list[Callable[[ScriptKind], object]] = []
 
@@ -62,18 +62,23 @@ def use(kind: ScriptKind) -> Iterator[bool]:
 
 def may_claim(kind: ScriptKind) -> bool:
     """Whether a use of the library now would be the outermost."""
-    return _uses == 0 and (_claim is None or _claim.kind in (kind, "plain"))
+    return _uses == 0 and _own_works == 0 and (_claim is None or _claim.kind in (kind, "plain"))
 
 
 @contextmanager
-def passing_through() -> Iterator[None]:
-    """Uses inside claim nothing, as what a library does before its user has claimed the run."""
-    global _uses
-    _uses += 1
+def own_work() -> Iterator[None]:
+    """What runs inside is dsplan's own, as a micro-benchmark's optimizer steps: nobody trains, and nobody claims."""
+    global _own_works
+    _own_works += 1
     try:
         yield
     finally:
-        _uses -= 1
+        _own_works -= 1
+
+
+def is_own_work() -> bool:
+    """Whether what runs now is dsplan's own."""
+    return _own_works > 0
 
 
 def claimed() -> ScriptKind | None:
@@ -140,6 +145,6 @@ def _write(claim: Claim) -> None:
 
 def forget() -> None:
     """Nobody has claimed anything, as in a process that begins; for tests."""
-    global _claim, _uses, _is_taken_over, _is_planned
-    _claim, _uses, _is_taken_over, _is_planned = None, 0, False, False
+    global _claim, _uses, _own_works, _is_taken_over, _is_planned
+    _claim, _uses, _own_works, _is_taken_over, _is_planned = None, 0, 0, False, False
     _waiting.clear()

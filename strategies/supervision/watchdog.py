@@ -130,8 +130,8 @@ class Hung(RuntimeError):
 class Watchdog(threading.Thread):
     """Watches one rank; `hang_seconds` 0: never calls anything a hang.
 
-    Where nobody has claimed the run, a hang is reported, with the stacks, and does not end the process: a script that
-    trains nothing may wait as long as it likes.
+    Where nobody has claimed the run, in this attempt or before, a hang is reported, with the stacks, and does not end
+    the process: a script that trains nothing may wait as long as it likes.
     """
 
     def __init__(self, directory: Path, rank: int, hang_seconds: float) -> None:
@@ -141,6 +141,7 @@ class Watchdog(threading.Thread):
         self._activity = Activity(PULSE)
         self._active_at = self._beat_at = time.monotonic()
         self._has_reported = False
+        self._claimed_before = claim.claimed_kind(directory)
         self._number, self._world_size = 0, 1
         self._board: Board | None = None
         self._stopping: Stopping | None = None
@@ -151,7 +152,7 @@ class Watchdog(threading.Thread):
 
     @property
     def _only_reports(self) -> bool:
-        return claim.claimed() in (None, "plain")
+        return (claim.claimed() or self._claimed_before) in (None, "plain")
 
     def attach(self, board: Board, stopping: Stopping, world_size: int) -> None:
         """The ranks have met: from here on they are watched together."""

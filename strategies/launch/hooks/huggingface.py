@@ -311,7 +311,7 @@ def _resettle(settings: Any, plan: Plan) -> None:
         if getattr(settings, name) == settled[name]:
             setattr(settings, name, dict(value) if isinstance(value, dict) else value)
     _fill_in(settings, plan)
-    with claim.passing_through():  # the plan is filled in already
+    with claim.own_work():  # the plan is filled in already
         type(settings).__post_init__(settings)
 
 

@@ -129,6 +129,7 @@ def _tokens(item: Any) -> int:
     return 0
 
 
+@claim.own_work()
 def plan_live(job: LiveJob) -> Plan | None:
     """The plan for a script's model on this machine, the same on every rank; every rank must call this together.
 

@@ -9,6 +9,7 @@ while torch is, so that nothing of torch is imported at its top.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from strategies.launch.hooks import asked
+from strategies.launch.hooks.patch import patch
 from strategies.run_directory import claim
 from strategies.run_directory.heartbeat import PULSE
 from strategies.variables import RUN_DIRECTORY
@@ -48,7 +50,7 @@ class _Observer:
             self._is_over = True
             if self._monitor is not None:
                 self._monitor.close()
-        return not self._is_over
+        return not self._is_over and not claim.is_own_work()
 
     def backward_starts(self, tensors: Any) -> None:
         """A backward pass begins from a tensor, or from several."""
@@ -104,16 +106,22 @@ def when_backward_starts(listener: Callable[[torch.Tensor], object]) -> Callable
     return lambda: _listeners.remove(listener)
 
 
-def watch(optimizers: ModuleType) -> None:
-    """Stand by; called with torch.optim.optimizer, once that was imported."""
+def watch_steps(optimizers: ModuleType) -> None:
+    """Stand by for steps; called with torch.optim.optimizer, once that was imported."""
     _observer.stand_by(optimizers)
 
 
-def backward(original: Callable[..., Any], tensors: Any, *rest: Any, **named: Any) -> Any:
-    """`torch.autograd.backward`, which `Tensor.backward` calls."""
-    if _observer.is_needed:
-        _observer.backward_starts(tensors)
-    for listener in _listeners:
-        if hasattr(tensors, "backward") and tensors.numel() == 1:
-            listener(tensors.detach().reshape(()))
-    return original(tensors, *rest, **named)
+def watch_backward(autograd: ModuleType) -> None:
+    """Stand by for backward passes: `Tensor.backward` too calls the function that is in `torch.autograd`."""
+    original: Callable[..., Any] = autograd.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *rest: Any, **named: Any) -> Any:
+        if _observer.is_needed:
+            _observer.backward_starts(tensors)
+        for listener in _listeners:
+            if hasattr(tensors, "backward") and tensors.numel() == 1:
+                listener(tensors.detach().reshape(()))
+        return original(tensors, *rest, **named)
+
+    patch(autograd, "backward", backward)

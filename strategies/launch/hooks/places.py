@@ -70,8 +70,8 @@ PLACES: tuple[Place, ...] = (
         f"{_HERE}.torch_ddp:shard_by_fsdp1",
     ),
     Place("torch.distributed.tensor.parallel.api", "parallelize_module", "torch", f"{_HERE}.torch_ddp:parallelize"),
-    Place("torch.optim.optimizer", "", "plain", f"{_HERE}.observer:watch"),
-    Place("torch.autograd", "backward", "plain", f"{_HERE}.observer:backward", claims=False),
+    Place("torch.optim.optimizer", "", "plain", f"{_HERE}.observer:watch_steps"),
+    Place("torch.autograd", "", "plain", f"{_HERE}.observer:watch_backward"),
 )
 
 

@@ -25,7 +25,7 @@ def test_the_batch_is_kept_where_the_script_can_accumulate(
         kind="accelerate",
         micro_batch_size=4,
         gradient_accumulation_steps=1,
-        sequence_length=8,
+        data=live.ShownData(tokens=8),
         precision="fp32",
         optimizer="adamw",
         accumulates=accumulates,

@@ -160,7 +160,10 @@ def test_a_process_alone_that_sleeps_is_ended_with_its_stacks(tmp_path: Path) ->
     body = """
         import sys, time
         from pathlib import Path
+        from strategies.run_directory import claim
         from strategies.supervision import watchdog
+        with claim.use("dsplan"):
+            pass
         watchdog._ALONE_SECONDS = 0.0
         watchdog._ASIDE_SECONDS = 0.0
         watchdog.begin_watching(Path(sys.argv[1]), 0, 1.0)
