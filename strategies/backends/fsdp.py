@@ -49,7 +49,7 @@ class FullShard(TorchStrategy):
         # The root keeps torch's default: it is needed first in backward, so it stays unsharded after forward.
         with _letting_go(model, model):
             shard(model)
-        note_gathers([unit for unit in model.modules() if isinstance(unit, FSDPModule)])
+        note_gathers([unit for unit in model.modules() if isinstance(unit, FSDPModule)], _is_sharded)
         return model
 
     def mesh(self) -> DeviceMesh:
@@ -107,6 +107,11 @@ class HybridShard(FullShard):
     def mesh(self) -> DeviceMesh:
         degrees = (self.configuration.dp_replicate, self.configuration.dp_shard)
         return init_device_mesh(self.environment.device.type, degrees, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP would gather some of a module's parameters: those that it has gathered are no DTensors meanwhile."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def _take_over(shard: DTensor, whole: torch.Tensor, before: torch.Tensor) -> None:

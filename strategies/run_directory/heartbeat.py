@@ -53,7 +53,7 @@ def script_line(frame: FrameType | None) -> str:
 
 
 _KEPT = 8
-"""Meetings of which another rank can read: ranks that are further apart have parted long ago, and hang."""
+"""Meetings of which another rank can read, equal ones in a row as one: where ranks parted is found among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class Meeting:
 
     number: int
     """Counted from 1."""
+    last: int
+    """The number of the last one of the same kind and place in a row."""
     kind: str
     """`forward`, `evaluation` (without gradients), `backward`, `step`, or what the script calls."""
     place: str
@@ -116,12 +118,27 @@ class Pulse:
         finally:
             self.waits_for = ()
 
-    def enter(self, kind: str) -> None:
-        """A call begins in which every rank takes part; `leave` ends it."""
+    def enter(self, kind: str, *, counts: bool = True) -> None:
+        """A call begins in which every rank takes part, if it `counts`; `leave` ends it."""
         self.depth += 1
-        if self.depth == 1:
+        if self.depth == 1 and counts:
             self._number += 1
-            self.meetings.append(Meeting(self._number, kind, script_line(main_frame())))
+            place, before = script_line(main_frame()), self.meetings[-1] if self.meetings else None
+            if before is not None and (before.kind, before.place) == (kind, place):
+                self.meetings[-1] = Meeting(before.number, self._number, kind, place)
+            else:
+                self.meetings.append(Meeting(self._number, self._number, kind, place))
+
+    @property
+    def number(self) -> int:
+        """Meetings so far."""
+        return self._number
+
+    @property
+    def stamp(self) -> int:
+        """A number that messages of one meeting have in common, and no others of its time."""
+        last = self.meetings[-1] if self.meetings else None
+        return 2 * self._number + (last is not None and last.kind in ("forward", "evaluation"))
 
     def leave(self) -> None:
         """The call that began last is over."""

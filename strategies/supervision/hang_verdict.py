@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from hardware_db.units import format_seconds
@@ -137,21 +137,33 @@ def parted(now: Mapping[int, Heartbeat | None], quiet_seconds: float) -> Verdict
 
 
 def _unlike(beats: Mapping[int, Heartbeat]) -> Verdict | None:
-    called = {rank: {each.number: each for each in beat.meetings} for rank, beat in beats.items()}
-    common = sorted(set.intersection(*(set(meetings) for meetings in called.values())))
-    clash = next((number for number in common if len({_family(own[number]) for own in called.values()}) > 1), None)
+    if not all(beat.meetings for beat in beats.values()):
+        return None
+    begins = max(beat.meetings[0].number for beat in beats.values())
+    ends = min(beat.meetings[-1].last for beat in beats.values())
+    starts = {begins, *(each.number for beat in beats.values() for each in beat.meetings)}
+    called = {
+        number: {rank: _at(number, beat.meetings) for rank, beat in beats.items()}
+        for number in sorted(starts)
+        if begins <= number <= ends
+    }
+    clash = next((own for own in called.values() if len({_family(each) for each in own.values()}) > 1), None)
     if clash is None:
         return None
     # They parted where one of them evaluated and the others trained, if that is still known.
-    first = next((number for number in common if len({own[number].kind for own in called.values()}) > 1), clash)
-    odd = _odd({rank: own[first].kind for rank, own in called.items()})
+    first = next(own for own in called.values() if len({each.kind for each in own.values()}) > 1)
+    odd = _odd({rank: each.kind for rank, each in first.items()})
     others = sorted(set(beats) - set(odd))
-    there = f"{_named(others)} {_does(others, 'is', 'are')} in {_called(called[others[0]][first])}"
-    return _verdict(odd, called[odd[0]][first], there)
+    there = f"{_named(others)} {_does(others, 'is', 'are')} in {_called(first[others[0]])}"
+    return _verdict(odd, first[odd[0]], there)
+
+
+def _at(number: int, meetings: Sequence[Meeting]) -> Meeting:
+    return next(each for each in meetings if each.number <= number <= each.last)
 
 
 def _alone(beats: Mapping[int, Heartbeat], quiet_seconds: float) -> Verdict | None:
-    last = {rank: beat.meetings[-1].number if beat.meetings else 0 for rank, beat in beats.items()}
+    last = {rank: beat.meetings[-1].last if beat.meetings else 0 for rank, beat in beats.items()}
     ahead = sorted(rank for rank in beats if last[rank] == max(last.values()) and beats[rank].inside)
     others = sorted(set(beats) - set(ahead))
     if not ahead or not others or any(beats[rank].quiet_seconds < quiet_seconds for rank in ahead):

@@ -121,7 +121,7 @@ class DeepSpeedEngine(Engine):
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
         if self.gathers_weights:
-            note_gathers([self.module])
+            note_gathers([self.module], _is_sharded)
 
     @property
     def global_steps(self) -> int:
@@ -180,6 +180,11 @@ class DeepSpeedEngine(Engine):
 
     def _step(self) -> None:
         self._deepspeed.step()
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether DeepSpeed would gather some of a module's parameters; small ones stay whole."""
+    return any(getattr(getattr(p, "ds_status", None), "name", "") == "NOT_AVAILABLE" for p in module.parameters())
 
 
 def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from torch import nn
 from strategies.backends.zero.collectives import Collectives
 from strategies.backends.zero.flat_shard import Bucket, Slot
 from strategies.checkpoint.states import SCALARS
+from strategies.distributed.gathers import require_alike
 from strategies.errors import CannotRun
 from strategies.optim.optimizers import OPTIMIZERS, needs_whole_tensors, takes_sparse_gradients_only
 from strategies.protocols import TrainingParts
+from strategies.run_directory.heartbeat import PULSE
 
 # Rows: which rows of an embedding any rank used, for optimizers that step those and leave the others alone.
 
@@ -162,6 +164,9 @@ class Pieces:
         """The square of the norm of all gradients, and the parameters that any rank used: one small collective.
 
         Not a number, or infinite, where any gradient is.
+
+        Raises:
+            Parted: the ranks' calls that gather weights have differed.
         """
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         flags = [float(slot.parameter in used) for slot in slots]
@@ -169,11 +174,12 @@ class Pieces:
         each = [torch.linalg.vector_norm(one, dtype=_at_least_fp32(one.dtype)) for one in gradients]
         norms = [norm.to(device=device, dtype=torch.float64) for norm in each]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
-        message = torch.cat((square.to(device).reshape(1), torch.tensor(flags, dtype=torch.float64, device=device)))
-        values = self._collectives.all_reduce(message).tolist()
+        told = torch.tensor([float(PULSE.number), *flags], dtype=torch.float64, device=device)
+        sums = self._collectives.all_reduce(torch.cat((square.to(device).reshape(1), told))).tolist()
+        require_alike(sums[1], self._collectives.ranks.world_size)
         self._rows.synchronize(self._collectives)
-        anywhere = {slot.parameter for slot, flag in zip(slots, values[1:], strict=True) if flag}
-        return values[0], anywhere
+        anywhere = {slot.parameter for slot, flag in zip(slots, sums[2:], strict=True) if flag}
+        return sums[0], anywhere
 
     def slots(self) -> Iterable[tuple[Bucket, Slot]]:
         """Every parameter with its bucket."""

@@ -105,7 +105,8 @@ class ShardedWeights(ShardedModel):
         for unit in units:
             unit.module.register_forward_pre_hook(ModelHook(partial(self._before_forward, unit)), prepend=True)
             unit.module.register_forward_hook(ModelHook(partial(self._after_forward, unit)), always_call=True)
-        note_gathers([unit.module for unit in units])
+        if any(unit.buckets for unit in units):
+            note_gathers([unit.module for unit in units if unit.buckets or unit.is_root], self._is_sharded)
 
     def admit(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
         """Frozen parameters are sharded already: their bucket is trained from now on, with all that lies in it."""
@@ -167,6 +168,9 @@ class ShardedWeights(ShardedModel):
             if sharded:
                 unit.release()
         return copied
+
+    def _is_sharded(self, module: nn.Module) -> bool:
+        return any(unit.buckets and unit.state is State.SHARDED for unit in self._units)
 
     def _before_forward(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
         if unit.is_root and not self._in_backward:
