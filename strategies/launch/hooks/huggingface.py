@@ -289,8 +289,14 @@ _OPTIMIZERS: Mapping[str, words.Optimizer] = {
 
 
 def settle(original: Callable[..., None], settings: Any) -> None:
-    """`TrainingArguments.__post_init__`, with the plan's settings where there is a plan already."""
+    """`TrainingArguments.__post_init__`, or a subclass's, with the plan's settings where there is a plan already."""
+    if hasattr(settings, _WRITTEN):  # a subclass's, which has come to its base's
+        original(settings)
+        return
     plan = settled_plan("huggingface")
+    if not torch.cuda.is_available():
+        # As ACCELERATE_USE_CPU, which `dsplan run` sets. TRL asks for bf16 everywhere: without this that is refused.
+        settings.use_cpu = True
     setattr(settings, _WRITTEN, _written(settings))
     if plan is not None:
         _fill_in(settings, plan)
@@ -393,7 +399,7 @@ def _watch_training_steps(trainer: Any, monitor: RunMonitor, loss_is: Callable[[
 
     @functools.wraps(original)
     def training_step(model: Any, inputs: Any, *rest: Any, **named: Any) -> torch.Tensor:
-        monitor.forward_starts(model, ((), inputs))
+        monitor.forward_starts(model, ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {}))
         loss: torch.Tensor = original(model, inputs, *rest, **named)
         # Trainer divides by the accumulation steps; the monitor takes the mean of whole losses.
         monitor.loss_is(loss * trainer.args.gradient_accumulation_steps)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-def patch(owner: object, name: str, replacement: Callable[..., Any]) -> None:
+def patch(owner: object, name: str, replacement: object) -> None:
     """Put `replacement` where `owner.name` was; the caller keeps the original and calls it."""
     setattr(owner, name, replacement)
 

@@ -26,6 +26,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from strategies.launch.hooks.patch import patch
 from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
 
@@ -47,6 +48,8 @@ class Place:
     """`module:function` of what runs instead."""
     claims: bool = True
     """Whether a use claims the run already."""
+    overridden: bool = False
+    """Whether the function also takes the place of a method that a subclass has of its own; it is called for both."""
 
 
 PLACES: tuple[Place, ...] = (
@@ -56,6 +59,7 @@ PLACES: tuple[Place, ...] = (
         "huggingface",
         f"{_HERE}.huggingface:settle",
         claims=False,
+        overridden=True,
     ),
     Place("transformers.trainer", "Trainer.__init__", "huggingface", f"{_HERE}.huggingface:init"),
     Place("accelerate.accelerator", "Accelerator.__init__", "accelerate", f"{_HERE}.accelerate:init", claims=False),
@@ -130,9 +134,27 @@ def _put(place: Place, module: ModuleType) -> None:
         _function(place.hook)(module)
         return
     *path, last = place.name.split(".")
-    owner = functools.reduce(getattr, path, module)
+    owner: Any = functools.reduce(getattr, path, module)
     original = getattr(owner, last)
-    setattr(owner, last, _replacement(place, original))
+    patch(owner, last, _replacement(place, original))
+    if place.overridden:
+        _put_in_subclasses(place, owner, last)
+
+
+def _put_in_subclasses(place: Place, owner: type[Any], name: str) -> None:
+    """Put the hook into the subclasses that will be made."""
+    before = vars(owner).get("__init_subclass__")
+
+    def init_subclass(cls: type[Any], /, **named: Any) -> None:
+        if before is None:
+            super(owner, cls).__init_subclass__(**named)
+        else:
+            before.__func__(cls, **named)
+        own = vars(cls).get(name)
+        if own is not None:
+            patch(cls, name, _replacement(place, own))
+
+    patch(owner, "__init_subclass__", classmethod(init_subclass))
 
 
 def _replacement(place: Place, original: Callable[..., Any]) -> Callable[..., Any]:
