@@ -31,6 +31,7 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.launch.hooks.live import LiveJob, plan_live, say_replaced, settled_plan, shown_data, watch
 from strategies.launch.hooks.patch import patch
+from strategies.launch.hooks.sharded import library_plan, save_from_all_ranks, shard_models
 from strategies.launch.run_lock import LOCK_FILE
 from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
@@ -333,6 +334,9 @@ def init(original: Callable[..., None], trainer: Any, *positional: Any, **named:
     monitor = watch(made, planned=plan is None, device=settings.device)
     arguments["callbacks"] = [*(arguments.get("callbacks") or ()), _StepEnd(monitor)]
     original(*bound.args, **bound.kwargs)
+    if made is not None:
+        shard_models(trainer.accelerator, made)
+        save_from_all_ranks(trainer, made)
     _watch_training_steps(trainer, monitor, supervise(trainer))
 
 
@@ -367,8 +371,9 @@ def _fill_in(settings: Any, plan: Plan) -> None:
         cpu=not torch.cuda.is_available(),
     )
     known = {item.name for item in fields(settings)}
-    wanted: dict[str, Any] = {"deepspeed": None, "fsdp": None, "fsdp_config": None}
-    wanted |= {name: value for name, value in training_arguments(plan, options).items() if name not in _LEFT_TO_SCRIPT}
+    wanted: dict[str, Any] = {"deepspeed": None, "fsdp": None, "fsdp_config": None, "auto_find_batch_size": False}
+    planned = training_arguments(library_plan(plan), options)
+    wanted |= {name: value for name, value in planned.items() if name not in _LEFT_TO_SCRIPT}
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         new = old.replace("gradient", "activation")
         if new in known and old in wanted:
@@ -401,8 +406,9 @@ def _watch_training_steps(trainer: Any, monitor: RunMonitor, loss_is: Callable[[
     def training_step(model: Any, inputs: Any, *rest: Any, **named: Any) -> torch.Tensor:
         monitor.forward_starts(model, ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {}))
         loss: torch.Tensor = original(model, inputs, *rest, **named)
-        # Trainer divides by the accumulation steps; the monitor takes the mean of whole losses.
-        monitor.loss_is(loss * trainer.args.gradient_accumulation_steps)
+        # Trainer adds up a step's losses, each divided by the micro-batches or the tokens of that step, which is an
+        # incomplete one at the end of an epoch; the monitor takes their mean.
+        monitor.loss_is(loss * trainer.current_gradient_accumulation_steps)
         loss_is(loss)
         return loss
 

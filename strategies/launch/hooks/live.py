@@ -81,7 +81,7 @@ def settled_plan(kind: ScriptKind) -> Plan | None:
     """
     plan = _settled()
     if plan is not None:
-        asked.require_possible(kind, plan.configuration.strategy, gpus=torch.cuda.is_available())
+        asked.require_plan(kind, plan, gpus=torch.cuda.is_available())
     return plan
 
 
@@ -172,13 +172,15 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         precision=job.precision,
         optimizer=job.optimizer,
     )
-    chosen, possible = os.environ.get(STRATEGY), asked.possible(job.kind, gpus=torch.cuda.is_available())
-    if lacks := deepspeed_lacks(cluster.device, job.precision):  # such scripts have no other ZeRO
+    gpus = torch.cuda.is_available()
+    chosen, possible = os.environ.get(STRATEGY), asked.possible(job.kind, gpus=gpus)
+    zero = asked.zero_backend(job.kind, gpus=gpus)
+    if zero == "deepspeed" and (lacks := deepspeed_lacks(cluster.device, job.precision)):
         if chosen in words.ZERO_STAGES:
             raise CannotRun(f"{lacks}; train in fp32 or bf16, or choose ddp")
         possible = tuple(name for name in possible if name not in words.ZERO_STAGES)
     strategies = tuple(name for name in possible if chosen in (None, name))
-    request = make_request(facts, cluster, options, strategies=strategies, top=1)
+    request = make_request(facts, cluster, options, strategies=strategies, top=1, zero_backend=zero)
     request = replace(request, facts=traced(request.facts, job.module, job.data.batch_of, request.workload.precision))
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
