@@ -34,6 +34,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from hardware_db.measurement import Measured
 from strategies.run_directory.attempt_options import AttemptOptions
 
 Row = Mapping[str, Any]
@@ -204,6 +205,22 @@ def _rate(ranks: Sequence[Sequence[Row]], key: str, seconds: float | None) -> fl
 def _largest(steps: Sequence[Sequence[Row]], key: str) -> int | None:
     values = [row[key] for rows in steps for row in rows if row.get(key)]
     return max(values) if values else None
+
+
+def measured_of(run: MeasuredRun) -> Measured:
+    """The figures of a run as the database keeps them."""
+    return Measured(
+        peak_allocated_bytes=run.peak_allocated_bytes,
+        peak_reserved_bytes=run.peak_reserved_bytes,
+        host_bytes=None if run.peak_rss_bytes is None else run.peak_rss_bytes * run.ranks,
+        step_seconds=run.step_seconds,
+        step_seconds_low=run.step_seconds_low,
+        step_seconds_high=run.step_seconds_high,
+        tokens_per_second=run.tokens_per_second,
+        first_loss=run.first_loss,
+        last_loss=run.last_loss,
+        steps=run.steps,
+    )
 
 
 # One rank's metrics file, as `strategies/telemetry/metrics.py` describes it.

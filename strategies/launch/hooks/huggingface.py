@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainingArguments
 
-from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.huggingface import training_arguments
 from planner.types.plan import Plan
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
+from strategies.integrations.huggingface import OPTIMIZERS
 from strategies.launch.hooks.live import LiveJob, plan_live, say_replaced, settled_plan, shown_data, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.sharded import library_plan, save_from_all_ranks, shard_models
@@ -278,16 +278,6 @@ _LEFT_TO_SCRIPT = frozenset({"optim", "learning_rate", "weight_decay", "max_grad
 _MACHINE = frozenset({"use_cpu", "ddp_backend"})
 _WRITTEN, _SETTLED = "_dsplan_written", "_dsplan_settled"
 
-_OPTIMIZERS: Mapping[str, words.Optimizer] = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw-fused",
-    "adamw_bnb_8bit": "adamw-8bit",
-    "adamw_8bit": "adamw-8bit",
-    "sgd": "sgd",
-    "adafactor": "adafactor",
-    "lion_32bit": "lion",
-}
-
 
 def settle(original: Callable[..., None], settings: Any) -> None:
     """`TrainingArguments.__post_init__`, or a subclass's, with the plan's settings where there is a plan already."""
@@ -353,7 +343,7 @@ def _live_job(arguments: Mapping[str, Any], settings: Any) -> LiveJob:
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         data=shown_data(data, collate),
         precision="bf16" if settings.bf16 else "fp16" if settings.fp16 else "fp32",
-        optimizer=_OPTIMIZERS.get(str(settings.optim.value), "adamw"),
+        optimizer=OPTIMIZERS.get(str(settings.optim.value), "adamw"),
     )
 
 
