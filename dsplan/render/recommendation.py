@@ -17,7 +17,7 @@ from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from planner.types.workload import Workload
 
-# What plans cost, as columns, tables and JSON: dollars, GPU-hours, days, and on how many GPUs a deadline is met.
+# Costs of plans as columns, tables and JSON.
 
 
 def bill(request: Request, plan: Plan) -> Bill:
@@ -27,15 +27,15 @@ def bill(request: Request, plan: Plan) -> Bill:
 
 def bill_cells(request: Request, plan: Plan) -> dict[str, Cell]:
     """The columns that the question asks for: none where it asks neither for cost nor for a number of tokens."""
-    one, cells = bill(request, plan), dict[str, Cell]()
-    if one.usd_per_million_tokens is not None:
-        cells[">$/Mtoken"] = f"{one.usd_per_million_tokens:.3g}"
+    cost, cells = bill(request, plan), dict[str, Cell]()
+    if cost.usd_per_million_tokens is not None:
+        cells[">$/Mtoken"] = f"{cost.usd_per_million_tokens:.3g}"
     elif request.objective == "cost":
-        cells[">GPU-h/Mtoken"] = f"{one.gpu_hours_per_million_tokens:.3g}"
-    if one.days is not None:
-        cells[">days"] = three_digits(one.days)
-    if one.usd is not None:
-        cells[">total"] = f"${one.usd:,.0f}"
+        cells[">GPU-h/Mtoken"] = f"{cost.gpu_hours_per_million_tokens:.3g}"
+    if cost.days is not None:
+        cells[">days"] = three_digits(cost.days)
+    if cost.usd is not None:
+        cells[">total"] = f"${cost.usd:,.0f}"
     return cells
 
 
@@ -60,7 +60,7 @@ def devices_table(answer: Recommendation) -> list[Block]:
     """On which numbers of GPUs the training ends in time; nothing without a deadline."""
     if not answer.on_devices:
         return []
-    rows = [_devices_row(one) for one in answer.on_devices]
+    rows = [_devices_row(devices) for devices in answer.on_devices]
     deadline = answer.request.budget.deadline_days or 0.0
     title = f"the same training on other numbers of GPUs; in time is {format_seconds(deadline * DAY_SECONDS)}"
     return [Table(title=title, columns=columns(*rows[0]), rows=[list(row.values()) for row in rows])]
@@ -69,26 +69,26 @@ def devices_table(answer: Recommendation) -> list[Block]:
 def devices_to_dicts(answer: Recommendation) -> list[dict[str, Any]]:
     return [
         {
-            "gpus": one.gpus,
-            "strategy": one.plan.configuration.strategy,
-            "step_seconds": one.plan.time.step_seconds,
-            "in_time": one.in_time,
-            **asdict(one.bill),
+            "gpus": devices.gpus,
+            "strategy": devices.plan.configuration.strategy,
+            "step_seconds": devices.plan.time.step_seconds,
+            "in_time": devices.in_time,
+            **asdict(devices.bill),
         }
-        for one in answer.on_devices
+        for devices in answer.on_devices
     ]
 
 
-def _devices_row(one: OnDevices) -> dict[str, Cell]:
-    configuration = one.plan.configuration
+def _devices_row(devices: OnDevices) -> dict[str, Cell]:
+    configuration = devices.plan.configuration
     return {
-        ">GPUs": str(one.gpus),
+        ">GPUs": str(devices.gpus),
         "strategy": configuration.strategy,
         "degrees": dims_text(configuration),
-        ">step": format_seconds(one.plan.time.step_seconds),
-        ">days": "-" if one.bill.days is None else three_digits(one.bill.days),
-        ">total": "-" if one.bill.usd is None else f"${one.bill.usd:,.0f}",
-        "in time": "yes" if one.in_time else "no",
+        ">step": format_seconds(devices.plan.time.step_seconds),
+        ">days": "-" if devices.bill.days is None else three_digits(devices.bill.days),
+        ">total": "-" if devices.bill.usd is None else f"${devices.bill.usd:,.0f}",
+        "in time": "yes" if devices.in_time else "no",
     }
 
 
@@ -150,10 +150,14 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "memory": Bar(share=memory.device_used_upper_bytes / limit_bytes(plan), width=6),
         ">step": format_seconds(plan.time.step_seconds),
         "?>9 of 10": interval_text(plan.time),
-        ">tokens/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
+        f">{_counted(plan)}/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
         "?>MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
         "limit": plan.limited_by,
     }
+
+
+def _counted(plan: Plan) -> str:
+    return "samples" if plan.configuration.counts_samples else "tokens"
 
 
 def _footnotes(answer: Recommendation) -> list[Block]:
@@ -162,7 +166,8 @@ def _footnotes(answer: Recommendation) -> list[Block]:
     runners = sorted({plan.configuration.backend for plan in plans})
     note = (
         f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; 9 of 10: where nine of ten"
-        f" steps should lie; tokens/s: per GPU; limit: the largest part of a step; run by {' and '.join(runners)}"
+        f" steps should lie; {_counted(plans[0])}/s: per GPU; limit: the largest part of a step;"
+        f" run by {' and '.join(runners)}"
     )
     notes: list[Block] = [Text(text=f"first: {answer.choice}"), Text(text=note, style="faint")]
     notes += price_note(answer.request)
@@ -188,8 +193,12 @@ def _plan_to_dict(request: Request, plan: Plan) -> dict[str, Any]:
     return plan_to_dict(plan) | {"cost": asdict(bill(request, plan))}
 
 
+_TASK_WORDS = {"custom": "the module's own task"}
+
+
 def _work(workload: Workload) -> str:
-    words = [workload.task, f"sequence {workload.sequence_length}", f"global batch {workload.global_batch_size}"]
+    length = [] if workload.sequence_length == 1 else [f"sequence {workload.sequence_length}"]
+    words = [_TASK_WORDS.get(workload.task, workload.task), *length, f"global batch {workload.global_batch_size}"]
     return ", ".join([*words, workload.precision, workload.optimizer, f"{workload.attention} attention"])
 
 

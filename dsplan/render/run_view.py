@@ -7,14 +7,17 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from hardware_db.notices import labelled
 from hardware_db.units import format_bytes, format_count, format_seconds
 from strategies.launch.attempt import AttemptEnded, Event, OutputLine, PlanMade, RunIsBack, StepDone
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from strategies.launch.diagnosis import Ending
+    from strategies.launch.failure_causes import Ending
 
+_REFUSAL = "error: "
+"""What a rank's refusal begins with, which the rank also leaves for the supervisor."""
 # A pipe gets a line for the first step and then at most one in this many seconds.
 _LINE_SECONDS = 5.0
 
@@ -30,6 +33,7 @@ class RunView:
         self._out = out
         self._live: Live | None = None
         self._last_line = float("-inf")
+        self._refusals: list[OutputLine] = []
 
     def __enter__(self) -> RunView:
         if self._out.isatty():
@@ -44,11 +48,21 @@ class RunView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._show_refusals()
         if self._live is not None:
             self._live.__exit__(kind, error, traceback)
 
     def show(self, event: Event) -> None:
-        """Draw one event."""
+        """Draw one event. What ends the run is left to the command's last line."""
+        if isinstance(event, OutputLine) and event.stream == "stderr" and event.text.startswith(_REFUSAL):
+            self._refusals.append(event)
+            return
+        if isinstance(event, AttemptEnded):
+            said = event.ending.reason
+            self._refusals = [line for line in self._refusals if line.text.removeprefix(_REFUSAL) != said]
+            if is_last_word(event.ending) and event.decision.action == "give_up":
+                return
+        self._show_refusals()
         if isinstance(event, OutputLine):
             self._show_output(event)
         elif isinstance(event, StepDone):
@@ -60,9 +74,14 @@ class RunView:
             self._line(ending_line(event), stderr=True)
         elif isinstance(event, RunIsBack):
             lost = "" if event.seconds_lost is None else f"; {format_seconds(event.seconds_lost)} lost"
-            self._line(f"dsplan: back at step {event.step}{lost}", stderr=True)
+            self._line(labelled(f"back at step {event.step}{lost}"), stderr=True)
         else:
-            self._line(f"dsplan: {event.line()}", stderr=True)
+            self._line(labelled(event.line()), stderr=True)
+
+    def _show_refusals(self) -> None:
+        refusals, self._refusals = self._refusals, []
+        for line in refusals:
+            self._show_output(line)
 
     def _show_output(self, line: OutputLine) -> None:
         text = line.text if line.rank == 0 else f"[rank {line.rank}] {line.text}"
@@ -94,7 +113,8 @@ def step_line(step: StepDone, ranks: int) -> str:
         parts.append(f"loss {step.loss:.4f}")
     parts.append(f"{format_seconds(step.seconds)}/step")
     if step.tokens and step.seconds > 0:
-        parts.append(f"{format_count(step.tokens * ranks / step.seconds)} tokens/s")
+        counted = "samples" if step.tokens == step.samples else "tokens"
+        parts.append(f"{format_count(step.tokens * ranks / step.seconds)} {counted}/s")
     if step.peak_bytes:
         parts.append(f"peak {format_bytes(step.peak_bytes)}")
     return "  ".join(parts)
@@ -118,7 +138,12 @@ def ending_line(ended: AttemptEnded) -> str:
     step = "" if ending.step is None else f"step {ending.step}"
     where = ", ".join(part for part in (ending_place(ending), step) if part)
     pause = f" in {format_seconds(decision.delay_seconds)}" if decision.delay_seconds else ""
-    return f"dsplan: {where}{': ' if where else ''}{ending_words(ending)}; {decision.why}{pause}"
+    return labelled(f"{where}{': ' if where else ''}{ending_words(ending)}; {decision.why}{pause}")
+
+
+def is_last_word(ending: Ending) -> bool:
+    """Whether an ending is a refusal whose one line says all there is to say."""
+    return ending.kind == "refused" and bool(ending.reason)
 
 
 def ending_words(ending: Ending) -> str:

@@ -1,4 +1,4 @@
-"""Calibration: what the runs of one kind of hardware taught, and how sure that is."""
+"""Calibration factors fitted to the runs of one kind of hardware, with their uncertainty."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Calibration:
 
     @staticmethod
     def from_document(document: Mapping[str, Any], created_at: str) -> Calibration | None:
-        """The calibration of a stored object; None where it is of a release whose factors were others."""
+        """Return the calibration of a stored object, or None if it is of a release with other factors."""
         try:
             found = Calibration(
                 factors=Factors(**document["factors"]),
@@ -76,7 +76,7 @@ class Calibration:
 
 
 def hardware_kind(cluster: Cluster) -> HardwareKind:
-    """What a calibration of this cluster holds for. A processor is told by its model: all are called cpu."""
+    """What a calibration of this cluster holds for. A processor is identified by its model: all are called cpu."""
     from hardware_db.measurement import HardwareKind
 
     device = cluster.device
@@ -88,6 +88,6 @@ def hardware_kind(cluster: Cluster) -> HardwareKind:
 
 
 def calibration_of(store: Store, cluster: Cluster) -> Calibration | None:
-    """The calibration in force for such a cluster; None where there is none."""
+    """Return the calibration in force for such a cluster, or None if there is none."""
     record = store.calibration(hardware_kind(cluster))
     return None if record is None else Calibration.from_document(record.document, record.created_at)

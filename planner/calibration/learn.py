@@ -1,4 +1,4 @@
-"""Learning: the factors that runs of one kind of hardware ask for, proven on runs that were left out."""
+"""Fit calibration factors to the runs of one kind of hardware, and prove them on runs that were left out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Seconds = Callable[[Job], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lesson:
-    """What came of learning from `rows`. `calibration` is None where nothing may be stored; `reason` says why."""
+    """The result of learning from `rows`. `calibration` is None if nothing may be stored; `reason` says why."""
 
     rows: int
     configurations: int

@@ -1,4 +1,4 @@
-"""ModelFacts: what the arithmetic needs to know of an architecture."""
+"""The facts of an architecture that the arithmetic needs."""
 
 from __future__ import annotations
 
@@ -111,11 +111,26 @@ class TowerFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TracedMoment:
+    """Bytes alive at one moment of the backward pass beside weights and finished gradients: `fixed` whatever the batch
+    and `per_sample`; `gradients` are the elements of the weights whose gradient is finished.
+    """
+
+    fixed: float
+    per_sample: float
+    gradients: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TracedActivations:
     """Bytes per sample that a traced module needs beside its parameters and gradients.
 
     `kept` when the forward pass with the loss ends, `forward` and `backward` at those passes' peaks; `block`,
     `boundary` and `products` of one repeated block: what it keeps, its output, the outputs of its linear layers.
+    `moments` are those of the whole backward pass, in its order, that can be its peak; empty where they depend on the
+    batch. The work of a forward pass: `operations` of its products and convolutions, elements of their `operands`, and
+    bytes `moved` by all other kernels, all per sample; `products_launched` of the `kernels_launched`. `buffers` are the
+    bytes of the module's own.
     """
 
     kept: float
@@ -124,6 +139,34 @@ class TracedActivations:
     block: float
     boundary: float
     products: float
+    operations: float = 0.0
+    operands: float = 0.0
+    moved: float = 0.0
+    products_launched: int = 0
+    kernels_launched: int = 0
+    moments: tuple[TracedMoment, ...] = ()
+    buffers: float = 0.0
+
+
+Growth = tuple[float, float, float]
+"""A constant, and the factors of a sample's length and of its square."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockWork:
+    """The forward pass of one of `repeats` like blocks, or, without a name, of all that is in no block.
+
+    `operations` of products and convolutions, elements of their `operands`, and bytes in fp32 that all other kernels
+    have `moved`, all for a sample; `products_launched` of the `kernels_launched` for a batch.
+    """
+
+    block: str
+    repeats: int
+    operations: Growth
+    operands: Growth
+    moved: Growth
+    products_launched: Growth
+    kernels_launched: Growth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +181,8 @@ class ModelFacts:
     where it is the encoder's. `fused_qkv` and `fused_gate_up`: one weight holds all of these projections. The dropouts
     are the probabilities active in training by default. `measured_counts` is set where the counts come from a real
     module that these figures do not describe: kind `custom`, or a transformers model with something added. `traced`
-    maps `fp32`, `autocast` and `pure` to what a trace of the module found in that precision.
+    maps `fp32`, `autocast` and `pure` to what a trace of the module found in that precision. `recorded_as` names the
+    form of a model whose blocks were recorded as they are, with their `work`; empty for one that figures describe.
     """
 
     name: str
@@ -228,6 +272,8 @@ class ModelFacts:
     remote_code: bool = False
     note: str = ""
     measured_counts: ParameterCounts | None = None
+    recorded_as: str = ""
+    work: tuple[BlockWork, ...] = ()
     traced: Mapping[str, TracedActivations] = field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:

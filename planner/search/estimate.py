@@ -50,7 +50,13 @@ def price(request: Request, configuration: Configuration) -> Priced:
     job = job_of(request, configuration)
     memory = memory_estimate(job)
     experience = request.experience
-    return Priced(job=job, memory=memory, judgement=judged(job, memory, experience), experience=experience)
+    return Priced(
+        job=job,
+        memory=memory,
+        judgement=judged(job, memory, experience),
+        memory_source="traced" if job.facts.traced else "datasheet",
+        experience=experience,
+    )
 
 
 def timed(priced: Priced) -> StepTime:
@@ -139,6 +145,8 @@ def impossible(request: Request, configuration: Configuration) -> str:
 
 def _indivisible(request: Request, configuration: Configuration) -> str:
     heads, layers = request.facts.num_heads, request.facts.total_layers
+    if request.facts.recorded_as and configuration.tp * configuration.pp > 1:
+        return f"nothing is known of how {request.facts.name} splits into --tp or --pp; use data parallelism"
     if configuration.tp > 1 and heads % configuration.tp:
         return f"--tp {configuration.tp} does not divide the {heads} attention heads of {request.facts.name}"
     if configuration.pp > layers:
@@ -163,9 +171,9 @@ def offloads_of(strategy: str, backend: str) -> tuple[words.Offload, ...]:
 def plan_of(priced: Priced, time: StepTime) -> Plan:
     """The whole plan, with notes and provenance, and with the interval of its step time."""
     job, configuration = priced.job, priced.job.configuration
-    told = priced.experience.time_of(job, time) if time.step_seconds_low is None else time
-    predicted = told.predicted_step_seconds
-    like_it = _like_it(priced) if predicted is None else ""
+    expected = priced.experience.time_of(job, time) if time.step_seconds_low is None else time
+    predicted = expected.predicted_step_seconds
+    like_it = priced.experience.correction(job).sentence() if predicted is None else ""
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
     blocked = unrunnable(configuration)
     sections = described(job)
@@ -176,20 +184,14 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
         workload=sections["workload"],
         configuration=configuration,
         memory=priced.memory,
-        time=told,
-        throughput=throughput(job, told),
+        time=expected,
+        throughput=throughput(job, expected),
         verdict=priced.judgement.verdict,
-        limited_by=limited_by(told),
+        limited_by=limited_by(expected),
         runnable=not blocked,
         notes=tuple(note for note in notes if note),
         provenance=provenance(job, priced.memory_source, measured=predicted is not None, like_it=bool(like_it)),
     )
-
-
-def _like_it(priced: Priced) -> str:
-    """What runs of the same work add to the prediction, as a sentence; empty where nothing like it has run."""
-    ratio = priced.experience.ratio(priced.job) if priced.experience.known else 1.0
-    return f"the nearest runs made here took {ratio:.2f}x the model's time; counted so" if ratio != 1.0 else ""
 
 
 def unrunnable(configuration: Configuration) -> str:
@@ -203,7 +205,9 @@ def _remarks(priced: Priced) -> list[str]:
     job = priced.job
     facts, device, configuration = job.facts, job.cluster.device, job.configuration
     remarks = []
-    if facts.kind == "custom" and not facts.traced and priced.memory_source != "traced":
+    if facts.traced:
+        remarks.append(f"activations and operations are those of a trace of {facts.name} with a batch of its own")
+    elif facts.kind == "custom" and priced.memory_source != "traced":
         why = f": {facts.note}" if facts.note else ""
         remarks.append(f"activations are a rule of thumb from {facts.name}'s parameters{why}")
     if priced.memory_source == "datasheet" and facts.kind != "custom" and differs(job):

@@ -15,17 +15,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 
 from planner import vocabulary as words
 from planner.cost.verdict import device_limit
 from planner.search.estimate import Priced, job_of, price, resident_bytes, timed
-from planner.search.ranking import Timed, order, worth
+from planner.search.ranking import ONE_STRATEGY, Timed, clearly_worse, order, worth
 from planner.search.request import Request
 from planner.search.space import CandidateLayout, configuration_of, micro_batches
 from planner.types.plan import Configuration, StepTime
 
-# A candidate is a layout on a number of devices, with its micro-batches; works out only what it is asked.
+# A candidate is a layout on a number of devices with its micro-batches, evaluated lazily.
 
 
 TILES = 0.95
@@ -45,6 +46,13 @@ class Candidate:
         self.micros = micro_batches(request, layout)
         self._priced: dict[int, Priced] = {}
         self._times: dict[int, StepTime] = {}
+        self._verdicts: tuple[words.Verdict, ...] = ("fits", "tight")
+
+    def with_room(self) -> Candidate:
+        """The same candidate, of which only what has room in memory fits; both share their results."""
+        other = copy(self)
+        other._verdicts = ("fits",)
+        return other
 
     def configuration(self, index: int) -> Configuration:
         """With one of the micro-batches."""
@@ -61,7 +69,11 @@ class Candidate:
         return Timed(priced=priced, time=timed(priced))
 
     def fits(self, index: int) -> bool:
-        return self.priced(index).judgement.verdict != "does_not_fit"
+        return self.priced(index).judgement.verdict in self._verdicts
+
+    def has_run(self, index: int) -> bool:
+        """Whether this machine has run it and it still fits, with room or without: that it does has been shown."""
+        return self.is_known(index) and self.priced(index).judgement.verdict != "does_not_fit"
 
     def is_known(self, index: int) -> bool:
         """Whether this machine has run it, so that what it takes is not what is predicted."""
@@ -99,7 +111,7 @@ class Candidate:
             return None
         if self.fits(index):  # as it often does
             return index
-        smallest = next((one for one in range(index) if TILES * self.seconds(one) <= seconds), None)
+        smallest = next((earlier for earlier in range(index) if TILES * self.seconds(earlier) <= seconds), None)
         if smallest is None or not self.fits(smallest):
             return None
         largest = self._first_that_does_not_fit(smallest, below=index) - 1
@@ -170,13 +182,13 @@ class Family:
 
     def within(self, seconds: float) -> Iterator[Timed]:
         """Ever faster configurations that fit and take at most so many seconds a step."""
-        for one in self._members:
-            if one.bound() <= seconds:
-                index = one.fastest_fitting(seconds)
+        for member in self._members:
+            if member.bound() <= seconds:
+                index = member.fastest_fitting(seconds)
                 if index is not None:
-                    seconds = one.seconds(index)
-                    yield one.timed(index)
-                elif one.seems_hopeless() and not self.fits_somehow():
+                    seconds = member.seconds(index)
+                    yield member.timed(index)
+                elif member.seems_hopeless() and not self.fits_somehow():
                     return
 
 
@@ -187,6 +199,19 @@ def best(group: Sequence[Candidate], objective: words.Objective, limit: float = 
         if found is None or order(timed_, objective) < order(found, objective):
             found = timed_
     return found
+
+
+def preferred(group: Sequence[Candidate], objective: words.Objective, limit: float = math.inf) -> Timed | None:
+    """The best configuration of a group, or where that has no room in memory the best one with room, if the two cannot
+    be told apart."""
+    found = best(group, objective, limit)
+    if found is None or found.has_room or objective == "memory":
+        return found
+    near = found.time.step_seconds * (1 + ONE_STRATEGY) if objective == "throughput" else math.inf
+    roomy = best([candidate.with_room() for candidate in group], objective, min(limit, near))
+    if roomy is None or clearly_worse(roomy, found, objective):
+        return found
+    return replace(roomy, passed_over=found)
 
 
 def closest(group: Sequence[Candidate]) -> Priced | None:
@@ -208,16 +233,16 @@ def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) 
     for place in sorted(range(len(families)), key=bounds.__getitem__):
         if bounds[place] > found:
             return
-        for one in families[place].within(min(found / weights[place], limit)):
-            found = min(found, worth(one, objective))
-            yield one
+        for member in families[place].within(min(found / weights[place], limit)):
+            found = min(found, worth(member, objective))
+            yield member
 
 
 def _known(group: Iterable[Candidate]) -> Iterator[Timed]:
     """What this machine has run, with the times that it took."""
     for candidate in group:
         for index in range(len(candidate.micros)):
-            if candidate.is_known(index) and candidate.fits(index):
+            if candidate.has_run(index):
                 yield candidate.timed(index)
 
 
@@ -227,7 +252,10 @@ def _families(group: Iterable[Candidate]) -> list[Family]:
         if candidate.micros:
             key = id(candidate.request), replace(candidate.layout, checkpointing="none")
             families.setdefault(key, []).append(candidate)
-    members = (sorted(family, key=lambda one: _RECOMPUTED[one.layout.checkpointing]) for family in families.values())
+    members = (
+        sorted(family, key=lambda candidate: _RECOMPUTED[candidate.layout.checkpointing])
+        for family in families.values()
+    )
     return [Family(family) for family in members]
 
 
@@ -240,11 +268,11 @@ def _with_devices_enough(families: Sequence[Family]) -> list[Family]:
     for family in families:
         alike.setdefault(family.split, []).append(family)
     enough = []
-    for fewer_and_fewer in alike.values():
-        count = len(fewer_and_fewer)
+    for descending in alike.values():
+        count = len(descending)
         if count > 1:
-            count = bisect_left(fewer_and_fewer, True, key=lambda family: not family.fits_somehow())
-        enough += fewer_and_fewer[:count]
+            count = bisect_left(descending, True, key=lambda family: not family.fits_somehow())
+        enough += descending[:count]
     return enough
 
 

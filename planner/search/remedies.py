@@ -1,4 +1,4 @@
-"""Remedies: when nothing fits, what would, each tried before it is offered."""
+"""Remedies for a request that no plan fits, each tried before it is offered."""
 
 from __future__ import annotations
 
@@ -42,19 +42,20 @@ def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple
     here = request.cluster.gpus
     return tuple(
         Remedy(
-            change=f"use {one.gpus} GPUs instead of {here}: {format_seconds((one.bill.days or 0.0) * DAY_SECONDS)}",
-            flag=f"--gpus {one.gpus}",
-            plan=f"{one.plan.configuration.strategy}, {format_seconds(one.plan.time.step_seconds)} a step",
+            change=f"use {devices.gpus} GPUs instead of {here}:"
+            f" {format_seconds((devices.bill.days or 0.0) * DAY_SECONDS)}",
+            flag=f"--gpus {devices.gpus}",
+            plan=f"{devices.plan.configuration.strategy}, {format_seconds(devices.plan.time.step_seconds)} a step",
         )
-        for one in on_devices
-        if one.in_time
+        for devices in on_devices
+        if devices.in_time
     )
 
 
 def _remedy(change: str, flag: str, priced: Priced) -> Remedy:
     configuration = priced.job.configuration
     offload = "" if configuration.offload == "none" else f", offload {configuration.offload}"
-    used = format_bytes(priced.memory.device_used_upper_bytes)
+    used = format_bytes(priced.memory.device_needed_bytes)
     plan = f"{configuration.strategy}, {configuration.activation_checkpointing} checkpointing{offload}: up to {used}"
     return Remedy(change=change, flag=flag, plan=plan)
 

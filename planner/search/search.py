@@ -1,4 +1,4 @@
-"""Search: the best plan of every strategy, ranked; the reason of every one that is not.
+"""Search the best plan of every strategy and rank them; give a reason for every strategy without a plan.
 
 The search does not know how memory and time are computed; `exploration` finds the best of each strategy. The
 micro-batch is cut from the global batch, so that is always the one asked for.
@@ -14,7 +14,7 @@ from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
 from planner.search.estimate import Priced, plan_of, unrunnable
-from planner.search.evaluate import Candidate, best, closest
+from planner.search.evaluate import Candidate, best, closest, preferred
 from planner.search.pareto import pareto_front
 from planner.search.ranking import (
     Rejection,
@@ -62,8 +62,9 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     limit = request.budget.step_limit(request.workload)
     groups = grouped(request)
     found, late = [], []
+    choose = preferred if request.simplest_first else best
     for group in groups.values():
-        item = best(group, request.objective, limit)
+        item = choose(group, request.objective, limit)
         if item is not None:
             found.append(item)
         elif limit < math.inf and (too_slow := best(group, "throughput")) is not None:
@@ -84,7 +85,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
 
 
 def can_fit(request: Request) -> Priced | None:
-    """Any plan that fits, in the order of `enumerate_candidates`; None where there is none."""
+    """Return the first plan that fits, in the order of `enumerate_candidates`, or None if there is none."""
     for layout in enumerate_candidates(request):
         candidate = Candidate(request, layout)
         for index in candidate.ends():

@@ -83,6 +83,7 @@ def plan_from_dict(raw: object, where: object = "plan") -> Plan:
     configuration = configuration_from_dict(raw.get("plan"), where)
     parts: dict[str, Any] = {name: _part(part, raw.get(name), f"{where}: {name}") for name, part in _PARTS.items()}
     sections: dict[str, Any] = {name: _section(name, raw.get(name), f"{where}: {name}") for name in _SECTIONS}
+    _check_devices(sections["cluster"], configuration, f"{where}: cluster")
     for name, kind in (("verdict", "str"), ("limited_by", "str"), ("runnable", "bool")):
         if name not in raw:
             raise BrokenFile(where, f"lacks {name!r}", _REMEDY)
@@ -171,6 +172,20 @@ def _section(name: str, raw: object, where: str) -> dict[str, Any]:
     return values
 
 
+def _check_devices(cluster: Mapping[str, Any], configuration: Configuration, where: str) -> None:
+    """Hold the devices of a plan's cluster against its degrees."""
+    gpus, nodes, per_node = (cluster.get(name) for name in ("gpus", "nodes", "gpus_per_node"))
+    if gpus != configuration.world_size:
+        degrees = " x ".join(f"{name} {getattr(configuration, name)}" for name in _DEGREES)
+        problem = f"is {gpus}, and the degrees of the plan ({degrees}) make {configuration.world_size} ranks"
+        raise BrokenFile(f"{where}.gpus", problem, _REMEDY)
+    if nodes and per_node and nodes * per_node != gpus:
+        raise BrokenFile(f"{where}.gpus", f"is {gpus}, and nodes x gpus_per_node is {nodes} x {per_node}", _REMEDY)
+
+
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "pp")
+
+
 def _check_facts(facts: Mapping[str, Any], where: str) -> None:
     """Hold the architecture of a plan against the limits of a `config.json`."""
     for name, value in facts.items():
@@ -197,9 +212,9 @@ def _texts(raw: object, where: str) -> list[str] | tuple[str, ...]:
 def _alternatives(raw: object, where: str) -> list[Mapping[str, str]]:
     if not isinstance(raw, list | tuple):
         raise BrokenFile(where, f"is {shown(raw)}, not a list", _REMEDY)
-    for one in raw:
-        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("strategy", "reason")):
-            raise BrokenFile(where, f"holds {shown(one)}, not a strategy and a reason", _REMEDY)
+    for item in raw:
+        if not isinstance(item, Mapping) or not all(isinstance(item.get(key), str) for key in ("strategy", "reason")):
+            raise BrokenFile(where, f"holds {shown(item)}, not a strategy and a reason", _REMEDY)
     return list(raw)
 
 

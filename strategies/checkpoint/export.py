@@ -6,13 +6,13 @@ One process does it, on the host, one tensor at a time: a model that fits no dev
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from hardware_db.files import replace_whole, replacement
 from strategies.checkpoint import content as folder
 from strategies.checkpoint.content import Content
 from strategies.checkpoint.loading import Opened, open_whole
@@ -59,7 +59,9 @@ class _Weights:
 
     def __init__(self, found: Opened, dtype: torch.dtype | None) -> None:
         self._path, self._dtype = found.path, dtype
-        self._index = {name.removeprefix(MODEL): one for name, one in found.index.items() if name.startswith(MODEL)}
+        self._index = {
+            name.removeprefix(MODEL): tensor for name, tensor in found.index.items() if name.startswith(MODEL)
+        }
         self._open: dict[str, BoxFile] = {}
         self._stack = ExitStack()
 
@@ -71,14 +73,14 @@ class _Weights:
 
     def described(self) -> list[tuple[str, torch.dtype, Sequence[int]]]:
         """Name, dtype and shape of every weight as it will be written."""
-        return [(name, self._written(DTYPES[one.dtype]), one.shape) for name, one in self._index.items()]
+        return [(name, self._written(DTYPES[tensor.dtype]), tensor.shape) for name, tensor in self._index.items()]
 
     def read(self, name: str) -> torch.Tensor:
         """One whole weight."""
-        one = self._index[name]
-        saved = DTYPES[one.dtype]
-        whole = torch.empty(one.shape, dtype=saved)
-        for box in one.boxes:
+        tensor = self._index[name]
+        saved = DTYPES[tensor.dtype]
+        whole = torch.empty(tensor.shape, dtype=saved)
+        for box in tensor.boxes:
             part = whole[tuple(slice(low, low + long) for low, long in zip(box.offsets, box.sizes, strict=True))]
             self._file(box.file).read(box.key, (0,) * len(box.sizes), part)
         return whole.to(self._written(saved))
@@ -99,14 +101,13 @@ def _write_all(weights: _Weights, content: Content, directory: Path, limit: int 
         for place in range(1, len(shards) + 1)
     ]
     for name, entries in zip(names, shards, strict=True):
-        temporary = directory / f".{name}.tmp"
-        write(temporary, entries, _data(weights, entries), {"format": "pt"})
-        os.replace(temporary, directory / name)
+        with replacement(directory / name) as temporary:
+            write(temporary, entries, _data(weights, entries), {"format": "pt"})
     texts = {name: json.dumps(values, indent=2) + "\n" for name, values in content.model_files.items()}
     if len(shards) > 1:
         texts["model.safetensors.index.json"] = _index_text(dict(zip(names, shards, strict=True)))
     for name, text in texts.items():
-        folder.replace_text(directory / name, text)
+        replace_whole(directory / name, text, durable=True)
     return [directory / name for name in (*names, *texts)]
 
 

@@ -10,12 +10,12 @@ from planner.cost.precision import INT8_BLOCK
 from planner.vocabulary import Checkpointing, Offload, Precision
 from strategies.errors import CannotRun
 
-# MonitorSettings: what is watched, how often, and from where on it is reported. No torch.
+# Settings of the monitor.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Threshold:
-    """Limits of one figure; None where there is none on that side."""
+    """Limits of one figure; a side without a limit is None."""
 
     above: float | None = None
     below: float | None = None
@@ -95,13 +95,19 @@ class CommunicationSection:
     """How gradients travel: the dtype of the reduction (None: as they are made), and what compresses them.
 
     `block_size` elements share one scale under `int8`; `error_feedback` adds what rounding lost to the next step's
-    gradients.
+    gradients. `bucket_mib` of gradients are reduced at a time (2**20 bytes each, as DDP counts; None: the backend's
+    own size).
     """
 
     data_type: CommunicationDtype | None = None
     compression: Compression = "none"
     error_feedback: bool = True
     block_size: int = INT8_BLOCK
+    bucket_mib: float | None = None
+
+    def bucket_elements(self, bytes_per_element: int) -> int | None:
+        """`bucket_mib` in gradients of a size, at least one; None where it is not set."""
+        return None if self.bucket_mib is None else max(1, int(self.bucket_mib * 2**20) // bytes_per_element)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +176,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptConfig:
-    """What the config says; None where it says nothing (or `auto`). `values` is what DeepSpeed gets of it."""
+    """The settings of the config; None if absent (or `auto`). `values` is the part that DeepSpeed gets."""
 
     train_batch_size: int | None = None
     micro_batch_size: int | None = None

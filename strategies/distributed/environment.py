@@ -1,4 +1,4 @@
-"""Environment: which rank this process is, how many there are, and which device is its own."""
+"""The environment of a process: its rank, the world size, and its device."""
 
 from __future__ import annotations
 
@@ -60,6 +60,25 @@ def join() -> Environment:
     if place.world_size > 1:
         ensure_group(environment)
     return environment
+
+
+def init_distributed(dist_backend: str | None = None) -> None:
+    """Join the job's process group, which `initialize` does too, for scripts that communicate before that.
+
+    Args:
+        dist_backend: None, or the library that serves this rank's device: nccl on a GPU, gloo on a CPU.
+
+    Raises:
+        CannotRun: `dist_backend` is another, or as `join`.
+    """
+    environment = join()
+    usual = "nccl" if environment.device.type == "cuda" else "gloo"
+    if dist_backend not in (None, usual):
+        raise CannotRun(
+            f"init_distributed: dist_backend is {dist_backend!r} and ranks on {environment.device.type} use {usual};"
+            " leave it out"
+        )
+    ensure_group(environment)
 
 
 def meet_before_script() -> Store | None:

@@ -1,8 +1,10 @@
-"""Engine and Strategy: what a training script holds, and what makes it for one way of spreading a model."""
+"""The engine of a training script, and the strategy that builds it for one way to distribute a model."""
 
 from __future__ import annotations
 
 import atexit
+import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,6 +22,7 @@ from strategies.checkpoint.saving import SaveOptions
 from strategies.checkpoint.states import States
 from strategies.config.values import CheckpointSection
 from strategies.distributed.environment import Environment
+from strategies.modules.precision import LossScale
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE, beat
 from strategies.telemetry.timers import Section
@@ -28,6 +31,14 @@ if TYPE_CHECKING:
     from strategies.data.loader import ShardedLoader
     from strategies.supervision.supervision import Supervision
     from strategies.telemetry.memory_report import MemoryReport
+
+
+_newest: weakref.ref[Engine] | None = None
+
+
+def live_engine() -> Engine | None:
+    """The engine that this process made last, as long as the script holds it."""
+    return None if _newest is None else _newest()
 
 
 class Strategy(ABC):
@@ -67,6 +78,8 @@ class Engine(ABC):
         self.client_state: dict[str, Any] = {}
         self.supervision: Supervision | None = None
         self._may_reduce = True
+        global _newest
+        _newest = weakref.ref(self)
 
     @property
     def configuration(self) -> Configuration:
@@ -132,11 +145,32 @@ class Engine(ABC):
 
         return memory_report(self)
 
+    def memory_profile(self) -> MemoryReport:
+        """The `memory_report` of this rank, which rank 0 prints."""
+        report = self.memory_report()
+        if self.is_main:
+            print(report, flush=True)
+        return report
+
     def memory_timeline(self, path: str | Path) -> AbstractContextManager[None]:
         """Draw this rank's memory over the steps that are made inside, as an SVG picture; they take longer."""
         from strategies.telemetry.memory_timeline import memory_timeline
 
         return memory_timeline(self, path)
+
+    def set_tensorboard_writer(self, writer: Any, *, every: int = 10) -> None:
+        """Write loss, learning rate, norms, memory, and seconds of sections and of communication to rank 0's writer,
+        which stays the script's to close.
+
+        Raises:
+            CannotRun: it is no such writer, or `every` steps are below 1.
+        """
+        from strategies.telemetry.tensorboard_log import scalar_log
+
+        log = scalar_log(self, writer, every=every)
+        if self.is_main:
+            self.observers.append(log)
+            atexit.register(self.close)
 
     def train(self, mode: bool = True) -> Engine:
         """Put the module in training mode."""
@@ -174,7 +208,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def gradient_norm(self) -> float | None:
-        """The norm of the last step's gradients over all ranks before clipping; None where it was not finite."""
+        """The norm of the last step's gradients over all ranks before clipping, or None if it was not finite."""
 
     @property
     @abstractmethod
@@ -193,6 +227,16 @@ class Engine(ABC):
     @abstractmethod
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
         """This rank's `parameters`, `gradients` and `optimizer` states (masters too), as they lie in memory."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of the module's weights and buffers on the host, whole, by its own names; called on every rank."""
+        names = self.module.state_dict().keys()  # FSDP2 would shard again what is whole
+        with self.whole_parameters():
+            found = {
+                **dict(self.module.named_buffers(remove_duplicate=False)),
+                **dict(self.module.named_parameters(remove_duplicate=False)),
+            }
+            return {name: found[name].detach().cpu().clone() for name in names if name in found}
 
     @contextmanager
     def whole_parameters(self, *, keeps_changes: bool = False) -> Iterator[None]:
@@ -316,3 +360,72 @@ class Engine(ABC):
 
     @abstractmethod
     def _step(self) -> None: ...
+
+
+class AccumulatingEngine(Engine):
+    """An engine that counts micro-batches and steps itself: it accumulates, scales, clips and skips as DeepSpeed's."""
+
+    gradient_norm: float | None = None
+    skipped_steps: int = 0
+
+    def __init__(self, parts: TrainingParts, environment: Environment, scale: LossScale) -> None:
+        super().__init__(parts.plan, environment)
+        self.gradient_clipping = parts.gradient_clipping
+        self._scale = scale
+        self._micro_steps = 0
+        self._global_steps = 0
+
+    @property
+    def global_steps(self) -> int:
+        return self._global_steps
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale.value
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "global_steps": self._global_steps,
+            "skipped_steps": self.skipped_steps,
+            "scaler": self._scale.state_dict(),
+        }
+
+    def _resume(self, progress: Mapping[str, Any]) -> None:
+        self._global_steps, self._micro_steps = progress["global_steps"], 0
+        self.skipped_steps = progress["skipped_steps"]
+        self._scale.load_state_dict(progress["scaler"])
+
+    def _step(self) -> None:
+        acts = self.is_gradient_accumulation_boundary()
+        self._micro_steps += 1
+        if not acts:
+            return
+        norm = self._summed_norm() / self._scale.value
+        if math.isfinite(norm):
+            self.gradient_norm = norm
+            clip = min(1.0, self.gradient_clipping / (norm + 1e-6)) if self.gradient_clipping > 0 else 1.0
+            self._apply(clip / self._scale.value)
+            self._scale.stepped()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        else:
+            self.gradient_norm = None
+            self.skipped_steps += 1
+            self._scale.overflowed()
+        self._clear_gradients()
+        self._global_steps += 1
+
+    @abstractmethod
+    def _summed_norm(self) -> float:
+        """The norm over all ranks of the step's gradients, which bear the loss scale and are complete from here on."""
+
+    @abstractmethod
+    def _apply(self, factor: float) -> None:
+        """Multiply the gradients by `factor` and change the weights everywhere."""
+
+    @abstractmethod
+    def _clear_gradients(self) -> None:
+        """Forget the step's gradients, also of parameters that no optimizer trains."""

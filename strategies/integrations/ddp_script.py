@@ -99,6 +99,11 @@ class ScriptParallel(DistributedDataParallel):
         self.broadcast_buffers = arguments["broadcast_buffers"] is not False
         self._loop: ScriptLoop | None = None
         self._has_trained = False
+        if self.configuration.strategy == "zero3" and _is_compiled(module):
+            raise CannotRun(
+                "strategy 'zero3' frees weights between uses, which a compiled model does not allow; leave"
+                " torch.compile out, or use fsdp or zero2"
+            )
         require_same_model(module)
         refuse_sparse_layers(module, self.configuration)
         broadcast_from_rank_0(module, device)
@@ -182,6 +187,11 @@ class ScriptParallel(DistributedDataParallel):
                 part.register_state_dict_post_hook(ModelHook(loop.state_dict_ends))
             kept.register_load_state_dict_pre_hook(ModelHook(loop.load_starts))
             kept.register_load_state_dict_post_hook(ModelHook(loop.load_ends))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has wrapped a module or a part of it."""
+    return any(type(part).__name__ == "OptimizedModule" for part in module.modules())
 
 
 def _note_backward(output: Any) -> None:

@@ -42,6 +42,7 @@ from strategies.telemetry.alerts import Alert
 from strategies.telemetry.metrics import MeasuredRun, measured_of, read_metrics, summarise
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.live import facts_from_module
+from strategies.tracing.module_trace import traced_request
 from strategies.variables import RUN_DIRECTORY
 
 OPTIMIZERS: Mapping[str, words.Optimizer] = {
@@ -80,6 +81,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._handles: list[Any] = []
         self._micro_batches = self._micro_batch = self._tokens = 0
         self._loss_factor = 1.0
+        self._example: Any = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The model is whole: no library has sharded it yet."""
@@ -131,6 +133,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
                 self.plan = self._predicted(facts, args, kwargs["model"])
             except DsplanError as problem:
                 self._print(f"no prediction for this training: {problem}")
+            self._example = ()  # seen, and not kept
             self._monitor.training_starts()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -153,6 +156,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         ids = kwargs.get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.dim() == 2:
             self._tokens = max(self._tokens, ids.shape[1])
+        if self._example is None:
+            self._example = (args, kwargs)
         self._monitor.forward_starts(module, (args, kwargs))
         if kwargs.get("num_items_in_batch") is None:
             self._loss_factor = 1.0
@@ -177,7 +182,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
                 optimizer=configuration.optimizer,
             )
             cluster = probed_cluster(probe(), ranks=configuration.world_size)
-            return estimate(with_measured_rates(make_request(facts, cluster, work), measured), configuration)
+            request = traced_request(make_request(facts, cluster, work), model, self._example)
+            return estimate(with_measured_rates(request, measured), configuration)
 
         return on_rank_zero(predict)
 
@@ -198,7 +204,9 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def _comparison(self) -> str:
         measured, plan = self.measured, self.plan
         assert measured is not None
-        memory = _beside(plan.memory.peak_allocated_bytes if plan else None, measured.peak_allocated_bytes, format_bytes)
+        memory = _beside(
+            plan.memory.peak_allocated_bytes if plan else None, measured.peak_allocated_bytes, format_bytes
+        )
         seconds = _beside(plan.time.step_seconds if plan else None, measured.step_seconds, format_seconds)
         found = f"; {len(self.alerts)} alerts" if self.alerts else ""
         return f"predicted and measured: peak memory of a rank {memory}; step time {seconds}{found}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from strategies.launch.diagnosis import Ending, ending_of, forget_last_attempt, memory_kills
+from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt, memory_kills
 from strategies.launch.launchers.launcher import Launcher, make_launcher
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, STOPS, LaunchSpec
@@ -24,10 +24,10 @@ from strategies.telemetry.follow import AlertFollower, LineFollower
 from strategies.telemetry.metrics import parse_row
 
 if TYPE_CHECKING:
-    from strategies.launch.diagnosis import Ending
+    from strategies.launch.failure_causes import Ending
     from strategies.launch.policy import Decision
 
-# What happens during a run, as values that a view can draw.
+# Events of a run, as values that a view can draw.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class AttemptEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIsBack:
-    """The first step after a restart is done; `seconds_lost` is None where it cannot be known."""
+    """The first step after a restart is done; `seconds_lost` is None if it cannot be known."""
 
     step: int
     seconds_lost: float | None
@@ -80,7 +80,7 @@ class RunIsBack:
 Event = OutputLine | PlanMade | StepDone | Alert | AttemptEnded | RunIsBack
 
 
-# Follows what ranks write into a run directory: their output, and the metrics of the first of them. No torch.
+# Follow the ranks' files in a run directory: their output, and the metrics of the first rank.
 
 
 _OUTPUT = re.compile(r"rank(\d+)\.(stdout|stderr)\.log")
@@ -162,7 +162,7 @@ class RunFiles:
             }
 
 
-# What people and batch systems ask of a running `dsplan run` by signals. No torch.
+# Signals of people and batch systems to a running `dsplan run`.
 
 
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -172,7 +172,7 @@ class StopRequests:
     """Signals are noted instead of acted on, wherever they arrive: also in the code that shows an event.
 
     Ctrl-C sets `interrupted`, and a second one raises. SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set
-    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs go on. Only a main thread gets
+    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs continue. Only a main thread gets
     signals; elsewhere nothing is changed.
     """
 

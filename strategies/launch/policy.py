@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from strategies.launch.diagnosis import Ending
+from strategies.launch.failure_causes import Ending
 from strategies.run_directory.spec import RETRIES
 
 Action = Literal["restart", "next_plan", "switch", "stop", "give_up"]
@@ -36,7 +36,7 @@ class Decision:
 class RunContext:
     """The run when an attempt ended: the highest step it ever reached (0: none), whether the attempt got further than
     every one before, whether a plan is known, which other plans may replace, whether another attempt could resume
-    anything, whether this node goes on where another one was stopped, and the memory of the largest device and of the
+    anything, whether this node resumes where another one was stopped, and the memory of the largest device and of the
     host in bytes, whichever is more."""
 
     highest_step: int = 0
@@ -70,7 +70,7 @@ class Policy:
         if ending.kind == "preempted":
             return Decision(action="stop", why="as asked")
         if ending.kind == "switch":
-            return Decision(action="switch", why="goes on under the plan that measured steps predict to be faster")
+            return Decision(action="switch", why="continues under the plan that measured steps predict to be faster")
         if ending.kind == "refused":
             return Decision(action="give_up", why="no repetition mends this")
         if ending.kind == "out_of_memory" and now.has_plan:
@@ -108,6 +108,6 @@ def _identity(ending: Ending) -> tuple[object, ...]:
 
 
 def _asked_bytes(reason: str) -> int | None:
-    """What an allocator says it was asked for, in bytes; None where it does not say."""
+    """Return the bytes that an allocator says were requested, or None if it does not say."""
     match = _ASKED.search(reason)
     return None if match is None else int(float(match[1].rstrip(".")) * _UNITS[(match[2] or "bytes").lower()])

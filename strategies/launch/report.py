@@ -1,4 +1,4 @@
-"""RunReport: what a run did, attempt by attempt, as a value. No torch."""
+"""The report of a run, attempt by attempt, as a value. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hardware_db.errors import DsplanError
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict
-from strategies.launch.diagnosis import Ending
+from strategies.launch.failure_causes import Ending
 from strategies.launch.policy import Decision
 from strategies.run_directory.journal import read_journal
 from strategies.run_directory.spec import STOPPED, LaunchSpec, exit_status_of
@@ -24,7 +24,7 @@ from strategies.telemetry.metrics import (
     with_attempts,
 )
 
-# How a run ended, and the one line that says why. No torch.
+# The outcome of a run in one line.
 
 
 OutcomeName = Literal["completed", "failed", "out_of_memory", "interrupted", "preempted"]
@@ -66,7 +66,7 @@ class AttemptReport:
     """One attempt: when it began and for how long, its plan, the steps it did (None: none), and how it ended.
 
     `began` is in seconds since 1970. `ending` and `decision` are None for an attempt that completed or was interrupted.
-    `seconds_lost` is by how much the restart after it put the run back; None where there was none or nobody knows.
+    `seconds_lost` is by how much the restart after it put the run back, or None if there was none or nobody knows.
     """
 
     attempt: int
@@ -83,7 +83,7 @@ class AttemptReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """What a run was asked to do, how it ended, and what it measured. `plan` is the last, None where nothing was
+    """What a run was asked to do, how it ended, and what it measured. `plan` is the last, or None if nothing was
     planned; `attempts` are all of the run, also those of earlier commands."""
 
     spec: LaunchSpec
@@ -124,7 +124,7 @@ def _metrics(directory: Path) -> list[list[Row]]:
     return [list(rows) for rows in read_metrics(directory, max(numbers, default=-1) + 1)]
 
 
-# The attempts of a run as its journal has them, for the last page of the command that resumes it. No torch.
+# The attempts of a run as its journal has them, for the last page of the command that resumes it.
 
 
 _COMMAND_ENDED = Ending(kind="killed", reason="dsplan run itself was ended")
@@ -139,7 +139,7 @@ def earlier_attempts(directory: Path) -> tuple[AttemptReport, ...]:
     metrics = read_metrics(directory, 1)
     reports = [_attempt(number, rows, _of(metrics, number)) for number, rows in sorted(by_attempt.items())]
     lost = {row["attempt"]: row.get("seconds_lost") for rows in by_attempt.values() for row in rows if _is(row, "back")}
-    return tuple(replace(one, seconds_lost=lost.get(one.attempt + 1)) for one in reports if one is not None)
+    return tuple(replace(report, seconds_lost=lost.get(report.attempt + 1)) for report in reports if report is not None)
 
 
 def _of(metrics: Sequence[Sequence[Row]], number: int) -> Sequence[Row]:

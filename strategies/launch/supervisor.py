@@ -20,7 +20,7 @@ from strategies.launch.attempt import (
     StepDone,
     StopRequests,
 )
-from strategies.launch.diagnosis import Ending, with_stacks_kept
+from strategies.launch.failure_causes import Ending, with_stacks_kept
 from strategies.launch.policy import Decision, Policy, RunContext
 from strategies.launch.record import record_attempt
 from strategies.launch.report import (
@@ -76,7 +76,7 @@ class Supervisor:
             # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
             launcher_lock(self._spec.directory).close()
             self._spec.save()
-            # A page that is there reports the end of a command that this one goes on after.
+            # A page that is there reports the end of a command that this one continues after.
             (self._spec.directory / REPORT_FILE).unlink(missing_ok=True)
             files, alerts = RunFiles(self._spec.directory), AlertFollower(self._spec.directory)
             decision: Decision | None = None
@@ -177,7 +177,7 @@ class Supervisor:
             self._journal.append("saved", made.attempt, **fields)
 
     def _conclude(self, attempt: Attempt, requests: StopRequests) -> Decision | None:
-        """Write down how an attempt ended and decide what follows; None where nothing has to be decided."""
+        """Write down how an attempt ended and decide what follows; return None if nothing has to be decided."""
         self._note_saves(self._state.notice_saves())
         course, ending = self._state.course, attempt.ending
         decision = None

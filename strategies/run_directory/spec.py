@@ -6,12 +6,16 @@ import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
+from hardware_db.errors import BrokenFile
 from hardware_db.files import replace_whole
+from hardware_db.from_json import WrongValue, from_json
 from planner.errors import NothingFits
 
-# Why a rank or an attempt ended, in words that ranks, supervisor, journal and last page share. No torch.
+Value = TypeVar("Value")
+
+# Kinds of endings of a rank or an attempt, the same for ranks, supervisor, journal and report.
 
 
 EndingKind = Literal[
@@ -24,7 +28,7 @@ EndingKind = Literal[
     "disk_full",  # a checkpoint or a log could not be written
     "lost",  # the node or the connection to it is gone
     "preempted",  # SIGTERM or SIGUSR1: saved, and stopped on purpose
-    "switch",  # saved, and stopped on purpose to go on under a better plan
+    "switch",  # saved, and stopped on purpose to resume under a better plan
     "regrouped",  # nodes came or went: saved, and all start again together
 ]
 ENDING_KINDS: tuple[EndingKind, ...] = get_args(EndingKind)
@@ -43,7 +47,7 @@ def exit_status_of(kind: EndingKind, error_type: str) -> int:
     return 2 if kind == "refused" and error_type != NothingFits.__name__ else 1
 
 
-# Placement and Supervision: where a run's ranks start, and what is done when they end. No torch.
+# Where a run's ranks start, and what is done when they end.
 
 
 ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "lightning", "torch", "plain"]
@@ -79,7 +83,7 @@ class Placement:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of nodes may change while the run goes on."""
+        """Whether the number of nodes may change while the run continues."""
         return self.least_nodes != self.most_nodes
 
 
@@ -138,11 +142,12 @@ class LaunchSpec:
 
     @classmethod
     def load(cls, path: Path) -> LaunchSpec:
-        """The spec that `save` wrote."""
-        raw = json.loads(path.read_text())
-        placement = {**raw["placement"], "options": tuple(raw["placement"]["options"])}
-        parts = {"placement": Placement(**placement), "supervision": Supervision(**raw["supervision"])}
-        return cls(**{**raw, "arguments": tuple(raw["arguments"]), **parts})
+        """The spec that `save` wrote.
+
+        Raises:
+            BrokenFile: it is that of another version, or damaged.
+        """
+        return read_json(cls, path)
 
 
 def log_path(directory: Path, rank: int, stream: str) -> Path:
@@ -179,6 +184,19 @@ def keep_result(directory: Path, result: object) -> None:
     """Write how the ranks ended. A disk that is full by then changes nothing about it, and they have said it too."""
     with suppress(OSError):
         write_json(directory / RESULT_FILE, result)
+
+
+def read_json(kind: type[Value], path: Path) -> Value:
+    """The dataclass that `write_json` wrote.
+
+    Raises:
+        BrokenFile: it is that of another version, or damaged.
+    """
+    try:
+        return from_json(kind, json.loads(path.read_text()))
+    except (ValueError, RecursionError, WrongValue) as error:
+        problem = f"not a run of this version of dsplan ({' '.join(str(error).split())})"
+        raise BrokenFile(path, problem, "start a new one") from None
 
 
 def write_json(path: Path, value: object) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from planner.errors import NothingFits
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE, is_own
@@ -64,7 +65,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class NotFinite(DsplanError):
-    """Losses or gradients stay NaN or infinite, so that going on would train nothing."""
+    """Losses or gradients stay NaN or infinite, so that continuing would train nothing."""
 
     exit_code = 1
 
@@ -92,14 +93,14 @@ def kind_of(error: BaseException) -> EndingKind:
     """What an exception means for the run; one that was raised from another means what that one does."""
     if isinstance(error, NotFinite):
         return "not_finite"
-    for one in _chain(error):
-        if _is_out_of_memory(one):
+    for cause in _chain(error):
+        if _is_out_of_memory(cause):
             return "out_of_memory"
-    for one in _chain(error):
-        text = str(one).lower()
-        if (isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)) or _says(text, _DISK_FULL):
+    for cause in _chain(error):
+        text = str(cause).lower()
+        if (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)) or _says(text, _DISK_FULL):
             return "disk_full"
-        if isinstance(one, ConnectionError) or (isinstance(one, RuntimeError) and _says(text, _LOST)):
+        if isinstance(cause, ConnectionError) or (isinstance(cause, RuntimeError) and _says(text, _LOST)):
             return "lost"
     if isinstance(error, NothingFits):
         return "refused"
@@ -126,9 +127,7 @@ def _wants_a_gpu(error: BaseException) -> str:
         "CUDA": "write torch.device('cuda', local_rank) if torch.cuda.is_available() else torch.device('cpu') there",
         "NCCL": "write init_process_group() without a backend, or with 'gloo', there",
     }[wants]
-    return (
-        f"{where}: asks for {wants}, and there is no GPU here that torch can use; {remedy}, or run where there is one"
-    )
+    return f"{where}: asks for {wants}, and torch can use no GPU here; {remedy}, or run where there is one"
 
 
 def own_line(frames: Iterable[traceback.FrameSummary]) -> str:
@@ -169,7 +168,7 @@ def write_failure(directory: Path, rank: int, failure: Failure) -> None:
         try:
             write_json(path, asdict(failure))
         except OSError as problem:
-            print(f"dsplan: why rank {rank} ended could not be written: {problem}", file=sys.stderr, flush=True)
+            notice(f"why rank {rank} ended could not be written: {problem}")
 
 
 def write_success(directory: Path, rank: int) -> None:
@@ -180,7 +179,7 @@ def write_success(directory: Path, rank: int) -> None:
 
 
 def read_failure(directory: Path, rank: int) -> dict[str, Any] | None:
-    """What a rank left as its last word; None where it left none that can be read."""
+    """Return a rank's failure record, or None if it left none that can be read."""
     try:
         found = json.loads(failure_path(directory, rank).read_text())
     except (OSError, ValueError):

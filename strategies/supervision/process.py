@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from hardware_db.files import replace_whole
 from strategies.run_directory import claim
 from strategies.run_directory.spec import SAVING, STOPPED, EndingKind, LaunchSpec, failure_path, pid_path, success_path
 from strategies.supervision.failures import Failure, described, write_failure
+from strategies.supervision.hang_detection import Watchdog, begin_watching
 from strategies.supervision.stopping import STOP_SIGNAL, Stopped, Stopping
-from strategies.supervision.watchdog import Watchdog, begin_watching
 
 _USABLE = 0.8
 """Share of the grace that a rank may use; ending takes the rest."""
@@ -34,10 +35,7 @@ def begin(spec: LaunchSpec, rank: int) -> None:
     claim.once_claimed(lambda kind: _listen(spec) if kind in SAVING else None)
     begin_watching(directory, rank, spec.supervision.hang_seconds)
     with suppress(OSError):
-        path = pid_path(directory, rank)
-        new = path.with_suffix(".pid.new")
-        new.write_text(str(os.getpid()))
-        os.replace(new, path)
+        replace_whole(pid_path(directory, rank), str(os.getpid()))
 
 
 def _listen(spec: LaunchSpec) -> None:

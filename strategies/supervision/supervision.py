@@ -1,4 +1,4 @@
-"""Supervision: what an engine does at the end of every step for a run that has to reach its last one."""
+"""Supervision of an engine at the end of every step, so that a run reaches its last one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ import torch.distributed as dist
 from torch import nn
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from strategies.distributed.consensus import on_rank_zero
 from strategies.protocols import Observer
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
 from strategies.run_directory.spec import EndingKind
 from strategies.supervision.autosave import AutomaticSaves, Interval, SavePlace, SupervisedEngine
+from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
 from strategies.supervision.process import leave, stopped
 from strategies.supervision.resume import Resumed, is_left_behind, nothing_left, resume, step_of, with_common_past
 from strategies.supervision.stopping import Stopping, open_board
-from strategies.supervision.watchdog import begin_watching
 from strategies.variables import RUN_DIRECTORY
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Supervision(Observer):
         self._owed: DsplanError | None = None
         self._script_reads_state = reads_client_state(Path(sys.argv[0]))
         self._is_first_load = self._trains_alone = True
+        self._begins_data_anew = False
         self._saves = AutomaticSaves(
             engine,
             _place_of(options),
@@ -103,7 +105,7 @@ class Supervision(Observer):
                 self._owed = nothing_left(self._run_directory, options)
             elif options.reached and self._engine.is_main:
                 reached = options.reached
-                _say(f"no checkpoint was complete when the run was at step {reached}: it begins at step 1 again")
+                notice(f"no checkpoint was complete when the run was at step {reached}: it begins at step 1 again")
             return
         PULSE.step = resumed.step
         self._saves.resumed(resumed.made)
@@ -111,20 +113,25 @@ class Supervision(Observer):
             loader.skip_trained_passes()
         if self._engine.is_main:
             passed_over = f"; {resumed.passed_over}" if resumed.passed_over else ""
-            _say(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
-            if loader is None:
-                _say("the script reads its data itself, and begins with its first sample again; training_data= goes on")
+            notice(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
+            self._begins_data_anew = loader is None
 
     # What happens in a step.
 
     def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
-        """Training goes on.
+        """Training continues.
 
         Raises:
             CannotRun: it would begin at its first step though the run had got further.
         """
         if self._owed is not None:
             raise self._owed
+        if self._begins_data_anew:
+            self._begins_data_anew = False
+            if self._is_first_load:  # else the script has asked where the run stands
+                notice(
+                    "the script reads its data itself, and begins with its first sample again; training_data= resumes"
+                )
         PULSE.call()
 
     def loss_is(self, loss: torch.Tensor) -> None:
@@ -166,7 +173,7 @@ class Supervision(Observer):
         path, sentence = self._save_in_time(step, deadline)
         message = f"stopped at step {step}{sentence}"
         if self._engine.is_main:
-            _say(message)
+            notice(message)
         word = stopped(kind, message, self._run_directory, path)
         leave(self._stopping, self._watch, self._run_directory, word)
 
@@ -189,6 +196,11 @@ class Supervision(Observer):
         """A save that the config asked for went wrong, which does not end the training."""
         self._saves.failed(problem)
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this attempt has resumed and the script has not asked yet where the run stands."""
+        return self._resumed is not None and self._is_first_load
+
     def load(self, directory: Path) -> tuple[Path | None, dict[str, Any]]:
         """What the script's `load_checkpoint` does: at the start of a resumed attempt the newer of its checkpoint and
         the run's is the one to resume from."""
@@ -201,7 +213,7 @@ class Supervision(Observer):
                 return self._resumed.path, dict(self._resumed.client_state)
         if is_first and is_left_behind(directory, self._options):
             if self._engine.is_main:
-                _say(f"{directory} is not loaded: the run begins anew, as --resume-from said")
+                notice(f"{directory} is not loaded: the run begins anew, as --resume-from said")
             return None, {}
         self.settle()
         found = self._engine._checkpoints.load(directory)
@@ -211,7 +223,7 @@ class Supervision(Observer):
         return found
 
     def _save_in_time(self, step: int, deadline: float) -> tuple[Path | None, str]:
-        """The checkpoint of this step, and how the sentence about the stop goes on; the same on every rank."""
+        """The checkpoint of this step, and how the sentence about the stop continues; the same on every rank."""
         saves = self._saves
         saves.finish()
         if saves.complete is not None and saves.complete.step == step:
@@ -236,7 +248,7 @@ class Supervision(Observer):
 
     @property
     def unsaveable(self) -> str:
-        """Why no checkpoint can be made now from which the run could go on; empty where one can."""
+        """Why no checkpoint can be made now from which the run could resume; empty where one can."""
         return self._why_not(0.0, self._finite.is_clean)
 
     def _why_not(self, seconds_left: float, is_clean: bool) -> str:
@@ -249,14 +261,14 @@ class Supervision(Observer):
         return ""
 
     def _may_save(self) -> bool:
-        """Whether an automatic checkpoint holds all that the script needs to go on; rank 0's answer counts."""
+        """Whether an automatic checkpoint holds all that the script needs to resume; rank 0's answer counts."""
         return self._trains_alone and (not self._script_reads_state or bool(self._engine.client_state))
 
     def give_up(self, second: SupervisedEngine) -> None:
         """Leave saving to the script, which trains a second engine: a checkpoint of one of them is not the run."""
         self._trains_alone = False
         if second.is_main:
-            _say("the script trains a second model: dsplan run saves neither by itself; call save_checkpoint on both")
+            notice("the script trains a second model: dsplan run saves neither by itself; call save_checkpoint on both")
 
     def _close(self) -> None:
         """At the end of the process: the last checkpoint is completed by its own thread, which Python waits for."""
@@ -310,7 +322,3 @@ def _place_of(options: AttemptOptions) -> SavePlace:
         run_id=options.run_id,
         since=options.since,
     )
-
-
-def _say(text: str) -> None:
-    print(f"dsplan: {text}", file=sys.stderr, flush=True)

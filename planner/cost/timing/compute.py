@@ -80,6 +80,9 @@ def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: in
     plain = hidden * stack.hidden + code.rotary_passes * rotated / tp + code.dispatch_passes * stack.dispatched
     beside = activation - EXPONENTIAL_PASSES
     element = tokens * rates.element_bytes
+    if stack.launches:
+        moved = tokens * stack.moved * (rates.element_bytes / 4 if stack.moved_in_fp32 else 1)
+        return rates.elementwise(moved, moved / stack.launches)
     return (
         rates.elementwise(plain * element, 2 * stack.hidden * element)
         + rates.elementwise(beside * inner * element, 2 * inner * element)
@@ -144,6 +147,8 @@ def _with_host(device: float, host: float, rates: DeviceRates) -> float:
 
 def _host_seconds(stack: Stack, rates: DeviceRates) -> float:
     """Launching the forward of one block."""
+    if stack.launches:
+        return stack.launches * rates.code.kernel_host_seconds
     if not stack.norms:
         return stack.matmuls.kernels * rates.code.kernel_host_seconds
     experts = max(0, stack.matmuls.kernels - USUAL_MATMULS) + (rates.code.dispatch_kernels if stack.dispatched else 0)
@@ -154,6 +159,8 @@ def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     """The output projection and the loss on one micro-batch of one rank."""
     tp = job.configuration.tp
     tokens, width, hidden = head_tokens(job, shape), head_width(job), job.facts.hidden_size
+    if not tokens:
+        return NOTHING
     weights = head_weights(job)
     moved = (weights + tokens * width) / tp + tokens * hidden
     work = 2.0 * tokens * weights / tp, moved, 1

@@ -17,7 +17,7 @@ from planner.cost.timing.stacks import USUAL_MATMULS, Stack
 from planner.types.cluster import Cluster, Factors, Rates
 from planner.vocabulary import Precision
 
-# What a product of matrices wastes because a GPU computes it in whole tiles, as many at a time as it has cores.
+# Tile and wave quantization of matrix products on a GPU.
 
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
@@ -54,7 +54,7 @@ def block_waste(stack: Stack, tokens: int, tp: int, cores: int) -> Waste:
     Queries, keys and values are taken as one product, gate and up projection too. The backward has two products each:
     for the input, tokens x inputs, and for the weight, outputs x inputs.
     """
-    if not cores or not stack.norms or stack.matmuls.kernels > USUAL_MATMULS:
+    if not cores or not stack.norms or not stack.hidden or stack.matmuls.kernels > USUAL_MATMULS:
         return NO_WASTE
     hidden, width, attention = stack.hidden, stack.mlp_width / tp, stack.attention_width / tp
     projected = attention + 2 * stack.key_value_width / tp
@@ -130,7 +130,7 @@ CPU_BANDWIDTH = 20e9
 class DeviceRates:
     """What one rank reaches: FLOP/s of products and of fused attention, bytes/s, and how its code runs a block.
 
-    `peak_flops` is the datasheet's dense peak of the compute dtype, None where unknown; `plain_flops` what products
+    `peak_flops` is the datasheet's dense peak of the compute dtype, or None if unknown; `plain_flops` what products
     reach that tensor cores refuse; `element_bytes` the width of an activation; `multiprocessors` compute a tile of a
     product each, 0 where they are not known to. `measured` curves count before the rates wherever there are any,
     divided by the cluster's `factors`, which the rates already hold. `serial` says that host, kernels and collectives

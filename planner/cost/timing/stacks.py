@@ -1,4 +1,4 @@
-"""An architecture as stacks of identical blocks: what the time model needs, without a loop over layers."""
+"""An architecture as stacks of identical blocks, so that the time model needs no loop over layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.cost.timing.memo import memo_by_identity
-from planner.models.facts import ModelFacts, ParameterCounts, TowerFacts
+from planner.models.facts import BlockWork, Growth, ModelFacts, ParameterCounts, TowerFacts
 
 KINDS = frozenset(
     {"decoder", "encoder", "encoder-decoder", "speech-encoder-decoder", "vision", "vision-text", "vision-language"}
@@ -61,7 +61,8 @@ class Stack:
     `reads_source` marks cross-attention over the source, `window` a sliding window in `window_share` of layers;
     `relative_keys` are positions that queries and keys are compared with beside each other (DeBERTa), `dispatched`
     elements that go to experts and come back. `last_product` are the weights of a block's last product where nothing
-    keeps what comes out of it.
+    keeps what comes out of it. Where a trace counted them, `moved` are the bytes that kernels beside products read and
+    write per token (of a step in fp32, where it says so), and `launches` the kernels that run in a block.
     """
 
     layers: int
@@ -87,6 +88,9 @@ class Stack:
     window_share: float = 0.0
     length_of: LengthOf = "sequence"
     fixed_length: int = 0
+    moved: float = 0.0
+    moved_in_fp32: bool = False
+    launches: float = 0.0
 
     def length(self, sequence: int, source: int) -> int:
         """Tokens of one sample that this stack sees."""
@@ -249,6 +253,53 @@ def stacks(facts: ModelFacts) -> tuple[Stack, ...]:
         length_of="sequence",
     )
     return (*images, main)
+
+
+def traced_stacks(facts: ModelFacts, counts: ParameterCounts) -> tuple[Stack, ...]:
+    """A module whose work was counted in a trace: a sample is its token, and its blocks share the work evenly."""
+    work = next(iter(facts.traced.values()))
+    layers = max(sum(block.repeats for block in counts.blocks), 1)
+    # A product of `active` weights is two operations for each.
+    active, stored = work.operations / 2 / layers, counts.total / layers
+    kernels, operands = max(work.products_launched / layers, 1.0), work.operands / layers
+    return (
+        Stack(
+            layers=layers,
+            matmuls=Matmuls(active=active, stored=stored, unsplit_width=operands, split_width=0, kernels=kernels),
+            norms=1,
+            length_of="fixed",
+            fixed_length=1,
+            moved=work.moved / layers,
+            launches=work.kernels_launched / layers,
+        ),
+    )
+
+
+def recorded_stacks(facts: ModelFacts, counts: ParameterCounts, length: int) -> tuple[Stack, ...]:
+    """A recorded model at one length: a sample is its token, as of a traced module."""
+    blocks = max(sum(work.repeats for work in facts.work if work.block), 1)
+    return tuple(_recorded(work, length, counts.in_blocks / blocks) for work in facts.work)
+
+
+def _recorded(work: BlockWork, length: int, parameters: float) -> Stack:
+    def at(growth: Growth) -> float:
+        constant, linear, square = growth
+        return max(constant + linear * length + square * length**2, 0.0)
+
+    kernels, stored = max(at(work.products_launched), 1.0), parameters if work.block else 0.0
+    matmuls = Matmuls(
+        active=at(work.operations) / 2, stored=stored, unsplit_width=at(work.operands), split_width=0, kernels=kernels
+    )
+    return Stack(
+        layers=work.repeats,
+        matmuls=matmuls,
+        norms=1 if work.block else 0,
+        length_of="fixed",
+        fixed_length=1,
+        moved=at(work.moved),
+        moved_in_fp32=True,
+        launches=max(at(work.kernels_launched), 1.0),
+    )
 
 
 def measured_stacks(facts: ModelFacts, counts: ParameterCounts, *, causal: bool) -> tuple[Stack, ...]:

@@ -24,7 +24,7 @@ from strategies.optim.optimizers import OPTIMIZERS, needs_whole_tensors, takes_s
 from strategies.protocols import TrainingParts
 from strategies.run_directory.heartbeat import PULSE
 
-# Rows: which rows of an embedding any rank used, for optimizers that step those and leave the others alone.
+# Embedding rows that any rank used, for optimizers with sparse steps.
 
 
 class TouchedRows:
@@ -171,7 +171,7 @@ class Pieces:
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         flags = [float(slot.parameter in used) for slot in slots]
         gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
-        each = [torch.linalg.vector_norm(one, dtype=_at_least_fp32(one.dtype)) for one in gradients]
+        each = [torch.linalg.vector_norm(gradient, dtype=_at_least_fp32(gradient.dtype)) for gradient in gradients]
         norms = [norm.to(device=device, dtype=torch.float64) for norm in each]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         told = torch.tensor([float(PULSE.number), *flags], dtype=torch.float64, device=device)

@@ -20,7 +20,7 @@ from strategies.backends.zero.engine import ZeroStrategy
 from strategies.backends.zero.flat_shard import Bucket, Named, Owners
 from strategies.backends.zero.gradient_reducer import Reducer
 from strategies.backends.zero.sharded_model import ShardedModel, buckets_for, unsharded_buckets
-from strategies.backends.zero.units import Members, State, Unit, members_of
+from strategies.backends.zero.unit_all_gather import Members, State, Unit, members_of
 from strategies.backends.zero.weights import ShardingContext, awaken, load, settle_rest, take_over
 from strategies.distributed.gathers import ModelHook, note_gathers
 
@@ -40,7 +40,7 @@ class ZeroStage1(ZeroStrategy):
         return ShardedModel(buckets, context)
 
 
-# Stage 2: gradients are sharded too: each micro-batch's are reduced over ranks and freed while backward goes on.
+# Stage 2: gradients are sharded too: each micro-batch's are reduced over ranks and freed while backward continues.
 
 
 class ZeroStage2(ZeroStage1):
@@ -69,7 +69,7 @@ class ZeroStage3(ZeroStrategy):
         ]
         unsharded = unsharded_buckets(small, context)
         unsharded_parameters = {parameter for _, parameter in small}
-        units = [_unit(one, unsharded_parameters, context) for one in members]
+        units = [_unit(member, unsharded_parameters, context) for member in members]
         settle_rest(model, set(model.parameters()), context)
         return ShardedWeights(unsharded, [unit for unit in units if unit.buckets or unit.is_root], context)
 

@@ -25,11 +25,12 @@ from planner import vocabulary as words
 from planner.emit.accelerate import emit
 from planner.emit.common import EmitOptions
 from planner.types.plan import Plan
-from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, settled_plan, shown_data, watch
+from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch, with_batch_size
 from strategies.launch.hooks.sharded import apply_checkpointing, library_plan, shard_models
 from strategies.run_directory import claim
 from strategies.telemetry.monitor import RunMonitor
+from strategies.tracing.example import example_batch
 from strategies.variables import RUN_DIRECTORY
 
 # Arguments of Accelerator that would win over the environment.
@@ -124,6 +125,7 @@ def _start_under(plan: Plan, accelerator: Any) -> None:
 
 def _live_job(accelerator: Any, objects: tuple[Any, ...], *, accumulates: bool) -> LiveJob:
     loader = _training_loader(objects)
+    data, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     precision = str(accelerator.mixed_precision)
     optimizer = next((item for item in objects if isinstance(item, torch.optim.Optimizer)), None)
     return LiveJob(
@@ -131,7 +133,8 @@ def _live_job(accelerator: Any, objects: tuple[Any, ...], *, accumulates: bool) 
         kind="accelerate",
         micro_batch_size=getattr(loader, "batch_size", None) or 1,
         gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
-        data=shown_data(getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)),
+        sequence_length=sequence_length(data, collate),
+        example=example_batch(data, collate),
         precision=precision if precision in ("bf16", "fp16") else "fp32",  # type: ignore[arg-type]
         optimizer=_optimizer_name(optimizer),
         # Without `accumulate` in the script nothing would accumulate, and an unusual loader cannot be cut anew.

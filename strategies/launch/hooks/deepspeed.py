@@ -23,12 +23,13 @@ from strategies.launch.hooks.live import (
     own_device,
     plan_live,
     say_replaced,
+    sequence_length,
     settled_plan,
-    shown_data,
     watch,
 )
 from strategies.launch.hooks.patch import patch
 from strategies.telemetry.monitor import RunMonitor
+from strategies.tracing.example import example_batch
 
 _FROM_PLAN = (
     "train_batch_size",
@@ -116,7 +117,8 @@ def _live_job(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> LiveJo
         kind="deepspeed",
         micro_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
-        data=shown_data(data, arguments.get("collate_fn")),
+        sequence_length=sequence_length(data, arguments.get("collate_fn")),
+        example=example_batch(data, arguments.get("collate_fn")),
         precision="bf16" if _enabled(config, "bf16") else "fp16" if _enabled(config, "fp16") else "fp32",
         optimizer=_OPTIMIZERS.get(optimizer, "adamw"),
         # A loader that the script makes itself keeps its batch size whatever the config says.

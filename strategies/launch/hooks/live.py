@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
+from hardware_db.notices import notice
 from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
@@ -25,7 +24,7 @@ from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict
 from strategies.autoplan.fallback import best_plan
-from strategies.autoplan.live import traced, with_measured_rates
+from strategies.autoplan.live import with_measured_rates
 from strategies.autoplan.rates import machine_rates
 from strategies.autoplan.select import unfit
 from strategies.distributed.consensus import on_rank_zero
@@ -36,21 +35,10 @@ from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
 from strategies.run_directory.state_consensus import current
 from strategies.telemetry.monitor import RunMonitor
+from strategies.tracing.example import first_samples, longest_tokens
 from strategies.tracing.live import facts_from_module
+from strategies.tracing.module_trace import traced_request, work_of
 from strategies.variables import PLAN, RUN_DIRECTORY, STRATEGY
-
-_SAMPLES_LOOKED_AT = 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShownData:
-    """What a script's data shows before the first step."""
-
-    tokens: int | None = None
-    """Token ids per sample: the longest of the first samples, padded by the script's collator where it has one. None
-    where a sample has none."""
-    batch_of: Callable[[int], Any] | None = None
-    """A batch of so many samples, as the collator makes it; None where the script has shown no sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,23 +46,28 @@ class LiveJob:
     """A script's own settings at the moment its model is known.
 
     The global batch they make is kept. With `fixed_batch` the micro-batch is kept as well, because the script cuts it;
-    one that does not accumulate trains on as many samples a step as its ranks have in a micro-batch. `data` is what the
-    model will be given, as far as the script has shown it yet.
+    one that does not accumulate trains on as many samples a step as its ranks have in a micro-batch.
+
+    `example` is a batch of the script's, of any number of samples, as the module is called with it: a mapping, a
+    sequence, one tensor, or `(args, kwargs)`; what the module does not take, such as labels, may be in it. A module
+    that no catalogue knows is traced with it. `sequence_length` is tokens per sample; without it the example's token
+    ids count, and a sample of an example that has none is one position long.
     """
 
     module: nn.Module
     kind: ScriptKind
     micro_batch_size: int
     gradient_accumulation_steps: int
-    data: ShownData
+    sequence_length: int | None = None
     precision: words.Precision
     optimizer: words.Optimizer
+    example: Any = None
     fixed_batch: bool = False
     accumulates: bool = True
 
 
 def settled_plan(kind: ScriptKind) -> Plan | None:
-    """The plan that a run resumes with, else that of `dsplan run --plan`; None where the ranks plan themselves.
+    """Return the plan that a run resumes with, else that of `dsplan run --plan`, or None if ranks plan themselves.
 
     Raises:
         CannotRun: a script of this kind cannot run it.
@@ -99,34 +92,22 @@ def _settled() -> Plan | None:
     return plan
 
 
-def shown_data(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> ShownData:
-    """What the first samples of a dataset show; nothing where there is none."""
-    samples = _first_samples(dataset)
-    if not samples:
-        return ShownData()
-    make = collate or default_collate
-    shown = samples if collate is None else [collate(samples)]
-    longest = max((_tokens(item) for item in shown), default=0)
-    return ShownData(tokens=longest or None, batch_of=lambda count: make([samples[0]] * count))
+def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> int | None:
+    """Return the tokens per sample: the longest of the first samples, padded by the script's collator where it has one.
+
+    Data without token ids has no such length (None); `example_batch` makes of it what is planned for.
+    """
+    samples = first_samples(dataset)
+    if collate is None or not samples:
+        return max(map(longest_tokens, samples), default=0) or None
+    batch = collate(samples)
+    return -(-longest_tokens(batch) // _samples_in_a_row(batch, len(samples))) or None
 
 
-def _first_samples(dataset: Any) -> list[Any]:
-    if dataset is None:
-        return []
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return [dataset[index] for index in range(min(_SAMPLES_LOOKED_AT, len(dataset)))]
-    return list(itertools.islice(iter(dataset), _SAMPLES_LOOKED_AT))
-
-
-def _tokens(item: Any) -> int:
-    """The length of the token ids in a sample or a batch of them; 0 where there are none."""
-    if isinstance(item, Mapping):
-        return _tokens(item.get("input_ids"))
-    if isinstance(item, torch.Tensor):
-        return item.shape[-1] if item.dim() and not item.is_floating_point() else 0
-    if isinstance(item, Sequence) and item and not isinstance(item, str):
-        return len(item) if isinstance(item[0], int) else _tokens(item[0])
-    return 0
+def _samples_in_a_row(batch: Any, samples: int) -> int:
+    """1 for a collator that pads; all of them for one that packs, which puts them one behind the other."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return samples if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[0] == 1 else 1
 
 
 @claim.own_work()
@@ -150,7 +131,7 @@ def plan_live(job: LiveJob) -> Plan | None:
 def _plan_if_possible(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan | None:
     if asked.asked() or current().is_resumed:
         return _plan(job, measured)
-    if job.data.batch_of is None:
+    if job.sequence_length is None and job.example is None:
         say("no plan: the script has shown no data to plan for; it runs as it is, measured")
         return None
     try:
@@ -166,8 +147,10 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     ranks = int(os.environ["WORLD_SIZE"])
     cluster = probed_cluster(probe(), ranks=ranks)
     facts = facts_from_module(job.module)
+    task, length = work_of(facts, job.module, job.example, _longest(job, facts))
     options = WorkOptions(
-        seq_len=_positions(facts, job.data),
+        task=task,
+        seq_len=length,
         global_batch=_global_batch(job, ranks),
         precision=job.precision,
         optimizer=job.optimizer,
@@ -181,7 +164,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         possible = tuple(name for name in possible if name not in words.ZERO_STAGES)
     strategies = tuple(name for name in possible if chosen in (None, name))
     request = make_request(facts, cluster, options, strategies=strategies, top=1, zero_backend=zero)
-    request = replace(request, facts=traced(request.facts, job.module, job.data.batch_of, request.workload.precision))
+    request = traced_request(request, job.module, job.example)
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
     if current().is_resumed and not any(True for _ in enumerate_candidates(request)):
@@ -189,21 +172,21 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     return best_plan(with_measured_rates(request, measured))
 
 
-def _positions(facts: ModelFacts, data: ShownData) -> int | None:
-    """Tokens of a sample; as many as the model has positions for where the data has not been shown, and says so."""
-    if data.tokens is not None or data.batch_of is not None or not facts.max_position_embeddings:
-        return data.tokens
+def _longest(job: LiveJob, facts: ModelFacts) -> int | None:
+    """Tokens of a sample; as many as the model has positions for if the script has shown no data yet, which is said."""
+    if job.sequence_length is not None or job.example is not None or not facts.max_position_embeddings:
+        return job.sequence_length
     say(f"no data is shown before the first step: planned for {facts.max_position_embeddings} tokens, the model's most")
     return facts.max_position_embeddings
 
 
 def _global_batch(job: LiveJob, ranks: int) -> int:
-    """What the script's settings make, or what the run has kept so far where it goes on and the script can keep it."""
-    own, kept = job.micro_batch_size * job.gradient_accumulation_steps * ranks, current().global_batch_size
-    if kept is None or job.accumulates:
-        return kept or own
-    if own != kept:
-        say(f"the script does not accumulate gradients: {ranks} ranks train on {own} samples a step, not on {kept}")
+    """Return what the script's settings make, or, in a resumed run, its batch so far if the script can keep it."""
+    own, whole = job.micro_batch_size * job.gradient_accumulation_steps * ranks, current().global_batch_size
+    if whole is None or job.accumulates:
+        return whole or own
+    if own != whole:
+        say(f"the script does not accumulate gradients: {ranks} ranks train on {own} samples a step, not on {whole}")
     return own
 
 
@@ -233,13 +216,12 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-# What a hook prints for the person at the terminal, once, from rank 0.
+# Messages of a hook, printed once, by rank 0.
 
 
 def say(sentence: str) -> None:
     """Print a line on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"dsplan: {sentence}", flush=True)
+    notice(sentence, stream="stdout", rank_zero=True)
 
 
 def say_replaced(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

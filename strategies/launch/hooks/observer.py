@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hardware_db.notices import notice
 from strategies.launch.hooks import asked
 from strategies.launch.hooks.patch import patch
 from strategies.run_directory import claim
@@ -44,7 +45,8 @@ class _Observer:
 
     @property
     def is_needed(self) -> bool:
-        """Whether nobody has taken the run over; once somebody has, nothing comes by here any more."""
+        """Whether what comes by now is to be looked at; once somebody has taken the run over, nothing comes any
+        more."""
         if claim.is_taken_over() and not self._is_over:
             # The hooks stay: torch goes through them while it calls them.
             self._is_over = True
@@ -92,8 +94,9 @@ class _Observer:
         return self._monitor
 
     def _say(self) -> None:
-        if claim.claimed() is None and os.environ.get("RANK", "0") == "0":
-            print(f"dsplan: trains with none of {asked.LIBRARIES}: runs as it is, measured, without a plan", flush=True)
+        if claim.claimed() is None:
+            sentence = f"trains with none of {asked.LIBRARIES}: runs as it is, measured, without a plan"
+            notice(sentence, stream="stdout", rank_zero=True)
 
 
 _observer = _Observer()

@@ -43,8 +43,8 @@ from strategies.protocols import Observer
 from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE, script_line
+from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.stopping import Stopping, open_board
-from strategies.supervision.watchdog import begin_watching
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.step import checkpointing

@@ -25,12 +25,12 @@ from strategies.tracing.cache.cache import trace_versions
 from strategies.tracing.cache.reading import Reading, Refusal, Sizes
 from strategies.tracing.cache.source import ModelSource
 
-# Coverage: which step the tracer runs for a configuration, and what it does not run.
+# The step that the tracer runs for a configuration, and the parts it leaves out.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coverage:
-    """`job` is the step that is traced, None where there is none; `partly` whether only its activations are taken.
+    """`job` is the step that is traced, or None if there is none; `partly` whether only its activations are taken.
 
     `remark` says in one line what the trace leaves to the closed forms; empty where it leaves nothing.
     """

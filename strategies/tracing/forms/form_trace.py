@@ -30,7 +30,7 @@ from strategies.tracing.forms.timeline import Recorder, Timeline
 from strategies.tracing.step.build import Subject, subject_of
 from strategies.tracing.to_hf import ARGUMENTS
 
-# Points: sizes of models and batches at which the moments of a step are weighed against each other.
+# Sizes of models and batches at which the moments of a step are compared.
 
 
 _BATCHES = tuple(itertools.product((1.0, 4.0, 16.0), (128.0, 1024.0, 4096.0, 32768.0)))
@@ -158,13 +158,13 @@ def _timeline(subject: Subject, variant: Variant) -> Timeline:
     source = symbols.SOURCE if subject.facts.kind == "encoder-decoder" else None
     with fake:
         module.to_empty(device="cpu")
-        _tie(module)
+        tie(module)
         batch = _narrowed(subject.batch_of(symbols.SAMPLES, symbols.LENGTH, source), module)
         with device, unpadded():
-            return _record(subject, batch, autocast, on_cuda=not variant.on_cpu)
+            return record_step(subject, batch, autocast, on_cuda=not variant.on_cpu)
 
 
-def _tie(module: Any) -> None:
+def tie(module: Any) -> None:
     """`to_empty` gives tied weights storages of their own."""
     if hasattr(module, "tie_weights"):
         module.tie_weights()
@@ -179,7 +179,7 @@ def _narrowed(batch: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _record(
+def record_step(
     subject: Subject, batch: dict[str, Any], autocast: AbstractContextManager[object], *, on_cuda: bool
 ) -> Timeline:
     module = subject.module
@@ -190,9 +190,9 @@ def _record(
         weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda weight: recorder.is_gradient(weight.grad)
         )
-    inside = {id(held) for block in subject.blocks for held in block.buffers()}
-    outside = [held for held in module.buffers() if id(held) not in inside]
-    recorder.timeline.outside = [(tuple(held.shape), held.element_size()) for held in outside]
+    inside = {id(buffer) for block in subject.blocks for buffer in block.buffers()}
+    outside = [buffer for buffer in module.buffers() if id(buffer) not in inside]
+    recorder.timeline.outside = [(tuple(buffer.shape), buffer.element_size()) for buffer in outside]
     _Marks(recorder, subject.blocks)
     with recorder:
         with autocast:
@@ -225,6 +225,6 @@ class _Marks:
         self._entered += 1
         self._timeline.mark(f"leave{index}")
         hidden = tree_leaves(output)[0]
-        self._timeline.buffers.append([(tuple(held.shape), held.element_size()) for held in block.buffers()])
+        self._timeline.buffers.append([(tuple(buffer.shape), buffer.element_size()) for buffer in block.buffers()])
         self._recorder.output(hidden)
         hidden.register_hook(lambda _gradient: self._timeline.mark(f"back{index}"))

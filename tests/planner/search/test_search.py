@@ -40,7 +40,9 @@ def test_every_plan_fits_and_keeps_the_batch(model: str, gpu: str, gpus: int, pe
     for plan in answer.plans:
         configuration = plan.configuration
         assert plan.verdict in ("fits", "tight")
-        assert plan.memory.device_used_upper_bytes <= request.cluster.capacity_bytes
+        assert plan.memory.device_needed_bytes <= request.cluster.capacity_bytes
+        has_room = plan.memory.device_used_upper_bytes <= request.cluster.capacity_bytes
+        assert has_room or plan.verdict == "tight"
         product = configuration.micro_batch_size * configuration.gradient_accumulation_steps
         assert product * configuration.dims.data_parallel == gpus * per_gpu
     if answer.plans:
@@ -117,7 +119,7 @@ def test_a_thousand_gpus_rank_tensor_and_pipeline_plans_but_put_a_runnable_one_f
 def test_a_memory_cap_is_kept() -> None:
     capped = recommend(question("opt-1.3b", "a100-80gb", 8, max_memory_gb=16.0))
     assert capped.plans
-    assert all(plan.memory.device_used_upper_bytes <= 16e9 for plan in capped.plans)
+    assert all(plan.memory.device_needed_bytes <= 16e9 for plan in capped.plans)
 
 
 def test_the_answer_does_not_depend_on_how_python_hashes(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_with_a_deadline_only_plans_in_time_are_shown_and_the_rest_say_how_long_
     late = [item for item in answer.rejected if "takes" in item.reason]
     assert late
     assert all(item.plan and item.plan.time.step_seconds > 1.3 * fastest.time.step_seconds * 0.99 for item in late)
-    assert [one.gpus for one in answer.on_devices if one.in_time] == [8]
+    assert [devices.gpus for devices in answer.on_devices if devices.in_time] == [8]
     assert answer.on_devices[0].gpus == 4
 
 
@@ -176,7 +178,7 @@ def test_devices_are_in_time_where_any_plan_is() -> None:
     tokens = 86_400 / ((simplest + fastest) / 2) * tokens_per_step(request.workload)
     answer = recommend(replace(request, budget=Budget(tokens=tokens, deadline_days=1.0)))
     assert answer.plans
-    assert [one.gpus for one in answer.on_devices if one.in_time] == [4]
+    assert [devices.gpus for devices in answer.on_devices if devices.in_time] == [4]
 
 
 def test_a_deadline_that_nothing_meets_names_the_devices_that_would() -> None:
@@ -199,8 +201,10 @@ def test_no_plan_of_the_front_is_beaten_and_the_fastest_is_on_it() -> None:
     figures = [
         (plan.configuration.world_size, plan.time.step_seconds, plan.memory.device_used_bytes) for plan in answer.front
     ]
-    for one in figures:
-        beaten = [other for other in figures if other != one and all(a <= b for a, b in zip(other, one, strict=True))]
+    for figure in figures:
+        beaten = [
+            other for other in figures if other != figure and all(a <= b for a, b in zip(other, figure, strict=True))
+        ]
         assert not beaten
     fastest = min(item.time.step_seconds for item in everything_that_fits(request) if item.plan.runnable)
     assert min(seconds for _, seconds, _ in figures) <= fastest * 1.1

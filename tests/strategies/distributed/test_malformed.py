@@ -47,10 +47,10 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def lines_of(ended: list[Ended]) -> list[str]:
     """All that was said: lines of dsplan's own, at most one a process, from processes that ended with status 2."""
-    assert [one.status for one in ended] == [2] * len(ended), [one.lines for one in ended]
-    assert max(one.seconds for one in ended) < 60, "torch alone waits ten minutes"
-    assert all(len(one.lines) <= 1 for one in ended), [one.lines for one in ended]
-    lines = [line for one in ended for line in one.lines]
+    assert [process.status for process in ended] == [2] * len(ended), [process.lines for process in ended]
+    assert max(process.seconds for process in ended) < 60, "torch alone waits ten minutes"
+    assert all(len(process.lines) <= 1 for process in ended), [process.lines for process in ended]
+    lines = [line for process in ended for line in process.lines]
     assert all(line.startswith("dsplan: ") for line in lines)
     return lines
 
@@ -70,10 +70,10 @@ HARMLESS = {
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_missing_variable_is_named(launcher: Launcher, starter: Starter, script: Path) -> None:
-    names = [name for one, name in MISSING if one is launcher and (one, name) not in HARMLESS]
+    names = [name for starts, name in MISSING if starts is launcher and (starts, name) not in HARMLESS]
     ended = starter.run(script, [without({**launcher(1, 2, free_port()), **LIMIT}, name) for name in names])
-    for name, one in zip(names, ended, strict=True):
-        (line,) = lines_of([one])
+    for name, process in zip(names, ended, strict=True):
+        (line,) = lines_of([process])
         assert name in line
         assert "; start" in line
     assert len(names) >= 2
@@ -89,10 +89,10 @@ def jobs(starter: Starter, script: Path) -> Callable[[Callable[[Launcher, int], 
     def run(processes_of: Callable[[Launcher, int], list[Variables]]) -> Jobs:
         ports = [free_port() for _ in LAUNCHERS]
         starts = [
-            [{**one, **LIMIT} for one in processes_of(launcher, port)]
+            [{**variables, **LIMIT} for variables in processes_of(launcher, port)]
             for launcher, port in zip(LAUNCHERS, ports, strict=True)
         ]
-        ended = iter(starter.run(script, [one for processes in starts for one in processes]))
+        ended = iter(starter.run(script, [process for processes in starts for process in processes]))
         return [
             (launcher, port, [next(ended) for _ in processes])
             for launcher, port, processes in zip(LAUNCHERS, ports, starts, strict=True)
@@ -110,13 +110,13 @@ def test_two_ranks_with_one_id_are_named_once_on_their_node(jobs: RunJobs) -> No
         assert "are both rank 1 of 3; give every process its own RANK" in line
 
 
-def test_too_few_processes_are_told_once_on_their_node(jobs: RunJobs) -> None:
+def test_too_few_processes_are_reported_once_on_their_node(jobs: RunJobs) -> None:
     for _, _, ended in jobs(lambda launcher, port: [launcher(rank, 4, port) for rank in (0, 2)]):
         (line,) = lines_of(ended)
         assert "ranks 1, 3 have not come within 2 s; start 4 processes, or correct WORLD_SIZE" in line
 
 
-def test_two_world_sizes_are_told_once_on_their_node(jobs: RunJobs) -> None:
+def test_two_world_sizes_are_reported_once_on_their_node(jobs: RunJobs) -> None:
     for _, _, ended in jobs(lambda launcher, port: [launcher(rank, 2 + rank, port) for rank in (0, 1)]):
         (line,) = lines_of(ended)
         assert "counts 2 ranks and rank 1" in line
@@ -137,19 +137,19 @@ def test_a_host_that_nobody_knows_is_named(jobs: RunJobs) -> None:
         assert "; set MASTER_ADDR to a name or address of rank 0's host that every node knows" in line
 
 
-def test_a_port_that_is_none_is_told(jobs: RunJobs) -> None:
+def test_a_port_that_is_none_is_reported(jobs: RunJobs) -> None:
     for _, _, ended in jobs(lambda launcher, port: [{**launcher(1, 2, port), "MASTER_PORT": "99999"}]):
         (line,) = lines_of(ended)
         assert "MASTER_PORT is 99999; ports are 1 to 65535" in line
 
 
-def test_a_rank_beyond_the_last_is_told(jobs: RunJobs) -> None:
+def test_a_rank_beyond_the_last_is_reported(jobs: RunJobs) -> None:
     for _, _, ended in jobs(lambda launcher, port: [{**launcher(1, 2, port), RANK_AND_SIZE[launcher][0]: "2"}]):
         (line,) = lines_of(ended)
         assert "says rank 2 of 2; ranks count from 0, so the highest is 1" in line
 
 
-def test_a_size_that_is_no_number_is_told(jobs: RunJobs) -> None:
+def test_a_size_that_is_no_number_is_reported(jobs: RunJobs) -> None:
     for launcher, _, ended in jobs(
         lambda launcher, port: [{**launcher(1, 2, port), RANK_AND_SIZE[launcher][1]: "two"}]
     ):
@@ -165,7 +165,7 @@ def test_a_first_rank_elsewhere_is_told_that_its_address_is_not_its_own(starter:
     assert "MASTER_ADDR 198.51.100.254 is no address of" in line
 
 
-def test_another_program_at_the_address_is_told_without_pages(starter: Starter, script: Path) -> None:
+def test_another_program_at_the_address_is_reported_without_pages(starter: Starter, script: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         variables = {**torchrun(1, 2, other.getsockname()[1]), **LIMIT}
         (line,) = lines_of(starter.run(script, [variables]))
@@ -180,7 +180,7 @@ def test_variables_that_hide_the_launchers_are_named(starter: Starter, script: P
     assert "of 3, which RANK and WORLD_SIZE hide: unset both" in line
 
 
-def test_a_port_that_another_program_has_is_told(starter: Starter, script: Path) -> None:
+def test_a_port_that_another_program_has_is_reported(starter: Starter, script: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         variables = {**torchrun(0, 2, other.getsockname()[1]), **LIMIT}
         (line,) = lines_of(starter.run(script, [variables]))
@@ -197,8 +197,8 @@ def test_without_a_limit_of_its_own_a_malformed_start_ends_within_30_seconds(
     alone = {**launcher(1, 2, other), "MASTER_ADDR": "198.51.100.254"}
     *few, unreachable = starter.run(script, [launcher(0, 3, port), launcher(1, 3, port), alone])
     for ended in (few, [unreachable]):
-        assert max(one.seconds for one in ended) < 30
-        (line,) = [line for one in ended for line in one.lines]
+        assert max(process.seconds for process in ended) < 30
+        (line,) = [line for process in ended for line in process.lines]
         assert f"within {FIRST_SECONDS:g} s" in line
 
 
@@ -228,5 +228,5 @@ def test_ranks_of_every_launcher_that_fit_together_begin(starter: Starter, tmp_p
     )
     started = [launcher(rank, 2, port) for launcher in LAUNCHERS for port in [free_port()] for rank in range(2)]
     ended = starter.run(path, started)
-    assert [one.lines for one in ended] == [["0 2"], ["1 2"]] * len(LAUNCHERS)
-    assert {one.status for one in ended} == {0}
+    assert [process.lines for process in ended] == [["0 2"], ["1 2"]] * len(LAUNCHERS)
+    assert {process.status for process in ended} == {0}

@@ -29,7 +29,7 @@ DDP = Recipe(strategy="ddp", world_size=2)
         ("zero2", "deepspeed", 1),
     ],
 )
-def test_a_run_stopped_on_the_way_goes_on_at_the_exact_step_and_sample(
+def test_a_run_stopped_on_the_way_resumes_at_the_exact_step_and_sample(
     pool_of: PoolOf, tmp_path: Path, strategy: str, backend: str, accumulation: int
 ) -> None:
     recipe = Recipe(strategy=strategy, backend=backend, world_size=2, accumulation=accumulation)
@@ -46,6 +46,16 @@ def test_a_run_stopped_on_the_way_goes_on_at_the_exact_step_and_sample(
     assert made.step == first[0][-1][0]
 
 
+def test_a_trainer_resumes_in_the_middle_of_a_loader_that_keeps_no_place(pool_of: PoolOf, tmp_path: Path) -> None:
+    def trained(folder: str, fails_at: tuple[int, int] | None) -> list[dict[str, object]]:
+        body = supervised_bodies.trained_by_a_trainer
+        return pool_of("ddp").run(body, DDP, str(tmp_path / folder), fails_at)
+
+    whole, failed, resumed = trained("whole", None), trained("run", (2, 4)), trained("run", None)
+    assert [found[0]["steps"] for found in (whole, failed, resumed)] == [15, 9, 15]
+    assert all(torch.equal(whole[0][name], value) for name, value in resumed[0].items() if name != "steps")
+
+
 def test_the_newest_two_automatic_checkpoints_stay(pool_of: PoolOf, tmp_path: Path) -> None:
     there = pool_of("ddp").run(supervised_bodies.saving, DDP, str(tmp_path), 4, 2)
     # The sixth may still be on its way when the fifth is seen complete.
@@ -55,7 +65,7 @@ def test_the_newest_two_automatic_checkpoints_stay(pool_of: PoolOf, tmp_path: Pa
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_training_goes_on_while_the_disk_is_full_and_saves_when_it_no_longer_is(
+def test_training_continues_while_the_disk_is_full_and_saves_when_it_no_longer_is(
     pool_of: PoolOf, tmp_path: Path, asynchronous: bool
 ) -> None:
     before, after = pool_of("ddp").run(supervised_bodies.full_disk, DDP, str(tmp_path), asynchronous)[0]
@@ -101,7 +111,7 @@ def test_the_scripts_own_checkpoint_counts_where_it_is_newer(pool_of: PoolOf, tm
     assert pool.run(supervised_bodies.script_saves, DDP, run, own, 1) == [3, 3]
     path, step, state = pool.run(supervised_bodies.script_loads, DDP, run, own)[0]
     assert (path, step, state) == (f"{own}/step-00000003", 3, {"at": 3})
-    # The run goes on to step 6 and is stopped there: its checkpoint is newer than the script's of step 3.
+    # The run continues to step 6 and is stopped there: its checkpoint is newer than the script's of step 3.
     pool.run(supervised_bodies.stopped, DDP, run, 5)
     path, step, state = pool.run(supervised_bodies.script_loads, DDP, run, own)[0]
     assert Path(path).parent == tmp_path / "run" / "checkpoints"

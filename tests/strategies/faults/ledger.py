@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """One attempt as its ranks wrote it down: their processes, the plan, the step it went on from, and its rows by rank
+    """One attempt as its ranks wrote it down: their processes, the plan, the step it resumed from, and its rows by rank
     and step."""
 
     number: int
@@ -87,7 +87,7 @@ def progress(starts: list[Start], when: float) -> Progress:
 
 
 def lineage(starts: list[Start]) -> list[Step]:
-    """The steps that the last weights went through: an attempt that goes on from a step replaces all after it."""
+    """The steps that the last weights went through: an attempt that resumes from a step replaces all after it."""
     made: list[tuple[Start, int]] = []
     for start in starts:
         gap = f"an attempt resumed from step {start.resumed_at}, and the ones before came to {len(made)}"
@@ -125,4 +125,4 @@ def misused_samples(steps: list[Step], length: int) -> dict[int, list[int]]:
 def worst_difference(steps: list[Step], reference: list[Step]) -> float:
     """The largest difference of a step's loss from the uninterrupted run's, whose steps have to be the same."""
     assert [step.step for step in steps] == [step.step for step in reference]
-    return max(abs(one.loss - other.loss) for one, other in zip(steps, reference, strict=True))
+    return max(abs(step.loss - expected.loss) for step, expected in zip(steps, reference, strict=True))

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hardware_db.errors import DsplanError
 from strategies.integrations.ddp_script import ScriptParallel, configuration_for
-from tests.strategies.training_bodies import TinyModel, batch_of
+from strategies.run_directory.heartbeat import PULSE
+from tests.strategies.training_bodies import Recipe, TinyModel, batch_of, make_engine, one_step
 
 STEPS = 6
 
@@ -268,6 +269,8 @@ def refusal(strategy: str, what: str) -> str:
             ScriptParallel(TinyModel(), process_group=group, configuration=configuration_for(strategy, 2))  # type: ignore[arg-type]
         elif what == "comm_hook":
             wrapped(TinyModel(), Loop(strategy=strategy)).register_comm_hook(None, print)
+        elif what == "compile":
+            wrapped(torch.compile(TinyModel(), backend="eager"), Loop(strategy=strategy))
         elif what == "closure":
             model = (
                 wrapped(raw := TinyModel(), Loop(strategy=strategy, optimizer_first=True))
@@ -284,3 +287,14 @@ def refusal(strategy: str, what: str) -> str:
     finally:
         gc.collect()
     return ""
+
+
+def met_more_often(strategy: str) -> None:
+    """A step of an engine before which rank 0 has met more often than rank 1."""
+    engine = make_engine(Recipe(strategy=strategy, backend="native" if strategy == "zero3" else "", world_size=2))
+    one_step(engine, 0)
+    engine.backward(engine(*batch_of(1)))
+    if dist.get_rank() == 0:
+        with PULSE.meeting("evaluation"):
+            pass
+    engine.step()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from strategies.launch.diagnosis import Ending
+from strategies.launch.failure_causes import Ending
 from strategies.launch.policy import Policy, RunContext
 from strategies.run_directory.spec import EndingKind
 

@@ -1,4 +1,4 @@
-"""How a run stands when its ranks start: failed plans of all nodes, one global batch, the plan to go on with."""
+"""How a run stands when its ranks start: failed plans of all nodes, one global batch, the plan to resume with."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_first_attempt_has_nothing_to_keep(tmp_path: Path) -> None:
     assert combined([Findings.of(tmp_path)], 3) == ResumeState(ranks=3, tunes=True)
 
 
-def test_a_later_attempt_goes_on_with_the_plan_that_ran_last() -> None:
+def test_a_later_attempt_resumes_with_the_plan_that_ran_last() -> None:
     plan, other = _plans(4)[:2]
     state = combined([_findings(other, written=1.0), _findings(plan, written=2.0, global_batch_size=24)], 4)
     assert (state.plan, state.is_given) == (plan, False)
@@ -115,7 +115,7 @@ def test_as_many_ranks_train_as_the_batch_can_be_split_over(batch: int, ranks: i
     assert combined([_findings(global_batch_size=batch)], ranks).ranks == expected
 
 
-def test_metrics_of_ranks_that_trained_say_that_the_run_goes_on(tmp_path: Path) -> None:
+def test_metrics_of_ranks_that_trained_say_that_the_run_continues(tmp_path: Path) -> None:
     AttemptOptions(checkpoint_directory="c").save(tmp_path)
     (tmp_path / "metrics-rank1.jsonl").touch()
     assert not Findings.of(tmp_path).is_resumed
@@ -148,13 +148,13 @@ def test_the_ranks_of_all_nodes_come_to_one_standing(tmp_path: Path) -> None:
 
     def rank(number: int) -> None:
         place = state_consensus.Place(rank=number, local_rank=number % 2, ranks=4)
-        found[number] = state_consensus.agreement(store, place, nodes[number // 2])
+        found[number] = state_consensus.consensus(store, place, nodes[number // 2])
 
     ranks = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join(20)
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(20)
     assert len(found) == 4
     assert set(map(ResumeState.to_text, found.values())) == {found[0].to_text()}
     assert found[3].failed_plans == (_failed(plan),)
@@ -165,12 +165,12 @@ def test_a_rank_that_does_not_train_waits_until_the_script_of_rank_0_has_ended(m
     monkeypatch.setenv("WORLD_SIZE", "3")
     store = HashStore()
     waiting = threading.Thread(
-        target=state_consensus.wait_for_the_others, args=(store, ResumeState(ranks=2, global_batch_size=8))
+        target=state_consensus.wait_for_training_ranks, args=(store, ResumeState(ranks=2, global_batch_size=8))
     )
     waiting.start()
     time.sleep(0.1)
     assert waiting.is_alive()
-    state_consensus.let_the_waiting_go(store)
+    state_consensus.release_waiting_ranks(store)
     waiting.join(20)
     assert not waiting.is_alive()
 

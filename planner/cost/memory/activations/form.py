@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from planner.models.facts import ModelFacts
 
-# Polynomial: a number of bytes (or elements) as a sum of products of a model's and a batch's dimensions.
+# Polynomials in the dimensions of a model and a batch give bytes or elements.
 
 
 Polynomial: TypeAlias = Mapping[str, float]
@@ -43,8 +43,8 @@ def subtracted(left: Polynomial, right: Polynomial) -> dict[str, float]:
 def multiplied(left: Polynomial, right: Polynomial) -> dict[str, float]:
     """The product."""
     return added(
-        {" ".join(sorted((*first.split(), *second.split()))): one * other}
-        for first, one in left.items()
+        {" ".join(sorted((*first.split(), *second.split()))): coefficient * other}
+        for first, coefficient in left.items()
         for second, other in right.items()
     )
 
@@ -84,7 +84,7 @@ def per_sample(polynomial: Polynomial, dimensions: Mapping[str, float]) -> tuple
     return fixed, grows
 
 
-# Structure: what two models must share for the same memory form to hold for both, whatever their sizes.
+# Models of one structure have the same memory form, whatever their sizes.
 
 
 _FIELDS = (
@@ -100,7 +100,9 @@ _PRESENT = (
 
 
 def structure_of(facts: ModelFacts) -> dict[str, str]:
-    """The structure by field, in words."""
+    """The structure by field, in words; of a recorded model its name, since its form is nobody else's."""
+    if facts.recorded_as:
+        return {"model_type": facts.recorded_as, "kind": facts.kind}
     words = {name: str(getattr(facts, name)) for name in _FIELDS}
     words |= {name: str(bool(getattr(facts, name))) for name in _PRESENT}
     words["heads"] = _heads(facts)
@@ -188,7 +190,7 @@ class Form:
     table_backward: tuple[Moment, ...]
 
 
-# Form files: where the memory forms of all architectures are kept, one JSON file per model type.
+# The files of the memory forms, one JSON file per model type.
 
 
 TYPICAL = {"encoder": "bert", "encoder-decoder": "bart", "speech-encoder-decoder": "whisper", "vision": "vit"}
@@ -206,7 +208,7 @@ class Found:
 
 def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | None:
     """The form of the structure nearest to this one, in the first of the variants that its model type has; a type that
-    was never traced in any takes that of a typical model of its kind. None where that has none either."""
+    was never traced in any takes that of a typical model of its kind. None if that has none either."""
     for model_type in (structure["model_type"], TYPICAL.get(structure["kind"], "llama")):
         for variant in variants:
             entries = [entry for entry in _file(model_type) if variant in entry["forms"]]
