@@ -226,6 +226,8 @@ def optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
     own = set(module.parameters())
     # type(), since asking for the class of a stranger's lazy object may import something.
     found = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
+    # accelerate's and others' that stand around one of these have no parameters, states or hooks of their own.
+    found = [item for item in found if not isinstance(vars(item).get("optimizer"), torch.optim.Optimizer)]
     return [each for each in found if any(p in own for group in each.param_groups for p in group["params"])]
 
 

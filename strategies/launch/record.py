@@ -10,7 +10,7 @@ from pathlib import Path
 from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.files import database_path
 from hardware_db.fingerprint import fingerprint
-from hardware_db.measurement import Measured, Measurement, Record, RecordError, measure_run
+from hardware_db.measurement import Measurement, Record, RecordError, measure_run
 from hardware_db.measurement import Outcome as StoredOutcome
 from hardware_db.probe import Machine, probe
 from hardware_db.store import open_store
@@ -25,7 +25,7 @@ from strategies.launch.report import OutcomeName, RunReport, measured_attempt
 from strategies.run_directory.claim import read_claim
 from strategies.run_directory.journal import JOURNAL_FILE, Journal, read_journal
 from strategies.run_directory.spec import STOPS
-from strategies.telemetry.metrics import MeasuredRun
+from strategies.telemetry.metrics import measured_of
 
 _STORED_AS: Mapping[OutcomeName, StoredOutcome] = {
     "completed": "completed",
@@ -143,20 +143,4 @@ def learnt(machine: Machine) -> str:
         f"; step times are now predicted within {lesson.error_after:.0%} instead of {lesson.error_before:.0%}"
         f" (median over {lesson.rows} runs, each left out in turn)"
         for lesson in found
-    )
-
-
-def measured_of(run: MeasuredRun) -> Measured:
-    """The figures of a run as the database keeps them."""
-    return Measured(
-        peak_allocated_bytes=run.peak_allocated_bytes,
-        peak_reserved_bytes=run.peak_reserved_bytes,
-        host_bytes=None if run.peak_rss_bytes is None else run.peak_rss_bytes * run.ranks,
-        step_seconds=run.step_seconds,
-        step_seconds_low=run.step_seconds_low,
-        step_seconds_high=run.step_seconds_high,
-        tokens_per_second=run.tokens_per_second,
-        first_loss=run.first_loss,
-        last_loss=run.last_loss,
-        steps=run.steps,
     )

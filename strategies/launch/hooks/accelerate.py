@@ -27,6 +27,7 @@ from planner.emit.common import EmitOptions
 from planner.types.plan import Plan
 from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch, with_batch_size
+from strategies.launch.hooks.sharded import apply_checkpointing, library_plan, shard_models
 from strategies.run_directory import claim
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import example_batch
@@ -75,6 +76,9 @@ def prepare(original: Callable[..., Any], accelerator: Any, *objects: Any, **nam
         if plan is None and made is not None:
             _start_under(made, accelerator)
         batched = [_batched(item, made, accumulates=accumulates) for item in objects] if made else objects
+        if made is not None:
+            shard_models(accelerator, made)
+            apply_checkpointing(model, made)
         accelerator._dsplan_monitor = watch(made, planned=plan is None, device=accelerator.device)
         result = original(accelerator, *batched, **named)
         accelerator._dsplan_monitor.training_starts()
@@ -86,7 +90,7 @@ def launch_environment(plan: Plan, directory: Path) -> dict[str, str]:
     """What `accelerate launch` sets for this plan, worked out by accelerate's own functions from the emitted config."""
     options = EmitOptions(cpu=not torch.cuda.is_available())
     directory.mkdir(parents=True, exist_ok=True)
-    for name, text in emit(plan, options).items():
+    for name, text in emit(library_plan(plan), options).items():
         (directory / name).write_text(text)
     command = ["--config_file", str(directory / "accelerate.yaml"), "script.py"]
     arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(command))

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Mapping
 
 from planner import vocabulary as words
+from planner.types.plan import Plan
 from strategies.errors import CannotRun
 from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
@@ -20,11 +21,10 @@ _WHO: Mapping[ScriptKind, str] = {
     "deepspeed": "DeepSpeed",
     "lightning": "Lightning",
 }
+_ON_ACCELERATE = ("huggingface", "accelerate")
 _FLAGS = {STRATEGY: "--strategy", BACKEND: "--backend", PLAN: "--plan"}
 LIBRARIES = "dsplan, HF Trainer, accelerate, DeepSpeed, Lightning, DDP and FSDP"
 
-# accelerate 1.15, which HF Trainer trains with, knows DDP as its only way to spread a model over CPU ranks.
-_ACCELERATE_ON_CPU: tuple[words.Strategy, ...] = ("single", "ddp")
 # deepspeed.initialize knows data parallelism (stage 0) and its own ZeRO.
 _DEEPSPEED: tuple[words.Strategy, ...] = ("single", "ddp", "zero1", "zero2", "zero3")
 
@@ -36,28 +36,50 @@ def asked() -> str:
 
 def accepted(kind: ScriptKind, *, gpus: bool) -> tuple[words.Strategy, ...]:
     """The strategies that a kind of script can run, on GPUs or on CPU ranks."""
-    if kind in ("huggingface", "accelerate") and not gpus:
-        return _ACCELERATE_ON_CPU
-    if kind == "huggingface":
+    if kind == "huggingface" and gpus:
         # TrainingArguments takes hsdp as an object only, which no file of a plan can hold.
         return tuple(name for name in words.STRATEGIES if name != "hsdp")
     return _DEEPSPEED if kind == "deepspeed" else words.STRATEGIES
 
 
-def runs_with(kind: ScriptKind, strategy: words.Strategy) -> words.Backend | None:
-    """The backend with which a kind of script runs a strategy; None where it may be any that can."""
+def backends(kind: ScriptKind, strategy: words.Strategy, *, gpus: bool) -> tuple[words.Backend, ...]:
+    """The backends with which a kind of script can run a strategy, the one to take first."""
     if kind == "deepspeed":
-        return "deepspeed"
+        return ("deepspeed",)
     if kind == "torch":
-        return "native" if strategy in words.ZERO_STAGES else "torch"
-    return words.default_backend(strategy) if kind in ("huggingface", "accelerate") else None
+        return ("native" if strategy in words.ZERO_STAGES else "torch",)
+    if kind in _ON_ACCELERATE and strategy in words.ZERO_STAGES and not gpus:
+        # accelerate 1.15 takes CPU ranks under DeepSpeed for worlds of their own (strategies/launch/hooks/sharded.py).
+        return ("native",)
+    return words.backends_of(strategy)
 
 
 def possible(kind: ScriptKind, *, gpus: bool) -> tuple[words.Strategy, ...]:
     """The strategies that a kind of script can run with the backend that was asked for."""
     backend = os.environ.get(BACKEND)
     found = accepted(kind, gpus=gpus)
-    return tuple(name for name in found if backend is None or backend in _backends(kind, name))
+    return tuple(name for name in found if backend is None or backend in backends(kind, name, gpus=gpus))
+
+
+def zero_backend(kind: ScriptKind, *, gpus: bool) -> words.Backend:
+    """The backend with which a kind of script runs ZeRO stages: the one that was asked for, else its first."""
+    able = backends(kind, "zero2", gpus=gpus)
+    return next((name for name in able if name == os.environ.get(BACKEND)), able[0])
+
+
+def require_plan(kind: ScriptKind, plan: Plan, *, gpus: bool) -> None:
+    """Refuse a plan that the library of the script cannot run.
+
+    Raises:
+        CannotRun: names what it can.
+    """
+    strategy, backend = plan.configuration.strategy, plan.configuration.backend
+    require_possible(kind, strategy, gpus=gpus)
+    if backend not in (able := backends(kind, strategy, gpus=gpus)):
+        raise CannotRun(
+            f"{_WHO.get(kind, 'this script')} runs {strategy} {_where(gpus)} with backend {' or '.join(able)}, and the"
+            f" plan names {backend}; make the plan with --backend {able[0]}"
+        )
 
 
 def require_possible(kind: ScriptKind, strategy: str | None, *, gpus: bool) -> None:
@@ -66,22 +88,21 @@ def require_possible(kind: ScriptKind, strategy: str | None, *, gpus: bool) -> N
     Raises:
         CannotRun: names what it can.
     """
-    can, where = possible(kind, gpus=gpus), "on GPUs" if gpus else "without a GPU"
+    can, where = possible(kind, gpus=gpus), _where(gpus)
     every = accepted(kind, gpus=gpus)
     who = _WHO.get(kind, "this script")
     if strategy is not None and strategy not in every:
         raise CannotRun(f"{who} cannot run {strategy} {where}; it can run {', '.join(every)}")
     if not can or (strategy is not None and strategy not in can):
-        backends = sorted({name for each in every for name in _backends(kind, each)})
+        known = sorted({name for each in every for name in backends(kind, each, gpus=gpus)})
         raise CannotRun(
             f"{who} cannot run {strategy or 'anything'} {where} with backend {os.environ.get(BACKEND)}; its backends"
-            f" there: {', '.join(backends)}"
+            f" there: {', '.join(known)}"
         )
 
 
-def _backends(kind: ScriptKind, strategy: words.Strategy) -> tuple[words.Backend, ...]:
-    its = runs_with(kind, strategy)
-    return words.backends_of(strategy) if its is None else (its,)
+def _where(gpus: bool) -> str:
+    return "on GPUs" if gpus else "without a GPU"
 
 
 def refuse_unplanned_step() -> None:

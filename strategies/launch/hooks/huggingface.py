@@ -23,14 +23,15 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainingArguments
 
 from hardware_db.notices import notice
-from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.huggingface import training_arguments
 from planner.types.plan import Plan
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
+from strategies.integrations.huggingface import OPTIMIZERS
 from strategies.launch.hooks.live import LiveJob, plan_live, say_replaced, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
+from strategies.launch.hooks.sharded import library_plan, save_from_all_ranks, shard_models
 from strategies.launch.run_lock import LOCK_FILE
 from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
@@ -280,16 +281,6 @@ _LEFT_TO_SCRIPT = frozenset({"optim", "learning_rate", "weight_decay", "max_grad
 _MACHINE = frozenset({"use_cpu", "ddp_backend"})
 _WRITTEN, _SETTLED = "_dsplan_written", "_dsplan_settled"
 
-_OPTIMIZERS: Mapping[str, words.Optimizer] = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw-fused",
-    "adamw_bnb_8bit": "adamw-8bit",
-    "adamw_8bit": "adamw-8bit",
-    "sgd": "sgd",
-    "adafactor": "adafactor",
-    "lion_32bit": "lion",
-}
-
 
 def settle(original: Callable[..., None], settings: Any) -> None:
     """`TrainingArguments.__post_init__`, or a subclass's, with the plan's settings where there is a plan already."""
@@ -336,6 +327,9 @@ def init(original: Callable[..., None], trainer: Any, *positional: Any, **named:
     monitor = watch(made, planned=plan is None, device=settings.device)
     arguments["callbacks"] = [*(arguments.get("callbacks") or ()), _StepEnd(monitor)]
     original(*bound.args, **bound.kwargs)
+    if made is not None:
+        shard_models(trainer.accelerator, made)
+        save_from_all_ranks(trainer, made)
     _watch_training_steps(trainer, monitor, supervise(trainer))
 
 
@@ -353,7 +347,7 @@ def _live_job(arguments: Mapping[str, Any], settings: Any) -> LiveJob:
         sequence_length=sequence_length(data, collate),
         example=example_batch(data, collate),
         precision="bf16" if settings.bf16 else "fp16" if settings.fp16 else "fp32",
-        optimizer=_OPTIMIZERS.get(str(settings.optim.value), "adamw"),
+        optimizer=OPTIMIZERS.get(str(settings.optim.value), "adamw"),
     )
 
 
@@ -371,8 +365,9 @@ def _fill_in(settings: Any, plan: Plan) -> None:
         cpu=not torch.cuda.is_available(),
     )
     known = {item.name for item in fields(settings)}
-    wanted: dict[str, Any] = {"deepspeed": None, "fsdp": None, "fsdp_config": None}
-    wanted |= {name: value for name, value in training_arguments(plan, options).items() if name not in _LEFT_TO_SCRIPT}
+    wanted: dict[str, Any] = {"deepspeed": None, "fsdp": None, "fsdp_config": None, "auto_find_batch_size": False}
+    planned = training_arguments(library_plan(plan), options)
+    wanted |= {name: value for name, value in planned.items() if name not in _LEFT_TO_SCRIPT}
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         new = old.replace("gradient", "activation")
         if new in known and old in wanted:
@@ -405,8 +400,9 @@ def _watch_training_steps(trainer: Any, monitor: RunMonitor, loss_is: Callable[[
     def training_step(model: Any, inputs: Any, *rest: Any, **named: Any) -> torch.Tensor:
         monitor.forward_starts(model, ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {}))
         loss: torch.Tensor = original(model, inputs, *rest, **named)
-        # Trainer divides by the accumulation steps; the monitor takes the mean of whole losses.
-        monitor.loss_is(loss * trainer.args.gradient_accumulation_steps)
+        # Trainer adds up a step's losses, each divided by the micro-batches or the tokens of that step, which is an
+        # incomplete one at the end of an epoch; the monitor takes their mean.
+        monitor.loss_is(loss * trainer.current_gradient_accumulation_steps)
         loss_is(loss)
         return loss
 

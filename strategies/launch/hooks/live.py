@@ -74,7 +74,7 @@ def settled_plan(kind: ScriptKind) -> Plan | None:
     """
     plan = _settled()
     if plan is not None:
-        asked.require_possible(kind, plan.configuration.strategy, gpus=torch.cuda.is_available())
+        asked.require_plan(kind, plan, gpus=torch.cuda.is_available())
     return plan
 
 
@@ -98,8 +98,16 @@ def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) ->
     Data without token ids has no such length (None); `example_batch` makes of it what is planned for.
     """
     samples = first_samples(dataset)
-    shown = [collate(samples)] if collate is not None and samples else samples
-    return max((longest_tokens(item) for item in shown), default=0) or None
+    if collate is None or not samples:
+        return max(map(longest_tokens, samples), default=0) or None
+    batch = collate(samples)
+    return -(-longest_tokens(batch) // _samples_in_a_row(batch, len(samples))) or None
+
+
+def _samples_in_a_row(batch: Any, samples: int) -> int:
+    """1 for a collator that pads; all of them for one that packs, which puts them one behind the other."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return samples if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[0] == 1 else 1
 
 
 @claim.own_work()
@@ -147,13 +155,15 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         precision=job.precision,
         optimizer=job.optimizer,
     )
-    chosen, possible = os.environ.get(STRATEGY), asked.possible(job.kind, gpus=torch.cuda.is_available())
-    if lacks := deepspeed_lacks(cluster.device, job.precision):  # such scripts have no other ZeRO
+    gpus = torch.cuda.is_available()
+    chosen, possible = os.environ.get(STRATEGY), asked.possible(job.kind, gpus=gpus)
+    zero = asked.zero_backend(job.kind, gpus=gpus)
+    if zero == "deepspeed" and (lacks := deepspeed_lacks(cluster.device, job.precision)):
         if chosen in words.ZERO_STAGES:
             raise CannotRun(f"{lacks}; train in fp32 or bf16, or choose ddp")
         possible = tuple(name for name in possible if name not in words.ZERO_STAGES)
     strategies = tuple(name for name in possible if chosen in (None, name))
-    request = make_request(facts, cluster, options, strategies=strategies, top=1)
+    request = make_request(facts, cluster, options, strategies=strategies, top=1, zero_backend=zero)
     request = traced_request(request, job.module, job.example)
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
