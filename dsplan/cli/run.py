@@ -148,7 +148,7 @@ def run_script(
     if json:
         show_json(report_to_dict(report, stored))
     else:
-        show(report_blocks(report))
+        show(report_blocks(report, reason_follows=True))
         typer.echo(stored.sentence)
     if report.outcome.reason:
         where = f"rank {report.outcome.rank}: " if report.outcome.rank is not None else ""

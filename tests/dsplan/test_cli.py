@@ -44,6 +44,7 @@ CONTRACT = {
         "peak_reserved_bytes",
         "device_overhead_bytes",
         "device_used_bytes",
+        "device_needed_bytes",
         "device_used_upper_bytes",
         "host_bytes_per_node",
     },

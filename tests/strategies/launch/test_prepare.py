@@ -82,7 +82,7 @@ def test_a_plan_for_more_processes_than_asked(script: Path, tmp_path: Path) -> N
 
 def test_a_plan_over_several_nodes(script: Path, tmp_path: Path) -> None:
     plan = _plan()
-    several = replace(plan, cluster={**plan.cluster, "nodes": 2})
+    several = replace(plan, cluster={**plan.cluster, "nodes": 2, "gpus_per_node": 1})
     assert "spans 2 nodes" in _refusal(RunRequest(script=script, plan_file=_plan_file(tmp_path, several)))
 
 
