@@ -145,6 +145,8 @@ def impossible(request: Request, configuration: Configuration) -> str:
 
 def _indivisible(request: Request, configuration: Configuration) -> str:
     heads, layers = request.facts.num_heads, request.facts.total_layers
+    if request.facts.recorded_as and configuration.tp * configuration.pp > 1:
+        return f"nothing is known of how {request.facts.name} splits into --tp or --pp; use data parallelism"
     if configuration.tp > 1 and heads % configuration.tp:
         return f"--tp {configuration.tp} does not divide the {heads} attention heads of {request.facts.name}"
     if configuration.pp > layers:

@@ -25,6 +25,7 @@ from strategies.run_directory.state_consensus import (
     wait_for_training_ranks,
 )
 from strategies.supervision.failures import described, exit_status, failure_of, write_failure, write_success
+from strategies.supervision.hang_detection import explained
 from strategies.supervision.process import begin
 
 
@@ -48,7 +49,7 @@ def main(spec_path: str) -> int:
             _leave_word(spec.directory, rank)
         return status
     except BaseException as error:
-        failure = failure_of(error, spec.directory)
+        failure = explained(failure_of(error, spec.directory), spec.directory)
         write_failure(spec.directory, rank, failure)
         if not isinstance(error, DsplanError):
             _print_traceback(error)

@@ -20,7 +20,7 @@ from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from planner.errors import NothingFits
 from strategies.run_directory.attempt_options import AttemptOptions
-from strategies.run_directory.heartbeat import PULSE
+from strategies.run_directory.heartbeat import PULSE, is_own
 from strategies.run_directory.spec import EndingKind, exit_status_of, failure_path, success_path, write_json
 
 _MOST_CHARACTERS = 500
@@ -61,11 +61,6 @@ _GPU_WORDS = {
         "no cuda-capable device",
     ),
 }
-_ROOM = Path(__file__).resolve().parents[1]
-_NOT_OWN = (
-    *(_ROOM.parent / room for room in ("dsplan", "strategies", "planner", "hardware_db")),
-    Path(os.__file__).resolve().parent,
-)
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -137,15 +132,8 @@ def _wants_a_gpu(error: BaseException) -> str:
 
 def own_line(frames: Iterable[traceback.FrameSummary]) -> str:
     """The innermost line that is nobody's library: `train.py, line 12`; empty where there is none."""
-    lines = [f"{Path(frame.filename).name}, line {frame.lineno}" for frame in frames if _is_own(Path(frame.filename))]
+    lines = [f"{Path(frame.filename).name}, line {frame.lineno}" for frame in frames if is_own(frame.filename)]
     return lines[-1] if lines else ""
-
-
-def _is_own(path: Path) -> bool:
-    """Whether a file is the script's or of a package beside it, and not of an installed one, of Python or of dsplan."""
-    if not path.is_absolute() or {"site-packages", "dist-packages"} & {*path.parts}:
-        return False
-    return not any(path.is_relative_to(folder) for folder in _NOT_OWN)
 
 
 def described(kind: EndingKind, error: BaseException, directory: Path) -> Failure:

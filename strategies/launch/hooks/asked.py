@@ -47,6 +47,8 @@ def runs_with(kind: ScriptKind, strategy: words.Strategy) -> words.Backend | Non
     """The backend with which a kind of script runs a strategy; None where it may be any that can."""
     if kind == "deepspeed":
         return "deepspeed"
+    if kind == "torch":
+        return "native" if strategy in words.ZERO_STAGES else "torch"
     return words.default_backend(strategy) if kind in ("huggingface", "accelerate") else None
 
 

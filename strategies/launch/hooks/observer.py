@@ -34,28 +34,25 @@ class _Observer:
     """One rank's steps, until somebody takes the run over."""
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
+        self._is_over = False
         self._monitor: RunMonitor | None = None
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
 
     def stand_by(self, optimizers: ModuleType) -> None:
         """See every optimizer's steps."""
-        self._handles = [
-            optimizers.register_optimizer_step_pre_hook(self._step_starts),
-            optimizers.register_optimizer_step_post_hook(self._step_ended),
-        ]
+        optimizers.register_optimizer_step_pre_hook(self._step_starts)
+        optimizers.register_optimizer_step_post_hook(self._step_ended)
 
     @property
     def is_needed(self) -> bool:
         """Whether what comes by now is to be looked at; once somebody has taken the run over, nothing comes any
         more."""
-        if claim.is_taken_over() and self._handles:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
+        if claim.is_taken_over() and not self._is_over:
+            # The hooks stay: torch goes through them while it calls them.
+            self._is_over = True
             if self._monitor is not None:
                 self._monitor.close()
-        return bool(self._handles) and not claim.is_own_work()
+        return not self._is_over and not claim.is_own_work()
 
     def backward_starts(self, tensors: Any) -> None:
         """A backward pass begins from a tensor, or from several."""
@@ -103,6 +100,13 @@ class _Observer:
 
 
 _observer = _Observer()
+_listeners: list[Callable[[torch.Tensor], object]] = []
+
+
+def when_backward_starts(listener: Callable[[torch.Tensor], object]) -> Callable[[], None]:
+    """Call this with the scalar from which a backward pass of this process begins; what is returned ends that."""
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
 
 
 def watch_steps(optimizers: ModuleType) -> None:
@@ -118,6 +122,9 @@ def watch_backward(autograd: ModuleType) -> None:
     def backward(tensors: Any, *rest: Any, **named: Any) -> Any:
         if _observer.is_needed:
             _observer.backward_starts(tensors)
+        for listener in _listeners:
+            if hasattr(tensors, "backward") and tensors.numel() == 1:
+                listener(tensors.detach().reshape(()))
         return original(tensors, *rest, **named)
 
     patch(autograd, "backward", backward)

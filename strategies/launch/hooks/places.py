@@ -31,6 +31,7 @@ from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
 
 _HERE = "strategies.launch.hooks"
+_DDP = "torch.nn.parallel.distributed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,15 @@ PLACES: tuple[Place, ...] = (
     Place("accelerate.accelerator", "Accelerator.__init__", "accelerate", f"{_HERE}.accelerate:init", claims=False),
     Place("accelerate.accelerator", "Accelerator.prepare", "accelerate", f"{_HERE}.accelerate:prepare", claims=False),
     Place("deepspeed", "initialize", "deepspeed", f"{_HERE}.deepspeed:initialize"),
+    Place(_DDP, "DistributedDataParallel.__init__", "torch", f"{_HERE}.torch_ddp:wrap"),
+    Place("torch.distributed.fsdp._fully_shard._fully_shard", "fully_shard", "torch", f"{_HERE}.torch_ddp:shard"),
+    Place(
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel.__init__",
+        "torch",
+        f"{_HERE}.torch_ddp:shard_by_fsdp1",
+    ),
+    Place("torch.distributed.tensor.parallel.api", "parallelize_module", "torch", f"{_HERE}.torch_ddp:parallelize"),
     Place("torch.optim.optimizer", "", "plain", f"{_HERE}.observer:watch_steps"),
     Place("torch.autograd", "", "plain", f"{_HERE}.observer:watch_backward"),
 )
