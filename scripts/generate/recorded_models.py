@@ -34,7 +34,7 @@ from strategies.tracing.forms.recording import Recipe, kinds_of, meta_module, re
 from strategies.tracing.live import counts_from_module
 
 SOURCE = RECORDED.with_suffix(".yaml")
-_RECIPE = ("config", "short", "chunk", "loops", "images")
+_RECIPE = ("config", "short", "chunk", "loops")
 _WITHOUT_ATTENTION = frozenset({"mamba", "mamba2"})
 
 
@@ -83,7 +83,7 @@ def figures_of(recipe: Recipe) -> tuple[ModelFacts, dict[str, int]]:
         experts_per_token=chosen,
         measured_counts=counts,
     )
-    return facts, dict(Counter(kinds_of(blocks)))
+    return facts, dict(Counter(kinds_of(module)))
 
 
 def variants(facts: ModelFacts) -> Iterator[Variant]:

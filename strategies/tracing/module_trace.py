@@ -25,6 +25,7 @@ from planner.models.facts import ModelFacts, TracedActivations, TracedMoment
 from planner.search.request import Request
 from planner.vocabulary import Precision, Task
 from strategies.tracing.blocks import repeated_blocks
+from strategies.tracing.cuda.masks import unpadded
 from strategies.tracing.example import arguments_of, examples_for
 from strategies.tracing.step.refusal import guarded
 from strategies.tracing.step.step import loss_of, on_device
@@ -179,7 +180,7 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device) -> Reading:
     autocast: AbstractContextManager[object] = contextlib.nullcontext()
     if mode == "autocast":
         autocast = torch.autocast("cpu", torch.bfloat16)
-    with fake, on_device(device), StorageTracker(buffers.values(), fake=True) as tracker:
+    with fake, on_device(device), unpadded(), StorageTracker(buffers.values(), fake=True) as tracker:
         found = Reading(buffers=tracker.live_bytes)
         tracker.meet(weights.values())
         resting = tracker.live_bytes

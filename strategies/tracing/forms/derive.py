@@ -6,8 +6,11 @@ part can be a peak: each as a polynomial in the dimensions of model and batch (`
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from planner.cost.memory.activations.dimensions import Dimensions
 from planner.cost.memory.activations.form import (
@@ -99,8 +102,9 @@ class _Alive:
 class Derivation:
     """Reads a timeline; `labels` name the kind of each block in the order they ran, `elements` turns a storage's shape
     into a polynomial, `points` are sizes at which a moment may be the peak. `asks_for_biases`: under checkpointing what
-    the first block hands on has a gradient, and stays beside what it makes when it is run again. `counted` says what a
-    number of like storages depends on, where a loop over positions makes one for each."""
+    the first block hands on has a gradient, and stays beside what it makes when it is run again. `counted` says, of
+    the elements of a storage, the number alive of its like and the number that the whole step makes, what that number
+    depends on, where a loop over positions or images makes one for each."""
 
     def __init__(
         self,
@@ -111,7 +115,7 @@ class Derivation:
         *,
         keeps_grouped: bool = True,
         asks_for_biases: bool = False,
-        counted: Callable[[int], Polynomial] | None = None,
+        counted: Callable[[Polynomial, int, int], Polynomial] | None = None,
     ) -> None:
         self._counted = counted
         self._timeline, self._labels, self._decode = timeline, labels, elements
@@ -120,6 +124,8 @@ class Derivation:
         self._asks_for_biases = asks_for_biases
         self._elements = [elements(storage.shape) for storage in timeline.storages]
         self._made = sorted({storage.made for storage in timeline.storages})
+        self._freed = sorted({storage.freed for storage in timeline.storages if storage.freed is not None})
+        self._in_all = Counter(map(_likeness, timeline.storages))
 
     def form(self) -> Form:
         marks, last = self._timeline.marks, len(self._labels) - 1
@@ -211,8 +217,10 @@ class Derivation:
 
     def _made_and_kept(self, enter: int, leave: int) -> Polynomial:
         """Bytes of what a block made and left alive."""
-        made = (storage for storage in self._timeline.storages if storage.made > enter and storage.outlives(leave))
-        return added(self._size(storage) for storage in made if not storage.copies_weight)
+        made = self._numbered(
+            lambda storage: storage.made > enter and storage.outlives(leave) and not storage.copies_weight
+        )
+        return added(scaled(elements, storage.item_bytes) for storage, elements in made)
 
     def _last_needed(self, enter: int, leave: int, index: int) -> int:
         """When a block that is run again has made the last tensor that its backward needs; torch stops it there."""
@@ -234,17 +242,26 @@ class Derivation:
 
     def _products(self, start: int, end: int) -> Polynomial:
         """Bytes of the products made after `start` up to `end`."""
-        found = [
-            scaled(self._elements[place], storage.item_bytes)
-            for place, storage in enumerate(self._timeline.storages)
-            if start < storage.made <= end
-            and any(name in storage.operation for name in self._products_of)
-            and "backward" not in storage.operation
-        ]
-        return added(found)
+        made = self._numbered(
+            lambda storage: (
+                start < storage.made <= end
+                and any(name in storage.operation for name in self._products_of)
+                and "backward" not in storage.operation
+            )
+        )
+        return added(scaled(elements, storage.item_bytes) for storage, elements in made)
 
     def _within(self, start: int, end: int) -> list[int]:
-        return [made for made in self._made if start < made <= end]
+        """The moments at which something was made; of a loop's thousands, not those at which less was alive than at
+        the next one."""
+        made = [moment for moment in self._made if start < moment <= end]
+        if self._counted is None:
+            return made
+        return [moment for moment, later in pairwise([*made, end + 1]) if later > end or self._frees(moment, later)]
+
+    def _frees(self, start: int, end: int) -> bool:
+        """Whether anything is freed after `start` up to `end`."""
+        return bisect_right(self._freed, start) < bisect_right(self._freed, end)
 
     def _moments(self, start: int, end: int, base: _Alive) -> list[Moment]:
         """Every moment after `start` up to `end` at which something was made, over `base`, with the gradients made
@@ -268,25 +285,27 @@ class Derivation:
 
     def _sum(self, counts: Callable[[Storage], bool]) -> _Alive:
         parts: tuple[list[Polynomial], list[Polynomial], list[Polynomial]] = ([], [], [])
-        for place, number in self._numbered(
-            place for place, each in enumerate(self._timeline.storages) if counts(each)
-        ):
-            storage = self._timeline.storages[place]
-            elements = self._elements[place] if number == {"": 1.0} else multiplied(self._elements[place], number)
+        for storage, elements in self._numbered(counts):
             if storage.gradient:
                 parts[2].append(elements)
             else:
                 parts[1 if storage.copies_weight else 0].append(scaled(elements, storage.item_bytes))
         return _Alive(*(added(part) for part in parts))
 
-    def _numbered(self, places: Iterable[int]) -> Iterator[tuple[int, Polynomial]]:
-        """The places of storages, with how many like each there are."""
+    def _numbered(self, counts: Callable[[Storage], bool]) -> Iterator[tuple[Storage, Polynomial]]:
+        """Storages and their elements; one for all that are alike, with the elements of all of them, in a loop."""
+        places = [place for place, storage in enumerate(self._timeline.storages) if counts(storage)]
         if self._counted is None:
-            yield from ((place, {"": 1.0}) for place in places)
+            yield from ((self._timeline.storages[place], self._elements[place]) for place in places)
             return
         alike: dict[tuple[object, ...], list[int]] = {}
         for place in places:
-            storage = self._timeline.storages[place]
-            kind = storage.shape, storage.item_bytes, storage.operation, storage.copies_weight, storage.gradient
-            alike.setdefault(kind, []).append(place)
-        yield from ((found[0], self._counted(len(found))) for found in alike.values())
+            alike.setdefault(_likeness(self._timeline.storages[place]), []).append(place)
+        for kind, (place, *others) in alike.items():
+            elements = self._elements[place]
+            number = self._counted(elements, 1 + len(others), self._in_all[kind])
+            yield self._timeline.storages[place], multiplied(elements, number)
+
+
+def _likeness(storage: Storage) -> tuple[object, ...]:
+    return storage.shape, storage.item_bytes, storage.operation, storage.copies_weight, storage.gradient

@@ -7,7 +7,7 @@ samples and the positions of a batch, so that a model of any architecture can be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -26,7 +26,8 @@ from strategies.tracing.forms.derive import Derivation
 from strategies.tracing.forms.form_trace import Variant, record_step, tie
 from strategies.tracing.module_trace import Reading, work_counted
 from strategies.tracing.step.build import Subject
-from strategies.tracing.step.step import loss_of, unchecked
+from strategies.tracing.step.images import images_followed, images_of
+from strategies.tracing.step.step import loss_of
 from strategies.tracing.to_hf import config_of
 
 # Shapes in which only samples and positions are symbols.
@@ -57,11 +58,16 @@ class Lengths:
             total = multiplied(total, self._dimension(size))
         return total
 
-    def count(self, number: int) -> Polynomial:
+    def count(self, _elements: Polynomial, number: int, _in_all: int) -> Polynomial:
         """So many like tensors: one for every position where they are about as many as there are positions."""
         times = round(number / self.length)
         near = times > 0 and abs(number - times * self.length) <= BESIDE
         return {"s": float(times), "": float(number - times * self.length)} if near else {"": float(number)}
+
+    def count_of_images(self, elements: Polynomial, number: int, in_all: int) -> Polynomial:
+        """So many like tensors: some for each sample where none holds all samples and a step makes as many for each."""
+        single = not any("b" in term.split() for term in elements)
+        return {"b": number / SAMPLES} if single and in_all % SAMPLES == 0 else {"": float(number)}
 
     def _dimension(self, size: int) -> Polynomial:
         if size in self.constants or size == 0:
@@ -89,7 +95,10 @@ class Recipe:
     short: Mapping[str, Any]
     chunk: int = 1
     loops: bool = False
-    images: Sequence[int] = ()
+
+    @property
+    def sees_images(self) -> bool:
+        return self.facts.kind == "vision-language"
 
 
 def meta_module(recipe: Recipe, *, short: bool, eager: bool = False) -> nn.Module:
@@ -110,25 +119,27 @@ def meta_module(recipe: Recipe, *, short: bool, eager: bool = False) -> nn.Modul
     return made
 
 
-def kinds_of(blocks: Iterable[nn.Module]) -> list[str]:
-    """The kind of each block: its class, numbered where blocks of one class have other weights."""
-    seen: dict[str, list[tuple[tuple[int, ...], ...]]] = {}
+def kinds_of(module: Any) -> list[str]:
+    """The kind of each block: its class, numbered where blocks of one class have other weights or see all of an image
+    instead of a window."""
+    seen: dict[str, list[object]] = {}
     kinds = []
-    for block in blocks:
+    whole = getattr(getattr(module.config, "vision_config", None), "fullatt_block_indexes", ())
+    for place, block in enumerate(repeated_blocks(module)):  # an image tower comes first
         name = type(block).__name__
-        shapes = tuple(tuple(weight.shape) for weight in block.parameters())
+        shapes = place in whole, tuple(tuple(weight.shape) for weight in block.parameters())
         variants = seen.setdefault(name, [])
         if shapes not in variants:
             variants.append(shapes)
-        place = variants.index(shapes)
-        kinds.append(f"{name}{place + 1 if place else ''}")
+        variant = variants.index(shapes)
+        kinds.append(f"{name}{variant + 1 if variant else ''}")
     return kinds
 
 
-def batch_of(recipe: Recipe, samples: int, length: int) -> dict[str, Any]:
+def batch_of(module: Any, samples: int, length: int) -> dict[str, Any]:
     """Token ids that are their own labels, and an image for each sample where the model sees one."""
     tokens = torch.zeros(samples, length, dtype=torch.long)
-    images = {"pixel_values": torch.zeros(samples, *recipe.images)} if recipe.images else {}
+    images = images_of(module.config, samples, length) if hasattr(module.config, "vision_config") else {}
     return {"input_ids": tokens, **images, "labels": tokens}
 
 
@@ -152,12 +163,12 @@ def recorded_form(recipe: Recipe, variant: Variant) -> Form:
         dtype = next(module.parameters()).dtype
         batch = {
             name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in batch_of(recipe, SAMPLES, length).items()
+            for name, value in batch_of(module, SAMPLES, length).items()
         }
-        with as_cuda(), unpadded(), unchecked(module):
+        with as_cuda(), unpadded(), images_followed(module):
             timeline = record_step(subject, batch, autocast, on_cuda=True)
-    counted = lengths.count if recipe.loops else None
-    return Derivation(timeline, kinds_of(blocks), lengths.elements, POINTS, counted=counted).form()
+    counted = lengths.count if recipe.loops else lengths.count_of_images if recipe.sees_images else None
+    return Derivation(timeline, kinds_of(module), lengths.elements, POINTS, counted=counted).form()
 
 
 # The work of a forward pass.
@@ -165,7 +176,7 @@ def recorded_form(recipe: Recipe, variant: Variant) -> Form:
 
 def recorded_work(recipe: Recipe, repeats: Mapping[str, int]) -> tuple[BlockWork, ...]:
     """Work of each kind of block and, under no name, of what is outside the blocks, by the length of a sample."""
-    step = 32 if recipe.loops else 256 if recipe.images == () else 640
+    step = 32 if recipe.loops else 640 if recipe.sees_images else 256
     readings = []
     for length in (step, 2 * step, 3 * step):
         few, many = (_worked(recipe, samples, length) for samples in (2, 4))
@@ -201,7 +212,7 @@ def _worked(recipe: Recipe, samples: int, length: int) -> dict[str, Reading]:
     """Of the second block of each kind, and of all that is in no block."""
     module = meta_module(recipe, short=True)
     blocks = repeated_blocks(module)
-    kinds = kinds_of(blocks)
+    kinds = kinds_of(module)
     outside = Reading()
     found = {kind: Reading() for kind in dict.fromkeys(kinds)} | {"": outside}
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
@@ -209,12 +220,12 @@ def _worked(recipe: Recipe, samples: int, length: int) -> dict[str, Reading]:
         tie(module)
         stack.enter_context(as_cuda())
         stack.enter_context(unpadded())
-        stack.enter_context(unchecked(module))
+        stack.enter_context(images_followed(module))
         everything = Reading()
         for block, kind in zip(blocks, kinds, strict=True):
             _watch(block, everything, found[kind])
         with torch.no_grad(), work_counted(everything):
-            loss_of(module(**batch_of(recipe, samples, length)))
+            loss_of(module(**batch_of(module, samples, length)))
     for name in _COUNTED:
         inside = sum(getattr(found[kind], name) for kind in dict.fromkeys(kinds))
         setattr(outside, name, getattr(everything, name) - inside)

@@ -19,6 +19,7 @@ from planner.models.tasks import default_task
 from planner.vocabulary import Attention, Task
 from strategies.tracing.blocks import repeated_blocks
 from strategies.tracing.example import Arguments, arguments_of, examples_for
+from strategies.tracing.step.images import images_of
 from strategies.tracing.to_hf import hf_config, model_class, shortened
 
 _AUTO_CLASSES: Mapping[Task, str] = {
@@ -58,7 +59,7 @@ class Subject:
             return {"input_ids": text, "pixel_values": _images(self.config.vision_config, samples), "return_loss": True}
         if self.with_images:
             kinds = {"input_ids": _tokens(samples, length), "token_type_ids": _tokens(samples, length)}
-            return {**kinds, "pixel_values": _images(self.config.vision_config, samples), "labels": kinds["input_ids"]}
+            return {**kinds, **images_of(self.config, samples, length), "labels": kinds["input_ids"]}
         if facts.kind == "speech-encoder-decoder":
             frames = 2 * self.config.max_source_positions  # a convolution of stride two halves them
             audio = torch.zeros(samples, self.config.num_mel_bins, frames)

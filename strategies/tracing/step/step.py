@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from strategies.tracing.cuda.masks import unpadded, windows_without_masks
 from strategies.tracing.example import arguments_of
 from strategies.tracing.step.build import Subject, subject_of
 from strategies.tracing.step.checkpointing import checkpoint_activations
+from strategies.tracing.step.images import images_followed, is_known
 from strategies.tracing.step.optimizers import host_states, make_optimizer
 from strategies.tracing.step.parallel import (
     autocast_dtype,
@@ -64,28 +64,6 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None)
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
-
-
-# Checks of a batch's values, which fake tensors do not have.
-
-
-@contextlib.contextmanager
-def unchecked(module: nn.Module) -> Iterator[None]:
-    """A transformers model does not compare the number of image tokens in the text with its images."""
-    home: Any = sys.modules.get(type(module).__module__)
-    original = getattr(home, "torch_compilable_check", None)
-    if original is None:
-        yield
-        return
-    home.torch_compilable_check = _passed
-    try:
-        yield
-    finally:
-        home.torch_compilable_check = original
-
-
-def _passed(*_arguments: object, **_named: object) -> None:
-    return None
 
 
 PHASES = ("forward", "loss", "backward", "step")
@@ -151,11 +129,9 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(ranks(configuration)) if configuration.strategy in FSDP_STRATEGIES else None
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(unpadded())
-        stack.enter_context(unchecked(chosen.module))
         stack.enter_context(on_device(job.cluster.device))
         stack.enter_context(unpadded())
-        stack.enter_context(unchecked(chosen.module))
+        stack.enter_context(images_followed(chosen.module))
         if configuration.attention == "flash":
             stack.enter_context(windows_without_masks())
         return _Run(job, chosen, mode, mesh).steps()
@@ -294,10 +270,10 @@ class _Run:
 
 
 def _narrowed(batch: Any, dtype: torch.dtype | None) -> Any:
-    """The batch as fake tensors, images and audio in the dtype of the weights."""
+    """The batch as fake tensors but for values that are known, images and audio in the dtype of the weights."""
 
     def narrowed(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, torch.Tensor) or is_known(leaf):
             return leaf
         wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=wanted, device="cpu")

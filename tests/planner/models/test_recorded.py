@@ -53,6 +53,10 @@ PUBLISHED = {
     "mamba-2.8b": 2_768_345_600,
     "codestral-mamba": 7_285_403_648,
     "llava-1.5-7b": 7_063_427_072,
+    "qwen2-vl-2b": 2_208_985_600,
+    "qwen2-vl-7b": 8_291_375_616,
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
 }
 """Elements of the published checkpoints, as the Hub's model pages sum them up."""
 
@@ -70,7 +74,7 @@ def test_a_token_passes_through_the_experts_that_it_is_sent_to(name: str, share:
     assert find_model(name).active_parameters == pytest.approx(share, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["llama-4-scout", "codestral-mamba", "llava-1.5-7b", "qwen3-next"])
+@pytest.mark.parametrize("name", ["llama-4-scout", "codestral-mamba", "llava-1.5-7b", "qwen3-next", "qwen2.5-vl-7b"])
 def test_operations_are_about_six_for_each_parameter_that_a_token_meets(name: str) -> None:
     facts = find_model(name)
     # transformers' Llama 4 sends every token through every expert.
@@ -98,6 +102,8 @@ def request_of(name: str, gpus: int, samples: int, length: int) -> Request:
         ("llama-4-scout", 1, 1536),
         ("llama-4-maverick", 2, 700),
         ("llava-1.5-7b", 2, 1024),
+        ("qwen2-vl-2b", 2, 1024),
+        ("qwen2.5-vl-3b", 1, 700),
     ],
 )
 def test_a_form_holds_for_lengths_and_batches_that_were_never_traced(name: str, samples: int, length: int) -> None:
