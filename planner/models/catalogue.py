@@ -88,8 +88,12 @@ def _work(row: Mapping[str, Any]) -> BlockWork:
 
 def counts_from_document(document: Mapping[str, Any]) -> ParameterCounts:
     """Parameter counts from their JSON."""
-    blocks = tuple(BlockCount(**{**block, "shapes": _shapes(block["shapes"])}) for block in document["blocks"])
-    return ParameterCounts(**{**document, "blocks": blocks, "outside": _shapes(document["outside"])})
+    blocks = tuple(
+        BlockCount(**{**block, "shapes": _shapes(block["shapes"]), "frozen": tuple(block.get("frozen", ()))})
+        for block in document["blocks"]
+    )
+    parts = {"outside": _shapes(document["outside"]), "frozen": tuple(document.get("frozen", ()))}
+    return ParameterCounts(**{**document, **parts, "blocks": blocks})
 
 
 def _shapes(raw: list[list[int]]) -> tuple[tuple[int, ...], ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import prod
 
 # Parameter counts of a model by component.
 
@@ -18,7 +20,8 @@ class BlockCount:
     `name` is what the blocks are: `decoder`, `encoder`, `dense` and `moe` (the two kinds of layer in a mixture of
     experts), `vision`, `text`. `largest_matrix` is the largest single weight tensor of the block, elements. Blocks that
     share one set of weights (ALBERT) are one block with `repeats` 1. `shapes` are those of one block's weights, in
-    the order of use as far as it matters; empty where only their sum is known.
+    the order of use as far as it matters; empty where only their sum is known. `frozen` are the places in `shapes` of
+    those that are not trained.
     """
 
     name: str
@@ -27,6 +30,16 @@ class BlockCount:
     experts: int = 0
     largest_matrix: int = 0
     shapes: tuple[Shape, ...] = ()
+    frozen: tuple[int, ...] = ()
+
+    @property
+    def trained(self) -> BlockCount:
+        """The block without its frozen weights."""
+        if not self.frozen:
+            return self
+        shapes = _without(self.shapes, self.frozen)
+        sizes = [prod(shape) for shape in shapes]
+        return replace(self, parameters=sum(sizes), largest_matrix=max(sizes, default=0), shapes=shapes, frozen=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +48,8 @@ class ParameterCounts:
 
     `embedding`: token, position and type tables and patch projections; `head`: the untied part of the output head;
     `other`: final norms, poolers, relative-position tables and the like. `outside` are the shapes of these weights,
-    the embedding's first and the head's last; empty where only their sum is known.
+    the embedding's first and the head's last; empty where only their sum is known. `frozen` are the places in `outside`
+    of those that are not trained.
     """
 
     embedding: int
@@ -43,6 +57,28 @@ class ParameterCounts:
     head: int
     other: int
     outside: tuple[Shape, ...] = ()
+    frozen: tuple[int, ...] = ()
+
+    @property
+    def trains_all(self) -> bool:
+        return not self.frozen and not any(block.frozen for block in self.blocks)
+
+    @property
+    def trained(self) -> ParameterCounts:
+        """The counts without frozen weights: what gradients and optimizer states are of."""
+        if self.trains_all:
+            return self
+        outside = _without(self.outside, self.frozen)
+        ends = tuple(accumulate(map(prod, self.outside)))
+        tables = [shape for place, shape in enumerate(self.outside) if ends[place] <= self.embedding]
+        embedding = sum(map(prod, _without(tuple(tables), self.frozen)))
+        return ParameterCounts(
+            embedding=embedding,
+            blocks=tuple(block.trained for block in self.blocks),
+            head=0,
+            other=sum(map(prod, outside)) - embedding,
+            outside=outside,
+        )
 
     @property
     def in_blocks(self) -> int:
@@ -60,6 +96,10 @@ class ParameterCounts:
     def outside_blocks(self) -> int:
         """Parameters of the root unit that FSDP makes of everything outside the blocks."""
         return self.embedding + self.head + self.other
+
+
+def _without(shapes: tuple[Shape, ...], places: tuple[int, ...]) -> tuple[Shape, ...]:
+    return tuple(shape for place, shape in enumerate(shapes) if place not in places)
 
 
 # transformers 5 has no torch.nn.functional.scaled_dot_product_attention path for these, and falls back to eager.

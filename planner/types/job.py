@@ -88,7 +88,7 @@ def _model(job: Described) -> dict[str, object]:
         "model_type": facts.model_type,
         "kind": facts.kind,
         "parameters": job.counts.total,
-        "trainable_parameters": job.counts.total,
+        "trainable_parameters": job.counts.trained.total,
         "active_parameters": facts.active_parameters,
         "hidden_size": facts.hidden_size,
         "num_layers": facts.num_layers,

@@ -57,7 +57,7 @@ class PublishedRun:
     def predicted(self) -> tuple[MemoryEstimate, Verdict]:
         """What dsplan says of the run, with what the document says that the run kept beyond it."""
         priced = price(self.request, self.configuration)
-        extra = self.extra_bytes_per_parameter * elements_on_stage(priced.job)
+        extra = self.extra_bytes_per_parameter * elements_on_stage(priced.job.counts, priced.job.configuration)
         memory = _with(priced.memory, extra) if extra else priced.memory
         return memory, judge(priced.job, memory).verdict
 

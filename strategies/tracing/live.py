@@ -61,8 +61,8 @@ def counts_from_module(module: nn.Module, described: ModelFacts | None = None) -
 def _described(module: nn.Module, name: str) -> ModelFacts | None:
     config = getattr(module, "config", None)
     to_dict = getattr(config, "to_dict", None)
-    if not callable(to_dict):
-        return None
+    if not callable(to_dict) or not all(parameter.requires_grad for parameter in module.parameters()):
+        return None  # layers whose weights are frozen keep other activations
     values = {**to_dict(), "architectures": [type(module).__name__]}
     if any(head.out_features == values.get("vocab_size") for head in _linears(module)):
         # Loading a checkpoint that stores a head of its own (flan-t5) unties what the config says is tied.
@@ -105,7 +105,8 @@ def _take(module: nn.Module | None, seen: set[int]) -> Weights:
     """The parameters not seen before, which are marked as seen."""
     fresh = [parameter for parameter in module.parameters() if id(parameter) not in seen] if module is not None else []
     seen.update(map(id, fresh))
-    return Weights(tuple(tuple(parameter.shape) for parameter in fresh))
+    frozen = tuple(place for place, parameter in enumerate(fresh) if not parameter.requires_grad)
+    return Weights(tuple(tuple(parameter.shape) for parameter in fresh), frozen)
 
 
 def _outside(module: nn.Module, stacks: list[_Stack]) -> list[nn.Module]:

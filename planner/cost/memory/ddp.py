@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
-from planner.cost.memory.units import ALLOCATION_BYTES, units_of
+from planner.cost.memory.units import ALLOCATION_BYTES, trained_units_of
 from planner.cost.precision import ERROR_BYTES, Recipe
 from planner.types.job import Job
 
@@ -19,7 +19,7 @@ class ReplicaBuffers:
     """Gradients, DDP's buckets and autocast's copies of weights, at every moment but the optimizer's step."""
 
     def __init__(self, job: Job, recipe: Recipe) -> None:
-        units = units_of(job)
+        units = trained_units_of(job)
         self._width, self._largest = recipe.gradient, units.largest
         self._adds = job.configuration.gradient_accumulation_steps > 1
         self._all = units.bytes(recipe.gradient)

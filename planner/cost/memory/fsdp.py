@@ -52,27 +52,30 @@ class UnitBytes:
         return self.all_gather_output + max(self.all_gather_input, self.unsharded)
 
 
-def unit_bytes(unit: Unit, recipe: Recipe, shards: int, *, offloads: bool) -> UnitBytes:
-    """A unit's bytes over `shards` ranks. One rank alone unshards and reduces by copies, tensor by tensor."""
-    local = unit.shard(shards)
+def unit_bytes(unit: Unit, trained: Unit, recipe: Recipe, shards: int, *, offloads: bool) -> UnitBytes:
+    """A unit's bytes over `shards` ranks, `trained` being it without frozen weights. One rank alone unshards and
+    reduces by copies, tensor by tensor."""
+    local, reduced = unit.shard(shards), trained.shard(shards)
     padded = local.elements * shards
     alone, casts = shards == 1, recipe.gather != recipe.weight
     if offloads:
-        all_gather_input = local.bytes(recipe.gather) + (rounded(max(local.sizes) * recipe.weight) if casts else 0)
+        all_gather_input = local.bytes(recipe.gather) + (
+            rounded(max(local.sizes, default=0) * recipe.weight) if casts else 0
+        )
     elif casts:
-        all_gather_input = rounded((max(local.sizes) if alone else local.elements) * recipe.gather)
+        all_gather_input = rounded((max(local.sizes, default=0) if alone else local.elements) * recipe.gather)
     else:
         all_gather_input = 0
     return UnitBytes(
         unsharded=sum(rounded(size * shards * recipe.gather) for size in local.sizes),
         all_gather_output=0 if alone else rounded(padded * recipe.gather),
         all_gather_input=all_gather_input,
-        gradients=unit.bytes(recipe.gather),
-        newest=rounded(max(unit.sizes, default=0) * recipe.gather),
-        last_gradient=0 if alone else rounded(unit.sizes[-1] * recipe.gather),
-        accumulated=unit.bytes(recipe.reduce),
-        reduce_scatter_input=rounded(padded * recipe.reduce),
-        sharded_gradients=rounded(local.elements * recipe.reduce),
+        gradients=trained.bytes(recipe.gather),
+        newest=rounded(max(trained.sizes, default=0) * recipe.gather),
+        last_gradient=0 if alone else rounded(sum(trained.sizes[-1:]) * recipe.gather),
+        accumulated=trained.bytes(recipe.reduce),
+        reduce_scatter_input=rounded(reduced.elements * shards * recipe.reduce),
+        sharded_gradients=rounded(reduced.elements * recipe.reduce),
     )
 
 
@@ -170,22 +173,30 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
 
 @lru_cache(maxsize=128)
 def _buffers(counts: ParameterCounts, sharding: _Sharding, recipe: Recipe) -> FsdpBuffers:
-    return FsdpBuffers(rank_units(counts, sharding.tp, sharding.pp), sharding, recipe)
+    return FsdpBuffers(
+        rank_units(counts, sharding.tp, sharding.pp),
+        rank_units(counts.trained, sharding.tp, sharding.pp),
+        sharding,
+        recipe,
+    )
 
 
 class FsdpBuffers:
     """Unsharded units, whole gradients and reduction buffers of one job, at every moment but the optimizer's step."""
 
-    def __init__(self, units: Units, sharding: _Sharding, recipe: Recipe) -> None:
+    def __init__(self, units: Units, trained: Units, sharding: _Sharding, recipe: Recipe) -> None:
         self._recipe = recipe
         self._offloads, self._reshards = sharding.offloads, sharding.reshards
         self._steps, self._synchronised = sharding.steps, sharding.synchronised
         shards = sharding.shards
-        self._root = unit_bytes(units.root, recipe, shards, offloads=self._offloads)
-        blocks = [(unit, unit_bytes(unit, recipe, shards, offloads=self._offloads)) for unit in units.blocks]
-        self._blocks = _Stack([(unit.repeats, made) for unit, made in blocks])
-        self._block_elements = sum(unit.repeats * unit.elements for unit, _ in blocks)
-        self._accumulated = 0.0 if self._synchronised else units.bytes(recipe.reduce)
+        self._root = unit_bytes(units.root, trained.root, recipe, shards, offloads=self._offloads)
+        blocks = [
+            (unit.repeats, unit_bytes(unit, own, recipe, shards, offloads=self._offloads))
+            for unit, own in zip(units.blocks, trained.blocks, strict=True)
+        ]
+        self._blocks = _Stack(blocks)
+        self._block_elements = sum(unit.repeats * unit.elements for unit in trained.blocks)
+        self._accumulated = 0.0 if self._synchronised else trained.bytes(recipe.reduce)
 
     def at(self, instant: Instant) -> Ledger:
         """Gradients and buffers at one instant of the worst micro-batch."""

@@ -65,8 +65,8 @@ class Ledger:
 class States:
     """Bytes of one rank between steps, gradients as they are when backward ends; `host` is what offload moved away.
 
-    `elements` are the parameters this rank computes with (its tp and pp part), `local` the elements whose optimizer it
-    runs.
+    `elements` are the parameters this rank computes with (its tp and pp part), `local` its part of them where
+    all is sharded, `stepped` those of that part that are trained, whose optimizer it runs.
     """
 
     parameters: float
@@ -76,3 +76,4 @@ class States:
     nvme: float
     elements: float
     local: float
+    stepped: float

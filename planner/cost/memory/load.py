@@ -43,7 +43,7 @@ def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
     if configuration.strategy == "single":
         return Ledger(parameters=weights)
     # The weights have been sent when the buckets are made.
-    return Ledger(parameters=weights, buffers=max(min(BROADCAST_BYTES, weights), recipe.gradient * states.elements))
+    return Ledger(parameters=weights, buffers=max(min(BROADCAST_BYTES, weights), recipe.gradient * states.stepped))
 
 
 def _beside_the_whole(job: Job, recipe: Recipe) -> float:
@@ -76,7 +76,9 @@ def _flattened(job: Job, recipe: Recipe, states: States) -> Ledger:
         return flattening
     width = recipe.master
     clone = recipe.weight if recipe.weight != width else 0
-    master = Ledger(parameters=weights, optimizer=width * states.local, temporaries=max(clone, width) * states.local)
+    master = Ledger(
+        parameters=weights, optimizer=width * states.stepped, temporaries=max(clone, width) * states.stepped
+    )
     return max(flattening, master, key=_total)
 
 
@@ -90,11 +92,11 @@ def _partitioned(job: Job, recipe: Recipe, states: States) -> Ledger:
     splitting = Ledger(parameters=kept, temporaries=whole * (1 + 1 / configuration.dp_shard))
     if configuration.offload != "none":
         return max(splitting, Ledger(parameters=kept, buffers=bucket, temporaries=whole), key=_total)
-    master = width * states.local
-    copied = Ledger(parameters=kept, optimizer=master, temporaries=width * min(states.local, buckets.sub_group))
+    master = width * states.stepped
+    copied = Ledger(parameters=kept, optimizer=master, temporaries=width * min(states.stepped, buckets.sub_group))
     hooked = Ledger(
         parameters=kept,
-        gradients=recipe.gradient * states.local,
+        gradients=recipe.gradient * states.stepped,
         optimizer=master,
         buffers=bucket,
         temporaries=whole,
@@ -130,7 +132,7 @@ def saving_of(job: Job, recipe: Recipe, states: States) -> Saving:
         return Saving(device=Ledger(), host_of_rank_0=0, host_of_others=0)
     if job.workload.save == "sharded":
         # One tensor at a time; ZeRO's optimizer states are one flat tensor of the partition.
-        size = 4.0 * states.local if job.configuration.zero_stage else 4.0 * matrix / job.configuration.dp_shard
+        size = 4.0 * states.stepped if job.configuration.zero_stage else 4.0 * matrix / job.configuration.dp_shard
         weights = recipe.weight * states.elements if job.configuration.zero_stage in (1, 2) else 0.0
         return Saving(device=Ledger(), host_of_rank_0=max(size, weights), host_of_others=size)
     return Saving(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from planner.cost.memory.ledger import States
-from planner.cost.memory.units import Units, rounded, shards_of
+from planner.cost.memory.units import Units, rounded, trained_shards_of
 from planner.cost.precision import Recipe
 from planner.types.job import Job
 
@@ -16,10 +16,9 @@ def step_temporaries(job: Job, recipe: Recipe, states: States) -> float:
     if job.configuration.offload != "none":
         return 0.0
     if job.configuration.zero_stage:
-        cast = 4 * states.local if recipe.gradient < recipe.master else 0.0
-        return cast + flat_step_temporaries(job, states.local, recipe.master or recipe.weight)
-    shards = shards_of(job)
-    return tensor_step_temporaries(job, shards, recipe.weight)
+        cast = 4 * states.stepped if recipe.gradient < recipe.master else 0.0
+        return cast + flat_step_temporaries(job, states.stepped, recipe.master or recipe.weight)
+    return tensor_step_temporaries(job, trained_shards_of(job), recipe.weight)
 
 
 def flat_step_temporaries(job: Job, elements: float, width: int) -> int:

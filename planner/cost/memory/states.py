@@ -11,12 +11,21 @@ from dataclasses import replace
 from math import prod
 
 from planner.cost.memory.ledger import States
-from planner.cost.memory.units import ALLOCATION_BYTES, Units, rounded, shards_of, units_of
+from planner.cost.memory.units import (
+    ALLOCATION_BYTES,
+    Units,
+    rounded,
+    shards_of,
+    trained_shards_of,
+    trained_units_of,
+    units_of,
+)
 from planner.cost.memory.zero.offload import native_states, swapping_buffers, zero_host_buffers
 from planner.cost.memory.zero.partition import largest_share
 from planner.cost.precision import Recipe
-from planner.models.facts import Shape
+from planner.models.facts import ParameterCounts, Shape
 from planner.types.job import Job
+from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES, Optimizer
 
 # Optimizer states between steps, tensor by tensor.
@@ -56,9 +65,8 @@ def moment_bytes(optimizer: Optimizer, shape: Shape, width: int) -> int:
     return rounded(size * width) if optimizer == "lion" else 0
 
 
-def elements_on_stage(job: Job) -> float:
+def elements_on_stage(counts: ParameterCounts, dims: Configuration) -> float:
     """Parameters of the largest pipeline stage on one tensor-parallel rank."""
-    counts, dims = job.counts, job.configuration
     if dims.pp == 1:
         return counts.total / dims.tp
     layers = sum(block.repeats for block in counts.blocks) or 1
@@ -83,18 +91,21 @@ def nominal_states_of(job: Job, recipe: Recipe) -> States:
 def _by_arithmetic(job: Job, recipe: Recipe) -> States:
     """What is sharded is one flat partition, as DeepSpeed makes it; nothing is offloaded."""
     configuration = job.configuration
-    elements = elements_on_stage(job)
-    local = elements * largest_share(job)
+    elements = elements_on_stage(job.counts, configuration)
+    trained = elements_on_stage(job.counts.trained, configuration)
+    share = largest_share(job)
+    local, stepped = elements * share, trained * share
     shards_weights = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
     shards_gradients = shards_weights or configuration.zero_stage == 2
     return States(
         parameters=recipe.weight * (local if shards_weights else elements),
-        gradients=recipe.gradient * (local if shards_gradients else elements),
-        optimizer=(recipe.master + _moments_per_parameter(job, recipe)) * local,
+        gradients=recipe.gradient * (stepped if shards_gradients else trained),
+        optimizer=(recipe.master + _moments_per_parameter(job, recipe)) * stepped,
         host=0,
         nvme=0,
         elements=elements,
         local=local,
+        stepped=stepped,
     )
 
 
@@ -105,22 +116,23 @@ def _moments_per_parameter(job: Job, recipe: Recipe) -> float:
         return recipe.state
     if job.configuration.backend == "deepspeed":
         return 4.0
-    units = units_of(job)
-    return optimizer_state_bytes(job, recipe, units) / units.elements
+    units = trained_units_of(job)
+    return optimizer_state_bytes(job, recipe, units) / max(units.elements, 1)
 
 
 def _of_tensors(job: Job, recipe: Recipe) -> States:
     """torch's strategies: every parameter and moment is a tensor; FSDP2 reduces a unit's gradients into one."""
-    units, shards = units_of(job), shards_of(job)
+    units, shards, trained = units_of(job), shards_of(job), trained_shards_of(job)
     is_fsdp = job.configuration.strategy in FSDP_STRATEGIES
     return States(
         parameters=shards.bytes(recipe.weight),
-        gradients=shards.flat_bytes(recipe.gradient) if is_fsdp else shards.bytes(recipe.gradient),
-        optimizer=optimizer_state_bytes(job, recipe, shards),
+        gradients=trained.flat_bytes(recipe.gradient) if is_fsdp else trained.bytes(recipe.gradient),
+        optimizer=optimizer_state_bytes(job, recipe, trained),
         host=0,
         nvme=0,
         elements=units.elements,
         local=shards.elements,
+        stepped=trained.elements,
     )
 
 
@@ -138,7 +150,7 @@ def _offloaded(job: Job, recipe: Recipe, states: States) -> States:
     if job.configuration.strategy in FSDP_STRATEGIES:
         host = states.parameters + states.gradients + states.optimizer
         return replace(states, parameters=0, gradients=0, optimizer=0, host=host)
-    host = zero_host_buffers(job, recipe, states.optimizer / states.local - recipe.master).total
+    host = zero_host_buffers(job, recipe, states.optimizer / max(states.stepped, 1) - recipe.master).total
     moved = replace(states, gradients=0, optimizer=0, host=host)
     if offload == "optimizer":
         return moved

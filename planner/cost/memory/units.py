@@ -106,6 +106,11 @@ def units_of(job: Job) -> Units:
     return rank_units(job.counts, job.configuration.tp, job.configuration.pp)
 
 
+def trained_units_of(job: Job) -> Units:
+    """The same without frozen weights."""
+    return rank_units(job.counts.trained, job.configuration.tp, job.configuration.pp)
+
+
 def rank_units(counts: ParameterCounts, tp: int, pp: int) -> Units:
     """The same by the degrees that split the model."""
     return _units(counts, tp, pp, 1)
@@ -116,13 +121,18 @@ def shards_of(job: Job) -> Units:
     return _units(job.counts, job.configuration.tp, job.configuration.pp, job.configuration.dp_shard)
 
 
+def trained_shards_of(job: Job) -> Units:
+    """The same without frozen weights."""
+    return _units(job.counts.trained, job.configuration.tp, job.configuration.pp, job.configuration.dp_shard)
+
+
 @lru_cache(maxsize=256)
 def _units(counts: ParameterCounts, tp: int, pp: int, shards: int) -> Units:
     layers = sum(block.repeats for block in counts.blocks) or 1
     share = -(-layers // pp) / layers
     in_order = sorted(counts.blocks, key=lambda block: block.name != "vision")  # image towers run first, count last
     blocks = tuple(
-        Unit(shapes=_parallel(block.shapes or ((block.parameters,),), tp), repeats=block.repeats * share)
+        Unit(shapes=_parallel(block.shapes or _whole(block.parameters), tp), repeats=block.repeats * share)
         for block in in_order
     )
     root = Unit(shapes=_parallel(_outside(counts, pp), tp))
@@ -138,10 +148,15 @@ def _tables(counts: ParameterCounts) -> int:
 def _outside(counts: ParameterCounts, stages: int) -> tuple[Shape, ...]:
     """Weights outside the blocks; of a pipeline, those of the larger end, as one tensor."""
     if stages == 1:
-        return counts.outside or ((counts.outside_blocks,),)
+        return counts.outside or _whole(counts.outside_blocks)
     if counts.head == 0:  # a tied head needs the table on both end stages
         return ((counts.embedding + counts.other,),)
     return ((max(counts.embedding, counts.head + counts.other),),)
+
+
+def _whole(elements: int) -> tuple[Shape, ...]:
+    """Weights of which only the sum is known, as one tensor."""
+    return ((elements,),) if elements else ()
 
 
 def _parallel(shapes: Iterable[Shape], degree: int) -> tuple[Shape, ...]:

@@ -15,12 +15,14 @@ _EXPERTS_INPUTS_FIRST = ("gpt_oss",)
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Some weight tensors, by their shapes as the module keeps them."""
+    """Some weight tensors, by their shapes as the module keeps them; `frozen` are the places of those not trained."""
 
     shapes: tuple[Shape, ...]
+    frozen: tuple[int, ...] = ()
 
     def __add__(self, other: Weights) -> Weights:
-        return Weights(self.shapes + other.shapes)
+        moved = (len(self.shapes) + place for place in other.frozen)
+        return Weights(self.shapes + other.shapes, (*self.frozen, *moved))
 
     @property
     def total(self) -> int:
@@ -36,9 +38,14 @@ NOTHING = Weights(())
 
 def counted(*, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights) -> ParameterCounts:
     """The counts of a model of which every weight is known."""
-    outside = embedding.shapes + other.shapes + head.shapes
+    outside = embedding + other + head
     return ParameterCounts(
-        embedding=embedding.total, blocks=blocks, head=head.total, other=other.total, outside=outside
+        embedding=embedding.total,
+        blocks=blocks,
+        head=head.total,
+        other=other.total,
+        outside=outside.shapes,
+        frozen=outside.frozen,
     )
 
 
@@ -51,6 +58,7 @@ def block_count(name: str, repeats: int, weights: Weights, experts: int = 0) -> 
         experts=experts,
         largest_matrix=weights.largest,
         shapes=weights.shapes,
+        frozen=weights.frozen,
     )
 
 

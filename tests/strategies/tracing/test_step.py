@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import nn
 from hardware_db.measured_rows import SHIPPED, read_memory_runs
 from hardware_db.spawn import RankPool
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.cost.memory.estimate import phases_of
 from planner.models.catalogue import find_model
 from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts
@@ -21,7 +22,9 @@ from planner.types.job import Job
 from planner.types.plan import Configuration
 from planner.types.workload import Workload
 from strategies.distributed.gloo import quiet
-from strategies.tracing.step.build import Subject, subject_of
+from strategies.tracing.live import facts_from_module
+from strategies.tracing.module_trace import traced_facts
+from strategies.tracing.step.build import Subject, own_subject, subject_of
 from strategies.tracing.step.refusal import TraceFailed
 from strategies.tracing.step.step import trace_step
 from tests.strategies.tracing import trace_bodies as bodies
@@ -170,6 +173,27 @@ def test_weights_without_gradients_change_nothing_in_a_sharded_step() -> None:
     traced = trace_step(job_of(find_model("llama-3-8b"), configuration, "A100-80GB"), subject).phases["step"]
     with_gradients = pytest.approx(traced["parameters"] - 4 * unused // 8, rel=0.05)  # small shards are rounded up
     assert (traced["gradients"], traced["temporaries"]) == (with_gradients, with_gradients)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_is_planned_for_frozen_weights_is_what_a_trace_shows(strategy: str) -> None:
+    module = subject_of(find_model("llama-3-8b"), layers=4, overrides=GROUPED).module.requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    batch = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long), "labels": torch.zeros(2, LENGTH, dtype=torch.long)}
+    facts = facts_from_module(module)
+    assert facts.measured_counts is not None
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    assert facts.measured_counts.trained.total == trained < facts.parameters / 10
+    job = job_of(facts, configuration_of(strategy=strategy, ranks=RANKS))
+    job = replace(job, facts=traced_facts(facts, module, batch, "fp32", job.cluster.device))
+    planned = phases_of(job)
+    traced = trace_step(job, own_subject(module, facts, "sdpa", batch=batch))
+    for phase in ("loss", "backward", "step"):
+        assert planned[phase].total == pytest.approx(traced.totals[phase], rel=0.05)
+    assert (planned["step"].gradients, planned["step"].optimizer) == pytest.approx(
+        (traced.phases["step"]["gradients"], traced.phases["step"]["optimizer"]), rel=0.02
+    )
 
 
 def test_more_micro_batches_change_nothing_after_the_second() -> None:

@@ -238,8 +238,8 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
     if keeps_all and traced.moments:
         return _replayed(traced)
     count = sum(block.repeats for block in job.counts.blocks)
-    parameters = float(job.counts.largest_block)
-    cast = _cast_bytes(recipe, parameters)
+    trained = job.counts.trained
+    cast = _cast_bytes(recipe, float(job.counts.largest_block))
     run = [Peak((0.0, traced.block), cast, 0.0)]
     block = BlockFigures(
         name="block",
@@ -251,7 +251,7 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
         recomputed=run,
         replayed=run,
         forward=run,
-        backward=[Peak((0.0, traced.block + traced.backward - traced.kept), cast, parameters)],
+        backward=[Peak((0.0, traced.block + traced.backward - traced.kept), cast, float(trained.largest_block))],
     )
     return Figures(
         blocks=[block] if count else [],
@@ -259,7 +259,7 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
         before=Peak((0.0, traced.kept - count * traced.block), 0.0, 0.0),
         loss=[Peak((0.0, traced.forward - traced.kept), 0.0, 0.0)],
         loss_backward=[Peak((0.0, traced.backward - traced.kept), 0.0, 0.0)],
-        table_backward=[Peak(NOTHING, 0.0, float(job.counts.outside_blocks))],
+        table_backward=[Peak(NOTHING, 0.0, float(trained.outside_blocks))],
     )
 
 
@@ -306,7 +306,7 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
         buffers=0.0,
         before=Peak(NOTHING, 0.0, 0.0),
         loss=[Peak(logits, 0.0, 0.0)],
-        loss_backward=[Peak(logits, 0.0, float(job.counts.head))],
+        loss_backward=[Peak(logits, 0.0, float(job.counts.head if job.counts.trains_all else 0))],
         table_backward=[Peak(NOTHING, 0.0, float(job.counts.embedding + job.counts.other))],
         differences=None,
     )

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.optimizer_step import tensor_step_temporaries
-from planner.cost.memory.units import shards_of, units_of
+from planner.cost.memory.units import trained_shards_of, trained_units_of, units_of
 from planner.cost.memory.zero.offload import offload_split, weights_are_whole, window_bytes
 from planner.cost.memory.zero.partition import steps_whole_tensors
 from planner.cost.precision import ERROR_BYTES, INT8_BYTES, Recipe
@@ -40,13 +40,13 @@ class NativeZeroBuffers:
     """Stages 1 to 3 of backend `native`."""
 
     def __init__(self, job: Job, recipe: Recipe) -> None:
-        configuration, units = job.configuration, units_of(job)
+        configuration, units, trained = job.configuration, units_of(job), trained_units_of(job)
         on_cpu = job.cluster.device.is_cpu
         buckets = native_buckets(configuration.zero_stage, hidden_size=job.facts.hidden_size, on_cpu=on_cpu)
         self._job, self._recipe = job, recipe
         self._split = split = offload_split(job)
-        self._ranks, self._whole = configuration.dp_shard, units.elements
-        self._bucket = max(buckets.reduce, units.largest)
+        self._ranks, self._whole = configuration.dp_shard, trained.elements
+        self._bucket = max(buckets.reduce, trained.largest)
         self._received = 1 / self._ranks if not on_cpu else 1 - 1 / self._ranks
         self._in_8_bits = configuration.gradient_compression == "int8" and self._ranks > 1
         others = 1 - 1 / self._ranks
@@ -88,7 +88,7 @@ class NativeZeroBuffers:
         CPU."""
         split, width = self._split, self._recipe.master or self._recipe.weight
         is_whole = steps_whole_tensors(self._job.configuration)
-        stepped = units_of(self._job) if is_whole else shards_of(self._job)
+        stepped = trained_units_of(self._job) if is_whole else trained_shards_of(self._job)
         temporaries = tensor_step_temporaries(self._job, stepped, width)
         moments = [Ledger()]
         if split.on_device > 0:

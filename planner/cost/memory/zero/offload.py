@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.cost.memory.ledger import States
-from planner.cost.memory.zero.partition import flat_partition, largest_share, tensor_partitions, tensors_of
+from planner.cost.memory.zero.partition import flat_partition, largest_share, tensor_partitions, trained_tensors_of
 from planner.cost.precision import Recipe
 from planner.cost.zero_buckets import OffloadRatio, bucket_members, native_buckets, zero_buckets
 from planner.types.job import Job
@@ -123,7 +123,7 @@ def offload_split(job: Job) -> OffloadSplit:
     ratio = configuration.offload_ratio if offloads(job) else 0.0
     is_cpu, hidden = job.cluster.device.is_cpu, job.facts.hidden_size
     limit = native_buckets(configuration.zero_stage, hidden_size=hidden, on_cpu=is_cpu).reduce
-    sizes = _buckets(tensors_of(job), limit)
+    sizes = _buckets(trained_tensors_of(job), limit)
     share = largest_share(job)
     offloaded = OffloadRatio(ratio)
     away = tuple(size * share for size in sizes if offloaded.takes(size))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from planner.cost.memory.units import units_of
+from planner.cost.memory.units import Units, trained_units_of, units_of
 from planner.cost.zero_buckets import owning_ranks
 from planner.types.job import Job
 from planner.types.plan import Configuration
@@ -46,8 +46,8 @@ class TensorPartitions:
 
 
 def flat_partition(job: Job) -> FlatPartition:
-    """The flat group of all parameters, in the order of the model, cut evenly over the data-parallel ranks."""
-    return _flat(job.configuration.dp_shard, tensors_of(job))
+    """The flat group of all that is trained, in the order of the model, cut evenly over the data-parallel ranks."""
+    return _flat(job.configuration.dp_shard, trained_tensors_of(job))
 
 
 def tensor_partitions(job: Job, persistence_threshold: int) -> TensorPartitions:
@@ -57,7 +57,15 @@ def tensor_partitions(job: Job, persistence_threshold: int) -> TensorPartitions:
 
 def tensors_of(job: Job) -> tuple[int, ...]:
     """Elements of every tensor of the largest pipeline stage, in the order of the model."""
-    units = units_of(job)
+    return _in_order(units_of(job))
+
+
+def trained_tensors_of(job: Job) -> tuple[int, ...]:
+    """The same without frozen ones."""
+    return _in_order(trained_units_of(job))
+
+
+def _in_order(units: Units) -> tuple[int, ...]:
     blocks = [size for block in units.blocks for _ in range(round(block.repeats)) for size in block.sizes]
     return (*units.embedding, *blocks, *units.ending)
 
@@ -108,7 +116,7 @@ def largest_share(job: Job) -> float:
     ranks = job.configuration.dp_shard
     if ranks == 1 or not steps_whole_tensors(job.configuration):
         return 1 / ranks
-    return _largest_share(tensors_of(job), ranks)
+    return _largest_share(trained_tensors_of(job), ranks)
 
 
 @lru_cache(maxsize=64)
