@@ -146,9 +146,11 @@ def _throw_output_away() -> None:
 def _fail(message: str, exit_code: int) -> int:
     import contextlib
 
+    from hardware_db.notices import notice
+
     words = (word if len(word) <= _LONGEST_WORD else f"{word[:_LONGEST_WORD]}…" for word in message.split())
     with contextlib.suppress(OSError):  # nobody can be told where even that is full
-        print(f"dsplan: {' '.join(words)}", file=sys.stderr, flush=True)
+        notice(" ".join(words))
     return exit_code
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 try:
     from strategies.mpi.checkpoints import CheckpointManager
+    from strategies.mpi.communicator import PerformanceMonitor, PerformanceReport
     from strategies.mpi.files import Part
     from strategies.mpi.gradients import GradientManager
     from strategies.mpi.sizes import SGD, AdamW, ModelParallelConfig, ParallelGroups
-    from strategies.mpi.wire import PerformanceMonitor, PerformanceReport
     from strategies.mpi.zero import ReducedGradients, ZeROMemory, ZeROOptimizer, ZeROStage
 except ModuleNotFoundError as problem:
     if problem.name != "numpy":

@@ -18,7 +18,7 @@ from planner.types.plan import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """Model, hardware and work; a field is named as its flag (`gpus` is `--gpus`) and None where nothing was said.
+    """Model, hardware and work; a field is named as its flag (`gpus` is `--gpus`) and None if the person did not say.
 
     `model` is a catalogue name, a Hub id, the path of a `config.json` or `package.module:factory`; `model_size` a size
     such as `6.7B` in its place. Without any hardware the machine is probed. GB are 1e9 bytes.

@@ -49,8 +49,8 @@ def curve_of(points: Iterable[tuple[float, float]]) -> Curve | None:
     for work, seconds in points:
         if work > 0 and seconds > 0:
             found.setdefault(work, seconds)
-    least, kept = math.inf, []
+    least, points = math.inf, []
     for work, seconds in sorted(found.items(), reverse=True):
         least = min(least, seconds)
-        kept.append((work, least))
-    return Curve(points=tuple(reversed(kept))) if kept else None
+        points.append((work, least))
+    return Curve(points=tuple(reversed(points))) if points else None

@@ -12,7 +12,7 @@ from hardware_db.units import GB, GIB, MIB
 class Device:
     """One accelerator as the driver shows it; field names and units are those of `datasheets/devices.yaml`.
 
-    `peak_tflops_dense` maps fp32/tf32/fp16/bf16/fp8 to 1e12 FLOP/s without sparsity, None where unsupported or unknown.
+    `peak_tflops_dense` maps fp32/tf32/fp16/bf16/fp8 to 1e12 FLOP/s without sparsity, or None if unsupported or unknown.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Device:
 
     @property
     def total_bytes(self) -> int | None:
-        """Memory the driver reports, bytes; None where the datasheet has no figure."""
+        """Memory the driver reports, in bytes, or None if the datasheet has no figure."""
         if self.memory_total_mib is not None:
             return round(self.memory_total_mib * MIB)
         return None if self.memory_nominal_gb is None else round(self.memory_nominal_gb * GB)
@@ -70,7 +70,7 @@ class Device:
         return None if self.memory_bandwidth_gbs is None else self.memory_bandwidth_gbs * GB
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Dense peak, FLOP/s, for `fp32`, `tf32`, `fp16`, `bf16` or `fp8`; None where unsupported or unknown."""
+        """Return the dense FLOP/s of `fp32`, `tf32`, `fp16`, `bf16` or `fp8`, or None if unsupported or unknown."""
         teraflops = self.peak_tflops_dense.get(dtype)
         return None if teraflops is None else teraflops * 1e12
 

@@ -36,7 +36,9 @@ class BrokenFile(DsplanError):
 
     def __init__(self, path: object, problem: str, remedy: str = "") -> None:
         line = f"{path}: {problem}{'; ' + remedy if remedy else ''}"
-        super().__init__("".join(one if one.isprintable() else ascii(one)[1:-1] for one in line))
+        super().__init__(
+            "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
+        )
 
 
 def _restored(kind: type[DsplanError], arguments: tuple[object, ...], attributes: dict[str, object]) -> DsplanError:

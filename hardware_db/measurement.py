@@ -44,7 +44,7 @@ class RecordError(DsplanError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a run showed on its busiest rank; None where nothing was measured.
+    """Figures of a run on its busiest rank; a figure that was not measured is None.
 
     Memory in bytes, `host_bytes` per node. `step_seconds` is the median optimizer step, between the 5th and the 95th
     percentile of the settled steps (`step_seconds_low`, `step_seconds_high`); `tokens_per_second` counts all ranks,
@@ -77,7 +77,7 @@ class Measured:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
     """What the plan promised: bytes on the busiest rank, seconds per optimizer step with the interval that should hold
-    nine runs of ten; None where it promised nothing.
+    nine runs of ten, or None if it promised nothing.
 
     Raises:
         RecordError: a figure is negative, not finite, or beyond 64 bits.
@@ -139,7 +139,7 @@ class Measurement:
 
     @property
     def parameters(self) -> int | None:
-        """How many the model has; None where the plan does not say."""
+        """Number of the model's parameters, or None if the plan does not say."""
         found = _section(self.plan, "model").get("parameters")
         return found if isinstance(found, int) else None
 
@@ -152,10 +152,10 @@ class Measurement:
 class RateMeasurement:
     """One point of a micro-benchmark: `operation` (matmul, memory, all_reduce …) ran at `value` `unit`.
 
-    `size` is the bytes moved per rank, for matmul the edge of the square matrices; None where the rate has no size.
+    `size` is the bytes moved per rank, for matmul the edge of the square matrices, or None if the rate has no size.
     `shape` is what `size` cannot say: m, k, n of a matrix product, batch, heads, length, head width of attention.
     `dtype` is empty where it does not matter; `ranks` is how many processes took part. `value` is the median of
-    `repeats` rounds, whose largest was `1 + spread` times the smallest; None where nobody kept that.
+    `repeats` rounds, whose largest was `1 + spread` times the smallest; `spread` is None if not kept.
 
     Raises:
         RecordError: a field is malformed or a figure negative, not finite, or beyond 64 bits.

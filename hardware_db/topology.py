@@ -53,7 +53,7 @@ def default_link(device: Device, gpus: int) -> Link | None:
 
 
 def pcie(generation: float | None, lanes: int | None) -> Link | None:
-    """The catalogue's PCIe link of this generation and width (x16 unless it is narrower); None where it has none."""
+    """Return the catalogue's PCIe link of this generation and width (x16 unless it is narrower), or None."""
     width = 16 if lanes is None or lanes >= 16 else 8
     try:
         return None if generation is None else find_link(f"pcie{generation:.0f}-x{width}")

@@ -49,7 +49,9 @@ def list_measurements(
     shown = found[:limit]
     notes = [Text(text=_aside_text(aside), style="faint")] if aside else []
     if json:
-        show_json({"schema_version": SCHEMA_VERSION, "measurements": [to_document(one) for one in shown]})
+        show_json(
+            {"schema_version": SCHEMA_VERSION, "measurements": [to_document(measurement) for measurement in shown]}
+        )
     elif not total:
         show([Text(text=f"The database is empty: {_HOW_TO_FILL}"), *notes])
     elif not shown:
@@ -115,13 +117,22 @@ def export_database(
 
 
 @app.command("import")
-def import_database(file: Annotated[Path, typer.Argument(help="A file that `dsplan db export` wrote.")]) -> None:
-    """Add the records of an export, all or none."""
+def import_database(
+    file: Annotated[
+        Path, typer.Argument(help="A file that `dsplan db export` wrote, or a run directory of `dsplan run`.")
+    ],
+) -> None:
+    """Add the records of an export, or the rows that a run directory keeps, all or none."""
     from hardware_db.store import open_store
-    from hardware_db.store.transfer import import_file
+    from hardware_db.store.transfer import import_file, import_records
 
     with open_store(thorough=True) as store:
-        count = import_file(store, file)
+        if file.is_dir():
+            from strategies.launch.record import recorded_runs
+
+            count = import_records(store, recorded_runs(file))
+        else:
+            count = import_file(store, file)
     typer.echo(f"{count.added} records imported, {count.skipped} were there already")
 
 
@@ -141,8 +152,8 @@ def calibrate(
     with open_store(thorough=True) as store:
         refreshed = refresh(store, probe_hardware(), keep=not dry_run)
     if json:
-        show_json(calibration_json(refreshed, kept=not dry_run))
+        show_json(calibration_json(refreshed, stored=not dry_run))
     elif refreshed.kinds or refreshed.skipped:
-        show(calibration_blocks(refreshed, kept=not dry_run))
+        show(calibration_blocks(refreshed, stored=not dry_run))
     else:
         show([Text(text=f"There is nothing to learn from: {_HOW_TO_FILL}")])

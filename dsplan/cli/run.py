@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsplan.cli.flags import JsonFlag, number, with_flags
+from hardware_db.notices import notice
 from planner import limits
 from strategies.run_directory.spec import LauncherName
 
@@ -135,8 +136,8 @@ def run_script(
     from strategies.launch.supervisor import Supervisor
 
     launch = prepare(_request(script, arguments, planning, placement, supervision))
-    for notice in filter(None, (launch.notice, _behind_the_script(launch.script.path, launch.spec.arguments))):
-        print(f"dsplan: {notice}", file=sys.stderr)
+    for sentence in filter(None, (launch.notice, _behind_the_script(launch.script.path, launch.spec.arguments))):
+        notice(sentence)
     session = Supervisor(launch.spec, launch.plan, resumes=launch.resumes, resume_from=launch.resume_from)
     with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:
         for event in session.events():
@@ -151,7 +152,7 @@ def run_script(
         typer.echo(stored.sentence)
     if report.outcome.reason:
         where = f"rank {report.outcome.rank}: " if report.outcome.rank is not None else ""
-        print(f"dsplan: {where}{report.outcome.reason}; log: {report.outcome.log}", file=sys.stderr)
+        notice(f"{where}{report.outcome.reason}; log: {report.outcome.log}")
     raise typer.Exit(report.outcome.exit_code)
 
 
@@ -163,7 +164,7 @@ def _keep_page(report: RunReport, stored: str) -> None:
     try:
         write_report(report, stored)
     except OSError as problem:
-        print(f"dsplan: {REPORT_FILE}: {problem.strerror}", file=sys.stderr)
+        notice(f"{REPORT_FILE}: {problem.strerror}")
 
 
 def _behind_the_script(script: Path, arguments: Sequence[str]) -> str:

@@ -15,32 +15,34 @@ _MOVED = 0.005
 """A factor that changed by less is not shown."""
 
 
-def calibration_blocks(refreshed: Refreshed, *, kept: bool) -> list[Block]:
+def calibration_blocks(refreshed: Refreshed, *, stored: bool) -> list[Block]:
     """One table of the kinds of hardware, one of the factors of each, and what was not learnt and why."""
     table = Table(
         columns=columns("hardware", ">runs", ">models", ">error before", ">error after", "outcome"),
-        rows=[_row(one, kept=kept) for one in refreshed.kinds],
+        rows=[_row(kind, stored=stored) for kind in refreshed.kinds],
     )
     reasons = [
-        Text(text=f"{hardware_name(one.hardware)}: {one.lesson.reason}", style="warning")
-        for one in refreshed.kinds
-        if one.lesson.reason
+        Text(text=f"{hardware_name(kind.hardware)}: {kind.lesson.reason}", style="warning")
+        for kind in refreshed.kinds
+        if kind.lesson.reason
     ]
-    splits = sorted({one.lesson.split for one in refreshed.kinds if one.lesson.error_after is not None})
+    splits = sorted({kind.lesson.split for kind in refreshed.kinds if kind.lesson.error_after is not None})
     notes = [Text(text=f"errors are medians over runs with {split}", style="faint") for split in splits]
     skipped = f"{refreshed.skipped} runs are of models or hardware that cannot be priced again, and are left out"
     left = [Text(text=skipped, style="faint")] if refreshed.skipped else []
     factors = [
-        _factors(one.hardware, one.lesson.calibration) for one in refreshed.kinds if one.lesson.calibration is not None
+        _factors(kind.hardware, kind.lesson.calibration)
+        for kind in refreshed.kinds
+        if kind.lesson.calibration is not None
     ]
     return [table, *notes, *factors, *reasons, *left]
 
 
-def calibration_json(refreshed: Refreshed, *, kept: bool) -> dict[str, Any]:
+def calibration_json(refreshed: Refreshed, *, stored: bool) -> dict[str, Any]:
     """The same as the JSON object that `dsplan db calibrate --json` prints."""
     return {
         "schema_version": 1,
-        "calibrations": [_document(one, kept=kept) for one in refreshed.kinds],
+        "calibrations": [_document(kind, stored=stored) for kind in refreshed.kinds],
         "skipped": refreshed.skipped,
     }
 
@@ -51,25 +53,25 @@ def hardware_name(hardware: HardwareKind) -> str:
     return f"{hardware.device}, {links}" if links else hardware.device
 
 
-def _row(one: Calibrated, *, kept: bool) -> list[str]:
-    lesson = one.lesson
+def _row(kind: Calibrated, *, stored: bool) -> list[str]:
+    lesson = kind.lesson
     models = len(lesson.calibration.models) if lesson.calibration else None
     return [
-        hardware_name(one.hardware),
+        hardware_name(kind.hardware),
         str(lesson.rows),
         "-" if models is None else str(models),
         _percent(lesson.error_before),
         _percent(lesson.error_after),
-        _outcome(one, kept=kept),
+        _outcome(kind, stored=stored),
     ]
 
 
-def _outcome(one: Calibrated, *, kept: bool) -> str:
-    if one.lesson.calibration is None:
-        return "refused" if not one.is_new else "withdrawn" if kept else "would be withdrawn"
-    if not one.is_new:
+def _outcome(kind: Calibrated, *, stored: bool) -> str:
+    if kind.lesson.calibration is None:
+        return "refused" if not kind.is_new else "withdrawn" if stored else "would be withdrawn"
+    if not kind.is_new:
         return "in force already"
-    return "in force" if kept else "would be stored"
+    return "in force" if stored else "would be stored"
 
 
 def _factors(hardware: HardwareKind, calibration: Calibration) -> Table:
@@ -92,14 +94,14 @@ def _intervals(calibration: Calibration) -> dict[str, tuple[float, float, float]
     return found
 
 
-def _document(one: Calibrated, *, kept: bool) -> dict[str, Any]:
-    lesson, calibration = one.lesson, one.lesson.calibration
+def _document(kind: Calibrated, *, stored: bool) -> dict[str, Any]:
+    lesson, calibration = kind.lesson, kind.lesson.calibration
     factors = {} if calibration is None else _intervals(calibration)
     return {
         "hardware": {
-            "device": one.hardware.device,
-            "intra_link": one.hardware.intra_link,
-            "inter_link": one.hardware.inter_link,
+            "device": kind.hardware.device,
+            "intra_link": kind.hardware.intra_link,
+            "inter_link": kind.hardware.inter_link,
         },
         "rows": lesson.rows,
         "configurations": lesson.configurations,
@@ -107,7 +109,7 @@ def _document(one: Calibrated, *, kept: bool) -> dict[str, Any]:
         "error_before": lesson.error_before,
         "error_after": lesson.error_after,
         "factors": {name: {"value": value, "low": low, "high": high} for name, (value, low, high) in factors.items()},
-        "stored": kept and one.is_new and calibration is not None,
+        "stored": stored and kind.is_new and calibration is not None,
         "reason": lesson.reason,
     }
 

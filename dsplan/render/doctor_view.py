@@ -69,7 +69,7 @@ def _link_table(links: tuple[LinkTime, ...]) -> Table:
 
 
 def _verdict(diagnosis: Diagnosis) -> Text:
-    count = {level: sum(one.level == level for one in diagnosis.findings) for level in _STYLES}
+    count = {level: sum(finding.level == level for finding in diagnosis.findings) for level in _STYLES}
     taken_part = f"{_count(len(diagnosis.hosts), 'node')}, {diagnosis.ranks} ranks: " if diagnosis.ranks > 1 else ""
     found = f"{_count(count['problem'], 'problem')}, {_count(count['warning'], 'warning')}"
     said = f"{taken_part}{found}, {_count(count['ok'], 'check')} fine"

@@ -18,7 +18,7 @@ def measurement_table(measurements: Iterable[Measurement]) -> Table:
     """One row a run, in the order given; percentages say how far the prediction was from what was measured."""
     words = (Column(name) for name in ("id", "UTC", "model", "strategy", "outcome"))
     figures = (Column(name, right=True) for name in ("peak, error", "step, error"))
-    return Table(columns=(*words, *figures), rows=[_row(one) for one in measurements])
+    return Table(columns=(*words, *figures), rows=[_row(measurement) for measurement in measurements])
 
 
 def measurement_blocks(measurement: Measurement) -> list[Block]:

@@ -27,15 +27,15 @@ def bill(request: Request, plan: Plan) -> Bill:
 
 def bill_cells(request: Request, plan: Plan) -> dict[str, Cell]:
     """The columns that the question asks for: none where it asks neither for cost nor for a number of tokens."""
-    one, cells = bill(request, plan), dict[str, Cell]()
-    if one.usd_per_million_tokens is not None:
-        cells[">$/Mtoken"] = f"{one.usd_per_million_tokens:.3g}"
+    cost, cells = bill(request, plan), dict[str, Cell]()
+    if cost.usd_per_million_tokens is not None:
+        cells[">$/Mtoken"] = f"{cost.usd_per_million_tokens:.3g}"
     elif request.objective == "cost":
-        cells[">GPU-h/Mtoken"] = f"{one.gpu_hours_per_million_tokens:.3g}"
-    if one.days is not None:
-        cells[">days"] = three_digits(one.days)
-    if one.usd is not None:
-        cells[">total"] = f"${one.usd:,.0f}"
+        cells[">GPU-h/Mtoken"] = f"{cost.gpu_hours_per_million_tokens:.3g}"
+    if cost.days is not None:
+        cells[">days"] = three_digits(cost.days)
+    if cost.usd is not None:
+        cells[">total"] = f"${cost.usd:,.0f}"
     return cells
 
 
@@ -60,7 +60,7 @@ def devices_table(answer: Recommendation) -> list[Block]:
     """On which numbers of GPUs the training ends in time; nothing without a deadline."""
     if not answer.on_devices:
         return []
-    rows = [_devices_row(one) for one in answer.on_devices]
+    rows = [_devices_row(devices) for devices in answer.on_devices]
     deadline = answer.request.budget.deadline_days or 0.0
     title = f"the same training on other numbers of GPUs; in time is {format_seconds(deadline * DAY_SECONDS)}"
     return [Table(title=title, columns=columns(*rows[0]), rows=[list(row.values()) for row in rows])]
@@ -69,26 +69,26 @@ def devices_table(answer: Recommendation) -> list[Block]:
 def devices_to_dicts(answer: Recommendation) -> list[dict[str, Any]]:
     return [
         {
-            "gpus": one.gpus,
-            "strategy": one.plan.configuration.strategy,
-            "step_seconds": one.plan.time.step_seconds,
-            "in_time": one.in_time,
-            **asdict(one.bill),
+            "gpus": devices.gpus,
+            "strategy": devices.plan.configuration.strategy,
+            "step_seconds": devices.plan.time.step_seconds,
+            "in_time": devices.in_time,
+            **asdict(devices.bill),
         }
-        for one in answer.on_devices
+        for devices in answer.on_devices
     ]
 
 
-def _devices_row(one: OnDevices) -> dict[str, Cell]:
-    configuration = one.plan.configuration
+def _devices_row(devices: OnDevices) -> dict[str, Cell]:
+    configuration = devices.plan.configuration
     return {
-        ">GPUs": str(one.gpus),
+        ">GPUs": str(devices.gpus),
         "strategy": configuration.strategy,
         "degrees": dims_text(configuration),
-        ">step": format_seconds(one.plan.time.step_seconds),
-        ">days": "-" if one.bill.days is None else three_digits(one.bill.days),
-        ">total": "-" if one.bill.usd is None else f"${one.bill.usd:,.0f}",
-        "in time": "yes" if one.in_time else "no",
+        ">step": format_seconds(devices.plan.time.step_seconds),
+        ">days": "-" if devices.bill.days is None else three_digits(devices.bill.days),
+        ">total": "-" if devices.bill.usd is None else f"${devices.bill.usd:,.0f}",
+        "in time": "yes" if devices.in_time else "no",
     }
 
 

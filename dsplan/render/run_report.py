@@ -57,7 +57,7 @@ def report_blocks(report: RunReport) -> list[Block]:
     blocks: list[Block] = [_outcome_text(report)]
     if len(report.attempts) > 1:
         blocks.append(_what_ran(report))
-    if any(one.ending is not None for one in report.attempts):
+    if any(attempt.ending is not None for attempt in report.attempts):
         blocks.append(_what_happened(report))
     if measured.steps:
         heading = (Column("per step"), Column("predicted", True), Column("measured", True), Column("ratio", True))
@@ -112,35 +112,35 @@ def _stopped(report: RunReport) -> str:
 def _what_ran(report: RunReport) -> Table:
     rows = [
         [
-            str(one.attempt),
-            _clock(one.began),
-            format_seconds(one.seconds),
-            str(one.ranks),
-            _MISSING if one.first_step is None else f"{one.first_step}-{one.last_step}",
-            _MISSING if one.plan is None else _plan(one.plan),
+            str(attempt.attempt),
+            _clock(attempt.began),
+            format_seconds(attempt.seconds),
+            str(attempt.ranks),
+            _MISSING if attempt.first_step is None else f"{attempt.first_step}-{attempt.last_step}",
+            _MISSING if attempt.plan is None else _plan(attempt.plan),
         ]
-        for one in report.attempts
+        for attempt in report.attempts
     ]
     return Table(columns=columns("attempt", "began", ">took", ">ranks", ">steps", "plan"), rows=rows, title="what ran")
 
 
 def _what_happened(report: RunReport) -> Table:
-    rows = [row for one in report.attempts if (row := _ending_row(one))]
+    rows = [row for attempt in report.attempts if (row := _ending_row(attempt))]
     heading = columns("when", ">step", "where", "what", "then", ">lost")
     return Table(columns=heading, rows=rows, title="what happened")
 
 
-def _ending_row(one: AttemptReport) -> list[str]:
-    if one.ending is None:
+def _ending_row(attempt: AttemptReport) -> list[str]:
+    if attempt.ending is None:
         return []
-    ending = one.ending
+    ending = attempt.ending
     return [
-        _clock(one.began + one.seconds),
+        _clock(attempt.began + attempt.seconds),
         _MISSING if ending.step is None else str(ending.step),
         ending_place(ending) or _MISSING,
         ending_words(ending),
-        _MISSING if one.decision is None else one.decision.why,
-        _MISSING if one.seconds_lost is None else format_seconds(one.seconds_lost),
+        _MISSING if attempt.decision is None else attempt.decision.why,
+        _MISSING if attempt.seconds_lost is None else format_seconds(attempt.seconds_lost),
     ]
 
 
@@ -198,23 +198,23 @@ def report_to_dict(report: RunReport, stored: Stored) -> dict[str, object]:
         "reason": outcome.reason,
         "log": None if outcome.log is None else str(outcome.log),
         "measured": measured,
-        "attempts": [_attempt(one) for one in report.attempts],
+        "attempts": [_attempt(attempt) for attempt in report.attempts],
         "plan": None if report.plan is None else plan_to_dict(report.plan),
         "measurement_id": stored.measurement_id,
     }
 
 
-def _attempt(one: AttemptReport) -> dict[str, object]:
+def _attempt(attempt: AttemptReport) -> dict[str, object]:
     """`began` is in seconds since 1970; the plan is its `plan` section."""
     return {
-        "attempt": one.attempt,
-        "began": one.began,
-        "seconds": one.seconds,
-        "ranks": one.ranks,
-        "first_step": one.first_step,
-        "last_step": one.last_step,
-        "plan": None if one.plan is None else plan_to_dict(one.plan)["plan"],
-        "ending": None if one.ending is None else one.ending.to_dict(),
-        "decision": None if one.decision is None else asdict(one.decision),
-        "seconds_lost": one.seconds_lost,
+        "attempt": attempt.attempt,
+        "began": attempt.began,
+        "seconds": attempt.seconds,
+        "ranks": attempt.ranks,
+        "first_step": attempt.first_step,
+        "last_step": attempt.last_step,
+        "plan": None if attempt.plan is None else plan_to_dict(attempt.plan)["plan"],
+        "ending": None if attempt.ending is None else attempt.ending.to_dict(),
+        "decision": None if attempt.decision is None else asdict(attempt.decision),
+        "seconds_lost": attempt.seconds_lost,
     }

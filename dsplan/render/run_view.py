@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from hardware_db.notices import labelled
 from hardware_db.units import format_bytes, format_count, format_seconds
 from strategies.launch.attempt import AttemptEnded, Event, OutputLine, PlanMade, RunIsBack, StepDone
 
@@ -60,9 +61,9 @@ class RunView:
             self._line(ending_line(event), stderr=True)
         elif isinstance(event, RunIsBack):
             lost = "" if event.seconds_lost is None else f"; {format_seconds(event.seconds_lost)} lost"
-            self._line(f"dsplan: back at step {event.step}{lost}", stderr=True)
+            self._line(labelled(f"back at step {event.step}{lost}"), stderr=True)
         else:
-            self._line(f"dsplan: {event.line()}", stderr=True)
+            self._line(labelled(event.line()), stderr=True)
 
     def _show_output(self, line: OutputLine) -> None:
         text = line.text if line.rank == 0 else f"[rank {line.rank}] {line.text}"
@@ -118,7 +119,7 @@ def ending_line(ended: AttemptEnded) -> str:
     step = "" if ending.step is None else f"step {ending.step}"
     where = ", ".join(part for part in (ending_place(ending), step) if part)
     pause = f" in {format_seconds(decision.delay_seconds)}" if decision.delay_seconds else ""
-    return f"dsplan: {where}{': ' if where else ''}{ending_words(ending)}; {decision.why}{pause}"
+    return labelled(f"{where}{': ' if where else ''}{ending_words(ending)}; {decision.why}{pause}")
 
 
 def ending_words(ending: Ending) -> str:

@@ -24,7 +24,7 @@ _SAME_MEMORY = 0.03  # a datasheet total this near the driver's is the same card
 def cpu_device(host: Host) -> Device:
     """This machine's processor as a device whose memory is what this process may use of the host's.
 
-    Peak = physical cores x highest clock x FLOP per cycle of the widest SIMD unit in the flags, None where the clock is
+    Peak = physical cores x highest clock x FLOP per cycle of the widest SIMD unit in the flags, or None if the clock is
     hidden. Types without instructions of their own are computed in fp32. Memory bandwidth is unknown.
     """
     flags = host.cpu_flags

@@ -13,7 +13,7 @@ _UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 where there is no l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The tightest limits on the way from this process to the root; None where there is none.
+    """Return the tightest limits on the way from this process to the root, or None if there is none.
 
     `memory_left_bytes` is the limit less what cannot be reclaimed of what the group holds.
     """
@@ -63,8 +63,8 @@ def _memory(folder: Path) -> tuple[int, int] | None:
     ):
         limit = read_int(folder / limit_file)
         if limit is not None and limit < _UNLIMITED:
-            held = (read_int(folder / used_file) or 0) - _statistic(folder / "memory.stat", cache_key)
-            return limit, max(0, limit - max(0, held))
+            used = (read_int(folder / used_file) or 0) - _statistic(folder / "memory.stat", cache_key)
+            return limit, max(0, limit - max(0, used))
     return None
 
 

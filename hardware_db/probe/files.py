@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str | None:
-    """The stripped text of a file, None where it cannot be read."""
+    """Return the stripped text of a file, or None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -14,7 +14,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_int(path: Path) -> int | None:
-    """The whole number in a file, None where there is none."""
+    """Return the whole number in a file, or None if there is none."""
     text = read_text(path)
     try:
         return None if text is None else int(text.split()[0], 0)

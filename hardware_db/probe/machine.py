@@ -1,4 +1,4 @@
-"""Machine: what a probe found, as values. A field is None where the system would not say."""
+"""The findings of a probe as values. A field is None if the system would not say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuProcess:
-    """A process that holds memory on a GPU; `used_bytes` is None where the driver hides it (containers, WDDM)."""
+    """A process that holds memory on a GPU; `used_bytes` is None if the driver hides it (containers, WDDM)."""
 
     pid: int
     used_bytes: int | None = None
@@ -78,7 +78,7 @@ class GpuPair:
     """How two GPUs reach each other: their nearest common ancestor and whether peer-to-peer copies work.
 
     `ancestor` is one of internal, pcie-switch, pcie-switches, host-bridge, numa-node, system; `p2p` is the driver's
-    word ("ok", or why not), None where it does not say; `nvlink` says whether peer traffic can go over NVLink.
+    word ("ok", or why not), or None if it does not say; `nvlink` says whether peer traffic can go over NVLink.
     """
 
     first: int
@@ -90,7 +90,7 @@ class GpuPair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disk:
-    """A mounted file system on a real disk; `kind` is nvme, ssd or hdd, None where the kernel does not know."""
+    """A mounted file system on a real disk; `kind` is nvme, ssd or hdd, or None if the kernel does not know."""
 
     mount: str
     device: str
@@ -132,7 +132,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
-    """Versions that decide what a plan may use, read without importing any of the packages; None where not installed.
+    """Versions that decide what a plan may use, read without importing any of the packages; None if not installed.
 
     `driver` is the GPU driver's version, `driver_cuda` the newest CUDA it serves, `torch_cuda` what torch was built for
     ("cpu" for a build without a GPU), `packages` every distribution asked for with its version.

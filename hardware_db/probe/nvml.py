@@ -141,7 +141,7 @@ _READ, _NVLINK = 0, 2  # nvmlGpuP2PCapsIndex_t; pynvml's own constant for the fi
 
 
 def read_gpu(asked: Questions, handle: Any) -> Gpu:
-    """Everything NVML reports about one GPU; `handle` is None where even that was refused."""
+    """Return everything NVML reports about one GPU; `handle` is None if even that was refused."""
     nvml, ask = asked.nvml, asked.ask
     if handle is None:
         return Gpu(index=asked.index, name="unknown NVIDIA GPU", lost=True)
@@ -184,7 +184,7 @@ def _mig(asked: Questions, handle: Any) -> dict[str, Any]:
 
 
 def _mig_device(asked: Questions, handle: Any, index: int) -> MigDevice | None:
-    """The slice in one place; None where the place is empty."""
+    """Return the slice in one place, or None if the place is empty."""
     nvml = asked.nvml
     try:
         device = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)

@@ -42,7 +42,7 @@ def _version(names: tuple[str, ...]) -> str | None:
 
 
 def _torch_build() -> str | None:
-    """`12.4`, `rocm 6.2` or `cpu`, from the assignments in torch/version.py; None where that file is not there."""
+    """Return `12.4`, `rocm 6.2` or `cpu` from the assignments in torch/version.py, or None without that file."""
     from importlib import metadata
 
     path = metadata.distribution("torch").locate_file("torch/version.py")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from hardware_db.errors import DsplanError
 from hardware_db.files import database_path
+from hardware_db.notices import notice
 from hardware_db.store.contract import Store
 from hardware_db.store.memory import MemoryStore
 
@@ -42,5 +42,5 @@ def ask_store(question: Callable[[Store], Answer], without: Answer) -> Answer:
         line = " ".join(str(problem).split())
         if line not in _reported:
             _reported.add(line)
-            print(f"dsplan: going on without the database: {line}", file=sys.stderr, flush=True)
+            notice(f"going on without the database: {line}")
         return without

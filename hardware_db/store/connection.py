@@ -43,7 +43,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )
 
 _HOME_REMEDY = f"set {HOME} to a directory you can write to"
-_BROKEN_REMEDY = "move it away and dsplan starts a new one; `dsplan db import` brings exports back"
+_BROKEN_REMEDY = "move it away and dsplan starts a new one; `dsplan db import` brings exports and run directories back"
 # What sqlite says -> what is wrong, what to do. The error codes that would be the better key came with Python 3.11.
 _DAMAGE = {
     "file is not a database": ("is not a SQLite database", _BROKEN_REMEDY),
@@ -118,7 +118,7 @@ def open_untrusting(database: str | Path, *, uri: bool = False) -> sqlite3.Conne
 
 def is_read_only(path: Path) -> bool:
     """Whether the database is there and can only be read: a change needs its directory too, where the logs lie."""
-    return path.exists() and not all(os.access(one, os.W_OK) for one in (path, path.resolve().parent))
+    return path.exists() and not all(os.access(place, os.W_OK) for place in (path, path.resolve().parent))
 
 
 def _check_file(path: Path) -> None:

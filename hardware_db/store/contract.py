@@ -75,7 +75,7 @@ class Store(ABC):
 
     @abstractmethod
     def find(self, plan_key: str, fingerprint: str) -> Measurement | None:
-        """The newest measurement of this plan there, whatever its outcome; None where it never ran."""
+        """Return the newest measurement of this plan there, whatever its outcome, or None if it never ran."""
 
     @abstractmethod
     def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
@@ -87,7 +87,7 @@ class Store(ABC):
 
     @abstractmethod
     def trace(self, key: str) -> TraceRecord | None:
-        """The trace with this key; None where it was never made."""
+        """Return the trace with this key, or None if it was never made."""
 
     @abstractmethod
     def traces(self, series: str) -> tuple[TraceRecord, ...]:
@@ -99,7 +99,7 @@ class Store(ABC):
 
     @abstractmethod
     def calibration(self, hardware: HardwareKind) -> CalibrationRecord | None:
-        """The newest calibration of this kind of hardware; None where there is none."""
+        """Return the newest calibration of this kind of hardware, or None if there is none."""
 
     @abstractmethod
     def calibrations(self) -> tuple[CalibrationRecord, ...]:

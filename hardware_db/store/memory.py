@@ -34,7 +34,9 @@ class MemoryStore(Store):
         return len(self._measurements) + len(self._rates) - before
 
     def get(self, id_prefix: str) -> Measurement:
-        return single_match(id_prefix, tuple(one for one in self.list() if one.id.startswith(id_prefix)))
+        return single_match(
+            id_prefix, tuple(measurement for measurement in self.list() if measurement.id.startswith(id_prefix))
+        )
 
     def forget(self, id_prefix: str) -> Measurement:
         return self._measurements.pop(self.get(id_prefix).id)
@@ -50,21 +52,24 @@ class MemoryStore(Store):
         limit: int | None = None,
     ) -> tuple[Measurement, ...]:
         matches = [
-            one
-            for one in self._measurements.values()
-            if (model is None or one.model.lower() == model.lower())
-            and strategy in (None, one.strategy)
-            and outcome in (None, one.outcome)
-            and parameters in (None, one.parameters)
-            and _made_on(one.fingerprint, fingerprint)
+            measurement
+            for measurement in self._measurements.values()
+            if (model is None or measurement.model.lower() == model.lower())
+            and strategy in (None, measurement.strategy)
+            and outcome in (None, measurement.outcome)
+            and parameters in (None, measurement.parameters)
+            and _made_on(measurement.fingerprint, fingerprint)
         ]
         return tuple(sorted(matches, key=_age, reverse=True)[:limit])
 
     def find(self, plan_key: str, fingerprint: str) -> Measurement | None:
-        return next((one for one in self.list(fingerprint=fingerprint) if one.plan_key == plan_key), None)
+        return next(
+            (measurement for measurement in self.list(fingerprint=fingerprint) if measurement.plan_key == plan_key),
+            None,
+        )
 
     def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
-        matches = [one for one in self._rates.values() if _made_on(one.fingerprint, fingerprint)]
+        matches = [rate for rate in self._rates.values() if _made_on(rate.fingerprint, fingerprint)]
         return tuple(sorted(matches, key=_age, reverse=True))
 
     def add_trace(self, trace: TraceRecord) -> bool:
@@ -74,14 +79,14 @@ class MemoryStore(Store):
         return self._traces.get(key)
 
     def traces(self, series: str) -> tuple[TraceRecord, ...]:
-        matches = (one for one in self._traces.values() if one.series == series)
-        return tuple(sorted(matches, key=lambda one: (one.created_at, one.key), reverse=True))
+        matches = (trace for trace in self._traces.values() if trace.series == series)
+        return tuple(sorted(matches, key=lambda trace: (trace.created_at, trace.key), reverse=True))
 
     def add_calibration(self, calibration: CalibrationRecord) -> None:
         self._calibrations.setdefault(calibration.id, calibration)
 
     def calibration(self, hardware: HardwareKind) -> CalibrationRecord | None:
-        return next((one for one in self.calibrations() if one.hardware == hardware), None)
+        return next((calibration for calibration in self.calibrations() if calibration.hardware == hardware), None)
 
     def calibrations(self) -> tuple[CalibrationRecord, ...]:
         return tuple(sorted(self._calibrations.values(), key=_age, reverse=True))

@@ -1,59 +1,37 @@
-"""A damaged database is set aside, and a new one is made of every record that can still be read."""
+"""A damaged database is set aside, and a new one is made of the rows that SQLite can still read."""
 
 from __future__ import annotations
 
 import glob
 import os
-import re
 import shutil
 import sqlite3
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from hardware_db.errors import BrokenFile
 from hardware_db.files import HOME
 from hardware_db.measurement import RecordError
+from hardware_db.notices import notice
 from hardware_db.store import rows
 from hardware_db.store.connection import clear_errors, is_read_only, open_untrusting
 from hardware_db.store.migrations import APPLICATION_ID, migrate
-from hardware_db.store.pages import MAGIC, Found, Record, read_pages
 
 _LOCK_SECONDS = 120.0
 _LOGS = ("-wal", "-shm", "-journal")
-_ID = re.compile(r"[0-9a-f]{32}")
+_MAGIC = b"SQLite format 3\x00"
 _COPY_REMEDY = f"copy it to a directory that you can write to, and set {HOME} to that"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Table:
-    """How the records of a table are told from others: by how many values they have (fewer before a migration added
-    columns) and which of them is a JSON object."""
-
-    name: str
-    fewest: int
-    most: int
-    json: int | None
-
-    def holds(self, record: Record) -> bool:
-        if not self.fewest <= len(record) <= self.most or not isinstance(record[0], str):
-            return False
-        document = "{" if self.json is None else record[self.json]
-        return isinstance(document, str) and document.startswith("{")
-
-
-# No two of these overlap in their number of values; SQLite's own table of the schema has five.
-_TABLES = (
-    _Table(name="fingerprints", fewest=3, most=3, json=1),
-    _Table(name="traces", fewest=4, most=4, json=3),
-    _Table(name="calibrations", fewest=7, most=7, json=6),
-    _Table(name="rates", fewest=10, most=13, json=None),
-    _Table(name="measurements", fewest=20, most=24, json=8),
-)
+# In this order: measurements and rates name a fingerprint.
+_TABLES = ("fingerprints", "traces", "calibrations", "rates", "measurements")
+_UNREADABLE_IN_A_ROW = 10_000
+"""A table is given up after this many rowids in a row that cannot be read: many times what a lost page holds."""
 _READERS = {
     "measurements": (rows.SELECT_MEASUREMENTS, rows.measurement),
     "rates": (rows.SELECT_RATES, rows.rate),
@@ -76,27 +54,26 @@ def repair(path: Path, opened: int | None = None) -> bool:
         with _alone(path), clear_errors(path):
             if opened is not None and path.exists() and path.stat().st_ino != opened:
                 return True
-            database, log = _read(path), _read(path.with_name(path.name + "-wal"))
-            found = read_pages(database, log)
-            kept = [record for record in found.records if any(table.holds(record) for table in _TABLES)]
-            if not kept and not _is_ours(database):
+            if not _is_ours(path):
                 return False
             with _new_file(path) as rebuilt:
-                counts, unread = _rebuild(rebuilt, kept, found)
+                counts = _rebuild(rebuilt, path)
                 aside = _set_aside(path)
                 os.replace(rebuilt, path)
     except OSError as error:
         problem = f"the database is damaged, and cannot be set aside ({error.strerror})"
         raise BrokenFile(path, problem, _COPY_REMEDY) from error
-    print(f"dsplan: {_report_line(path, aside, counts, unread)}", file=sys.stderr)
+    notice(_report_line(path, aside, counts))
     return True
 
 
-def _is_ours(database: bytes) -> bool:
-    """Whether a file without a single record is to be replaced: dsplan's by its header, as far as that goes, or nothing
-    but zeros, which is what a crash of the machine leaves."""
-    ours = database.startswith(MAGIC) and APPLICATION_ID.to_bytes(4, "big").startswith(database[68:72])
-    return ours or (len(database) > 0 and not database.strip(b"\x00"))
+def _is_ours(path: Path) -> bool:
+    """Whether the file is to be replaced: dsplan's by its header or, where that is gone, by the definition of a table;
+    or nothing but zeros, which is what a crash of the machine leaves."""
+    content = path.read_bytes()
+    if content.startswith(_MAGIC):
+        return APPLICATION_ID.to_bytes(4, "big").startswith(content[68:72])
+    return len(content) > 0 and (b"CREATE TABLE measurements" in content or not content.strip(b"\x00"))
 
 
 @contextmanager
@@ -117,28 +94,62 @@ def _new_file(path: Path) -> Iterator[Path]:
             clear()
 
 
-def _rebuild(path: Path, records: Sequence[Record], found: Found) -> tuple[dict[str, int], int]:
-    """A database of the records, at `path`: how many of each table are in it, and how many are known that are not."""
-    connection = open_untrusting(path)
-    try:
+def _rebuild(path: Path, damaged: Path) -> dict[str, int]:
+    """Makes a database at `path` of the rows of the damaged one that can be read; how many of each table it has."""
+    with closing(open_untrusting(path)) as connection, _readable_copy(damaged) as source:
         migrate(connection, path)
         connection.execute("BEGIN")
         for table in _TABLES:
-            columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table.name})")]
-            for record in records:
-                if table.holds(record):
-                    names = ", ".join(columns[: len(record)])
-                    marks = ", ".join("?" * len(record))
-                    with suppress(sqlite3.IntegrityError):  # a value that may not be missing is
-                        connection.execute(f"INSERT OR IGNORE INTO {table.name} ({names}) VALUES ({marks})", record)
+            known = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+            for row in _readable_rows(source, table):
+                values = {name: value for name, value in row.items() if name in known}
+                names, marks = ", ".join(values), ", ".join("?" * len(values))
+                with suppress(sqlite3.IntegrityError):  # a value that may not be missing is
+                    insert = f"INSERT OR IGNORE INTO {table} ({names}) VALUES ({marks})"
+                    connection.execute(insert, tuple(values.values()))
         for name in ("measurements", "rates"):
             unknown = f"SELECT DISTINCT fingerprint, '{rows.UNKNOWN}', '{rows.UNKNOWN}' FROM {name}"
             connection.execute(f"INSERT OR IGNORE INTO fingerprints {unknown}")
         counts = {name: _checked(connection, name) for name in _READERS}
         connection.execute("COMMIT")
-        return counts, _unread(connection, found)
-    finally:
-        connection.close()
+        return counts
+
+
+@contextmanager
+def _readable_copy(path: Path) -> Iterator[sqlite3.Connection]:
+    """A copy of a damaged database in which SQLite reads what it can: it passes over definitions that make no sense and
+    over a wrong size. Part of a page at the end goes, as SQLite would read zeros for the rest of it."""
+    with tempfile.TemporaryDirectory(prefix="dsplan-") as directory:
+        copy = Path(directory, "copy.db")
+        shutil.copyfile(path, copy)
+        with suppress(FileNotFoundError):
+            shutil.copyfile(path.with_name(f"{path.name}-wal"), f"{copy}-wal")
+        with copy.open("r+b") as file:
+            page_size = int.from_bytes(file.read(18)[16:], "big")
+            page_size = page_size if page_size > 1 else 65536
+            os.truncate(copy, copy.stat().st_size // page_size * page_size)
+        with closing(open_untrusting(copy)) as connection:
+            if sys.version_info >= (3, 12):
+                connection.setconfig(sqlite3.SQLITE_DBCONFIG_DEFENSIVE, False)  # which forbids the next line
+            connection.execute("PRAGMA writable_schema = ON")
+            yield connection
+
+
+def _readable_rows(connection: sqlite3.Connection, table: str) -> Iterator[dict[str, object]]:
+    """The rows of a table, each looked up by itself: behind rows that cannot be read come others that can."""
+    query = f"SELECT rowid AS place, * FROM {table} WHERE rowid > ? ORDER BY rowid LIMIT 1"
+    place, failures = 0, 0
+    while failures < _UNREADABLE_IN_A_ROW:
+        try:
+            cursor = connection.execute(query, (place,))
+            found = cursor.fetchone()
+        except sqlite3.DatabaseError:
+            place, failures = place + 1, failures + 1
+            continue
+        if found is None:
+            return
+        place, failures = max(found[0], place + 1), 0
+        yield dict(zip((column[0] for column in cursor.description[1:]), found[1:], strict=True))
 
 
 def _checked(connection: sqlite3.Connection, name: str) -> int:
@@ -155,15 +166,6 @@ def _checked(connection: sqlite3.Connection, name: str) -> int:
     connection.execute(f"DELETE FROM {name} WHERE {_key(name)} NOT IN (SELECT id FROM good)")
     connection.execute("DROP TABLE good")
     return len(good)
-
-
-def _unread(connection: sqlite3.Connection, found: Found) -> int:
-    """How many records the indexes name that are not there any more: their first column is the id, the second the
-    rowid. The index of the traces' series looks the same."""
-    named = {key[0] for key in found.keys if len(key) == 2 and isinstance(key[0], str) and _ID.fullmatch(key[0])}
-    known = {row[0] for name in _READERS for row in connection.execute(f"SELECT {_key(name)} FROM {name}")}
-    series = {row[0] for row in connection.execute("SELECT series FROM traces")}
-    return len(named - known - series)
 
 
 def _key(name: str) -> str:
@@ -195,17 +197,12 @@ def set_aside_files(path: Path) -> tuple[Path, ...]:
     return tuple(sorted(file for file in found if not file.name.endswith(_LOGS)))
 
 
-def _report_line(path: Path, aside: Path, counts: dict[str, int], unread: int) -> str:
+def _report_line(path: Path, aside: Path, counts: dict[str, int]) -> str:
     kept = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nothing"
-    lost = f", {unread} more could not be read" if unread else ""
-    return f"{path} was damaged: {kept} read and kept{lost}; the damaged file is {aside.name} beside it"
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
+    return (
+        f"{path} was damaged: {kept} read and kept; the damaged file is {aside.name} beside it;"
+        " `dsplan db import RUN_DIRECTORY` brings back a run that is missing"
+    )
 
 
 @contextmanager

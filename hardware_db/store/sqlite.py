@@ -195,7 +195,7 @@ class SqliteStore(Store):
 
 
 def _inode(path: Path) -> int | None:
-    """What tells a file from another of the same name; None where there is none."""
+    """Return the inode, which tells a file from another of the same name, or None without a file."""
     try:
         return path.stat().st_ino
     except OSError:

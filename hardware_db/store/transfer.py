@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,8 +39,12 @@ def import_file(store: Store, path: Path) -> ImportCount:
     Raises:
         BrokenFile: the file cannot be read, or a line (number, key and remedy are named) is no record.
     """
-    records = read_export(path)
-    added = store.add(*(_as_imported(record) for record in records))
+    return import_records(store, tuple(_as_imported(record) for record in read_export(path)))
+
+
+def import_records(store: Store, records: Sequence[Record]) -> ImportCount:
+    """Adds records as they are; those that the store has already are skipped."""
+    added = store.add(*records)
     return ImportCount(added=added, skipped=len(records) - added)
 
 

@@ -54,7 +54,7 @@ class Calibration:
 
     @staticmethod
     def from_document(document: Mapping[str, Any], created_at: str) -> Calibration | None:
-        """The calibration of a stored object; None where it is of a release whose factors were others."""
+        """Return the calibration of a stored object, or None if it is of a release with other factors."""
         try:
             found = Calibration(
                 factors=Factors(**document["factors"]),
@@ -88,6 +88,6 @@ def hardware_kind(cluster: Cluster) -> HardwareKind:
 
 
 def calibration_of(store: Store, cluster: Cluster) -> Calibration | None:
-    """The calibration in force for such a cluster; None where there is none."""
+    """Return the calibration in force for such a cluster, or None if there is none."""
     record = store.calibration(hardware_kind(cluster))
     return None if record is None else Calibration.from_document(record.document, record.created_at)

@@ -69,17 +69,21 @@ def known_runs(
     of its newest one count. `inputs` are the sections model, cluster and workload of a plan for the request.
     """
     found: dict[Configuration, list[Measurement]] = {}
-    for one in measurements:
-        plan = one.plan
-        if one.outcome != "completed" or not one.measured.step_seconds or not is_same_work(plan, inputs):
+    for measurement in measurements:
+        plan = measurement.plan
+        if (
+            measurement.outcome != "completed"
+            or not measurement.measured.step_seconds
+            or not is_same_work(plan, inputs)
+        ):
             continue
         try:
             configuration = configuration_from_dict(plan["plan"])
         except DsplanError:
             continue  # of a release that knew other words
         group = found.setdefault(configuration, [])
-        if not group or group[0].fingerprint.versions == one.fingerprint.versions:
-            group.append(one)
+        if not group or group[0].fingerprint.versions == measurement.fingerprint.versions:
+            group.append(measurement)
     return {configuration: _known(group) for configuration, group in found.items()}
 
 
@@ -100,7 +104,7 @@ def is_same_work(plan: Mapping[str, object], inputs: Mapping[str, Mapping[str, o
 def _known(group: list[Measurement]) -> KnownRun:
     import statistics  # most questions are asked where nothing is known
 
-    each = tuple(one.measured.step_seconds or 0.0 for one in group)
+    each = tuple(measurement.measured.step_seconds or 0.0 for measurement in group)
     return KnownRun(
         step_seconds=statistics.median(each),
         each=each,
@@ -137,19 +141,23 @@ class Experience:
         key = (configuration.strategy, configuration.offload, configuration.tp * configuration.pp > 1)
         place = (*key, configuration.world_size)
         if place not in self._ratios:
-            runs = {one: run for one, run in self.known.items() if one.world_size == configuration.world_size}
-            near = {one: run for one, run in runs.items() if (one.strategy, one.offload, one.tp * one.pp > 1) == key}
+            runs = {known: run for known, run in self.known.items() if known.world_size == configuration.world_size}
+            near = {
+                known: run
+                for known, run in runs.items()
+                if (known.strategy, known.offload, known.tp * known.pp > 1) == key
+            }
             logs = [
-                math.log(run.step_seconds / step_time(replace(job, configuration=one)).step_seconds)
-                for one, run in (near or runs).items()
+                math.log(run.step_seconds / step_time(replace(job, configuration=known)).step_seconds)
+                for known, run in (near or runs).items()
             ]
             ratio = math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
             self._ratios[place] = ratio if near else max(1.0, ratio)
         return self._ratios[place]
 
     def oom_record(self, job: Job, memory: MemoryEstimate) -> OomRecord | None:
-        """What rules a job with this memory out, because it ran out of memory; None where nothing does."""
-        return next((one for one in self.oom_records if one.rules_out(job, memory)), None)
+        """Return the out-of-memory record that rules a job with this memory out, or None if none does."""
+        return next((record for record in self.oom_records if record.rules_out(job, memory)), None)
 
     def time_of(self, job: Job, predicted: StepTime) -> StepTime:
         """What the job takes: as measured where it ran before, else as predicted, with the interval either has."""

@@ -167,8 +167,8 @@ class _Problem:
         """The cost's curvature, as Gauss and Newton approximate it."""
         weights = _weights(point, spread)
         found = [
-            [sum(w * a * b for w, a, b in zip(weights, one, other, strict=True)) for other in point.columns]
-            for one in point.columns
+            [sum(w * a * b for w, a, b in zip(weights, column, other, strict=True)) for other in point.columns]
+            for column in point.columns
         ]
         for index, prior in enumerate(self.priors):
             found[index][index] += 1 / prior.spread**2

@@ -29,7 +29,7 @@ Seconds = Callable[[Job], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lesson:
-    """What came of learning from `rows`. `calibration` is None where nothing may be stored; `reason` says why."""
+    """The result of learning from `rows`. `calibration` is None if nothing may be stored; `reason` says why."""
 
     rows: int
     configurations: int

@@ -18,8 +18,8 @@ MORE_ROOM = 1.1
 class OomRecord:
     """A configuration of the same model and work that ran out of memory on this machine.
 
-    `peak_allocated_bytes` and `host_bytes_per_node` are what is predicted of it, the latter None where nobody recorded
-    it; `capacity_bytes` is what one device was thought to have then, None where that is not known. `created_at` is when
+    `peak_allocated_bytes` and `host_bytes_per_node` are what is predicted of it, the latter None if not
+    recorded; `capacity_bytes` is what one device was thought to have then, or None if not known. `created_at` is when
     it ran and `id` its record in the database; both are empty for one of the run that is planned for.
     """
 

@@ -43,16 +43,20 @@ def refresh(store: Store, machine: Machine, *, only: HardwareKind | None = None,
     Raises:
         DsplanError: the database cannot be read or written.
     """
-    made = [one for one in store.list(outcome="completed", limit=MOST_ROWS) if one.measured.step_seconds]
+    made = [
+        measurement
+        for measurement in store.list(outcome="completed", limit=MOST_ROWS)
+        if measurement.measured.step_seconds
+    ]
     rebuilder = Rebuilder(store, machine)
     groups: dict[HardwareKind, list[tuple[Measurement, Row]]] = {}
     skipped = 0
-    for one in made:
-        row = rebuilder.row(one)
+    for measurement in made:
+        row = rebuilder.row(measurement)
         if row is None:
             skipped += 1
         elif only in (None, kind := hardware_kind(row.job.cluster)):
-            groups.setdefault(kind, []).append((one, row))
+            groups.setdefault(kind, []).append((measurement, row))
     kinds = tuple(_calibrated(store, kind, _doubted(group), keep=keep) for kind, group in groups.items())
     return Refreshed(kinds=kinds, skipped=skipped)
 
@@ -75,5 +79,6 @@ def _doubted(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
     """The rows, newest first; those of other versions of torch than the newest run's say less of the next one."""
     newest = group[0][0].fingerprint.versions.torch
     return [
-        row if one.fingerprint.versions.torch == newest else replace(row, doubt=OTHER_VERSIONS) for one, row in group
+        row if measurement.fingerprint.versions.torch == newest else replace(row, doubt=OTHER_VERSIONS)
+        for measurement, row in group
     ]

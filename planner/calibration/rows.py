@@ -49,11 +49,15 @@ class Rebuilder:
 
     def rows(self, measurements: Iterable[Measurement]) -> tuple[Row, ...]:
         """The rows of those that completed, have a step time, and can be priced again."""
-        found = (self.row(one) for one in measurements if one.outcome == "completed" and one.measured.step_seconds)
+        found = (
+            self.row(measurement)
+            for measurement in measurements
+            if measurement.outcome == "completed" and measurement.measured.step_seconds
+        )
         return tuple(row for row in found if row is not None)
 
     def row(self, measurement: Measurement) -> Row | None:
-        """The row of a measurement; None where its model or its hardware is not known any more."""
+        """Return the row of a measurement, or None if its model or hardware is not known any more."""
         plan = measurement.plan
         try:
             configuration = configuration_from_dict(plan["plan"])

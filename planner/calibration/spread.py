@@ -108,7 +108,7 @@ def _left(job: Job, spread: Spread, calibration: Calibration) -> float:
 
 def slopes(job: Job, price: Callable[[Job], float] | None = None) -> dict[str, float]:
     """How the logarithm of the step time changes with the logarithm of each factor."""
-    seconds = price or (lambda one: step_time(one).step_seconds)
+    seconds = price or (lambda varied: step_time(varied).step_seconds)
     here, values = seconds(job), asdict(job.cluster.factors)
     found = {}
     for name in FACTOR_SPREADS:

@@ -77,7 +77,7 @@ def usual_gpus_per_node(device: Device) -> int:
 
 
 def default_node_type(device: Device, gpus_per_node: int) -> NodeType | None:
-    """The node type that stands for unnamed machines with this many of these GPUs; None where no row has the device.
+    """Return the node type for unnamed machines with this many of these GPUs, or None if no row has the device.
 
     NVIDIA's own before generic ones, workstations and servers, before clouds; among those the smallest that is large
     enough, else the largest there is.
@@ -107,7 +107,7 @@ def capacity(device: Device, memory_gb: float | None = None) -> int:
 
 
 def price_per_gpu(node: NodeType) -> float | None:
-    """Dollars per hour and GPU of a node type; None where no price is published."""
+    """Return the dollars per hour and GPU of a node type, or None if no price is published."""
     return None if node.usd_per_hour is None else node.usd_per_hour / node.gpus_per_node
 
 

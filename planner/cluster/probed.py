@@ -73,7 +73,7 @@ def gpu_cluster(machine: Machine, gpus: tuple[Gpu, ...], nodes: int = 1) -> Clus
 
 
 def mig_cluster(machine: Machine) -> Cluster | None:
-    """The largest MIG slice as one device, None where there is no slice: collectives do not work between slices."""
+    """Return the largest MIG slice as one device (collectives do not work between slices), or None without slices."""
     slices = [(gpu, part) for gpu in machine.gpus if gpu.visible and not gpu.lost for part in gpu.mig_devices]
     if not slices:
         return None

@@ -70,7 +70,7 @@ def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) ->
     """
     if request.cluster_file is not None:
         cluster = read_cluster_file(request.cluster_file)
-        _agree(request, cluster)
+        _require_same_hardware(request, cluster)
     elif request.node_type is not None:
         cluster = _from_node_type(request)
     elif request.gpu is not None and request.gpu.lower() == "cpu":
@@ -171,15 +171,15 @@ def _more_than_here(request: HardwareRequest, machine: Machine) -> Cluster:
     return replace(named, assumed="; ".join(part for part in (found, named.assumed) if part))
 
 
-def _agree(request: HardwareRequest, cluster: Cluster) -> None:
+def _require_same_hardware(request: HardwareRequest, cluster: Cluster) -> None:
     """A cluster file says everything about the cluster; flags beside it may only repeat it."""
-    for flag, asked, held in (
+    for flag, asked, actual in (
         ("--gpus", request.gpus, cluster.gpus),
         ("--nodes", request.nodes, cluster.nodes),
         ("--gpu", request.gpu and find_device(request.gpu).name, cluster.device.name),
         ("--node-type", request.node_type and find_node_type(request.node_type).name, cluster.node_type),
     ):
-        if asked is not None and asked != held:
+        if asked is not None and asked != actual:
             raise ContradictoryRequest(
                 f"{flag} {asked} contradicts {request.cluster_file}, which describes {cluster.nodes} x "
                 f"{cluster.gpus_per_node} {cluster.device.name}; drop {flag} or change the file"

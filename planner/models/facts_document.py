@@ -29,7 +29,7 @@ def facts_document(facts: ModelFacts, task: Task) -> dict[str, object] | None:
 
 
 def facts_of_plan(model: Mapping[str, Any], task: Task) -> ModelFacts | None:
-    """The facts of a plan's `model` section; None where neither it nor the catalogue has them."""
+    """Return the facts of a plan's `model` section, or None if neither it nor the catalogue has them."""
     document = model.get("facts")
     if document is not None:
         return _facts(document)

@@ -34,7 +34,7 @@ def resolve_model(name: str | None, *, model_size: str | None = None) -> ModelFa
 
 
 def config_file(name: str) -> Path | None:
-    """The config.json that a name stands for; None where the name stands for something else."""
+    """Return the config.json that a name stands for, or None if it stands for something else."""
     path = Path(os.path.expanduser(name.strip()))
     if not _is_config(path):
         return None

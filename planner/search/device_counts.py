@@ -31,7 +31,7 @@ def on_fewer_devices(request: Request) -> Iterator[Request]:
 
 
 def halved(cluster: Cluster) -> Cluster | None:
-    """Half the nodes, or half of one node with half its host; None where that is no whole number."""
+    """Return half the nodes, or half of one node with half its host, or None if that is no whole number."""
     if cluster.nodes % 2 == 0:
         return replace(cluster, nodes=cluster.nodes // 2)
     if cluster.nodes > 1 or cluster.gpus_per_node % 2:
@@ -73,7 +73,7 @@ def on_other_device_counts(request: Request, fastest: Fastest) -> tuple[OnDevice
     """The devices that were asked for, fewer down to the first that are too slow, and more up to what is in time; the
     global batch is the same on all of them. Fewest devices first; numbers on which nothing fits are left out.
 
-    `fastest` gives the first plan of a request, None where nothing fits.
+    `fastest` returns the first plan of a request, or None if nothing fits.
     """
     here = _answer(request, fastest)
     less = []

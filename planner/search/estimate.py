@@ -163,8 +163,8 @@ def offloads_of(strategy: str, backend: str) -> tuple[words.Offload, ...]:
 def plan_of(priced: Priced, time: StepTime) -> Plan:
     """The whole plan, with notes and provenance, and with the interval of its step time."""
     job, configuration = priced.job, priced.job.configuration
-    told = priced.experience.time_of(job, time) if time.step_seconds_low is None else time
-    predicted = told.predicted_step_seconds
+    expected = priced.experience.time_of(job, time) if time.step_seconds_low is None else time
+    predicted = expected.predicted_step_seconds
     like_it = _like_it(priced) if predicted is None else ""
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
     blocked = unrunnable(configuration)
@@ -176,10 +176,10 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
         workload=sections["workload"],
         configuration=configuration,
         memory=priced.memory,
-        time=told,
-        throughput=throughput(job, told),
+        time=expected,
+        throughput=throughput(job, expected),
         verdict=priced.judgement.verdict,
-        limited_by=limited_by(told),
+        limited_by=limited_by(expected),
         runnable=not blocked,
         notes=tuple(note for note in notes if note),
         provenance=provenance(job, priced.memory_source, measured=predicted is not None, like_it=bool(like_it)),

@@ -99,7 +99,7 @@ class Candidate:
             return None
         if self.fits(index):  # as it often does
             return index
-        smallest = next((one for one in range(index) if TILES * self.seconds(one) <= seconds), None)
+        smallest = next((earlier for earlier in range(index) if TILES * self.seconds(earlier) <= seconds), None)
         if smallest is None or not self.fits(smallest):
             return None
         largest = self._first_that_does_not_fit(smallest, below=index) - 1
@@ -170,13 +170,13 @@ class Family:
 
     def within(self, seconds: float) -> Iterator[Timed]:
         """Ever faster configurations that fit and take at most so many seconds a step."""
-        for one in self._members:
-            if one.bound() <= seconds:
-                index = one.fastest_fitting(seconds)
+        for member in self._members:
+            if member.bound() <= seconds:
+                index = member.fastest_fitting(seconds)
                 if index is not None:
-                    seconds = one.seconds(index)
-                    yield one.timed(index)
-                elif one.seems_hopeless() and not self.fits_somehow():
+                    seconds = member.seconds(index)
+                    yield member.timed(index)
+                elif member.seems_hopeless() and not self.fits_somehow():
                     return
 
 
@@ -208,9 +208,9 @@ def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) 
     for place in sorted(range(len(families)), key=bounds.__getitem__):
         if bounds[place] > found:
             return
-        for one in families[place].within(min(found / weights[place], limit)):
-            found = min(found, worth(one, objective))
-            yield one
+        for member in families[place].within(min(found / weights[place], limit)):
+            found = min(found, worth(member, objective))
+            yield member
 
 
 def _known(group: Iterable[Candidate]) -> Iterator[Timed]:
@@ -227,7 +227,10 @@ def _families(group: Iterable[Candidate]) -> list[Family]:
         if candidate.micros:
             key = id(candidate.request), replace(candidate.layout, checkpointing="none")
             families.setdefault(key, []).append(candidate)
-    members = (sorted(family, key=lambda one: _RECOMPUTED[one.layout.checkpointing]) for family in families.values())
+    members = (
+        sorted(family, key=lambda candidate: _RECOMPUTED[candidate.layout.checkpointing])
+        for family in families.values()
+    )
     return [Family(family) for family in members]
 
 
@@ -240,11 +243,11 @@ def _with_devices_enough(families: Sequence[Family]) -> list[Family]:
     for family in families:
         alike.setdefault(family.split, []).append(family)
     enough = []
-    for fewer_and_fewer in alike.values():
-        count = len(fewer_and_fewer)
+    for descending in alike.values():
+        count = len(descending)
         if count > 1:
-            count = bisect_left(fewer_and_fewer, True, key=lambda family: not family.fits_somehow())
-        enough += fewer_and_fewer[:count]
+            count = bisect_left(descending, True, key=lambda family: not family.fits_somehow())
+        enough += descending[:count]
     return enough
 
 

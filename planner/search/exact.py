@@ -12,9 +12,9 @@ from planner.types.plan import Configuration
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactOptions:
-    """What the user said of one configuration; None where they said nothing.
+    """The user's wishes for one configuration; a field is None if the user did not say.
 
-    `global_batch` is None where the request's global batch is a default, which then follows from the other two numbers.
+    `global_batch` is None if the request's global batch is a default, which then follows from the other two numbers.
     """
 
     strategy: words.Strategy | None = None

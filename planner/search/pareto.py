@@ -46,7 +46,7 @@ def pareto_front(request: Request) -> tuple[Timed, ...]:
             if item.time.step_seconds > limit:
                 continue
             if not any(other.no_worse_than(point) for other, _ in found):
-                found = [(other, one) for other, one in found if not point.no_worse_than(other)] + [(point, item)]
+                found = [(other, kept) for other, kept in found if not point.no_worse_than(other)] + [(point, item)]
     ranked = sorted(found, key=lambda pair: (-pair[0].gpus, order(pair[1], objective)))
     return tuple(_distinct(ranked))
 

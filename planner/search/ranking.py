@@ -205,9 +205,9 @@ def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
 def ran_out(request: Request) -> tuple[Rejection, ...]:
     """The plans that ran out of memory and so are not proposed."""
     return tuple(
-        Rejection(strategy=group_name(one.configuration), reason=one.sentence())
-        for one in request.experience.oom_records
-        if one.counts_on(request.cluster)
+        Rejection(strategy=group_name(record.configuration), reason=record.sentence())
+        for record in request.experience.oom_records
+        if record.counts_on(request.cluster)
     )
 
 

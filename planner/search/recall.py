@@ -45,14 +45,18 @@ def oom_records(
     does.
     """
     inputs = described(request)
-    done = [(one, found) for one in completed if (found := _configuration(one, inputs, request)) is not None]
-    kept: dict[Configuration, OomRecord] = {}
-    for one in failed:
-        configuration = _configuration(one, inputs, request)
-        if configuration is None or configuration in kept or _taken_back(one, configuration, done):
+    done = [
+        (measurement, found)
+        for measurement in completed
+        if (found := _configuration(measurement, inputs, request)) is not None
+    ]
+    records: dict[Configuration, OomRecord] = {}
+    for measurement in failed:
+        configuration = _configuration(measurement, inputs, request)
+        if configuration is None or configuration in records or _taken_back(measurement, configuration, done):
             continue
-        kept[configuration] = _oom_record(one, configuration, request)
-    return tuple(kept.values())
+        records[configuration] = _oom_record(measurement, configuration, request)
+    return tuple(records.values())
 
 
 def oom_record_of(configuration: Configuration, predicted_bytes: int, request: Request, **known: Any) -> OomRecord:
@@ -70,12 +74,12 @@ def oom_record_of(configuration: Configuration, predicted_bytes: int, request: R
 
 
 def _configuration(
-    one: Measurement, inputs: Mapping[str, Mapping[str, object]], request: Request
+    measurement: Measurement, inputs: Mapping[str, Mapping[str, object]], request: Request
 ) -> Configuration | None:
-    if not is_same_work(one.plan, inputs):
+    if not is_same_work(measurement.plan, inputs):
         return None
     try:
-        configuration = configuration_from_dict(one.plan["plan"])
+        configuration = configuration_from_dict(measurement.plan["plan"])
     except DsplanError:
         return None  # of a release that knew other words
     workload = request.workload
@@ -83,11 +87,11 @@ def _configuration(
 
 
 def _taken_back(
-    one: Measurement, configuration: Configuration, done: Iterable[tuple[Measurement, Configuration]]
+    measurement: Measurement, configuration: Configuration, done: Iterable[tuple[Measurement, Configuration]]
 ) -> bool:
-    need = one.predicted.peak_allocated_bytes or 0
+    need = measurement.predicted.peak_allocated_bytes or 0
     return any(
-        later.created_at > one.created_at
+        later.created_at > measurement.created_at
         and (
             other == configuration
             or (not configuration.uses_host and need <= (later.predicted.peak_allocated_bytes or -1))
@@ -96,16 +100,16 @@ def _taken_back(
     )
 
 
-def _oom_record(one: Measurement, configuration: Configuration, request: Request) -> OomRecord:
-    cluster = one.plan["cluster"]
+def _oom_record(measurement: Measurement, configuration: Configuration, request: Request) -> OomRecord:
+    cluster = measurement.plan["cluster"]
     capacity = cluster.get("capacity_bytes") if isinstance(cluster, Mapping) else None
     return oom_record_of(
         configuration,
-        one.predicted.peak_allocated_bytes or 0,
+        measurement.predicted.peak_allocated_bytes or 0,
         request,
         capacity_bytes=capacity if isinstance(capacity, int) else None,
-        created_at=one.created_at,
-        id=one.id,
+        created_at=measurement.created_at,
+        id=measurement.id,
     )
 
 

@@ -42,12 +42,13 @@ def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple
     here = request.cluster.gpus
     return tuple(
         Remedy(
-            change=f"use {one.gpus} GPUs instead of {here}: {format_seconds((one.bill.days or 0.0) * DAY_SECONDS)}",
-            flag=f"--gpus {one.gpus}",
-            plan=f"{one.plan.configuration.strategy}, {format_seconds(one.plan.time.step_seconds)} a step",
+            change=f"use {devices.gpus} GPUs instead of {here}:"
+            f" {format_seconds((devices.bill.days or 0.0) * DAY_SECONDS)}",
+            flag=f"--gpus {devices.gpus}",
+            plan=f"{devices.plan.configuration.strategy}, {format_seconds(devices.plan.time.step_seconds)} a step",
         )
-        for one in on_devices
-        if one.in_time
+        for devices in on_devices
+        if devices.in_time
     )
 
 

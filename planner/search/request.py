@@ -26,7 +26,7 @@ WITHOUT_DEEPSPEED = "use backend native, whose ZeRO shards the same, or precisio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkOptions:
-    """What the user said of the work; None where they said nothing. GB are 1e9 bytes."""
+    """The user's description of the work; a field is None if the user did not say. GB are 1e9 bytes."""
 
     task: words.Task | None = None
     seq_len: int | None = None
@@ -76,7 +76,7 @@ class Request:
 
     @property
     def usd_per_gpu_hour(self) -> float | None:
-        """The price that was given, else that of the cluster's node type; None where neither is known."""
+        """The given price, else that of the cluster's node type, or None if neither is known."""
         return self.cluster.usd_per_gpu_hour if self.budget.usd_per_gpu_hour is None else self.budget.usd_per_gpu_hour
 
 

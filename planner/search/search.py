@@ -84,7 +84,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
 
 
 def can_fit(request: Request) -> Priced | None:
-    """Any plan that fits, in the order of `enumerate_candidates`; None where there is none."""
+    """Return the first plan that fits, in the order of `enumerate_candidates`, or None if there is none."""
     for layout in enumerate_candidates(request):
         candidate = Candidate(request, layout)
         for index in candidate.ends():

@@ -202,7 +202,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """Rates that follow from a step time; `mfu` is a fraction of the dense peak, None where no peak is known."""
+    """Rates that follow from a step time; `mfu` is a fraction of the dense peak, or None if no peak is known."""
 
     tokens_per_second_per_gpu: float
     samples_per_second: float

@@ -197,9 +197,9 @@ def _texts(raw: object, where: str) -> list[str] | tuple[str, ...]:
 def _alternatives(raw: object, where: str) -> list[Mapping[str, str]]:
     if not isinstance(raw, list | tuple):
         raise BrokenFile(where, f"is {shown(raw)}, not a list", _REMEDY)
-    for one in raw:
-        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("strategy", "reason")):
-            raise BrokenFile(where, f"holds {shown(one)}, not a strategy and a reason", _REMEDY)
+    for item in raw:
+        if not isinstance(item, Mapping) or not all(isinstance(item.get(key), str) for key in ("strategy", "reason")):
+            raise BrokenFile(where, f"holds {shown(item)}, not a strategy and a reason", _REMEDY)
     return list(raw)
 
 

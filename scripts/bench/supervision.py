@@ -111,7 +111,7 @@ class Measurement:
 
     def run(self, step: Callable[[], None]) -> dict[str, Any]:
         """The figures of all pairs of blocks."""
-        steps = self._agreed(max(5, round(self._arguments.seconds / self._block(step, 20))))
+        steps = self._same_on_all_ranks(max(5, round(self._arguments.seconds / self._block(step, 20))))
         pairs, processor = [], []
         for turn in range(self._arguments.turns):
             seconds: dict[bool, float] = {}
@@ -153,7 +153,7 @@ class Measurement:
             times.append(time.perf_counter() - before)
         return statistics.median(times)
 
-    def _agreed(self, value: int) -> int:
+    def _same_on_all_ranks(self, value: int) -> int:
         from strategies.distributed.consensus import on_rank_zero
 
         return int(on_rank_zero(lambda: value)) if self._engine.environment.world_size > 1 else value
@@ -222,7 +222,10 @@ class Parts:
     """What supervision and monitoring take, piece by piece, while they are on."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._seconds = engine, dict.fromkeys((type(one).__name__ for one in engine.observers), 0.0)
+        self._engine, self._seconds = (
+            engine,
+            dict.fromkeys((type(observer).__name__ for observer in engine.observers), 0.0),
+        )
         self._steps, self._wall, self._processor = 0, 0.0, {"threads": 0.0, "launcher": 0.0}
         for observer in engine.observers:
             for name in ("forward_starts", "loss_is", "starts", "ends", "step_ended"):
@@ -263,7 +266,7 @@ def _processor_seconds() -> dict[str, float]:
         fields = Path(f"/proc/self/task/{ident}/stat").read_text().rpartition(")")[2].split()
         threads += (int(fields[11]) + int(fields[12])) / ticks
     times = [process.cpu_times() for process in launcher_processes()]
-    return {"threads": threads, "launcher": sum(one.user + one.system for one in times)}
+    return {"threads": threads, "launcher": sum(spent.user + spent.system for spent in times)}
 
 
 def _report(found: dict[str, Any]) -> str:

@@ -124,7 +124,9 @@ def _times(
     threads = max(1, (os.cpu_count() or 1) // arguments.ranks)
     ends = time.perf_counter() + 60 * arguments.minutes
     for turn in count():
-        fitting = [one for one in settings if time.perf_counter() + longest.get(one, 0.0) < ends or turn == 0]
+        fitting = [
+            candidate for candidate in settings if time.perf_counter() + longest.get(candidate, 0.0) < ends or turn == 0
+        ]
         if turn == arguments.turns or not fitting:
             return
         for setting in fitting:

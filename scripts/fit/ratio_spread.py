@@ -37,10 +37,10 @@ def pairs(rows: Iterable[Scored]) -> Iterator[Pair]:
     for row in rows:
         groups[row.run.alike].append(row)
     for name, group in groups.items():
-        for one, other in combinations(group, 2):
-            kind = kind_of(one.run.job.configuration, other.run.job.configuration)
+        for first, second in combinations(group, 2):
+            kind = kind_of(first.run.job.configuration, second.run.job.configuration)
             if kind:
-                yield Pair(kind=kind, group=name, error=abs(one.log_error - other.log_error))
+                yield Pair(kind=kind, group=name, error=abs(first.log_error - second.log_error))
 
 
 def kind_of(one: Configuration, other: Configuration) -> str:

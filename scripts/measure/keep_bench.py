@@ -39,10 +39,16 @@ def main() -> None:
     files = files_of(place["device"])
     with open_store() as store:
         rates = store.rates(key.key)
-        runs = [one for one in store.list(outcome="completed") if one.source == "bench" and one.fingerprint == key]
-    newest = {one.plan_key: one for one in reversed(runs)}.values()
+        runs = [
+            measurement
+            for measurement in store.list(outcome="completed")
+            if measurement.source == "bench" and measurement.fingerprint == key
+        ]
+    newest = {run.plan_key: run for run in reversed(runs)}.values()
     write_rates(files.rates, rates)
-    write_time_runs(files.training, [_row(one, configs, place) for one in newest if one.model in configs])
+    write_time_runs(
+        files.training, [_row(measurement, configs, place) for measurement in newest if measurement.model in configs]
+    )
     print(f"{len(rates)} rates in {files.rates.name}, {len(newest)} runs in {files.training.name}")
 
 

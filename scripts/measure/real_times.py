@@ -177,7 +177,7 @@ def contests(runs: Iterable[TimeRun], bench: Bench) -> list[Contest]:
 
 def median_error(timed: Iterable[Timed]) -> float:
     """Of the absolute errors."""
-    return statistics.median(abs(one.error) for one in timed)
+    return statistics.median(abs(run.error) for run in timed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

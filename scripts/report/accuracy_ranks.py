@@ -56,7 +56,7 @@ def ranks() -> Iterator[str]:
 
 def _head(runs: Sequence[TimeRun], settings: int) -> str:
     run = runs[0]
-    sizes = " or ".join(str(size) for size in sorted({one.world_size for one in runs}))
+    sizes = " or ".join(str(size) for size in sorted({run.world_size for run in runs}))
     return HEAD.format(
         ranks=sizes, cores=run.cores, cpu=run.cpu, torch=run.torch, deepspeed=run.deepspeed, settings=settings
     )
@@ -64,7 +64,9 @@ def _head(runs: Sequence[TimeRun], settings: int) -> str:
 
 def _by_strategy(plain: Sequence[Contest], learnt: Sequence[Contest]) -> Iterator[list[str]]:
     for strategy in ("", *STRATEGIES):
-        sides = [[one for one in _entries(found) if strategy in ("", one.run.strategy)] for found in (plain, learnt)]
+        sides = [
+            [entry for entry in _entries(found) if strategy in ("", entry.run.strategy)] for found in (plain, learnt)
+        ]
         yield [strategy or "all", str(len(sides[0])), *(cell for side in sides for cell in _sizes(side))]
 
 
@@ -73,7 +75,7 @@ def _entries(found: Iterable[Contest]) -> list[Timed]:
 
 
 def _sizes(timed: Sequence[Timed]) -> list[str]:
-    sizes = [abs(one.error) for one in timed]
+    sizes = [abs(run.error) for run in timed]
     return [f"{percentile(sizes, share):.1%}" for share in (0.5, 0.9)]
 
 

@@ -120,7 +120,7 @@ def _intervals(stated: Sequence[Scored]) -> Iterator[str]:
     widths = scatter(stated)
     rows = []
     for kind, found in coverage(covered(stated)).items():
-        spread = next((f"{widths.total(one):.2f}" for one in widths.within if one == kind), "-")
+        spread = next((f"{widths.total(known):.2f}" for known in widths.within if known == kind), "-")
         rows.append([kind, str(found.runs), f"{found.inside:.1%}", spread])
     yield from table(("plan", "runs", "inside", "standard deviation of the logarithm"), rows)
 

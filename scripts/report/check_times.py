@@ -58,9 +58,9 @@ def _gpu(runs: Sequence[TimeRun], plain: Bench, calibrated: Bench) -> Iterable[s
     yield from map(_row, map(calibrated.timed, runs))
     for name, bench in (("rates alone", plain), ("calibrated", calibrated)):
         timed = [bench.timed(run) for run in runs]
-        offloaded = [one for one in timed if one.run.offload != "none"]
+        offloaded = [prediction for prediction in timed if prediction.run.offload != "none"]
         for what, part in (("all", timed), ("offload", offloaded)):
-            p90 = percentile((abs(one.error) for one in part), 0.9)
+            p90 = percentile((abs(prediction.error) for prediction in part), 0.9)
             yield f"{name}, {what}: median error {median_error(part):.1%}, 90th percentile {p90:.1%}, {len(part)} runs"
 
 

@@ -83,7 +83,7 @@ def _range(numbers: list[int]) -> str:
 
 def _settings(rows: list[Row]) -> list[Setting]:
     """From the smallest to the largest."""
-    return sorted({row.setting for row in rows}, key=lambda one: (PARAMETERS[one.model], *astuple(one)[1:]))
+    return sorted({row.setting for row in rows}, key=lambda setting: (PARAMETERS[setting.model], *astuple(setting)[1:]))
 
 
 def _seconds(row: Row) -> tuple[float, str]:

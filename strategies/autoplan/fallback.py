@@ -42,8 +42,8 @@ def best_plan(request: Request) -> Plan:
 def without(request: Request, failed: tuple[FailedPlan, ...], share: float = 0.0) -> Request:
     """The request without the plans that failed, and without those that are predicted to save less than a `share` of
     their memory."""
-    found = (_oom_record(one, request, share) for one in failed)
-    oom_records = tuple(one for one in found if one is not None)
+    found = (_oom_record(measurement, request, share) for measurement in failed)
+    oom_records = tuple(record for record in found if record is not None)
     experience = request.experience
     return replace(request, experience=replace(experience, oom_records=(*oom_records, *experience.oom_records)))
 

@@ -159,7 +159,7 @@ def _candidates(strategy: words.Strategy | None, backend: words.Backend | None) 
 
 
 def _zero_backend(backend: words.Backend | None) -> words.Backend | None:
-    """Which ZeRO runs: the one asked for, our own where DeepSpeed is not installed, None where it is for the device."""
+    """Return the ZeRO that runs: the requested one, `native` without DeepSpeed, or None if the device decides."""
     if backend in ("deepspeed", "native"):
         return backend
     return None if find_spec("deepspeed") is not None else "native"
@@ -194,7 +194,7 @@ def _require_one_stage(asked: PlanningOptions) -> None:
 
 
 def _sequence_length(training_data: Any, *, is_custom: bool) -> int | None:
-    """The length of the first sample's first token tensor; None where there is no such thing.
+    """Return the length of the first sample's first token tensor, or None if there is no such thing.
 
     A module that no catalogue knows may also take features: a vector is one position, a matrix one a row.
     """

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hardware_db.notices import labelled, notice
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.types.plan import Configuration, Plan
@@ -26,7 +27,7 @@ _SAME_MODEL = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanningOptions:
-    """What the script asked for; None where it left the choice to the plan."""
+    """The script's requests; a field is None if it left the choice to the plan."""
 
     plan: Plan | str | Path | None = None
     strategy: words.Strategy | None = None
@@ -37,8 +38,8 @@ class PlanningOptions:
 
 
 def settled_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
-    """The plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`); None where
-    one has to be made.
+    """Return the plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`), or
+    None if one has to be made.
 
     A run that goes on leaves a given plan that failed or is for another number of ranks; rank 0 says so.
 
@@ -57,7 +58,7 @@ def settled_plan(model: nn.Module, options: PlanningOptions, environment: Enviro
     where, plan = found
     if state.is_resumed and (why := unfit(plan, state)):
         if environment.is_main:
-            print(f"dsplan: {where} {why}: another plan is made", flush=True)
+            notice(f"{where} {why}: another plan is made", stream="stdout")
         return None
     _check(where, plan, options, environment)
     return plan
@@ -112,7 +113,7 @@ def another_model(plan: Plan, model: nn.Module) -> str:
     if not isinstance(planned, int) or abs(here - planned) <= _SAME_MODEL * planned:
         return ""
     return (
-        f"dsplan: the plan is for {plan.model.get('name')} with {planned:,} parameters and this model has {here:,}: its"
+        f"the plan is for {plan.model.get('name')} with {planned:,} parameters and this model has {here:,}: its"
         " memory and time do not hold here; plan again for this model"
     )
 
@@ -131,11 +132,11 @@ def describe(plan: Plan) -> str:
         )
         if value != "none"
     )
-    return (
-        f"dsplan: {chosen.strategy} ({chosen.backend}) on {chosen.world_size} x {plan.cluster.get('device')},"
+    return labelled(
+        f"{chosen.strategy} ({chosen.backend}) on {chosen.world_size} x {plan.cluster.get('device')},"
         f" {chosen.precision}, {chosen.optimizer}{extras}\n"
-        f"dsplan: micro-batch {chosen.micro_batch_size} x accumulation {chosen.gradient_accumulation_steps} x"
+        f"micro-batch {chosen.micro_batch_size} x accumulation {chosen.gradient_accumulation_steps} x"
         f" {ranks} ranks = global batch {chosen.global_batch_size}\n"
-        f"dsplan: predicted {format_bytes(memory.peak_allocated_bytes)} at the peak ({memory.peak_phase}),"
+        f"predicted {format_bytes(memory.peak_allocated_bytes)} at the peak ({memory.peak_phase}),"
         f" {format_seconds(plan.time.step_seconds)} per step"
     )

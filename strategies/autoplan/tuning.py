@@ -18,6 +18,7 @@ from torch import nn
 
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import utc_now
+from hardware_db.notices import notice
 from hardware_db.probe import probe
 from hardware_db.units import format_seconds
 from planner.calibration.experience import KnownRun
@@ -72,7 +73,7 @@ def decide(plan: Plan, step_seconds: float, before: Tuning, request: Request, st
     stays = Tuning(tried=tried, following=plan_to_dict(plan), is_over=True, switches=before.switches)
     if before.switches >= MOST_SWITCHES:
         return Decision(tuning=stays)
-    best = min(tried, key=lambda one: one.step_seconds)
+    best = min(tried, key=lambda trial: trial.step_seconds)
     if step_seconds > (1 + SLOWER_BY) * best.step_seconds:
         back = replace(stays, following=best.plan, switches=before.switches + 1)
         if _pays(step_seconds, best.step_seconds, start_seconds):
@@ -98,18 +99,18 @@ def _pays(now: float, then: float, start_seconds: float) -> bool:
 def _informed(request: Request, tried: Sequence[Tried]) -> Request:
     """The request with what was measured in this run, and without what failed in it."""
     known = {
-        plan_from_dict(one.plan).configuration: KnownRun(
-            step_seconds=one.step_seconds, each=(one.step_seconds,), created_at=utc_now()
+        plan_from_dict(trial.plan).configuration: KnownRun(
+            step_seconds=trial.step_seconds, each=(trial.step_seconds,), created_at=utc_now()
         )
-        for one in tried
+        for trial in tried
     }
     experience = replace(request.experience, known={**request.experience.known, **known})
     fastest = replace(request, experience=experience, simplest_first=False, objective="throughput", top=1)
     return without(fastest, current().failed_plans)
 
 
-def _with(tried: Sequence[Tried], one: Tried) -> tuple[Tried, ...]:
-    return (*(other for other in tried if other.plan["plan"] != one.plan["plan"]), one)
+def _with(tried: Sequence[Tried], trial: Tried) -> tuple[Tried, ...]:
+    return (*(other for other in tried if other.plan["plan"] != trial.plan["plan"]), trial)
 
 
 def _sentence(plan: Plan, step_seconds: float, other: Tried, *, measured: bool = True) -> str:
@@ -180,16 +181,16 @@ class Tuner(Observer):
         supervision = self._engine.supervision
         assert supervision is not None, "only supervised engines are tuned"
         if why := supervision.unsaveable:
-            print(f"dsplan: not tuned: {why}", flush=True)
+            notice(f"not tuned: {why}", stream="stdout")
             return "stays"
         try:
             decision = decide(self._engine.plan, seconds, self._before, request, self._start_seconds or 0.0)
             decision.tuning.save(self._run_directory)
         except (DsplanError, OSError) as problem:
-            print(f"dsplan: not tuned: {problem}", flush=True)
+            notice(f"not tuned: {problem}", stream="stdout")
             return "stays"
         if decision.why:
-            print(f"dsplan: {decision.why}", flush=True)
+            notice(decision.why, stream="stdout")
         return "switch" if decision.switches else "stays"
 
 
@@ -210,7 +211,7 @@ class Prospect:
 def prospect(
     model: nn.Module, options: PlanningOptions, environment: Environment, run_directory: Path
 ) -> Prospect | None:
-    """What to tune with; None where nothing is to be tuned (any more). Every rank calls this together.
+    """Return what to tune with, or None if nothing is to be tuned (any more). Every rank calls this together.
 
     Raises:
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
@@ -220,7 +221,7 @@ def prospect(
         return None
     if options.training_data is None:
         if environment.is_main:
-            print("dsplan: --tune changes how batches are cut: hand training_data= to dsplan.initialize", flush=True)
+            notice("--tune changes how batches are cut: hand training_data= to dsplan.initialize", stream="stdout")
         return None
     before = on_rank_zero(lambda: _before(run_directory, state))
     if before.is_over:

@@ -41,7 +41,7 @@ def mean_over_ranks(ranks: Sequence[Sequence[TimedStep]]) -> tuple[TimedStep, ..
     """Step by step the mean of the ranks, which no rank's waiting for another can move."""
     names = [item.name for item in fields(TimedStep)]
     return tuple(
-        TimedStep(**{name: sum(getattr(one, name) for one in step) / len(step) for name in names})
+        TimedStep(**{name: sum(getattr(timed, name) for timed in step) / len(step) for name in names})
         for step in zip(*ranks, strict=True)
     )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hardware_db.errors import BrokenFile, DsplanError, UnknownName
 from hardware_db.files import replace_text
+from hardware_db.from_json import WrongValue, from_json
 from hardware_db.handed_in import read_yaml, shown
 from hardware_db.microbench.grid import CPU, GPU, KINDS, Block, Scale, all_points, quick_points, unmeasurable
 from hardware_db.microbench.rate import Point
@@ -18,8 +19,7 @@ from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
 from planner.models.tasks import default_sequence_length
 from planner.types.cluster import Cluster
-from planner.types.plan import Configuration
-from planner.vocabulary import TASKS, Backend
+from planner.vocabulary import Backend
 from strategies.bench.cases import TrainingCase, training_cases
 
 TRAINING = "training"
@@ -225,14 +225,12 @@ def _each(raw: object, where: str, read: Callable[[Mapping[str, Any], str], Valu
 
 
 def _point(raw: Mapping[str, Any], where: str) -> Point:
-    values = _checked(Point, raw, where)
-    shape = values.get("shape", ())
-    if not isinstance(shape, list | tuple) or not all(type(extent) is int and extent > 0 for extent in shape):
-        raise BrokenFile(where, f"has shape {shape!r}; it must be whole numbers above 0", _REMEDY)
-    for name, least in (("size", 0), ("ranks", 1)):
-        if name in values and (type(values[name]) is not int or values[name] < least):
-            raise BrokenFile(where, f"has {name} {values[name]!r}; it must be a whole number from {least}", _REMEDY)
-    point = Point(**{**values, "shape": tuple(shape)})
+    point = _built(Point, raw, where)
+    if not all(extent > 0 for extent in point.shape):
+        raise BrokenFile(where, f"has shape {list(point.shape)}; it must be whole numbers above 0", _REMEDY)
+    for name, figure, least in (("size", point.size, 0), ("ranks", point.ranks, 1)):
+        if figure < least:
+            raise BrokenFile(where, f"has {name} {figure}; it must be a whole number from {least}", _REMEDY)
     problem = unmeasurable(point)
     if problem:
         raise BrokenFile(where, problem, _REMEDY)
@@ -240,29 +238,15 @@ def _point(raw: Mapping[str, Any], where: str) -> Point:
 
 
 def _case(raw: Mapping[str, Any], where: str) -> TrainingCase:
-    values = _checked(TrainingCase, {**raw, "configuration": raw.get("plan")}, where, ignored=("plan",))
-    chosen, config = values.pop("configuration"), values.pop("config", None) or {}
-    if not isinstance(chosen, Mapping):
-        raise BrokenFile(where, "lacks 'plan'", _REMEDY)
-    if not isinstance(config, Mapping) or values["task"] not in TASKS:
-        raise BrokenFile(where, f"needs a task ({', '.join(TASKS)}) and a config of keys and values", _REMEDY)
+    document = {"configuration" if name == "plan" else name: value for name, value in raw.items() if value is not None}
+    return _built(TrainingCase, document, where, {"configuration": "plan"})
+
+
+def _built(kind: type[Value], raw: object, where: str, spelled: Mapping[str, str] | None = None) -> Value:
     try:
-        configuration = Configuration(**_checked(Configuration, chosen, f"{where}: plan"))
-    except ContradictoryRequest as problem:
-        raise BrokenFile(f"{where}: plan", str(problem), _REMEDY) from None
-    return TrainingCase(model=str(values["model"]), task=values["task"], config=config, configuration=configuration)
-
-
-def _checked(kind: type, raw: Mapping[str, Any], where: str, ignored: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The entries of `raw` that are fields of `kind`; every other one, and every one that lacks, is an error."""
-    known = {item.name: item for item in fields(kind)}
-    for name in raw:
-        if name not in known and name not in ignored:
-            raise BrokenFile(where, f"has an unknown key {name!r}", _REMEDY)
-    for name, item in known.items():
-        if name not in raw and item.default is MISSING and item.default_factory is MISSING:
-            raise BrokenFile(where, f"lacks {name!r}", _REMEDY)
-    return {name: value for name, value in raw.items() if name in known}
+        return from_json(kind, raw, spelled=spelled)
+    except (WrongValue, ContradictoryRequest) as problem:
+        raise BrokenFile(where, str(problem), _REMEDY) from None
 
 
 def _text(value: object, where: str) -> str:

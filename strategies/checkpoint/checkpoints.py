@@ -176,7 +176,7 @@ class _OwnState:
         load_extra(self._engine.module, self._before["extra"])
 
     def _scheduler_state(self, path: Path, content: Content) -> dict[str, Any] | None:
-        """The scheduler's state in the form of the live one's; None where there is none."""
+        """Return the scheduler's state in the form of the live one's, or None if there is none."""
         saved = content.progress.get("scheduler")
         if self._scheduler is None or saved is None:
             return None

@@ -242,7 +242,7 @@ def text_of(content: Content) -> str:
     Raises:
         CannotRun: the script's part of it is not JSON, or more than a checkpoint may have.
     """
-    if any(is_deep(one, DEEPEST - 1) for one in (content.client_state, content.progress, content.extra)):
+    if any(is_deep(part, DEEPEST - 1) for part in (content.client_state, content.progress, content.extra)):
         raise CannotRun(f"client_state and the scheduler's state must not be nested more than {DEEPEST - 1} deep")
     try:
         text = json.dumps({"format": FORMAT, **asdict(content)}, indent=1) + "\n"
@@ -284,7 +284,7 @@ def content_of(folder: Path, data: bytes) -> Content:
     values = json_object(path, data)
     if values.pop("format", None) != FORMAT:
         raise BrokenFile(path, f"is not of format {FORMAT}", "load it with the dsplan that wrote it")
-    kinds = {one.name: bool if one.name == "is_custom" else dict for one in fields(Content)}
+    kinds = {saved_field.name: bool if saved_field.name == "is_custom" else dict for saved_field in fields(Content)}
     for name, value in values.items():
         if name not in kinds:
             raise Damaged(path, f"is not a checkpoint's state: it has {shown(name)}")
@@ -331,13 +331,13 @@ def read_index(folder: Path, data: bytes) -> dict[str, SavedTensor]:
         Damaged: it does not say that, or the boxes of a tensor are not all of it, each element once.
     """
     path = folder / TENSORS
-    found = {name: _saved(path, name, one) for name, one in json_object(path, data).items()}
+    found = {name: _saved(path, name, entry) for name, entry in json_object(path, data).items()}
     taken: set[tuple[str, str]] = set()
-    for name, one in found.items():
-        problem = cover_problem(one.shape, ((box.offsets, box.sizes) for box in one.boxes))
+    for name, tensor in found.items():
+        problem = cover_problem(tensor.shape, ((box.offsets, box.sizes) for box in tensor.boxes))
         if problem:
             raise Damaged(path, f"{shown(name)}: {problem}")
-        for box in one.boxes:
+        for box in tensor.boxes:
             if (box.file, box.key) in taken:
                 raise Damaged(path, f"{shown(name)}: {shown(box.key)} of {shown(box.file)} is there twice")
             taken.add((box.file, box.key))
@@ -349,19 +349,19 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
-def _saved(path: Path, name: str, one: Any) -> SavedTensor:
+def _saved(path: Path, name: str, entry: Any) -> SavedTensor:
     parts = name.split("/", 2)
     if len(parts) < _PARTS.get(parts[0], math.inf) or not all(parts):
         raise Damaged(path, f"{shown(name)} is no tensor of a model, of an optimizer or of random numbers")
-    described = one if isinstance(one, dict) else {}
+    described = entry if isinstance(entry, dict) else {}
     dtype, shape, boxes = described.get("dtype"), counts(described.get("shape")), described.get("boxes")
     if not isinstance(dtype, str) or shape is None or not isinstance(boxes, list):
         raise Damaged(path, f"does not say what {shown(name)} is")
     return SavedTensor(dtype=dtype, shape=shape, boxes=tuple(_box(path, name, box) for box in boxes))
 
 
-def _box(path: Path, name: str, one: Any) -> Box:
-    described = one if isinstance(one, dict) else {}
+def _box(path: Path, name: str, entry: Any) -> Box:
+    described = entry if isinstance(entry, dict) else {}
     offsets, sizes = counts(described.get("offsets")), counts(described.get("sizes"))
     file, key = described.get("file"), described.get("key")
     if offsets is None or sizes is None or not isinstance(file, str) or not isinstance(key, str):
@@ -373,12 +373,12 @@ def _optimizer_problem(optimizer: Mapping[str, Any]) -> str:
     """What is not as `States.described` makes it; empty where all is."""
     if not isinstance(optimizer.get("class", ""), str):
         return "its optimizer has no class"
-    if not _are(optimizer.get("numbers", []), lambda one: isinstance(one, str)):
+    if not _are(optimizer.get("numbers", []), lambda value: isinstance(value, str)):
         return "its optimizer's numbers have no names"
     groups = optimizer.get("groups", [])
-    if not _are(groups, lambda one: isinstance(one, dict) and isinstance(one.get("options"), dict)):
+    if not _are(groups, lambda value: isinstance(value, dict) and isinstance(value.get("options"), dict)):
         return "its optimizer's groups have no options"
-    if not all(_are(one.get("parameters"), lambda name: isinstance(name, str)) for one in groups):
+    if not all(_are(group.get("parameters"), lambda name: isinstance(name, str)) for group in groups):
         return "its optimizer's groups have no parameters"
     return ""
 

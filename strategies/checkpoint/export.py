@@ -59,7 +59,9 @@ class _Weights:
 
     def __init__(self, found: Opened, dtype: torch.dtype | None) -> None:
         self._path, self._dtype = found.path, dtype
-        self._index = {name.removeprefix(MODEL): one for name, one in found.index.items() if name.startswith(MODEL)}
+        self._index = {
+            name.removeprefix(MODEL): tensor for name, tensor in found.index.items() if name.startswith(MODEL)
+        }
         self._open: dict[str, BoxFile] = {}
         self._stack = ExitStack()
 
@@ -71,14 +73,14 @@ class _Weights:
 
     def described(self) -> list[tuple[str, torch.dtype, Sequence[int]]]:
         """Name, dtype and shape of every weight as it will be written."""
-        return [(name, self._written(DTYPES[one.dtype]), one.shape) for name, one in self._index.items()]
+        return [(name, self._written(DTYPES[tensor.dtype]), tensor.shape) for name, tensor in self._index.items()]
 
     def read(self, name: str) -> torch.Tensor:
         """One whole weight."""
-        one = self._index[name]
-        saved = DTYPES[one.dtype]
-        whole = torch.empty(one.shape, dtype=saved)
-        for box in one.boxes:
+        tensor = self._index[name]
+        saved = DTYPES[tensor.dtype]
+        whole = torch.empty(tensor.shape, dtype=saved)
+        for box in tensor.boxes:
             part = whole[tuple(slice(low, low + long) for low, long in zip(box.offsets, box.sizes, strict=True))]
             self._file(box.file).read(box.key, (0,) * len(box.sizes), part)
         return whole.to(self._written(saved))

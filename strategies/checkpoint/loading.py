@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
+from hardware_db.notices import notice
 from strategies.checkpoint import content as folder
 from strategies.checkpoint import rng, safefile
 from strategies.checkpoint.content import (
@@ -79,7 +79,7 @@ class Checked:
 def check(
     directory: Path, states: States, environment: Environment, require: Callable[[Path, Content], None]
 ) -> Checked | None:
-    """Find the latest checkpoint below `directory`, or the one that it is, and check all of it; None where there is
+    """Find the latest checkpoint below `directory`, or the one that it is, and check all of it. Return None if there is
     none.
 
     Every rank calls it together. Nothing of the engine changes. `require` raises where the engine cannot take what is
@@ -209,7 +209,7 @@ def _latest(directory: Path) -> Path | None:
         raise BrokenFile(directory, "is not there", f"there are: {', '.join(others) or 'none'}")
     near = folder.nearest(directory)
     hint = f" ({near.name} beside it has)" if near is not None else ""
-    print(f"dsplan: {directory} has no checkpoint{hint}: training starts anew", file=sys.stderr, flush=True)
+    notice(f"{directory} has no checkpoint{hint}: training starts anew")
     return None
 
 
@@ -233,14 +233,14 @@ def _boxes_by_file(found: Opened) -> dict[str, dict[str, tuple[str, tuple[int, .
     """
     path = found.path / TENSORS
     files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in _data_files(found)}
-    for name, one in found.index.items():
-        if one.dtype not in DTYPES:
-            raise Damaged(path, f"{shown(name)} is of dtype {shown(one.dtype)}, which dsplan does not know")
-        for box in one.boxes:
+    for name, tensor in found.index.items():
+        if tensor.dtype not in DTYPES:
+            raise Damaged(path, f"{shown(name)} is of dtype {shown(tensor.dtype)}, which dsplan does not know")
+        for box in tensor.boxes:
             if box.file not in files:
                 raise Damaged(path, f"{shown(name)} lies in {shown(box.file)}, which {safefile.FILE} does not list")
-            files[box.file][box.key] = (one.dtype, box.sizes)
-    stray = next((name for name, held in files.items() if not held and not is_ranks_file(name)), None)
+            files[box.file][box.key] = (tensor.dtype, box.sizes)
+    stray = next((name for name, keys in files.items() if not keys and not is_ranks_file(name)), None)
     if stray is not None:
         raise Damaged(found.path / safefile.FILE, f"lists {shown(stray)}, which holds nothing of the checkpoint")
     return files
@@ -254,9 +254,9 @@ def _require_boxes(path: Path, name: str, expected: Mapping[str, tuple[str, tupl
             raise Damaged(path / name, f"has no {shown(key)}, which {TENSORS} places in it")
         if key not in expected:
             raise Damaged(path / name, f"has {shown(key)}, which {TENSORS} does not know")
-        held = (stored[key].dtype, stored[key].shape)
-        if held != expected[key]:
-            (dtype, shape), (listed, sizes) = held, expected[key]
+        has = (stored[key].dtype, stored[key].shape)
+        if has != expected[key]:
+            (dtype, shape), (listed, sizes) = has, expected[key]
             problem = f"has {shown(key)} as {dtype} {list(shape)}, and {TENSORS} as {listed} {list(sizes)}"
             raise Damaged(path / name, problem)
 
@@ -291,4 +291,4 @@ def _name_strays(found: Opened) -> None:
     if strays:
         others = f" and {len(strays) - 1} more are" if len(strays) > 1 else " is"
         line = f"{found.path}: {shown(strays[0])}{others} none of its files and not read; move it out of the folder"
-        print(f"dsplan: {line}", file=sys.stderr, flush=True)
+        notice(line)

@@ -84,7 +84,7 @@ def opened(folder: Path, name: str) -> Iterator[BinaryIO]:
         raise Damaged(folder, f"names a file {shown(name)}, which does not lie in it")
     above = [folder.joinpath(*PurePosixPath(name).parts[:depth]) for depth in range(1, len(PurePosixPath(name).parts))]
     try:
-        link = next((one for one in above if one.is_symlink()), None)
+        link = next((parent for parent in above if parent.is_symlink()), None)
         if link is not None:
             raise Damaged(link, "is a link; put what it leads to in its place")
         _require_regular(path, path.lstat().st_mode)
@@ -141,11 +141,13 @@ def is_deep(values: Any, deepest: int = DEEPEST) -> bool:
     """Whether lists and dicts are nested deeper than that."""
     level = [values]
     for _ in range(deepest):
-        inner = [one for one in level if isinstance(one, (dict, list, tuple))]
-        level = [below for one in inner for below in (one.values() if isinstance(one, dict) else one)]
+        inner = [value for value in level if isinstance(value, (dict, list, tuple))]
+        level = [
+            below for container in inner for below in (container.values() if isinstance(container, dict) else container)
+        ]
         if not level:
             return False
-    return any(isinstance(one, (dict, list, tuple)) for one in level)
+    return any(isinstance(value, (dict, list, tuple)) for value in level)
 
 
 def is_count(value: Any) -> bool:
@@ -154,7 +156,7 @@ def is_count(value: Any) -> bool:
 
 
 def counts(values: Any) -> tuple[int, ...] | None:
-    """A shape or an offset of JSON; None where it is none."""
+    """Return a shape or an offset of JSON, or None if it is none."""
     if not isinstance(values, list) or len(values) > _MOST_DIMENSIONS or not all(map(is_count, values)):
         return None
     return tuple(values)
@@ -172,8 +174,8 @@ def header_of(file: BinaryIO, path: Path) -> dict[str, Stored]:
         raise Damaged(path, f"is damaged: its header cannot have {length} bytes in a file of {size}")
     values = json_object(path, _exactly(file, path, length))
     values.pop("__metadata__", None)
-    found = {key: _stored(path, key, one, 8 + length) for key, one in values.items()}
-    spans = sorted((one.begin, one.end) for one in found.values())
+    found = {key: _stored(path, key, entry, 8 + length) for key, entry in values.items()}
+    spans = sorted((stored.begin, stored.end) for stored in found.values())
     edges = [(8 + length, 8 + length), *spans, (size, size)]
     if any(before[1] != after[0] for before, after in pairwise(edges)):
         raise Damaged(path, "is damaged: its tensors leave bytes out or share them")
@@ -192,9 +194,9 @@ def cover_problem(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Seq
             return f"the box of {list(sizes)} at {list(offsets)} lies outside of {list(shape)}"
         if math.prod(sizes):
             full.append((tuple(offsets), tuple(sizes)))
-    held, whole = sum(math.prod(sizes) for _, sizes in full), math.prod(shape)
-    if held != whole:
-        return f"its boxes hold {held} elements of {whole}"
+    elements, whole = sum(math.prod(sizes) for _, sizes in full), math.prod(shape)
+    if elements != whole:
+        return f"its boxes hold {elements} elements of {whole}"
     return "" if _come_apart(full, len(shape)) else "its boxes overlap"
 
 
@@ -222,7 +224,7 @@ def _cut(
     """A group in parts that straight cuts across one dimension make of it; the group itself where there is no cut."""
     for dimension in range(dimensions):
         end, parts = -1, list[list[tuple[tuple[int, ...], tuple[int, ...]]]]()
-        for box in sorted(group, key=lambda one: one[0][dimension]):
+        for box in sorted(group, key=lambda box: box[0][dimension]):
             low, long = box[0][dimension], box[1][dimension]
             if low >= end:
                 parts.append([])
@@ -233,8 +235,8 @@ def _cut(
     return [group]
 
 
-def _stored(path: Path, key: str, one: Any, data_begins: int) -> Stored:
-    described = one if isinstance(one, dict) else {}
+def _stored(path: Path, key: str, entry: Any, data_begins: int) -> Stored:
+    described = entry if isinstance(entry, dict) else {}
     dtype, shape, span = described.get("dtype"), counts(described.get("shape")), counts(described.get("data_offsets"))
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES or shape is None or span is None or len(span) != 2:
         raise Damaged(path, f"is damaged: its header does not say what {shown(key)} is")

@@ -155,7 +155,7 @@ class Restore:
     def _checked_options(self) -> list[tuple[dict[str, Any], str, Any]]:
         """The options of every live group that the checkpoint has, in the form in which the group has them."""
         groups = self._content.optimizer.get("groups", ())
-        saved: dict[str, dict[str, Any]] = {name: one["options"] for one in groups for name in one["parameters"]}
+        saved: dict[str, dict[str, Any]] = {name: group["options"] for group in groups for name in group["parameters"]}
         found = []
         for names, group in self._states.groups():
             options = next((saved[name] for name in names if name in saved), dict[str, Any]())
@@ -181,9 +181,10 @@ class Restore:
         """Every weight of the model is there in its shape, and no other; no states of other weights either."""
         tensors, saved = self._states.names.tensors, self._saved
         live = {
-            name: self._states.shape_of(tensors[name]) for name in (one.removeprefix(MODEL) for one in self._weights)
+            name: self._states.shape_of(tensors[name])
+            for name in (weight.removeprefix(MODEL) for weight in self._weights)
         }
-        there = {name.removeprefix(MODEL): one for name, one in saved.items() if name.startswith(MODEL)}
+        there = {name.removeprefix(MODEL): tensor for name, tensor in saved.items() if name.startswith(MODEL)}
         for name, shape in live.items():
             if name not in there:
                 near = difflib.get_close_matches(name, there, n=1)
@@ -247,17 +248,17 @@ def _like_mapping(live: Mapping[Any, Any], value: Any) -> Any:
         return value
     by_text = {str(key): key for key in live}
     if all(isinstance(key, int) for key in live):
-        return type(live)({int(key): one for key, one in value.items()})  # type: ignore[call-arg]
+        return type(live)({int(key): entry for key, entry in value.items()})  # type: ignore[call-arg]
     public = [{key for key in keys if not key.startswith("_")} - _GONE for keys in (value, by_text)]
     if public[0] != public[1]:
         raise ValueError(f"has {shown(min(public[0] ^ public[1]))} on one side alone")
     found = {}
-    for key, one in value.items():
+    for key, entry in value.items():
         if key in by_text:
             try:
-                found[key] = as_live(live[key], one)
+                found[key] = as_live(live[key], entry)
                 if key in _PER_GROUP and len(live[key]) != len(found[key]):
-                    raise ValueError(f"has {len(one)} members, and not {len(live[key])}")
+                    raise ValueError(f"has {len(entry)} members, and not {len(live[key])}")
             except (ValueError, TypeError) as problem:
                 raise ValueError(f"{shown(key)} {problem}") from None
     return found
@@ -267,11 +268,11 @@ def _like_list(live: Any, value: Any) -> Any:
     if not isinstance(value, list):
         raise ValueError(f"is {shown(value)}, which is no list")
     if live and all(map(_is_numeric, live)):
-        value = [as_live(live[0], one) for one in value]
-    if isinstance(live, tuple) or any(isinstance(one, Mapping) for one in live):
+        value = [as_live(live[0], entry) for entry in value]
+    if isinstance(live, tuple) or any(isinstance(entry, Mapping) for entry in live):
         if len(live) != len(value):
             raise ValueError(f"has {len(value)} members, and not {len(live)}")
-        value = [as_live(one, other) for one, other in zip(live, value, strict=True)]
+        value = [as_live(own, entry) for own, entry in zip(live, value, strict=True)]
     return tuple(value) if isinstance(live, tuple) else value
 
 

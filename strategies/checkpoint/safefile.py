@@ -174,10 +174,10 @@ def read(folder: Path) -> dict[str, FileSum]:
     if not isinstance(files, dict) or _own(files) != values.get("crc32"):
         raise Damaged(path, "is damaged: it does not match its own checksum")
     sums = {}
-    for name, one in files.items():
-        if not isinstance(one, dict) or not all(is_count(one.get(key)) for key in ("bytes", "crc32")):
+    for name, entry in files.items():
+        if not isinstance(entry, dict) or not all(is_count(entry.get(key)) for key in ("bytes", "crc32")):
             raise Damaged(path, f"has no size and checksum of {shown(name)}")
-        sums[name] = FileSum(bytes=one["bytes"], crc32=one["crc32"])
+        sums[name] = FileSum(bytes=entry["bytes"], crc32=entry["crc32"])
     return sums
 
 

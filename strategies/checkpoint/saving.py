@@ -128,7 +128,7 @@ class Writing:
         sums = self._write(self.target.temporary)
         note = self._note(self._environment.rank)
         unseen = note.with_suffix(".tmp")
-        unseen.write_text(json.dumps({name: asdict(one) for name, one in sums.items()}))
+        unseen.write_text(json.dumps({name: asdict(file_sum) for name, file_sum in sums.items()}))
         os.replace(unseen, note)
 
     def _all_parts_are_there(self) -> bool:
@@ -156,7 +156,7 @@ class Writing:
         sums: dict[str, FileSum] = {}
         for rank in range(self._environment.world_size):
             note = self._note(rank)
-            sums |= {name: FileSum(**one) for name, one in json.loads(note.read_text()).items()}
+            sums |= {name: FileSum(**file_sum) for name, file_sum in json.loads(note.read_text()).items()}
             note.unlink()
         for path in sorted(temporary.rglob("*")):
             name = path.relative_to(temporary).as_posix()

@@ -78,8 +78,8 @@ def is_json(value: Any) -> bool:
     if value is None or isinstance(value, (bool, int, float, str)):
         return True
     if isinstance(value, (list, tuple)):
-        return all(is_json(one) for one in value)
-    return isinstance(value, dict) and all(isinstance(key, str) and is_json(one) for key, one in value.items())
+        return all(is_json(item) for item in value)
+    return isinstance(value, dict) and all(isinstance(key, str) and is_json(item) for key, item in value.items())
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -114,7 +114,7 @@ class Place:
         group: the options of its group in the optimizer.
         tensor: what the optimizer changes here: the parameter, a DTensor of it, or a piece, maybe empty.
         shape: of the whole parameter.
-        start: where a flat piece begins in the parameter; None where `tensor` has the parameter's own shape.
+        start: where a flat piece begins in the parameter, or None if `tensor` has the parameter's own shape.
     """
 
     name: str

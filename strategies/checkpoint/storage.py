@@ -114,7 +114,7 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places = {result.index: result.storage_data for one in results for result in one}
+        places = {result.index: result.storage_data for written in results for result in written}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata), name
             self.index[name] = {
@@ -248,14 +248,14 @@ def metadata_of(index: Index) -> Metadata:
     """An index in torch's terms."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, tuple[str, str]] = {}
-    for name, one in index.items():
+    for name, tensor in index.items():
         chunks = []
-        for box in one.boxes:
+        for box in tensor.boxes:
             offsets = torch.Size(box.offsets)
             chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(box.sizes)))
             places[MetadataIndex(name, offsets)] = (box.file, box.key)
-        properties = TensorProperties(dtype=DTYPES[one.dtype])
-        tensors[name] = TensorStorageMetadata(properties=properties, size=torch.Size(one.shape), chunks=chunks)
+        properties = TensorProperties(dtype=DTYPES[tensor.dtype])
+        tensors[name] = TensorStorageMetadata(properties=properties, size=torch.Size(tensor.shape), chunks=chunks)
     return Metadata(state_dict_metadata=tensors, storage_data=places)
 
 

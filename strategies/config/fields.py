@@ -40,7 +40,7 @@ class Fields:
         return value
 
     def maybe_flag(self, key: str) -> bool | None:
-        """A truth value, or None where the section does not say."""
+        """Return a truth value, or None if the section does not say."""
         return self.flag(key) if self.has(key) else None
 
     def whole(self, key: str, default: int, *, least: int = 0) -> int:
@@ -53,7 +53,7 @@ class Fields:
         return value
 
     def maybe_whole(self, key: str, *, least: int = 0) -> int | None:
-        """A whole number, or None where the section does not say."""
+        """Return a whole number, or None if the section does not say."""
         return self.whole(key, least, least=least) if self.has(key) else None
 
     def number(self, key: str, default: float, *, most: float | None = None) -> float:
@@ -65,7 +65,7 @@ class Fields:
         return float(value)
 
     def real(self, key: str) -> float | None:
-        """A number of either sign, or None where the section does not say."""
+        """Return a number of either sign, or None if the section does not say."""
         value = self._value(key, None)
         if value is None:
             return None
@@ -81,7 +81,7 @@ class Fields:
         return value
 
     def maybe_text(self, key: str) -> str | None:
-        """A string, or None where the section does not say."""
+        """Return a string, or None if the section does not say."""
         return self.text(key, "") if self.has(key) else None
 
     def refuse(self, key: str, kind: str) -> NoReturn:

@@ -192,8 +192,8 @@ def for_deepspeed(values: Mapping[str, Any], communication: CommunicationSection
     known = _known(values, TOP)
     for name in _OURS_EVERYWHERE:
         known.pop(name, None)
-    wire = communication.compression if communication.compression in ("fp16", "bf16") else communication.data_type
-    return known if wire is None else {**known, "communication_data_type": wire}
+    dtype = communication.compression if communication.compression in ("fp16", "bf16") else communication.data_type
+    return known if dtype is None else {**known, "communication_data_type": dtype}
 
 
 def _known(values: Mapping[str, Any], known: Known) -> dict[str, Any]:

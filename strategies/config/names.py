@@ -35,7 +35,7 @@ def _in(module: str, names: str) -> dict[str, Named]:
 
 
 def _by_name(*named: Named) -> dict[str, Named]:
-    return {plain(one.name): one for one in named}
+    return {plain(choice.name): choice for choice in named}
 
 
 # DeepSpeed's classes decay nothing unless they are told to; torch's AdamW decays by 0.01.

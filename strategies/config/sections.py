@@ -69,7 +69,7 @@ def _threshold(fields: Fields) -> int | None:
 
 
 def _offload(optimizer: Fields, param: Fields) -> Offload | None:
-    """The plan's word for the two devices; None where the section names neither.
+    """Return the plan's word for the two devices, or None if the section names neither.
 
     Raises:
         CannotRun: parameters leave the GPU and the optimizer does not.

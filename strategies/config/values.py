@@ -15,7 +15,7 @@ from strategies.errors import CannotRun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Threshold:
-    """Limits of one figure; None where there is none on that side."""
+    """Limits of one figure; a side without a limit is None."""
 
     above: float | None = None
     below: float | None = None
@@ -170,7 +170,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptConfig:
-    """What the config says; None where it says nothing (or `auto`). `values` is what DeepSpeed gets of it."""
+    """The settings of the config; None if absent (or `auto`). `values` is the part that DeepSpeed gets."""
 
     train_batch_size: int | None = None
     micro_batch_size: int | None = None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from hardware_db.notices import labelled
 from planner.types.plan import Configuration
 from strategies.config import DataSection
 from strategies.distributed.environment import Environment
@@ -85,7 +86,7 @@ class BadSamples:
                     f"sample {number} of training_data cannot be read ({problem}), the {self.count}th on this rank;"
                     f" repair the data or raise dataloader.bad_samples, which is {self._limit}"
                 )
-            warnings.warn(f"dsplan: sample {number} of training_data is left out ({problem})", stacklevel=2)
+            warnings.warn(labelled(f"sample {number} of training_data is left out ({problem})"), stacklevel=2)
         return batch
 
 

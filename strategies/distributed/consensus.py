@@ -59,7 +59,7 @@ def everywhere(attempt: Callable[[], Value]) -> Value:
         refusal = _Refusal(message=line, exit_code=error.exit_code if isinstance(error, DsplanError) else 1)
     box: list[_Refusal | None] = [None] * dist.get_world_size()
     dist.all_gather_object(box, refusal)
-    failed = [rank for rank, one in enumerate(box) if one is not None]
+    failed = [rank for rank, refused in enumerate(box) if refused is not None]
     if failure is not None and (failed[0] == dist.get_rank() or not isinstance(failure, DsplanError)):
         raise failure
     if first := next(filter(None, box), None):

@@ -14,6 +14,7 @@ import time
 from types import TracebackType
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from strategies.errors import CannotMeet
 
 # Ranks of one node fail within this of each other: they read one verdict, or wait equally long.
@@ -50,7 +51,7 @@ def _report(kind: type[BaseException], error: BaseException, traceback: Tracebac
 
 
 def _print_line(error: DsplanError) -> None:
-    print(f"dsplan: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    notice(" ".join(str(error).split()))
 
 
 def report_once(error: CannotMeet) -> None:
@@ -63,7 +64,7 @@ def report_once(error: CannotMeet) -> None:
         return
     job = hashlib.sha256(_job().encode()).hexdigest()[:16]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound, contextlib.suppress(OSError):
-        bound.bind(f"\0dsplan-told-{os.getuid()}-{job}")
+        bound.bind(f"\0dsplan-reported-{os.getuid()}-{job}")
         _print_line(error)
         time.sleep(_TOGETHER_SECONDS)
 

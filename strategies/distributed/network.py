@@ -4,9 +4,35 @@ from __future__ import annotations
 
 import socket
 import threading
+from dataclasses import dataclass
 
 TRY_SECONDS = 3.0
 """How long one question, to a name server or to a host, may go unanswered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interface:
+    """A network interface that is up, with its IPv4 address."""
+
+    name: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+
+def interfaces() -> list[Interface]:
+    """The interfaces of this host that are up and have an IPv4 address, in the system's order."""
+    import psutil  # only where it is asked: 10 ms of every other start
+
+    found, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    return [
+        Interface(name=name, address=address.address)
+        for _, name in socket.if_nameindex()
+        if name in states and states[name].isup
+        for address in found.get(name, ())
+        if address.family == socket.AF_INET
+    ]
 
 
 def is_own_address(host: str) -> bool:
@@ -88,7 +114,7 @@ def unanswered(host: str, port: int) -> str:
 
 
 def speaks_http(host: str, port: int) -> bool | None:
-    """Whether what listens at a port is a web server; None where it says nothing at all."""
+    """Return whether a web server listens at a port, or None if whatever listens says nothing at all."""
     try:
         with socket.create_connection((host, port), timeout=TRY_SECONDS) as asked:
             asked.sendall(b"GET / HTTP/1.0\r\n\r\n")

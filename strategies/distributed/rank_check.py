@@ -7,13 +7,13 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
+from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.errors import CannotMeet
 from strategies.run_directory.heartbeat import PULSE
@@ -120,7 +120,7 @@ def _announce(store: Store, own: Presence) -> None:
     if first == text:
         return
     other = Presence(**json.loads(first))
-    advice = "".join(f": {text}" for text in {one.advice: None for one in (other, own) if one.advice})
+    advice = "".join(f": {text}" for text in {presence.advice: None for presence in (other, own) if presence.advice})
     if own.rank == 0:
         advice += "; if they are two jobs, give each its own MASTER_PORT"
     refusal = (
@@ -143,7 +143,7 @@ def _judge(store: Store, own: Presence, patience: Patience) -> str:
             verdict = _too_late(own, missing, patience)
         elif not verdict and patience.deserves_remark and not remarked:
             remarked = True
-            print(f"dsplan: {_wait_text(own, missing)}; still waiting", file=sys.stderr, flush=True)
+            notice(f"{_wait_text(own, missing)}; still waiting")
         if not verdict:
             time.sleep(LOOK_SECONDS)
     store.set("verdict", verdict)
@@ -173,19 +173,19 @@ def _objection(store: Store, own: Presence, present: dict[int, Presence]) -> str
         return str(store.get("refusal").decode())
     seen: dict[tuple[str, str], Presence] = {}
     for rank in sorted(present):
-        one = present[rank]
-        if one.complaint:
-            return f"rank {rank} ({one.where}): {one.complaint}"
-        if one.world_size != own.world_size:
+        presence = present[rank]
+        if presence.complaint:
+            return f"rank {rank} ({presence.where}): {presence.complaint}"
+        if presence.world_size != own.world_size:
             return (
-                f"rank {own.rank} ({own.where}) counts {own.world_size} ranks and rank {rank} ({one.where}) counts"
-                f" {one.world_size}; give all of them one WORLD_SIZE"
+                f"rank {own.rank} ({own.where}) counts {own.world_size} ranks and rank {rank} ({presence.where}) counts"
+                f" {presence.world_size}; give all of them one WORLD_SIZE"
             )
-        other = seen.setdefault((one.host, one.device), one)
-        if other is not one and one.device != "cpu":
+        other = seen.setdefault((presence.host, presence.device), presence)
+        if other is not presence and presence.device != "cpu":
             return (
-                f"rank {other.rank} and rank {rank} both use {one.device} of {one.host}; set LOCAL_RANK to count the"
-                " ranks of each node from 0"
+                f"rank {other.rank} and rank {rank} both use {presence.device} of {presence.host};"
+                " set LOCAL_RANK to count the ranks of each node from 0"
             )
     return ""
 

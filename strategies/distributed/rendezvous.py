@@ -169,7 +169,7 @@ def _joined(own: Presence, at: Address, patience: Patience) -> Store:
 
 
 def find_store(at: Address, seconds: float) -> Store | None:
-    """The store at an address, None where none answers in time.
+    """Return the store at an address, or None if none answers in time.
 
     In a thread, for torch waits for ever where another program says nothing. Where one says something else torch asks
     again, by seconds longer than it was told to: so it is asked for a few at a time.
@@ -195,15 +195,15 @@ def _without_pages() -> Iterator[None]:
     """Nothing on stderr: torch's C++ prints a stack trace per attempt where another program answers, and complains of
     hosts whose address has no name."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)
         yield
     finally:
-        os.dup2(kept, 2)
+        os.dup2(stderr, 2)
         os.close(null)
-        os.close(kept)
+        os.close(stderr)
 
 
 def _await_host(own: Presence, at: Address, patience: Patience) -> None:

@@ -50,14 +50,14 @@ def require_same_model(model: nn.Module) -> None:
 def _split(hashes: Sequence[bytes]) -> tuple[int, list[int]]:
     """The first rank of the most that agree, of those with rank 0 where as many do, and the ranks that differ."""
     counts = Counter(hashes)  # in the order of ranks, and `max` takes the first of equals
-    most = max(counts, key=lambda one: counts[one])
-    return hashes.index(most), [rank for rank, one in enumerate(hashes) if one != most]
+    most = max(counts, key=lambda digest: counts[digest])
+    return hashes.index(most), [rank for rank, digest in enumerate(hashes) if digest != most]
 
 
 def _described(model: nn.Module) -> list[str]:
     """A line for every tensor of the model, in its order; the part before the colon is the tensor's name."""
-    parameters = (f"{name}: {_form(one)}, {_use(one)}" for name, one in model.named_parameters())
-    return [*parameters, *(f"{name}: {_form(one)}, a buffer" for name, one in model.named_buffers())]
+    parameters = (f"{name}: {_form(parameter)}, {_use(parameter)}" for name, parameter in model.named_parameters())
+    return [*parameters, *(f"{name}: {_form(buffer)}, a buffer" for name, buffer in model.named_buffers())]
 
 
 def _use(parameter: nn.Parameter) -> str:
@@ -75,7 +75,7 @@ def _form(tensor: torch.Tensor) -> str:
 def _difference(odd: Sequence[str], usual: Sequence[str], rank: int, other: int) -> str:
     """The first difference of two descriptions, in words."""
     both = zip(odd, usual, strict=False)
-    at = next((at for at, (one, two) in enumerate(both) if one != two), min(len(odd), len(usual)))
+    at = next((at for at, (line, expected) in enumerate(both) if line != expected), min(len(odd), len(usual)))
     if at >= len(odd):
         return f"it has no {_name(usual[at])}"
     if at >= len(usual):

@@ -151,7 +151,7 @@ def examine_cluster(
         reached = _reached(room, members, leaders)
     together = [*reached, *_agreeing_versions(members, leaders)]
     together += _shared_directories(room, members, leaders, directories)
-    links = [] if any(one.level == "problem" for one in reached) else _links(room, place, members)
+    links = [] if any(finding.level == "problem" for finding in reached) else _links(room, place, members)
     together += link_findings(links)
     nodes = tuple(members[rank].node for rank in leaders)
     diagnosis = Diagnosis(
@@ -179,17 +179,17 @@ def _introduced(room: Room, place: ProcessVariables, port: int, machine: Machine
         "versions": versions,
     }
     reported = room.share("introduction", own)
-    addresses = {(one["host"], one["address"]) for one in reported}
+    addresses = {(report["host"], report["address"]) for report in reported}
     alike = Counter(host for host, _ in addresses)
     return [
         Member(
-            node=one["host"] if alike[one["host"]] == 1 else f"{one['host']}/{one['address']}",
-            address=one["address"],
-            port=one["port"],
-            local_rank=one["local_rank"],
-            versions=one["versions"],
+            node=report["host"] if alike[report["host"]] == 1 else f"{report['host']}/{report['address']}",
+            address=report["address"],
+            port=report["port"],
+            local_rank=report["local_rank"],
+            versions=report["versions"],
         )
-        for one in reported
+        for report in reported
     ]
 
 
@@ -205,7 +205,7 @@ def _reached(room: Room, members: Sequence[Member], leaders: Sequence[int]) -> l
     """Every node calls every other: who does not answer, and whose clock is off."""
     others = [rank for rank in leaders if room.rank in leaders and rank != room.rank]
     greetings = {rank: greet(members[rank].address, members[rank].port) for rank in others}
-    own = [[rank, one.problem, one.ahead_seconds] for rank, one in greetings.items()]
+    own = [[rank, greeting.problem, greeting.ahead_seconds] for rank, greeting in greetings.items()]
     found, clocks = [], {}
     for caller, calls in enumerate(room.share("greetings", own)):
         for called, problem, ahead in calls:
@@ -274,8 +274,8 @@ def _shared_directories(
     if len(leaders) == 1:
         return []
     looked_at = list(dict.fromkeys([Path.cwd(), *directories]))
-    with ExitStack() as kept:
-        written = kept.enter_context(tokens(looked_at)) if room.rank == 0 else {}
+    with ExitStack() as stack:
+        written = stack.enter_context(tokens(looked_at)) if room.rank == 0 else {}
         written = room.share("tokens", written)[0]
         missed = room.share("unseen", unseen(written) if room.rank in leaders else [])
     found = []
@@ -303,4 +303,4 @@ def _links(room: Room, place: ProcessVariables, members: Sequence[Member]) -> li
     device = torch.device(device_name(place.local_rank)[0])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return time_links(room, [one.node for one in members], [one.local_rank for one in members], device)
+    return time_links(room, [member.node for member in members], [member.local_rank for member in members], device)

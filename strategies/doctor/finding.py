@@ -46,7 +46,7 @@ class LinkTime:
     """How fast two ranks sum a few numbers and a few megabytes between them.
 
     `latency_seconds` is that of an all-reduce of 4 bytes, `bandwidth_bytes_per_s` the bytes of a large one over its
-    time; None where the two could not talk.
+    time, or None if the two could not talk.
     """
 
     ranks: tuple[int, int]

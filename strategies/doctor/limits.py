@@ -162,7 +162,7 @@ def _network_database(folder: Path, names: str) -> list[Finding]:
 
 def _existing(path: Path) -> Path:
     """The folder itself, or the nearest one above it that is there."""
-    return next(one for one in (path, *path.parents) if one.exists())
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def filesystem(path: Path) -> str:

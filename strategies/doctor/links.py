@@ -83,7 +83,7 @@ def rounds(members: Sequence[int]) -> list[list[Pair]]:
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         facing = zip(seats[:half], reversed(seats[half:]), strict=True)
-        pairs = [(min(one, other), max(one, other)) for one, other in facing if one is not None and other is not None]
+        pairs = [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
         played.append(pairs)
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return [pairs for pairs in played if pairs]
@@ -134,7 +134,7 @@ def time_links(room: Room, nodes: Sequence[str], local_ranks: Sequence[int], dev
 
 
 def _pair_times(room: Room, pair: Pair, device: torch.device) -> tuple[float, float] | None:
-    """Seconds of a tiny all-reduce (median) and bytes/s of a large one (best); None where it fails."""
+    """Return seconds of a tiny all-reduce (median) and bytes/s of a large one (best), or None if it fails."""
     # A group of its own per pair: one pair that cannot talk says nothing about the others.
     store, own = PrefixStore(f"pair-{pair[0]}-{pair[1]}", room.store), pair.index(room.rank)
     small, large = torch.ones(1, device=device), torch.ones(_LARGE_BYTES // 4, device=device)

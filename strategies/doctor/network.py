@@ -7,50 +7,18 @@ nor `docker*`, then these (NCCL's guide, "NCCL_SOCKET_IFNAME").
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from hardware_db.probe.files import read_int, read_text
-from strategies.distributed.network import addresses
+from hardware_db.probe.files import read_text
+from strategies.distributed.network import Interface, addresses, interfaces
 from strategies.doctor.finding import Finding
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
-_IFF_UP = 1
 _USUAL_PORT = 29500
 _FEW_PORTS = 1000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interface:
-    """A network interface that is up, with its IPv4 address."""
-
-    name: str
-    address: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.address})"
-
-
-def interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
-    """The interfaces that are up and have an IPv4 address (Linux; elsewhere none are known)."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            flags = read_int(root / name / "flags")
-            if flags is None or not flags & _IFF_UP:
-                continue
-            try:
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # it has no IPv4 address
-            found.append(Interface(name=name, address=socket.inet_ntoa(answer[20:24])))
-    return found
 
 
 def network_findings(variables: Mapping[str, str] = os.environ) -> list[Finding]:
@@ -74,11 +42,11 @@ def nccl_choice(here: Sequence[Interface], variables: Mapping[str, str]) -> Inte
     """The interface that NCCL takes for its sockets."""
     asked = variables.get("NCCL_SOCKET_IFNAME", "")
     if asked:
-        return next((one for one in here if _matches(one.name, asked)), None)
+        return next((interface for interface in here if _matches(interface.name, asked)), None)
     order = [
-        [one for one in here if one.name.startswith("ib")],
-        [one for one in here if not one.name.startswith(("lo", "docker"))],
-        [one for one in here if one.name.startswith("docker")],
+        [interface for interface in here if interface.name.startswith("ib")],
+        [interface for interface in here if not interface.name.startswith(("lo", "docker"))],
+        [interface for interface in here if interface.name.startswith("docker")],
         list(here),
     ]
     return next((group[0] for group in order if group), None)
@@ -88,9 +56,9 @@ def gloo_choice(here: Sequence[Interface], known: Sequence[str], variables: Mapp
     """The interface that gloo takes, where `known` are the addresses of the host's own name."""
     asked = variables.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if asked:
-        return next((one for one in here if one.name == asked), None)
-    by_name = [one for address in known for one in here if one.address == address]
-    return next(iter(by_name or [one for one in here if one.name == "lo"]), None)
+        return next((interface for interface in here if interface.name == asked), None)
+    by_name = [interface for address in known for interface in here if interface.address == address]
+    return next(iter(by_name or [interface for interface in here if interface.name == "lo"]), None)
 
 
 def _matches(name: str, asked: str) -> bool:
@@ -102,7 +70,7 @@ def _matches(name: str, asked: str) -> bool:
 
 
 def _named_interfaces(here: Sequence[Interface], variables: Mapping[str, str]) -> list[Finding]:
-    there = ", ".join(one.name for one in here) or "none"
+    there = ", ".join(dict.fromkeys(interface.name for interface in here)) or "none"
     choices = {
         "GLOO_SOCKET_IFNAME": gloo_choice(here, [], variables),
         "NCCL_SOCKET_IFNAME": nccl_choice(here, variables),

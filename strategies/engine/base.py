@@ -166,7 +166,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def gradient_norm(self) -> float | None:
-        """The norm of the last step's gradients over all ranks before clipping; None where it was not finite."""
+        """The norm of the last step's gradients over all ranks before clipping, or None if it was not finite."""
 
     @property
     @abstractmethod

@@ -55,7 +55,7 @@ class CheckpointManager:
 
     @property
     def latest(self) -> Path | None:
-        """The newest complete checkpoint; None where there is none."""
+        """The newest complete checkpoint, or None if there is none."""
         return content.named_latest(self.directory)
 
     def step(self, client_state: Mapping[str, Any] | None = None) -> Path | None:
@@ -118,7 +118,7 @@ class SavesByItself(Observer):
 
 
 def saves_of_config(engine: Engine) -> Observer | None:
-    """The observer that a config's `checkpoint` section asks for; None where only the script saves.
+    """Return the observer that a config's `checkpoint` section asks for, or None if only the script saves.
 
     Raises:
         CannotRun: it does not say where to.

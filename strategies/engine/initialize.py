@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from hardware_db.notices import notice
 from planner import vocabulary as words
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
@@ -168,14 +168,14 @@ def _settle(model: nn.Module, options: PlanningOptions, environment: Environment
 
         plan = make_plan(model, options, environment)
     elif environment.is_main and (warning := another_model(plan, model)):
-        print(warning, file=sys.stderr, flush=True)
+        notice(warning)
     if not current().is_resumed:
-        _agree(plan, options.strategy, options.backend)
+        _require_same_choice(plan, options.strategy, options.backend)
     return plan, is_new
 
 
 def _tuning(model: nn.Module, options: PlanningOptions, environment: Environment) -> Prospect | None:
-    """What the plan is tuned with; None where nothing is to be tuned."""
+    """Return what the plan is tuned with, or None if nothing is to be tuned."""
     directory = os.environ.get(RUN_DIRECTORY)
     if not current().tunes or directory is None:
         return None
@@ -184,8 +184,8 @@ def _tuning(model: nn.Module, options: PlanningOptions, environment: Environment
     return prospect(model, options, environment, Path(directory))
 
 
-def _agree(plan: Plan, strategy: str | None, backend: str | None) -> None:
-    """The plan against what the script names beside it.
+def _require_same_choice(plan: Plan, strategy: str | None, backend: str | None) -> None:
+    """Check the plan against what the script names beside it.
 
     Raises:
         CannotRun: they differ.

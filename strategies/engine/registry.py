@@ -53,11 +53,11 @@ def _refuse_what_cannot_run(configuration: Configuration) -> None:
             f"the plan has tp {configuration.tp} and pp {configuration.pp}: this version plans tensor and pipeline"
             " parallelism but does not run them; choose a plan with tp 1 and pp 1"
         )
-    homes = ("deepspeed", "native") if configuration.zero_stage else ("torch",)
-    if configuration.backend not in homes:
+    backends = ("deepspeed", "native") if configuration.zero_stage else ("torch",)
+    if configuration.backend not in backends:
         raise CannotRun(
             f"backend {configuration.backend!r} does not run strategy {configuration.strategy!r}; use"
-            f" {' or '.join(map(repr, homes))}"
+            f" {' or '.join(map(repr, backends))}"
         )
     if configuration.optimizer == "adafactor" and configuration.strategy in FSDP_STRATEGIES:
         raise CannotRun(

@@ -81,7 +81,7 @@ class WideSums:
 
 
 def wide_sums(asked: str | None, parameters: Iterable[nn.Parameter]) -> WideSums | None:
-    """What `data_types.grad_accum_dtype` asks for; None where gradients are in that dtype anyway.
+    """Return the dtype that `data_types.grad_accum_dtype` asks for, or None if gradients have it anyway.
 
     Raises:
         CannotRun: it asks for a narrower dtype than that of the gradients.

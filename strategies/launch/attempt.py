@@ -70,7 +70,7 @@ class AttemptEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIsBack:
-    """The first step after a restart is done; `seconds_lost` is None where it cannot be known."""
+    """The first step after a restart is done; `seconds_lost` is None if it cannot be known."""
 
     step: int
     seconds_lost: float | None

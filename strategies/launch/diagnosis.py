@@ -92,7 +92,7 @@ FIRST: tuple[EndingKind, ...] = (
 class Ending:
     """Why an attempt did not complete.
 
-    `rank` is the one that was first, None where the launcher itself ended; `step` the global step it was in;
+    `rank` is the one that was first, or None if the launcher itself ended; `step` the global step it was in;
     `exit_status` its own, negative for a signal; `type` the exception's; `saved` the checkpoint of a stop on purpose.
     """
 
@@ -127,7 +127,7 @@ def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> E
     found += [_silent(directory, rank, code, memory_killed=memory_killed) for rank, code in silent.items()]
     if (deserter := _who_ended_early(directory, found)) is not None:
         found = [deserter]
-    found.sort(key=lambda one: (FIRST.index(one.kind), _is_echo(one), one.rank is None, one.rank or 0))
+    found.sort(key=lambda ending: (FIRST.index(ending.kind), _is_echo(ending), ending.rank is None, ending.rank or 0))
     if result.get("kind") in ENDING_KINDS:
         return _as_launcher_says(result, found, directory)
     return found[0] if found else _of_launcher(directory, status, memory_killed=memory_killed)
@@ -159,9 +159,9 @@ def _words_of(directory: Path, kind: re.Pattern[str]) -> dict[int, dict[str, Any
 def _who_ended_early(directory: Path, found: Sequence[Ending]) -> Ending | None:
     """The rank that ended with status 0 while others trained, where they ended for nothing else."""
     ended = _words_of(directory, _SUCCESS)
-    if not ended or not found or not all(_may_miss(one, ended) for one in found):
+    if not ended or not found or not all(_may_miss(ending, ended) for ending in found):
         return None
-    rank = min(ended, key=lambda one: float(ended[one].get("time") or 0))
+    rank = min(ended, key=lambda rank: float(ended[rank].get("time") or 0))
     step = ended[rank].get("step")
     where = "before its first step" if step is None else f"at step {step}"
     return Ending(
@@ -176,18 +176,18 @@ def _who_ended_early(directory: Path, found: Sequence[Ending]) -> Ending | None:
     )
 
 
-def _may_miss(one: Ending, ended: Mapping[int, object]) -> bool:
+def _may_miss(ending: Ending, ended: Mapping[int, object]) -> bool:
     """Whether a rank may have ended only because another one did: its collectives failed, or waited for that one."""
-    if one.kind == "hung":
-        return one.rank in ended
-    return _is_echo(one) or one.exit_status == -signal.SIGABRT
+    if ending.kind == "hung":
+        return ending.rank in ended
+    return _is_echo(ending) or ending.exit_status == -signal.SIGABRT
 
 
 def _said(directory: Path, rank: int, failure: Mapping[str, Any], exit_status: int | None) -> Ending:
     """The ending that a rank wrote down itself."""
     message = str(failure.get("message", ""))
     # The rank that noticed a hang waits for the one that is behind.
-    behind = [int(one) for one in failure.get("behind") or ()]
+    behind = [int(rank) for rank in failure.get("behind") or ()]
     return Ending(
         kind=_kind(failure),
         rank=behind[0] if behind else rank,
@@ -214,9 +214,9 @@ def _kind(failure: Mapping[str, Any]) -> EndingKind:
     return "lost" if any(word in words for word in _ECHO_WORDS) else "failed"
 
 
-def _is_echo(one: Ending) -> bool:
+def _is_echo(ending: Ending) -> bool:
     """Whether a rank may only have lost a peer, as gloo, NCCL and the store tell it, and nothing of its own."""
-    return one.kind == "lost" and one.type not in _CONNECTION_ERRORS
+    return ending.kind == "lost" and ending.type not in _CONNECTION_ERRORS
 
 
 def _silent(directory: Path, rank: int, code: int, *, memory_killed: bool) -> Ending:
@@ -234,9 +234,9 @@ def _silent(directory: Path, rank: int, code: int, *, memory_killed: bool) -> En
 def _as_launcher_says(result: Mapping[str, Any], found: Sequence[Ending], directory: Path) -> Ending:
     """The kind that the launcher names, which knows of other nodes too; the rest from a rank here that says so."""
     kind: EndingKind = result["kind"]
-    for one in found:
-        if one.kind == kind or (one.kind in STOPS and kind in STOPS):
-            return replace(one, kind=kind)
+    for ending in found:
+        if ending.kind == kind or (ending.kind in STOPS and kind in STOPS):
+            return replace(ending, kind=kind)
     reason, host = str(result.get("reason") or kind), str(result.get("node") or "")
     return Ending(kind=kind, reason=reason, host=host, log=directory / AGENT_LOG)
 

@@ -101,6 +101,6 @@ def _identity(ending: Ending) -> tuple[object, ...]:
 
 
 def _asked_bytes(reason: str) -> int | None:
-    """What an allocator says it was asked for, in bytes; None where it does not say."""
+    """Return the bytes that an allocator says were requested, or None if it does not say."""
     match = _ASKED.search(reason)
     return None if match is None else int(float(match[1].rstrip(".")) * _UNITS[(match[2] or "bytes").lower()])

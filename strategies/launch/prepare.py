@@ -9,7 +9,7 @@ import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from hardware_db.errors import BrokenFile, DsplanError
+from hardware_db.errors import DsplanError
 from hardware_db.files import data_dir
 from hardware_db.probe import Machine, probe
 from planner import vocabulary as words
@@ -316,7 +316,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
     if not path.exists():
         raise DsplanError(f"{directory}: holds no run to resume; name the run directory that dsplan run printed")
     check_unfinished(directory)
-    earlier = _resumed_spec(path)
+    earlier = LaunchSpec.load(path)
     plan, strategy = earlier.environment.get(PLAN), earlier.environment.get(STRATEGY)
     if request.plan_file is not None or request.strategy is not None:
         plan = strategy = None
@@ -333,13 +333,6 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         placement=_placement(earlier.placement, request.placement),
         supervision=asdict(earlier.supervision) | request.supervision,
     )
-
-
-def _resumed_spec(path: Path) -> LaunchSpec:
-    try:
-        return LaunchSpec.load(path)
-    except (ValueError, KeyError, TypeError):
-        raise BrokenFile(path, "not a run of this version of dsplan", "start a new one") from None
 
 
 def _placement(earlier: Placement, asked: Asked) -> Asked:

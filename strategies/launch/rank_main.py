@@ -18,7 +18,12 @@ from typing import NoReturn
 from hardware_db.errors import DsplanError
 from strategies.launch.elastic.place import take_place
 from strategies.run_directory.spec import LaunchSpec, ScriptKind, log_path
-from strategies.run_directory.state_consensus import agree, let_the_waiting_go, narrow, wait_for_the_others
+from strategies.run_directory.state_consensus import (
+    narrow,
+    reach_consensus,
+    release_waiting_ranks,
+    wait_for_training_ranks,
+)
 from strategies.supervision.failures import described, exit_status, failure_of, write_failure, write_success
 from strategies.supervision.process import begin
 
@@ -81,10 +86,10 @@ def _run_script(spec: LaunchSpec) -> None:
     )
 
     store = meet_before_script()
-    state = agree(store, spec.directory)
+    state = reach_consensus(store, spec.directory)
     if store is not None and state.ranks < int(os.environ["WORLD_SIZE"]):
         if int(os.environ["RANK"]) >= state.ranks:
-            return wait_for_the_others(store, state)
+            return wait_for_training_ranks(store, state)
         narrow(state, os.environ)
     hook = _HOOKS.get(spec.kind)
     sys.argv = [spec.script, *spec.arguments]
@@ -95,7 +100,7 @@ def _run_script(spec: LaunchSpec) -> None:
         runpy.run_path(spec.script, run_name="__main__")
     finally:
         if store is not None and os.environ["RANK"] == "0":
-            let_the_waiting_go(store)
+            release_waiting_ranks(store)
 
 
 def _exit_status(exit_request: SystemExit, directory: Path, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""A finished run becomes a row of the database."""
+"""A finished run becomes a row of the database, which its run directory keeps too."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hardware_db.errors import DsplanError
+from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.files import database_path
 from hardware_db.fingerprint import fingerprint
-from hardware_db.measurement import Measured, Measurement, measure_run
+from hardware_db.measurement import Measured, Measurement, Record, RecordError, measure_run
 from hardware_db.measurement import Outcome as StoredOutcome
 from hardware_db.probe import Machine, probe
 from hardware_db.store import open_store
+from hardware_db.store.documents import from_document, to_document
 from planner.calibration.refresh import refresh
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from strategies.launch.diagnosis import Ending
 from strategies.launch.report import OutcomeName, RunReport, measured_attempt
+from strategies.run_directory.journal import JOURNAL_FILE, Journal, read_journal
 from strategies.run_directory.spec import STOPS
 from strategies.telemetry.metrics import MeasuredRun
 
@@ -33,7 +35,7 @@ _STORED_AS: Mapping[OutcomeName, StoredOutcome] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """Where a run was stored, as one sentence; the id is None where it was not, and the sentence says why."""
+    """Where a run was stored, as one sentence; the id is None if it was not, and the sentence says why."""
 
     measurement_id: str | None
     sentence: str
@@ -48,10 +50,9 @@ def record_run(report: RunReport) -> Stored:
     if last.decision is not None and last.decision.continues:
         return Stored(measurement_id=None, sentence="stored when the last attempt ended")
     machine = probe()
-    attempt = last.attempt
+    outcome = _STORED_AS[report.outcome.name]
     try:
-        measured = measured_attempt(report.spec.directory, attempt)
-        measurement = _stored(report.plan, machine, _STORED_AS[report.outcome.name], measured)
+        measurement = _stored(report.plan, machine, outcome, report.spec.directory, last.attempt)
     except DsplanError as error:
         return Stored(measurement_id=None, sentence=f"not stored in the database: {error}")
     return Stored(
@@ -66,11 +67,32 @@ def record_attempt(plan: Plan, ending: Ending, directory: Path, attempt: int) ->
     A database that cannot be written is reported when the run ends.
     """
     with suppress(DsplanError):
-        _stored(plan, probe(), _ended_as(ending), measured_attempt(directory, attempt))
+        _stored(plan, probe(), _ended_as(ending), directory, attempt)
 
 
-def _stored(plan: Plan, machine: Machine, outcome: StoredOutcome, measured: MeasuredRun) -> Measurement:
-    measurement = measure_run(plan_to_dict(plan), fingerprint(machine), outcome=outcome, measured=measured_of(measured))
+def recorded_runs(directory: Path) -> tuple[Record, ...]:
+    """The rows that the attempts of a run directory became, for a database that has lost them.
+
+    Raises:
+        BrokenFile: the directory has no such row, or one that is no record.
+    """
+    journal = directory / JOURNAL_FILE
+    rows = [row for row in read_journal(directory) if row.get("event") == "measured"]
+    if not rows:
+        raise BrokenFile(
+            directory, "holds no measured run", "name a run directory of `dsplan run`, or a file of `dsplan db export`"
+        )
+    try:
+        return tuple(from_document(row.get("measurement")) for row in rows)
+    except RecordError as error:
+        raise BrokenFile(journal, str(error), "correct or remove the line; nothing was imported") from error
+
+
+def _stored(plan: Plan, machine: Machine, outcome: StoredOutcome, directory: Path, attempt: int) -> Measurement:
+    measured = measured_of(measured_attempt(directory, attempt))
+    measurement = measure_run(plan_to_dict(plan), fingerprint(machine), outcome=outcome, measured=measured)
+    # First here: a database that cannot be written, or is lost, gets the row with `dsplan db import`.
+    Journal(directory).append("measured", attempt, measurement=to_document(measurement))
     with open_store() as store:
         store.add(measurement)
     return measurement
@@ -89,7 +111,7 @@ def learnt(machine: Machine) -> str:
             lessons = refresh(store, machine)
     except DsplanError as error:
         return f"; nothing was learnt from it: {error}"
-    found = [one.lesson for one in lessons.kinds if one.is_new and one.lesson.calibration is not None]
+    found = [kind.lesson for kind in lessons.kinds if kind.is_new and kind.lesson.calibration is not None]
     return "".join(
         f"; step times are now predicted within {lesson.error_after:.0%} instead of {lesson.error_before:.0%}"
         f" (median over {lesson.rows} runs, each left out in turn)"

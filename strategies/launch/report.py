@@ -66,7 +66,7 @@ class AttemptReport:
     """One attempt: when it began and for how long, its plan, the steps it did (None: none), and how it ended.
 
     `began` is in seconds since 1970. `ending` and `decision` are None for an attempt that completed or was interrupted.
-    `seconds_lost` is by how much the restart after it put the run back; None where there was none or nobody knows.
+    `seconds_lost` is by how much the restart after it put the run back, or None if there was none or nobody knows.
     """
 
     attempt: int
@@ -83,7 +83,7 @@ class AttemptReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """What a run was asked to do, how it ended, and what it measured. `plan` is the last, None where nothing was
+    """What a run was asked to do, how it ended, and what it measured. `plan` is the last, or None if nothing was
     planned; `attempts` are all of the run, also those of earlier commands."""
 
     spec: LaunchSpec
@@ -139,7 +139,7 @@ def earlier_attempts(directory: Path) -> tuple[AttemptReport, ...]:
     metrics = read_metrics(directory, 1)
     reports = [_attempt(number, rows, _of(metrics, number)) for number, rows in sorted(by_attempt.items())]
     lost = {row["attempt"]: row.get("seconds_lost") for rows in by_attempt.values() for row in rows if _is(row, "back")}
-    return tuple(replace(one, seconds_lost=lost.get(one.attempt + 1)) for one in reports if one is not None)
+    return tuple(replace(report, seconds_lost=lost.get(report.attempt + 1)) for report in reports if report is not None)
 
 
 def _of(metrics: Sequence[Sequence[Row]], number: int) -> Sequence[Row]:

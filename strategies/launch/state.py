@@ -103,8 +103,8 @@ class RunState:
                 self.options, since=self.first, base="" if resume_from == BEGIN_ANEW else resume_from
             )
         known = lineage.known(directory) if resumes else lineage.Known()
-        self._journalled = {one.path for one in known.journalled}
-        self._saved = max((one.step for one in known.journalled if self._counts(one)), default=0)
+        self._journalled = {checkpoint.path for checkpoint in known.journalled}
+        self._saved = max((checkpoint.step for checkpoint in known.journalled if self._counts(checkpoint)), default=0)
         self._has_full_story = not resumes or bool(resume_from) or _reports_every_save(rows, known)
         self._seen, self._lines = (0, 0), 0
         self._begun: dict[str, lineage.Made] = {}
@@ -116,7 +116,7 @@ class RunState:
     @property
     def has_rejected_plan(self) -> bool:
         """Whether the plan in use has run out of memory before."""
-        failed = [one.configuration for one in self.options.failed_plans]
+        failed = [plan.configuration for plan in self.options.failed_plans]
         return self.plan is not None and plan_to_dict(self.plan)["plan"] in failed
 
     def begin_attempt(self, attempt: int) -> None:
@@ -175,15 +175,15 @@ class RunState:
     def notice_saves(self) -> list[lineage.Made]:
         """Look which checkpoints there are, and return those that the journal has not."""
         self._read_list()
-        found = [one for one in self._begun.values() if Path(one.path).exists()]
-        waiting = [one for one in self._begun.values() if one not in found]
-        self._begun = {one.path: one for one in waiting[-_BEGUN_AT_ONCE:]}
-        for one in found:
-            if self._counts(one):
-                self.course.saved(one.step)
-                self._saved = max(self._saved, one.step)
-        new = [one for one in found if one.path not in self._journalled]
-        self._journalled |= {one.path for one in new}
+        found = [checkpoint for checkpoint in self._begun.values() if Path(checkpoint.path).exists()]
+        waiting = [checkpoint for checkpoint in self._begun.values() if checkpoint not in found]
+        self._begun = {checkpoint.path: checkpoint for checkpoint in waiting[-_BEGUN_AT_ONCE:]}
+        for checkpoint in found:
+            if self._counts(checkpoint):
+                self.course.saved(checkpoint.step)
+                self._saved = max(self._saved, checkpoint.step)
+        new = [checkpoint for checkpoint in found if checkpoint.path not in self._journalled]
+        self._journalled |= {checkpoint.path for checkpoint in new}
         return new
 
     def _read_list(self) -> None:
@@ -197,10 +197,10 @@ class RunState:
             listed = lineage.read(self._spec.directory)
             new = listed[self._lines :] if len(listed) >= self._lines else listed
             self._lines = len(listed)
-            self._begun |= {one.path: one for one in new}
+            self._begun |= {checkpoint.path: checkpoint for checkpoint in new}
 
-    def _counts(self, one: lineage.Made) -> bool:
-        return one.attempt >= self.options.since and one.run in ("", self.options.run_id)
+    def _counts(self, checkpoint: lineage.Made) -> bool:
+        return checkpoint.attempt >= self.options.since and checkpoint.run in ("", self.options.run_id)
 
 
 def check_unfinished(directory: Path) -> None:

@@ -176,7 +176,7 @@ class Supervisor:
             self._journal.append("saved", made.attempt, **fields)
 
     def _conclude(self, attempt: Attempt, requests: StopRequests) -> Decision | None:
-        """Write down how an attempt ended and decide what follows; None where nothing has to be decided."""
+        """Write down how an attempt ended and decide what follows; return None if nothing has to be decided."""
         self._note_saves(self._state.notice_saves())
         course, ending = self._state.course, attempt.ending
         decision = None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from strategies.errors import CannotRun
 
-# Nested dicts, lists and tuples: taken apart into leaves in an order that all ranks share, and put together again.
+# Nested dicts, lists and tuples are taken apart into leaves in the same order on all ranks, and put together again.
 
 
 Tree = Any
@@ -59,7 +59,7 @@ def subtree(tree: Tree, path: Path) -> Tree:
     for depth, key in enumerate(path):
         keys = list(tree) if isinstance(tree, Mapping) else list(range(len(tree))) if _is_sequence(tree) else []
         if key not in keys:
-            there = ", ".join(repr(one) for one in keys[:8]) or "nothing"
+            there = ", ".join(repr(key) for key in keys[:8]) or "nothing"
             raise CannotRun(f"there is no {name_of(path[: depth + 1])!r}; {name_of(path[:depth])} has {there}")
         tree = tree[key]
     return tree
@@ -117,12 +117,12 @@ class Form:
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
-    def carried(self) -> np.dtype[Any]:
-        """The dtype in which values travel unsummed: the leaf's own, but fp32 for bfloat16, which numpy has not."""
+    def transfer_dtype(self) -> np.dtype[Any]:
+        """The dtype in which values are sent without reduction: the leaf's own, or fp32 for bfloat16."""
         return np.dtype(np.float32 if self.word == "bfloat16" else self.word)
 
     @property
-    def summed(self) -> np.dtype[Any]:
+    def reduce_dtype(self) -> np.dtype[Any]:
         """The dtype of sums over ranks: fp32 for 16-bit floats, else the leaf's own."""
         return np.dtype(np.float32 if self.word in _HALVES else self.word)
 
@@ -148,7 +148,7 @@ class Form:
         return cast[()] if self.kind == "scalar" else cast[()].item()
 
     def rounded(self, values: Array) -> Array:
-        """`values`, [elements], as they are after a cast to this form's dtype, in `carried`."""
+        """`values`, [elements], as they are after a cast to this form's dtype, in `transfer_dtype`."""
         kind = "tensor" if self.kind == "tensor" else "array"
         flat = replace(self, kind=kind, shape=values.shape, device=None if kind == "array" else "cpu")
         return values_of(flat.made(values))
@@ -186,7 +186,7 @@ def form_of(value: Any, name: str) -> Form:
 
 
 def values_of(value: Any) -> Array:
-    """A leaf's values as an array of its `Form.carried`; without a copy where they lie so in host memory already."""
+    """Return a leaf's values in its `Form.transfer_dtype`, without a copy if they lie so in host memory already."""
     if is_tensor(value):
         host = value.detach().cpu()
         array: Array = (host.float() if str(host.dtype) == "torch.bfloat16" else host).numpy()
@@ -198,14 +198,14 @@ def values_of(value: Any) -> Array:
 
 
 def run_of(value: Any, start: int, stop: int) -> Array:
-    """Elements of a flattened leaf, in its `Form.carried`; a view where `values_of` would be one."""
+    """Elements of a flattened leaf, in its `Form.transfer_dtype`; a view where `values_of` would be one."""
     if not isinstance(value, np.ndarray) and not is_tensor(value):
         value = np.asarray(value)
     return values_of(value.reshape(-1)[start:stop])
 
 
 def own_memory(leaf: Any) -> Array | None:
-    """A leaf's memory as a flat array, [count], that can be written; None where there is none of its `Form.carried`."""
+    """Return a leaf's memory as a writable flat array, [count], or None if it has another dtype or place."""
     if is_tensor(leaf):
         if leaf.device.type != "cpu" or not leaf.is_contiguous() or str(leaf.dtype) == "torch.bfloat16":
             return None

@@ -15,7 +15,7 @@ import numpy as np
 
 from strategies.errors import CannotRun
 from strategies.mpi.arrays import Array, Form, Path, Tree, form_of, leaves, name_of, values_of
-from strategies.mpi.wire import Wire
+from strategies.mpi.communicator import Communicator
 
 BUCKET_BYTES = 8 << 20
 _SMALLEST, _LARGEST = 1 << 10, 1 << 30  # MPI counts elements in 32 bits
@@ -147,12 +147,12 @@ def _groups(leaves: Sequence[tuple[int, int]], room: int) -> Iterator[list[tuple
 # The leaves of a tree that all ranks are about to send, agreed upon before the first message.
 
 
-Words = dict[str, Form | None]
+FormsByName = dict[str, Form | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
-    """A leaf. `value` is None where this rank has none, `form` where no rank has one; `absent`: the ranks without."""
+class Leaf:
+    """A leaf. `value` is None if this rank has none, `form` if no rank has one; `absent` are the ranks without."""
 
     path: Path
     value: Any
@@ -165,8 +165,8 @@ class Sent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sending:
-    """What is done (for messages), what else all ranks must say, and the conditions on arguments and on each leaf."""
+class Exchange:
+    """An exchange over ranks: its name for messages, what else must be the same, and checks of arguments and leaves."""
 
     action: str
     also: str = ""
@@ -174,24 +174,24 @@ class Sending:
     require: Callable[[Path, Form], None] = lambda _path, _form: None
 
 
-def agreed_leaves(wire: Wire, tree: Tree, sending: Sending) -> list[Sent]:
+def common_leaves(communicator: Communicator, tree: Tree, exchange: Exchange) -> list[Leaf]:
     """The leaves in the order of all ranks. A leaf may be None on some ranks: a gradient that was not computed there.
 
     Raises:
         CannotRun: names, shapes or dtypes differ between ranks, or a leaf cannot be sent; all ranks raise.
     """
-    own, same = wire.compared(lambda: _described(tree, sending), lambda found: _words(found, sending))
+    own, same = communicator.compare(lambda: _described(tree, exchange), lambda found: _words(found, exchange))
     if same:
         return own
-    forms = wire.everyones({one.name: _without_device(one.form) for one in own})
-    words = wire.everyones(_words(own, sending))
+    forms = communicator.all_gather_objects({leaf.name: _without_device(leaf.form) for leaf in own})
+    words = communicator.all_gather_objects(_words(own, exchange))
     if not _differ_in_absence_only(forms, [each[0] for each in words]):
-        raise wire.disagreement(sending.action, words)
-    device = next((one.form.device for one in own if one.form and one.form.device is not None), "cpu")
-    return [_completed(one, forms, device) for one in own]
+        raise communicator.disagreement(exchange.action, words)
+    device = next((leaf.form.device for leaf in own if leaf.form and leaf.form.device is not None), "cpu")
+    return [_completed(leaf, forms, device) for leaf in own]
 
 
-class Flats:
+class FlatLeaves:
     """Leaves as flat arrays in host memory, [count], made when a bucket needs them and dropped with it."""
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -199,7 +199,7 @@ class Flats:
         self._made: dict[int, Array | None] = {}
 
     def of(self, bucket: Bucket) -> dict[int, Array | None]:
-        """The leaves of a bucket; None where this rank has no value."""
+        """Return the leaves of a bucket; a leaf is None if this rank has no value."""
         needed = dict.fromkeys(run.leaf for run in bucket.runs)
         self._made = {leaf: self._made[leaf] if leaf in self._made else self._flat(leaf) for leaf in needed}
         return self._made
@@ -209,40 +209,40 @@ class Flats:
         return None if value is None else values_of(value).reshape(-1)
 
 
-def _described(tree: Tree, sending: Sending) -> list[Sent]:
-    sending.check()
+def _described(tree: Tree, exchange: Exchange) -> list[Leaf]:
+    exchange.check()
     found = []
     for path, value in leaves(tree).items():
         form = None if value is None else form_of(value, name_of(path))
         if form is not None:
-            sending.require(path, form)
-        found.append(Sent(path=path, value=value, form=form))
+            exchange.require(path, form)
+        found.append(Leaf(path=path, value=value, form=form))
     return found
 
 
-def _words(found: Sequence[Sent], sending: Sending) -> list[str]:
-    return [sending.also, *(f"{one.name} {'absent' if one.form is None else one.form}" for one in found)]
+def _words(found: Sequence[Leaf], exchange: Exchange) -> list[str]:
+    return [exchange.also, *(f"{leaf.name} {'absent' if leaf.form is None else leaf.form}" for leaf in found)]
 
 
 def _without_device(form: Form | None) -> Form | None:
     return None if form is None else replace(form, device=None)
 
 
-def _differ_in_absence_only(forms: Sequence[Words], also: Sequence[str]) -> bool:
-    if len(set(also)) > 1 or any(list(one) != list(forms[0]) for one in forms):
+def _differ_in_absence_only(forms: Sequence[FormsByName], also: Sequence[str]) -> bool:
+    if len(set(also)) > 1 or any(list(form) != list(forms[0]) for form in forms):
         return False
-    return all(len({str(one[name]) for one in forms if one[name] is not None}) <= 1 for name in forms[0])
+    return all(len({str(form[name]) for form in forms if form[name] is not None}) <= 1 for name in forms[0])
 
 
-def _completed(one: Sent, forms: Sequence[Words], device: Any) -> Sent:
+def _completed(leaf: Leaf, forms: Sequence[FormsByName], device: Any) -> Leaf:
     """A leaf with the form that other ranks have, where this rank has no value."""
-    absent = frozenset(rank for rank, words in enumerate(forms) if words[one.name] is None)
-    if one.form is not None:
-        return replace(one, absent=absent)
-    there = next((words[one.name] for words in forms if words[one.name] is not None), None)
+    absent = frozenset(rank for rank, words in enumerate(forms) if words[leaf.name] is None)
+    if leaf.form is not None:
+        return replace(leaf, absent=absent)
+    there = next((words[leaf.name] for words in forms if words[leaf.name] is not None), None)
     if there is not None and there.kind == "tensor":
         there = replace(there, device=device)
-    return replace(one, form=there, absent=absent)
+    return replace(leaf, form=there, absent=absent)
 
 
 def require_summable(path: Path, form: Form) -> None:

@@ -19,15 +19,15 @@ from strategies.checkpoint import content
 from strategies.errors import BrokenFile, CannotRun, DsplanError
 from strategies.mpi import files
 from strategies.mpi.arrays import Array, Tree, form_of, leaves, name_of, values_of
+from strategies.mpi.communicator import Communicator
 from strategies.mpi.files import Part
-from strategies.mpi.layout import Described, Layout, described, file_of, laid_out
+from strategies.mpi.layout import Layout, TreeDescription, describe, file_of, lay_out
 from strategies.mpi.reading import INDEX, VERSION, SavedTree
-from strategies.mpi.wire import Wire
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from strategies.mpi.wire import PerformanceMonitor
+    from strategies.mpi.communicator import PerformanceMonitor
 
 
 class CheckpointManager:
@@ -38,7 +38,7 @@ class CheckpointManager:
         state = checkpoints.load_checkpoint(step=1000)
 
     A state is a nesting of dicts, lists and tuples of arrays, torch tensors, `Part`s, numbers, texts and None.
-    What is the same on several ranks is written once, by one of them, so each rank writes a share; what differs is kept
+    What is the same on several ranks is written once, by one of them, so each rank writes a part; what differs is kept
     for each rank; `Part`s are put together. Nothing is pickled.
 
     Args:
@@ -61,7 +61,7 @@ class CheckpointManager:
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise CannotRun(f"keep_last={keep_last} keeps no checkpoint; it must be at least 1")
-        self._wire = Wire(comm, monitor)
+        self._communicator = Communicator(comm, monitor)
         self.directory, self._keep_last = Path(directory), keep_last
 
     def save_checkpoint(self, model_state: Tree, step: int) -> Path:
@@ -71,18 +71,18 @@ class CheckpointManager:
             CannotRun: a leaf cannot be stored, or the parts of an array do not make it up; all ranks raise.
             BrokenFile: the directory cannot be written; the checkpoints that were there still are; all ranks raise.
         """
-        own = self._wire.agreed(
+        own = self._communicator.require_same(
             "save_checkpoint", lambda: _described(model_state, step), lambda _: [f"step {step} below {self.directory}"]
         )
-        gathered = self._wire.gathered_at(0, own)
+        descriptions = self._communicator.gather_objects(0, own)
         layout: Layout
-        layout, name = self._from_root(lambda: self._begun(gathered or [], step))
+        layout, name = self._from_root(lambda: self._begun(descriptions or [], step))
         temporary = content.temporary(self.directory, name)
         try:
-            self._together(lambda: _write(temporary, model_state, layout, self._wire.rank))
-            self._from_root(lambda: self._published(name, _index(gathered or [], layout, step)))
+            self._together(lambda: _write(temporary, model_state, layout, self._communicator.rank))
+            self._from_root(lambda: self._published(name, _index(descriptions or [], layout, step)))
         except DsplanError:
-            if self._wire.rank == 0:
+            if self._communicator.rank == 0:
                 content.discard(self.directory, name)
             raise
         complete: Path = self.directory / str(name)
@@ -102,11 +102,13 @@ class CheckpointManager:
             BrokenFile: there is no such checkpoint, or it is damaged; all ranks raise.
             CannotRun: `like` does not fit it, or ranks held different values of a leaf and other ranks load them.
         """
-        self._wire.agreed("load_checkpoint", lambda: None, lambda _: [f"step {step} below {self.directory}"])
+        self._communicator.require_same(
+            "load_checkpoint", lambda: None, lambda _: [f"step {step} below {self.directory}"]
+        )
         name = self._from_root(lambda: self._found(step))
 
         def loaded() -> Tree:
-            saved = SavedTree(self.directory / name, self._wire.rank, self._wire.size)
+            saved = SavedTree(self.directory / name, self._communicator.rank, self._communicator.size)
             return saved.whole() if like is None else saved.like(like)
 
         return self._together(loaded)
@@ -116,19 +118,24 @@ class CheckpointManager:
         return sorted({_step_of(path) for path in content.published(self.directory)})
 
     def latest_step(self) -> int | None:
-        """The step of the checkpoint that was saved last; None where there is none."""
+        """The step of the checkpoint that was saved last, or None if there is none."""
         latest = content.named_latest(self.directory)
         return None if latest is None else _step_of(latest)
 
-    def _begun(self, gathered: list[Described], step: int) -> tuple[Layout, str]:
+    def _begun(self, descriptions: list[TreeDescription], step: int) -> tuple[Layout, str]:
         """On rank 0: who writes what, and the folder's name."""
-        layout = laid_out([one.held for one in gathered])
+        layout = lay_out([description.arrays for description in descriptions])
         return layout, content.begin(self.directory, step)
 
     def _published(self, name: str, index: Mapping[str, Any]) -> None:
         """On rank 0: check that every rank's file is in the folder, and give it its name."""
         temporary = content.temporary(self.directory, name)
-        for rank in {piece["file"] for one in index["arrays"].values() for each in one for piece in each["pieces"]}:
+        for rank in {
+            piece["file"]
+            for variants in index["arrays"].values()
+            for variant in variants
+            for piece in variant["pieces"]
+        }:
             if not (temporary / rank).exists():
                 raise BrokenFile(self.directory, f"rank 0 does not see {rank}", "name a directory that all ranks share")
         content.write_text(temporary / INDEX, json.dumps(index))
@@ -147,8 +154,8 @@ class CheckpointManager:
 
     def _from_root(self, action: Callable[[], Any]) -> Any:
         """What `action` returns on rank 0, on every rank; every rank raises what it raises."""
-        done = self._together(lambda: action() if self._wire.rank == 0 else None)
-        return self._wire.told_by(0, done)
+        done = self._together(lambda: action() if self._communicator.rank == 0 else None)
+        return self._communicator.broadcast_object(0, done)
 
     def _together(self, action: Callable[[], Any]) -> Any:
         """What `action` returns, when it fails on no rank."""
@@ -162,7 +169,7 @@ class CheckpointManager:
                     self.directory, f"cannot be used ({reason})", "make room, or name another directory"
                 ) from None
 
-        done, _ = self._wire.compared(attempted, lambda _: ())
+        done, _ = self._communicator.compare(attempted, lambda _: ())
         return done
 
 
@@ -176,10 +183,10 @@ class _Piece:
         return values_of(self.value)
 
 
-def _described(state: Tree, step: int) -> Described:
+def _described(state: Tree, step: int) -> TreeDescription:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CannotRun(f"save_checkpoint: step is {step!r}; it must be a whole number of at least 0")
-    return described(state)
+    return describe(state)
 
 
 def _write(temporary: Path, state: Tree, layout: Layout, rank: int) -> None:
@@ -189,18 +196,18 @@ def _write(temporary: Path, state: Tree, layout: Layout, rank: int) -> None:
     for key, name in layout.writes[rank].items():
         value = by_name[name].values if isinstance(by_name[name], Part) else by_name[name]
         form = form_of(value, name)
-        stored.append(files.Stored(key=key, word=form.word, shape=form.shape, values=_Piece(value=value)))
+        stored.append(files.FileArray(key=key, word=form.word, shape=form.shape, values=_Piece(value=value)))
     if stored:
         files.write(temporary / file_of(rank), stored)
 
 
-def _index(gathered: list[Described], layout: Layout, step: int) -> dict[str, Any]:
-    texts = [json.dumps(one.structure) for one in gathered]
+def _index(descriptions: list[TreeDescription], layout: Layout, step: int) -> dict[str, Any]:
+    texts = [json.dumps(description.structure) for description in descriptions]
     distinct = list(dict.fromkeys(texts))
     return {
         "version": VERSION,
         "step": step,
-        "world_size": len(gathered),
+        "world_size": len(descriptions),
         "structures": [json.loads(text) for text in distinct],
         "structure_of_rank": [distinct.index(text) for text in texts],
         "arrays": layout.arrays,

@@ -86,7 +86,7 @@ class Region:
         if isinstance(self.start, int) != isinstance(other.start, int):
             return True
         mine, others = self._slices(), other._slices()
-        return all(one.start < two.stop and two.start < one.stop for one, two in zip(mine, others, strict=True))
+        return all(own.start < other.stop and other.start < own.stop for own, other in zip(mine, others, strict=True))
 
     def _slices(self) -> tuple[slice, ...]:
         start = (self.start,) if isinstance(self.start, int) else self.start
@@ -113,7 +113,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class FileArray:
     """An array of a file: its key, dtype (numpy's word, or bfloat16), shape, and where its values are to be had."""
 
     key: str
@@ -141,18 +141,18 @@ def digest_of(data: Array) -> str:
     return hashlib.blake2b(data.data, digest_size=16).hexdigest()
 
 
-def write(path: Path, arrays: Sequence[Stored]) -> None:
+def write(path: Path, arrays: Sequence[FileArray]) -> None:
     """Write a file, and wait until the disk has it.
 
     Raises:
         OSError: it cannot be written.
     """
     # The widest first, so that each begins at a multiple of its item's size.
-    arrays = sorted(arrays, key=lambda one: -_item_size(one.word))
+    arrays = sorted(arrays, key=lambda array: -_item_size(array.word))
     with open(path, "wb") as file:
         file.write(_header(arrays))
-        for one in arrays:
-            file.write(bytes_of(one.values(), one.word).data)
+        for array in arrays:
+            file.write(bytes_of(array.values(), array.word).data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -196,13 +196,13 @@ def _item_size(word: str) -> int:
     return 2 if word == "bfloat16" else np.dtype(word).itemsize
 
 
-def _header(arrays: Sequence[Stored]) -> bytes:
+def _header(arrays: Sequence[FileArray]) -> bytes:
     head: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "np"}}
     at = 0
-    for one in arrays:
-        end = at + _item_size(one.word) * int(np.prod(one.shape, dtype=np.int64))
-        shape = [*one.shape, 2] if one.word.startswith("complex") else list(one.shape)
-        head[one.key] = {"dtype": _WORDS[one.word], "shape": shape, "data_offsets": [at, end]}
+    for array in arrays:
+        end = at + _item_size(array.word) * int(np.prod(array.shape, dtype=np.int64))
+        shape = [*array.shape, 2] if array.word.startswith("complex") else list(array.shape)
+        head[array.key] = {"dtype": _WORDS[array.word], "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

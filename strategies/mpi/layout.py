@@ -1,4 +1,4 @@
-"""Which rank writes which array: values that ranks share are written once, each rank's own for each rank."""
+"""The layout of a checkpoint: values that are the same on several ranks are written once, others by every rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Json = Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """What one rank holds under a name: a whole array (`region` None) or a part of one of `shape`."""
+class ArrayDescription:
+    """A named array of one rank, without its values: a whole array (`region` None) or a part of one of `shape`."""
 
     word: str
     shape: tuple[int, ...]
@@ -28,11 +28,11 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Described:
-    """A rank's tree without its values: its nesting as JSON, and what it holds by name."""
+class TreeDescription:
+    """A rank's tree without its values: its nesting as JSON, and its arrays by name."""
 
     structure: Json
-    held: Mapping[str, Held]
+    arrays: Mapping[str, ArrayDescription]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,21 +48,21 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def described(state: Tree) -> Described:
+def describe(state: Tree) -> TreeDescription:
     """
     Raises:
         CannotRun: a leaf can be stored neither as an array nor as JSON.
     """
-    held = {}
+    arrays = {}
     for path, value in leaves(state).items():
         if isinstance(value, Part) or is_array(value):
-            held[name_of(path)] = _held(value, name_of(path))
+            arrays[name_of(path)] = _described_array(value, name_of(path))
         elif value is not None and not isinstance(value, (bool, int, float, str)):
             raise CannotRun(
                 f"save_checkpoint: {name_of(path)!r} is of type {type(value).__name__}; a checkpoint holds arrays,"
                 " Parts, numbers, texts and None, in dicts, lists and tuples"
             )
-    return Described(structure=structure_of(state), held=held)
+    return TreeDescription(structure=structure_of(state), arrays=arrays)
 
 
 def structure_of(tree: Tree) -> Json:
@@ -77,8 +77,8 @@ def structure_of(tree: Tree) -> Json:
     return {"value": tree}
 
 
-def laid_out(ranks: Sequence[Mapping[str, Held]]) -> Layout:
-    """Who writes what; among the ranks that hold the same, the one that writes least so far.
+def lay_out(ranks: Sequence[Mapping[str, ArrayDescription]]) -> Layout:
+    """Assign arrays to the ranks that write them; of ranks with the same values, the one that writes least so far.
 
     Raises:
         CannotRun: the parts of an array do not make it up.
@@ -86,8 +86,8 @@ def laid_out(ranks: Sequence[Mapping[str, Held]]) -> Layout:
     busy = [0] * len(ranks)
     writes: list[dict[str, str]] = [{} for _ in ranks]
     arrays: dict[str, Json] = {}
-    for name in dict.fromkeys(name for held in ranks for name in held):
-        holders = {rank: held[name] for rank, held in enumerate(ranks) if name in held}
+    for name in dict.fromkeys(name for described in ranks for name in described):
+        holders = {rank: described[name] for rank, described in enumerate(ranks) if name in described}
         arrays[name] = []
         for variant in _variants(name, holders):
             pieces: list[Json] = []
@@ -100,20 +100,20 @@ def laid_out(ranks: Sequence[Mapping[str, Held]]) -> Layout:
                 writes[writer][key] = name
                 busy[writer] += holders[writer].bytes
                 pieces.append(_piece(file_of(writer), key, holders[writer]))
-            one = holders[variant[0][0]]
+            whole = holders[variant[0][0]]
             members = sorted(rank for same in variant for rank in same)
-            arrays[name].append({"dtype": one.word, "shape": list(one.shape), "ranks": members, "pieces": pieces})
+            arrays[name].append({"dtype": whole.word, "shape": list(whole.shape), "ranks": members, "pieces": pieces})
     return Layout(arrays=arrays, writes=writes)
 
 
-def _held(value: Any, name: str) -> Held:
+def _described_array(value: Any, name: str) -> ArrayDescription:
     part = value if isinstance(value, Part) else None
     values = value.values if isinstance(value, Part) else value
     form = form_of(values, name)
     if not can_hold(form.word):
         raise CannotRun(f"save_checkpoint: {name!r} is of {form.word}, which safetensors cannot hold; convert it")
     data = bytes_of(values_of(values), form.word)
-    return Held(
+    return ArrayDescription(
         word=form.word,
         shape=form.shape if part is None else part.shape,
         region=None if part is None else part.region,
@@ -122,20 +122,20 @@ def _held(value: Any, name: str) -> Held:
     )
 
 
-def _variants(name: str, holders: Mapping[int, Held]) -> list[list[list[int]]]:
+def _variants(name: str, holders: Mapping[int, ArrayDescription]) -> list[list[list[int]]]:
     """The different arrays of a name; each as its pieces; each of these as the ranks that hold it."""
-    parts = [held for held in holders.values() if held.region is not None]
+    parts = [array for array in holders.values() if array.region is not None]
     if not parts:
         kinds: dict[Any, list[int]] = {}
-        for rank, held in holders.items():
-            kinds.setdefault((held.word, held.shape, held.digest), []).append(rank)
+        for rank, array in holders.items():
+            kinds.setdefault((array.word, array.shape, array.digest), []).append(rank)
         return [[ranks] for ranks in kinds.values()]
-    if len(parts) < len(holders) or len({(held.word, held.shape) for held in parts}) > 1:
+    if len(parts) < len(holders) or len({(array.word, array.shape) for array in parts}) > 1:
         raise CannotRun(f"save_checkpoint: {name!r} is a part of one array on some ranks and something else on others")
     regions: dict[Region, list[int]] = {}
-    for rank, held in holders.items():
-        if held.region is not None:
-            regions.setdefault(held.region, []).append(rank)
+    for rank, array in holders.items():
+        if array.region is not None:
+            regions.setdefault(array.region, []).append(rank)
     for ranks in regions.values():
         other = next((rank for rank in ranks if holders[rank].digest != holders[ranks[0]].digest), None)
         if other is not None:
@@ -149,16 +149,16 @@ def _variants(name: str, holders: Mapping[int, Held]) -> list[list[list[int]]]:
 def _require_whole(name: str, shape: tuple[int, ...], regions: Sequence[Region]) -> None:
     count = int(np.prod(shape, dtype=np.int64))
     there = sum(int(np.prod(region.shape, dtype=np.int64)) for region in regions)
-    if there != count or any(one.overlaps(two) for one, two in combinations(regions, 2)):
+    if there != count or any(first.overlaps(second) for first, second in combinations(regions, 2)):
         raise CannotRun(
             f"save_checkpoint: the parts of {name!r} hold {there} elements of {count}, or overlap; every element must"
             " be in one part, and all parts be either boxes or runs"
         )
 
 
-def _piece(file: str, key: str, held: Held) -> Json:
-    piece: dict[str, Json] = {"file": file, "key": key, "digest": held.digest}
-    if held.region is not None:
-        start = held.region.start
-        piece |= {"start": start if isinstance(start, int) else list(start), "shape": list(held.region.shape)}
+def _piece(file: str, key: str, array: ArrayDescription) -> Json:
+    piece: dict[str, Json] = {"file": file, "key": key, "digest": array.digest}
+    if array.region is not None:
+        start = array.region.start
+        piece |= {"start": start if isinstance(start, int) else list(start), "shape": list(array.region.shape)}
     return piece

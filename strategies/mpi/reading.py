@@ -86,16 +86,18 @@ class SavedTree:
         found = [named[name] for named in self._named if name in named]
         if not found:
             raise CannotRun(f"load_checkpoint: {self._folder} has no {name!r}")
-        if any(not _same(one, found[0]) for one in found):
+        if any(not _same(value, found[0]) for value in found):
             raise self._ambiguous(name)
         return found[0]
 
     def _array(self, name: str) -> Json:
-        """The index's entry of an array; None where the leaf is no array."""
+        """Return the index's entry of an array, or None if the leaf is no array."""
         if not isinstance(self._leaf(name), _Array):
             return None
         variants = self._arrays[name]
-        own = [one for one in variants if self._rank in one["ranks"]] if self._rank is not None else variants
+        own = (
+            [variant for variant in variants if self._rank in variant["ranks"]] if self._rank is not None else variants
+        )
         if len(own) != 1:
             raise self._ambiguous(name)
         return own[0]
@@ -166,7 +168,7 @@ def _trees_problem(index: Mapping[str, Json]) -> str:
     structures, of_ranks, ranks = (index.get(key) for key in ("structures", "structure_of_rank", "world_size"))
     if not isinstance(structures, list) or not isinstance(of_ranks, list) or ranks != len(of_ranks) or not of_ranks:
         return "does not say what each rank held"
-    if not all(is_count(one) and one < len(structures) for one in of_ranks):
+    if not all(is_count(rank) and rank < len(structures) for rank in of_ranks):
         return "names a tree that it has not"
     there = index.get("arrays")
     for structure in structures:
@@ -180,14 +182,14 @@ def _trees_problem(index: Mapping[str, Json]) -> str:
 
 
 def _array_names(structure: Json) -> list[str] | None:
-    """The names of a tree's arrays; None where it is no tree."""
+    """Return the names of a tree's arrays, or None if it is no tree."""
     names: list[str] = []
     rest: list[tuple[tuple[str | int, ...], Json]] = [((), structure)]
     while rest:
-        path, one = rest.pop()
-        if not isinstance(one, dict) or len(one) != 1:
+        path, node = rest.pop()
+        if not isinstance(node, dict) or len(node) != 1:
             return None
-        ((kind, content),) = one.items()
+        ((kind, content),) = node.items()
         if kind == "array" and content in ("array", "scalar"):
             names.append(name_of(path))
         elif kind in ("list", "tuple") and isinstance(content, list):
@@ -199,16 +201,16 @@ def _array_names(structure: Json) -> list[str] | None:
     return names
 
 
-def _is_member(one: Json) -> bool:
-    return isinstance(one, list) and len(one) == 2 and type(one[0]) in (str, int)
+def _is_member(entry: Json) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and type(entry[0]) in (str, int)
 
 
 def _variants_problem(name: str, variants: Json) -> str:
     """What is wrong with the arrays of a name; empty where each element of each is in one piece."""
     if not isinstance(variants, list):
         return f"does not say where {shown(name)} lies"
-    for one in variants:
-        saved = one if isinstance(one, dict) else {}
+    for variant in variants:
+        saved = variant if isinstance(variant, dict) else {}
         shape, ranks, pieces = counts(saved.get("shape")), saved.get("ranks"), saved.get("pieces")
         known = isinstance(saved.get("dtype"), str) and files.can_hold(saved["dtype"])
         if not known or shape is None or not isinstance(ranks, list) or not isinstance(pieces, list):
@@ -222,7 +224,7 @@ def _variants_problem(name: str, variants: Json) -> str:
 def _pieces_problem(shape: tuple[int, ...], pieces: list[Json]) -> str:
     boxes, are_runs = [], set[bool]()
     for piece in pieces:
-        if not isinstance(piece, dict) or not all(isinstance(piece.get(one), str) for one in ("file", "key", "digest")):
+        if not isinstance(piece, dict) or not all(isinstance(piece.get(key), str) for key in ("file", "key", "digest")):
             return "a piece has no file, key and digest"
         start, size = piece.get("start", [0] * len(shape)), counts(piece.get("shape", list(shape)))
         begin = (start,) if is_count(start) else counts(start)

@@ -12,7 +12,7 @@ import numpy as np
 
 from strategies.errors import CannotRun
 from strategies.mpi.arrays import Array
-from strategies.mpi.wire import Wire
+from strategies.mpi.communicator import Communicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -47,10 +47,10 @@ class ModelParallelConfig:
     pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CannotRun(f"{one.name} is {value!r}; it must be a whole number of at least 1")
+                raise CannotRun(f"{field.name} is {value!r}; it must be a whole number of at least 1")
 
     @property
     def world_size(self) -> int:
@@ -89,23 +89,23 @@ class ModelParallelConfig:
         Raises:
             CannotRun: the sizes do not fit the ranks, or differ between ranks; all ranks raise.
         """
-        wire = Wire(comm)
+        communicator = Communicator(comm)
 
         def fitting() -> ModelParallelConfig:
-            self.require_world(wire.size)
+            self.require_world(communicator.size)
             return self
 
-        wire.agreed("ModelParallelConfig", fitting, lambda config: [str(config)])
-        here = self.coordinates(wire.rank)
+        communicator.require_same("ModelParallelConfig", fitting, lambda config: [str(config)])
+        here = self.coordinates(communicator.rank)
         # Ranks of one group share a colour and are ordered by the world's order.
         model = here.pipeline * self.data_parallel_size + here.data
         data = here.pipeline * self.model_parallel_size + here.model
         pipeline = here.data * self.model_parallel_size + here.model
         return ParallelGroups(
             coordinates=here,
-            model=wire.comm.Split(model, wire.rank),
-            data=wire.comm.Split(data, wire.rank),
-            pipeline=wire.comm.Split(pipeline, wire.rank),
+            model=communicator.comm.Split(model, communicator.rank),
+            data=communicator.comm.Split(data, communicator.rank),
+            pipeline=communicator.comm.Split(pipeline, communicator.rank),
         )
 
     def __str__(self) -> str:
@@ -223,10 +223,10 @@ class SGD:
         """As `UpdateRule.update`."""
         direction = gradient + self.weight_decay * value if self.weight_decay else gradient
         if self.momentum:
-            held = states["momentum"]
-            held *= self.momentum
-            held += direction
-            direction = held
+            momentum = states["momentum"]
+            momentum *= self.momentum
+            momentum += direction
+            direction = momentum
         value -= learning_rate * direction
 
 

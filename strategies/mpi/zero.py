@@ -28,22 +28,22 @@ from strategies.mpi.arrays import (
 from strategies.mpi.buckets import (
     BUCKET_BYTES,
     Bucket,
-    Flats,
-    Sending,
-    Sent,
-    agreed_leaves,
+    Exchange,
+    FlatLeaves,
+    Leaf,
     checked_bucket_bytes,
+    common_leaves,
     divided_buckets,
     whole_buckets,
 )
-from strategies.mpi.shares import Holding, Share
+from strategies.mpi.communicator import Communicator
+from strategies.mpi.shards import Partitioning, Shard
 from strategies.mpi.sizes import AdamW, UpdateRule
-from strategies.mpi.wire import Wire
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from strategies.mpi.wire import PerformanceMonitor
+    from strategies.mpi.communicator import PerformanceMonitor
 
 # ReducedGradients: what `ZeROOptimizer.reduce_gradients` leaves on this rank.
 
@@ -137,12 +137,12 @@ class ZeROOptimizer:
         bucket_bytes: int = BUCKET_BYTES,
         monitor: PerformanceMonitor | None = None,
     ) -> None:
-        self._wire = Wire(dp_comm, monitor)
+        self._communicator = Communicator(dp_comm, monitor)
         self.stage = _checked_stage(stage)
         self.learning_rate = learning_rate
         self.rule = AdamW() if rule is None else rule
         self._bucket_bytes = checked_bucket_bytes(bucket_bytes)
-        self._shares: dict[Path, Share] = {}
+        self._shards: dict[Path, Shard] = {}
         self._tree: Tree = None
 
     def register_parameters(self, parameters: Tree) -> None:
@@ -151,12 +151,17 @@ class ZeROOptimizer:
         Raises:
             CannotRun: a parameter is not floating-point, or ranks hold different values.
         """
-        found = agreed_leaves(self._wire, parameters, Sending(action="register_parameters", require=_require_floating))
-        self._wire.agreed("register_parameters", lambda: found, _value_words)
-        holding = Holding(
-            rank=self._wire.rank, ranks=self._wire.size, partitioned=self._partitioned, states=self.rule.states
+        found = common_leaves(
+            self._communicator, parameters, Exchange(action="register_parameters", require=_require_floating)
         )
-        self._shares = {one.path: holding.share(one.path, _form(one), one.value) for one in found}
+        self._communicator.require_same("register_parameters", lambda: found, _value_words)
+        partitioning = Partitioning(
+            rank=self._communicator.rank,
+            ranks=self._communicator.size,
+            partitioned=self._partitioned,
+            states=self.rule.states,
+        )
+        self._shards = {leaf.path: partitioning.shard(leaf.path, _form(leaf), leaf.value) for leaf in found}
         self._tree = rebuilt(parameters, lambda path: None)
 
     def reduce_gradients(self, gradients: Tree) -> ReducedGradients:
@@ -168,18 +173,20 @@ class ZeROOptimizer:
         Raises:
             CannotRun: a gradient is of no registered parameter, or of another shape.
         """
-        found = agreed_leaves(self._wire, gradients, Sending(action="reduce_gradients", require=self._require_known))
-        present = [one for one in found if one.form is not None]
-        shares = [self._shares[one.path] for one in present]
-        flats = Flats([one.value for one in present])
+        found = common_leaves(
+            self._communicator, gradients, Exchange(action="reduce_gradients", require=self._require_known)
+        )
+        present = [leaf for leaf in found if leaf.form is not None]
+        shards = [self._shards[leaf.path] for leaf in present]
+        flats = FlatLeaves([leaf.value for leaf in present])
         divided = self.stage >= ZeROStage.STAGE_2
-        lengths = [share.stop - share.start if divided else share.form.count for share in shares]
-        out = [np.empty(length, dtype=share.form.summed) for length, share in zip(lengths, shares, strict=True)]
-        for bucket in self._buckets(shares, [share.form.summed for share in shares], divided=divided):
-            self._reduce(bucket, bucket.filled(flats.of(bucket)), _Targets(flats=out, shares=shares, divided=divided))
-        shapes = [(-1,) if divided else share.form.shape for share in shares]
+        lengths = [shard.stop - shard.start if divided else shard.form.count for shard in shards]
+        out = [np.empty(length, dtype=shard.form.reduce_dtype) for length, shard in zip(lengths, shards, strict=True)]
+        for bucket in self._buckets(shards, [shard.form.reduce_dtype for shard in shards], divided=divided):
+            self._reduce(bucket, bucket.filled(flats.of(bucket)), _Targets(flats=out, shards=shards, divided=divided))
+        shapes = [(-1,) if divided else shard.form.shape for shard in shards]
         return ReducedGradients(
-            {share.path: one.reshape(shape) for share, one, shape in zip(shares, out, shapes, strict=True)},
+            {shard.path: values.reshape(shape) for shard, values, shape in zip(shards, out, shapes, strict=True)},
             divided=divided,
         )
 
@@ -189,7 +196,7 @@ class ZeROOptimizer:
         for path, part in reduced.parts.items():
             run = self._own_run(path, part)
             square += np.dot(run, run) if run.dtype == np.float64 else np.square(run, dtype=np.float64).sum()
-        self._wire.sum(square)
+        self._communicator.all_reduce(square)
         return math.sqrt(square[0]) if square[0] >= 0 else math.nan
 
     def step(
@@ -206,7 +213,7 @@ class ZeROOptimizer:
         Raises:
             CannotRun: the parameters are not those that were registered.
         """
-        whole = self._wire.agreed(
+        whole = self._communicator.require_same(
             "step",
             lambda: self._checked(parameters, reduced, in_place),
             lambda _: (f"clip_norm {clip_norm}, in_place {in_place}", *reduced),
@@ -219,7 +226,7 @@ class ZeROOptimizer:
         fresh = {path: self._updated(path, part, whole, factor) for path, part in reduced.parts.items()}
         if whole is None:
             return None
-        made = self._published(fresh, whole if in_place else None)
+        made = self._all_gathered(fresh, whole if in_place else None)
         return parameters if in_place else rebuilt(parameters, lambda path: made.get(path, whole[path]))
 
     def gather_parameters(self, *keys: str | int) -> Tree:
@@ -234,22 +241,22 @@ class ZeROOptimizer:
                 raise CannotRun(f"stage {self.stage:d} leaves parameters whole with the script; only stage 3 has parts")
             return subtree(self._tree, keys)
 
-        found = self._wire.agreed("gather_parameters", there, lambda _: [name_of(keys)])
+        found = self._communicator.require_same("gather_parameters", there, lambda _: [name_of(keys)])
         paths = {path: (*keys, *path) for path in leaves(found)}
-        masters = {path: self._shares[path].master for path in paths.values()}
-        made = self._published({path: value for path, value in masters.items() if value is not None}, None)
+        masters = {path: self._shards[path].master for path in paths.values()}
+        made = self._all_gathered({path: value for path, value in masters.items() if value is not None}, None)
         return rebuilt(found, lambda path: made[paths[path]])
 
     def memory(self) -> ZeROMemory:
         """What this rank keeps."""
-        masters = sum(share.master.nbytes for share in self._shares.values() if share.master is not None)
+        masters = sum(shard.master.nbytes for shard in self._shards.values() if shard.master is not None)
         parameters = masters if self._partitioned else 0
-        whole = sum(share.bytes for share in self._shares.values())
+        whole = sum(shard.bytes for shard in self._shards.values())
         return ZeROMemory(optimizer_bytes=whole - parameters, parameters_bytes=parameters)
 
     def state(self) -> dict[str, Any]:
         """For `CheckpointManager.save_checkpoint`: this rank's parts, which any number of ranks can load."""
-        return {"rule": self.rule.name, "parameters": {share.name: share.state() for share in self._shares.values()}}
+        return {"rule": self.rule.name, "parameters": {shard.name: shard.state() for shard in self._shards.values()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, as `CheckpointManager.load_checkpoint` returns it, under any stage and number of ranks.
@@ -258,90 +265,90 @@ class ZeROOptimizer:
             CannotRun: it is of other parameters or of another rule; nothing is changed.
         """
 
-        def loaded() -> dict[Path, Share]:
+        def loaded() -> dict[Path, Shard]:
             if state.get("rule") != self.rule.name:
                 raise CannotRun(f"the checkpoint's rule is {state.get('rule')!r}, this optimizer's {self.rule.name!r}")
             saved = state.get("parameters", {})
-            missing = [share.name for share in self._shares.values() if share.name not in saved]
-            if missing or not self._shares:
+            missing = [shard.name for shard in self._shards.values() if shard.name not in saved]
+            if missing or not self._shards:
                 what = repr(missing[0]) if missing else "anything: call register_parameters first"
                 raise CannotRun(f"load_state: the checkpoint and the registered parameters do not share {what}")
-            return {path: share.loaded(saved[share.name]) for path, share in self._shares.items()}
+            return {path: shard.loaded(saved[shard.name]) for path, shard in self._shards.items()}
 
-        self._shares, _ = self._wire.compared(loaded, lambda _: ())
+        self._shards, _ = self._communicator.compare(loaded, lambda _: ())
 
     @property
     def _partitioned(self) -> bool:
         return self.stage == ZeROStage.STAGE_3
 
-    def _buckets(self, shares: Sequence[Share], dtypes: Sequence[np.dtype[Any]], *, divided: bool) -> list[Bucket]:
-        counts = [share.form.count for share in shares]
+    def _buckets(self, shards: Sequence[Shard], dtypes: Sequence[np.dtype[Any]], *, divided: bool) -> list[Bucket]:
+        counts = [shard.form.count for shard in shards]
         if divided:
-            return divided_buckets(counts, dtypes, self._bucket_bytes, self._wire.size)
+            return divided_buckets(counts, dtypes, self._bucket_bytes, self._communicator.size)
         return whole_buckets(counts, dtypes, self._bucket_bytes)
 
     def _reduce(self, bucket: Bucket, buffer: Array, targets: _Targets) -> None:
         """Average a bucket, and put what this rank keeps of it where it belongs."""
         if not targets.divided:
-            self._wire.sum(buffer)
-            bucket.spread(np.divide(buffer, self._wire.size, out=buffer), targets.flats)
+            self._communicator.all_reduce(buffer)
+            bucket.spread(np.divide(buffer, self._communicator.size, out=buffer), targets.flats)
             return
-        own = self._wire.sum_parts(buffer, bucket.counts)
-        own /= self._wire.size
-        for run in bucket.runs_of(self._wire.rank):
-            begin = targets.shares[run.leaf].start
+        own = self._communicator.reduce_scatter(buffer, bucket.counts)
+        own /= self._communicator.size
+        for run in bucket.runs_of(self._communicator.rank):
+            begin = targets.shards[run.leaf].start
             targets.flats[run.leaf][run.start - begin : run.stop - begin] = own[run.place]
 
     def _updated(self, path: Path, part: Array, whole: Mapping[Path, Any] | None, factor: float) -> Array:
         """This rank's run of a parameter after the step."""
-        share = self._shares[path]
+        shard = self._shards[path]
         run = self._own_run(path, part)
-        value = share.current(None if whole is None else whole[path])
-        share.step += 1
+        value = shard.current(None if whole is None else whole[path])
+        shard.step += 1
         gradient = run if factor == 1.0 else run * np.asarray(factor, dtype=run.dtype)
-        self.rule.update(value, gradient, share.states, share.step, self.learning_rate)
+        self.rule.update(value, gradient, shard.states, shard.step, self.learning_rate)
         return value
 
     def _own_run(self, path: Path, part: Array) -> Array:
-        share = self._shares[path]
+        shard = self._shards[path]
         flat = part.reshape(-1)
-        return flat if self.stage >= ZeROStage.STAGE_2 else flat[share.start : share.stop]
+        return flat if self.stage >= ZeROStage.STAGE_2 else flat[shard.start : shard.stop]
 
-    def _published(self, fresh: Mapping[Path, Array], into: Mapping[Path, Any] | None) -> dict[Path, Any]:
+    def _all_gathered(self, fresh: Mapping[Path, Array], into: Mapping[Path, Any] | None) -> dict[Path, Any]:
         """Whole parameters from every rank's runs: new leaves, or the values of those in `into`."""
-        shares = [self._shares[path] for path in fresh]
+        shards = [self._shards[path] for path in fresh]
         own = [None if into is None else own_memory(into[path]) for path in fresh]
         flats = [
-            np.empty(share.form.count, dtype=share.form.carried) if memory is None else memory
-            for share, memory in zip(shares, own, strict=True)
+            np.empty(shard.form.count, dtype=shard.form.transfer_dtype) if memory is None else memory
+            for shard, memory in zip(shards, own, strict=True)
         ]
         values = list(fresh.values())
-        for bucket in self._buckets(shares, [share.form.carried for share in shares], divided=True):
-            part = np.empty(bucket.counts[self._wire.rank], dtype=bucket.dtype)
-            for run in bucket.runs_of(self._wire.rank):
-                begin = shares[run.leaf].start
+        for bucket in self._buckets(shards, [shard.form.transfer_dtype for shard in shards], divided=True):
+            part = np.empty(bucket.counts[self._communicator.rank], dtype=bucket.dtype)
+            for run in bucket.runs_of(self._communicator.rank):
+                begin = shards[run.leaf].start
                 part[run.place] = values[run.leaf][run.start - begin : run.stop - begin]
-            bucket.spread(self._wire.all_parts(part, bucket.counts), flats)
+            bucket.spread(self._communicator.all_gather(part, bucket.counts), flats)
         if into is None:
-            return {share.path: share.form.made(flat) for share, flat in zip(shares, flats, strict=True)}
-        for share, memory, flat in zip(shares, own, flats, strict=True):
+            return {shard.path: shard.form.made(flat) for shard, flat in zip(shards, flats, strict=True)}
+        for shard, memory, flat in zip(shards, own, flats, strict=True):
             if memory is None:
-                write_into(into[share.path], flat, share.name)
+                write_into(into[shard.path], flat, shard.name)
         return {}
 
     def _require_known(self, path: Path, form: Form) -> None:
-        share = self._shares.get(path)
-        if share is None:
-            known = ", ".join(one.name for one in list(self._shares.values())[:8]) or "none"
+        shard = self._shards.get(path)
+        if shard is None:
+            known = ", ".join(registered.name for registered in list(self._shards.values())[:8]) or "none"
             raise CannotRun(f"{name_of(path)!r} is no registered parameter; registered: {known}")
-        if share.form.shape != form.shape or not form.is_floating:
-            raise CannotRun(f"the gradient of {share.name!r} is {form}, the parameter {share.form}; shapes must match")
+        if shard.form.shape != form.shape or not form.is_floating:
+            raise CannotRun(f"the gradient of {shard.name!r} is {form}, the parameter {shard.form}; shapes must match")
 
     def _checked(self, parameters: Tree, reduced: ReducedGradients, in_place: bool) -> dict[Path, Any] | None:
         """The leaves of `parameters`, when a step can be made with these arguments."""
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             raise CannotRun(f"learning_rate is {self.learning_rate}; it must be a number of at least 0")
-        if reduced.divided != (self.stage >= ZeROStage.STAGE_2) or reduced.parts.keys() - self._shares.keys():
+        if reduced.divided != (self.stage >= ZeROStage.STAGE_2) or reduced.parts.keys() - self._shards.keys():
             raise CannotRun(
                 "step: these gradients were not reduced by this optimizer; give what its reduce_gradients returns"
             )
@@ -350,25 +357,25 @@ class ZeROOptimizer:
         if parameters is None:
             return None
         whole = leaves(parameters)
-        if whole.keys() != self._shares.keys():
+        if whole.keys() != self._shards.keys():
             raise CannotRun("step: these are not the parameters that were registered; call register_parameters again")
-        for path, share in self._shares.items():
+        for path, shard in self._shards.items():
             shape = getattr(whole[path], "shape", ())
-            if tuple(shape) != share.form.shape:
+            if tuple(shape) != shard.form.shape:
                 raise CannotRun(
-                    f"step: {share.name!r} has shape {list(shape)}; {list(share.form.shape)} was registered"
+                    f"step: {shard.name!r} has shape {list(shape)}; {list(shard.form.shape)} was registered"
                 )
             if in_place and not hasattr(whole[path], "__setitem__"):
-                raise CannotRun(f"step: {share.name!r} cannot be written in place; leave in_place out")
+                raise CannotRun(f"step: {shard.name!r} cannot be written in place; leave in_place out")
         return whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Targets:
-    """Where averaged gradients go: flat arrays, whole or this rank's runs of `shares`."""
+    """Where averaged gradients go: flat arrays, whole or this rank's runs of `shards`."""
 
     flats: Sequence[Array]
-    shares: Sequence[Share]
+    shards: Sequence[Shard]
     divided: bool
 
 
@@ -384,17 +391,17 @@ def _require_floating(path: Path, form: Form) -> None:
         raise CannotRun(f"the parameter {name_of(path)!r} is of {form.word}; only floating-point ones are trained")
 
 
-def _form(one: Sent) -> Form:
-    if one.form is None:
-        raise CannotRun(f"the parameter {one.name!r} is None; leave it out")
-    return one.form
+def _form(leaf: Leaf) -> Form:
+    if leaf.form is None:
+        raise CannotRun(f"the parameter {leaf.name!r} is None; leave it out")
+    return leaf.form
 
 
-def _value_words(found: Sequence[Sent]) -> list[str]:
+def _value_words(found: Sequence[Leaf]) -> list[str]:
     """Each parameter with a checksum of its values."""
     words = []
-    for one in found:
-        _form(one)
-        sum_of_values = zlib.crc32(np.ascontiguousarray(values_of(one.value)).reshape(-1).view(np.uint8).data)
-        words.append(f"{one.name} with checksum {sum_of_values:08x}")
+    for leaf in found:
+        _form(leaf)
+        sum_of_values = zlib.crc32(np.ascontiguousarray(values_of(leaf.value)).reshape(-1).view(np.uint8).data)
+        words.append(f"{leaf.name} with checksum {sum_of_values:08x}")
     return words

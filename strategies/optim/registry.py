@@ -113,8 +113,8 @@ def require_numbers(word: str, asked: NamedParts) -> None:
         CannotRun: naming the argument and what to write.
     """
     for key, value in asked.params.items():
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            number = _number_of(one) if isinstance(one, str) else None
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            number = _number_of(item) if isinstance(item, str) else None
             if number is not None:
                 raise CannotRun(f"config: {word}.params.{key} is {value!r}, a text; write the number {number:g}")
 

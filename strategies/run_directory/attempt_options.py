@@ -6,13 +6,12 @@ them when it starts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strategies.run_directory.spec import write_json
+from strategies.run_directory.spec import read_json, write_json
 
 ORDERS_FILE = "orders.json"
 CHECKPOINTS = "checkpoints"
@@ -68,7 +67,4 @@ class AttemptOptions:
     def load(cls, run_directory: Path) -> AttemptOptions | None:
         """The options in a run directory, None if it has none, as for ranks that nobody supervises."""
         path = run_directory / ORDERS_FILE
-        if not path.exists():
-            return None
-        raw = json.loads(path.read_text())
-        return cls(**{**raw, "failed_plans": tuple(FailedPlan(**one) for one in raw["failed_plans"])})
+        return read_json(cls, path) if path.exists() else None

@@ -11,6 +11,8 @@
     {"event": "saved", "attempt": k, "time": ..., "step": ..., "path": ..., ...}     a checkpoint is complete
     {"event": "back", "attempt": k, "time": ..., "step": ..., "seconds_lost": ...}   the run is where it was before
     {"event": "alert", "attempt": k, "time": ..., ...}        what a rank noticed
+    {"event": "measured", "attempt": k, "time": ..., "measurement": ...}      the row that the attempt became in the
+                                                   database, as `dsplan db export` writes it
     {"event": "end", "attempt": k, "time": ..., "outcome": ..., "exit_code": ..., "first_step": ..., "last_step": ...}
 
 Times are seconds since 1970.
@@ -21,10 +23,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from hardware_db.notices import notice
 
 JOURNAL_FILE = "run.jsonl"
 
@@ -45,7 +48,7 @@ class Journal:
         except OSError as problem:
             # The run matters more than its story, which the last page tells from memory too.
             if not self._has_reported:
-                print(f"dsplan: {JOURNAL_FILE}: {problem.strerror}; the journal has gaps", file=sys.stderr)
+                notice(f"{JOURNAL_FILE}: {problem.strerror}; the journal has gaps")
             self._has_reported = True
 
 

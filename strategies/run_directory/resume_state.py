@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hardware_db.from_json import from_json
 from planner.calibration.oom_history import OomRecord
 from planner.errors import DsplanError
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import configuration_from_dict, load_plan, plan_from_dict, plan_to_dict
 from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
-from strategies.run_directory.spec import write_json
+from strategies.run_directory.spec import read_json, write_json
 
 # What tuning has measured so far: `tuning.json` in the run directory of rank 0's node. No torch.
 
@@ -47,7 +48,7 @@ class Tuning:
 
     def in_order(self) -> list[Mapping[str, Any]]:
         """The plan to resume with, then those that were measured, fastest first."""
-        fastest = [one.plan for one in sorted(self.tried, key=lambda one: one.step_seconds)]
+        fastest = [trial.plan for trial in sorted(self.tried, key=lambda trial: trial.step_seconds)]
         return [*((self.following,) if self.following else ()), *fastest]
 
     def save(self, run_directory: Path) -> None:
@@ -58,10 +59,7 @@ class Tuning:
     def load(cls, run_directory: Path) -> Tuning | None:
         """The content of the file, None if there is no file."""
         path = run_directory / TUNING_FILE
-        if not path.exists():
-            return None
-        raw = json.loads(path.read_text())
-        return cls(**{**raw, "tried": tuple(Tried(**one) for one in raw["tried"])})
+        return read_json(cls, path) if path.exists() else None
 
 
 PLAN_FILE = "plan.yaml"
@@ -83,8 +81,7 @@ class Findings:
 
     @classmethod
     def from_text(cls, text: str) -> Findings:
-        raw = json.loads(text)
-        return cls(**{**raw, "tuned": tuple(raw["tuned"])})
+        return from_json(cls, json.loads(text))
 
     @classmethod
     def of(cls, run_directory: Path) -> Findings:
@@ -127,19 +124,18 @@ class ResumeState:
 
         The rule is the planner's (`OomRecord`); what a failed plan took of the host is not recorded.
         """
-        return any(_rules_out(one, plan) for one in self.failed_plans)
+        return any(_rules_out(failed, plan) for failed in self.failed_plans)
 
     def to_text(self) -> str:
         plan = None if self.plan is None else plan_to_dict(self.plan)
         rest = {name: getattr(self, name) for name in self.__slots__ if name not in ("plan", "failed_plans")}
-        return json.dumps({**rest, "failed_plans": [asdict(one) for one in self.failed_plans], "plan": plan})
+        return json.dumps({**rest, "failed_plans": [asdict(failed) for failed in self.failed_plans], "plan": plan})
 
     @classmethod
     def from_text(cls, text: str) -> ResumeState:
         raw = json.loads(text)
         plan = None if raw["plan"] is None else plan_from_dict(raw["plan"])
-        failed = tuple(FailedPlan(**one) for one in raw["failed_plans"])
-        return cls(**{**raw, "plan": plan, "failed_plans": failed})
+        return replace(from_json(cls, {**raw, "plan": None}), plan=plan)
 
 
 def combined(
@@ -151,27 +147,29 @@ def combined(
 
     Where the global batch cannot be split over the ranks, as many of them train as it can be split over.
     """
-    known = sorted(findings, key=lambda one: one.written, reverse=True)
-    is_resumed = any(one.is_resumed for one in known)
-    options = [one.options for one in known if one.options]
+    known = sorted(findings, key=lambda finding: finding.written, reverse=True)
+    is_resumed = any(finding.is_resumed for finding in known)
+    options = [finding.options for finding in known if finding.options]
     if not is_resumed:
-        return ResumeState(ranks=ranks, tunes=any(one["tunes"] for one in options))
-    tuned = [plan_from_dict(plan) for one in known for plan in one.tuned]
-    plans = [*tuned, *([given] if given else ()), *(plan_from_dict(one.last) for one in known if one.last)]
-    batches = [one["global_batch_size"] for one in options] + [plan.configuration.global_batch_size for plan in plans]
-    batch = next((one for one in batches if one), None)
-    failed = {json.dumps(one, sort_keys=True): one for each in options for one in each["failed_plans"]}
+        return ResumeState(ranks=ranks, tunes=any(attempt["tunes"] for attempt in options))
+    tuned = [plan_from_dict(plan) for finding in known for plan in finding.tuned]
+    plans = [*tuned, *([given] if given else ()), *(plan_from_dict(finding.last) for finding in known if finding.last)]
+    batches = [attempt["global_batch_size"] for attempt in options] + [
+        plan.configuration.global_batch_size for plan in plans
+    ]
+    batch = next((size for size in batches if size), None)
+    failed = {json.dumps(entry, sort_keys=True): entry for each in options for entry in each["failed_plans"]}
     state = ResumeState(
         ranks=largest_divisor(batch, ranks) if batch else ranks,
         is_resumed=True,
-        attempt=max((int(one["attempt"]) for one in options), default=0),
-        tunes=any(one["tunes"] for one in options),
+        attempt=max((int(attempt["attempt"]) for attempt in options), default=0),
+        tunes=any(attempt["tunes"] for attempt in options),
         global_batch_size=batch,
-        failed_plans=tuple(FailedPlan(**one) for one in failed.values()),
+        failed_plans=tuple(FailedPlan(**entry) for entry in failed.values()),
     )
-    of_strategy = (one for one in plans if strategy in (None, one.configuration.strategy))
-    for_ranks = (one for one in of_strategy if one.configuration.world_size == state.ranks)
-    plan = next((one for one in for_ranks if not state.has_failed(one)), None)
+    of_strategy = (candidate for candidate in plans if strategy in (None, candidate.configuration.strategy))
+    for_ranks = (candidate for candidate in of_strategy if candidate.configuration.world_size == state.ranks)
+    plan = next((candidate for candidate in for_ranks if not state.has_failed(candidate)), None)
     return replace(state, plan=plan, is_given=plan is not None and plan is given)
 
 
@@ -181,7 +179,7 @@ def largest_divisor(batch: int, ranks: int) -> int:
 
 
 def configuration_of(failed: FailedPlan) -> Configuration | None:
-    """The configuration of a failed plan; None where it is of a release that knew other words."""
+    """Return the configuration of a failed plan, or None if it is of a release that knew other words."""
     try:
         return configuration_from_dict(failed.configuration)
     except DsplanError:

@@ -6,10 +6,14 @@ import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
+from hardware_db.errors import BrokenFile
 from hardware_db.files import replace_whole
+from hardware_db.from_json import WrongValue, from_json
 from planner.errors import NothingFits
+
+Value = TypeVar("Value")
 
 # Why a rank or an attempt ended, in words that ranks, supervisor, journal and last page share. No torch.
 
@@ -137,11 +141,12 @@ class LaunchSpec:
 
     @classmethod
     def load(cls, path: Path) -> LaunchSpec:
-        """The spec that `save` wrote."""
-        raw = json.loads(path.read_text())
-        placement = {**raw["placement"], "options": tuple(raw["placement"]["options"])}
-        parts = {"placement": Placement(**placement), "supervision": Supervision(**raw["supervision"])}
-        return cls(**{**raw, "arguments": tuple(raw["arguments"]), **parts})
+        """The spec that `save` wrote.
+
+        Raises:
+            BrokenFile: it is that of another version, or damaged.
+        """
+        return read_json(cls, path)
 
 
 def log_path(directory: Path, rank: int, stream: str) -> Path:
@@ -178,6 +183,19 @@ def keep_result(directory: Path, result: object) -> None:
     """Write how the ranks ended. A disk that is full by then changes nothing about it, and they have said it too."""
     with suppress(OSError):
         write_json(directory / RESULT_FILE, result)
+
+
+def read_json(kind: type[Value], path: Path) -> Value:
+    """The dataclass that `write_json` wrote.
+
+    Raises:
+        BrokenFile: it is that of another version, or damaged.
+    """
+    try:
+        return from_json(kind, json.loads(path.read_text()))
+    except (ValueError, RecursionError, WrongValue) as error:
+        problem = f"not a run of this version of dsplan ({' '.join(str(error).split())})"
+        raise BrokenFile(path, problem, "start a new one") from None
 
 
 def write_json(path: Path, value: object) -> None:

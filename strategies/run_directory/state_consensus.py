@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hardware_db.notices import notice
 from planner.types.plan_io import load_plan
 from strategies.run_directory.heartbeat import resting
 from strategies.run_directory.resume_state import Findings, ResumeState, combined
@@ -34,8 +34,8 @@ class Place:
     ranks: int
 
 
-def agree(store: Store | None, run_directory: Path) -> ResumeState:
-    """How the run stands, of what every node knows; called once on every rank, whose RANK and WORLD_SIZE are set.
+def reach_consensus(store: Store | None, run_directory: Path) -> ResumeState:
+    """Return the state of the run from what every node knows; called once on every rank, with RANK and WORLD_SIZE set.
 
     `store` is the one that the ranks met in, None for a rank alone.
 
@@ -48,11 +48,11 @@ def agree(store: Store | None, run_directory: Path) -> ResumeState:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         ranks=int(os.environ.get("WORLD_SIZE", "1")),
     )
-    _state = agreement(store, place, run_directory)
+    _state = consensus(store, place, run_directory)
     return _state
 
 
-def agreement(store: Store | None, place: Place, run_directory: Path) -> ResumeState:
+def consensus(store: Store | None, place: Place, run_directory: Path) -> ResumeState:
     """The same, of a rank at a place."""
     # The first rank of every node reports what is in its run directory.
     own = Findings.of(run_directory) if place.local_rank == 0 else Findings()
@@ -60,13 +60,13 @@ def agreement(store: Store | None, place: Place, run_directory: Path) -> ResumeS
         return _combined([own], place.ranks)
     store.set(f"findings-{place.rank}", own.to_text())
     if place.rank == 0:
-        everyone = [Findings.from_text(store.get(f"findings-{one}").decode()) for one in range(place.ranks)]
-        store.set("standing", _combined(everyone, place.ranks).to_text())
-    return ResumeState.from_text(store.get("standing").decode())
+        everyone = [Findings.from_text(store.get(f"findings-{rank}").decode()) for rank in range(place.ranks)]
+        store.set("resume-state", _combined(everyone, place.ranks).to_text())
+    return ResumeState.from_text(store.get("resume-state").decode())
 
 
 def current() -> ResumeState:
-    """What was agreed; of a process that `dsplan run` did not start, that nothing went before."""
+    """Return the consensus; of a process that `dsplan run` did not start, that nothing went before."""
     return _state or ResumeState(ranks=int(os.environ.get("WORLD_SIZE", "1")))
 
 
@@ -79,22 +79,18 @@ def narrow(state: ResumeState, variables: MutableMapping[str, str]) -> None:
     variables["LOCAL_WORLD_SIZE"] = str(min(here, state.ranks - (rank - local)))
 
 
-def wait_for_the_others(store: Store, state: ResumeState) -> None:
-    """What a rank does that does not train: return when rank 0's script has ended."""
+def wait_for_training_ranks(store: Store, state: ResumeState) -> None:
+    """Wait on a rank that does not train; return when rank 0's script has ended."""
     rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    print(
-        f"dsplan: rank {rank} of {ranks} waits: the global batch of {state.global_batch_size} is split over"
-        f" {state.ranks} ranks",
-        file=sys.stderr,
-        flush=True,
-    )
+    batch = state.global_batch_size
+    notice(f"rank {rank} of {ranks} waits: the global batch of {batch} is split over {state.ranks} ranks")
     # The store may go with the process that has it.
     with contextlib.suppress(RuntimeError), resting():
         while not store.check([_ENDED]):
             time.sleep(_LOOK_SECONDS)
 
 
-def let_the_waiting_go(store: Store) -> None:
+def release_waiting_ranks(store: Store) -> None:
     """Rank 0, when its script has ended: those that wait may end too."""
     with contextlib.suppress(RuntimeError):
         store.set(_ENDED, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ import psutil
 import torch.distributed as dist
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from hardware_db.probe.cgroup import cgroup_limits
 from strategies.checkpoint import content
 from strategies.checkpoint.checkpoints import CheckpointedEngine, Checkpoints
@@ -77,7 +77,7 @@ class SaveClock:
         self._counts_from, self._has_failed = None, True
 
     def _left(self, now: float) -> float | None:
-        """Seconds until it is time to save; None where time does not count."""
+        """Return the seconds until it is time to save, or None if time does not count."""
         seconds, since = self._interval.seconds, self._counts_from
         if seconds is None or since is None:
             return None
@@ -179,7 +179,7 @@ class AutomaticSaves:
             self.save(asynchronous=all(look.has_room for look in looks))
 
     def save(self, *, asynchronous: bool) -> Path | None:
-        """Save now; None where that was not possible, which is reported and does not end the training."""
+        """Save now. Return None if that was not possible, which is reported and does not end the training."""
         options = SaveOptions(asynchronous=asynchronous)
         begun = time.time()
         self._is_saving = True
@@ -238,7 +238,7 @@ class AutomaticSaves:
             try:
                 lineage.note(self._run_directory, made)
             except OSError as problem:
-                _say(f"{self._run_directory}: the checkpoint of step {made.step} is not listed ({problem.strerror})")
+                notice(f"{self._run_directory}: the checkpoint of step {made.step} is not listed ({problem.strerror})")
         return made
 
     def _written(self) -> None:
@@ -247,7 +247,7 @@ class AutomaticSaves:
         self.seconds = time.time() - self.complete.time
         if self._engine.is_main:
             if self._report_line:
-                _say("checkpoints can be written again")
+                notice("checkpoints can be written again")
             self._clear_away()
         self._report_line = False
 
@@ -281,7 +281,7 @@ class AutomaticSaves:
             if not self._engine.optimizer.state:
                 return True  # states are made in the first step; ask again
             tensors = self._engine.state_tensors()
-            needed = sum(one.nbytes for kind in ("parameters", "optimizer") for one in tensors[kind])
+            needed = sum(tensor.nbytes for kind in ("parameters", "optimizer") for tensor in tensors[kind])
             on_node = needed * self._engine.environment.local_world_size
             self._has_room = _free_bytes() > _SPARE * on_node
         return self._has_room
@@ -291,7 +291,3 @@ def _free_bytes() -> int:
     """Host memory that is free for this process: of the machine, and within its control group."""
     available, left = int(psutil.virtual_memory().available), cgroup_limits().memory_left_bytes
     return available if left is None else min(available, left)
-
-
-def _say(text: str) -> None:
-    print(f"dsplan: {text}", file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from planner.errors import NothingFits
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
@@ -76,14 +76,14 @@ def kind_of(error: BaseException) -> EndingKind:
     """What an exception means for the run; one that was raised from another means what that one does."""
     if isinstance(error, NotFinite):
         return "not_finite"
-    for one in _chain(error):
-        if _is_out_of_memory(one):
+    for cause in _chain(error):
+        if _is_out_of_memory(cause):
             return "out_of_memory"
-    for one in _chain(error):
-        text = str(one).lower()
-        if (isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)) or _says(text, _DISK_FULL):
+    for cause in _chain(error):
+        text = str(cause).lower()
+        if (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)) or _says(text, _DISK_FULL):
             return "disk_full"
-        if isinstance(one, ConnectionError) or (isinstance(one, RuntimeError) and _says(text, _LOST)):
+        if isinstance(cause, ConnectionError) or (isinstance(cause, RuntimeError) and _says(text, _LOST)):
             return "lost"
     if isinstance(error, NothingFits):
         return "refused"
@@ -128,7 +128,7 @@ def write_failure(directory: Path, rank: int, failure: Failure) -> None:
         try:
             write_json(path, asdict(failure))
         except OSError as problem:
-            print(f"dsplan: why rank {rank} ended could not be written: {problem}", file=sys.stderr, flush=True)
+            notice(f"why rank {rank} ended could not be written: {problem}")
 
 
 def write_success(directory: Path, rank: int) -> None:
@@ -139,7 +139,7 @@ def write_success(directory: Path, rank: int) -> None:
 
 
 def read_failure(directory: Path, rank: int) -> dict[str, Any] | None:
-    """What a rank left as its last word; None where it left none that can be read."""
+    """Return a rank's failure record, or None if it left none that can be read."""
     try:
         found = json.loads(failure_path(directory, rank).read_text())
     except (OSError, ValueError):

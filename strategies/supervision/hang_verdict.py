@@ -52,7 +52,7 @@ class Verdict:
 
 
 def read_verdict(text: str | None) -> Verdict | None:
-    """A verdict that `Verdict.text` wrote; None where there is none."""
+    """Read a verdict that `Verdict.text` wrote, or None if there is none."""
     if text is None:
         return None
     found = json.loads(text)
@@ -64,21 +64,21 @@ def judge(
 ) -> Verdict | None:
     """The verdict over ranks of which the first looked at has been quiet for `quiet_seconds`.
 
-    `before` and `now` are the ranks' heartbeats at two moments that are a few heartbeats apart. None where some rank
-    still works, for which the others may be waiting rightly.
+    `before` and `now` are the ranks' heartbeats at two moments that are a few heartbeats apart. None if some rank still
+    works, for which the others may be waiting rightly.
     """
-    silent = sorted(rank for rank, one in now.items() if one is None or one == before.get(rank))
+    silent = sorted(rank for rank, beat in now.items() if beat is None or beat == before.get(rank))
     if silent:
         return Verdict(behind=tuple(silent), sentence=_silent(silent, now), silent=tuple(silent))
-    beats = {rank: one for rank, one in now.items() if one is not None}
-    if any(one.quiet_seconds < quiet_seconds / 2 for one in beats.values()):
+    beats = {rank: beat for rank, beat in now.items() if beat is not None}
+    if any(beat.quiet_seconds < quiet_seconds / 2 for beat in beats.values()):
         return None
     return _slowest(beats, quiet_seconds)
 
 
 def slowest(now: Mapping[int, Heartbeat | None], quiet_seconds: float) -> Verdict:
     """The verdict where the ranks for which the others wait work, but for far too long."""
-    return _slowest({rank: one for rank, one in now.items() if one is not None}, quiet_seconds)
+    return _slowest({rank: beat for rank, beat in now.items() if beat is not None}, quiet_seconds)
 
 
 def _silent(silent: list[int], now: Mapping[int, Heartbeat | None]) -> str:
@@ -89,8 +89,8 @@ def _silent(silent: list[int], now: Mapping[int, Heartbeat | None]) -> str:
 
 
 def _slowest(beats: Mapping[int, Heartbeat], quiet_seconds: float) -> Verdict:
-    fewest = min(one.calls for one in beats.values())
-    behind = sorted(rank for rank, one in beats.items() if one.calls == fewest)
+    fewest = min(beat.calls for beat in beats.values())
+    behind = sorted(rank for rank, beat in beats.items() if beat.calls == fewest)
     outside = [rank for rank in behind if not beats[rank].section]
     if len(behind) == len(beats) and outside:
         behind = outside

@@ -50,7 +50,7 @@ class Known:
     @property
     def all(self) -> list[Made]:
         """Each checkpoint once; the list's word counts."""
-        return list({one.path: one for one in (*self.journalled, *self.listed)}.values())
+        return list({checkpoint.path: checkpoint for checkpoint in (*self.journalled, *self.listed)}.values())
 
 
 def note(directory: Path, made: Made) -> None:
@@ -87,15 +87,19 @@ def outdated(made: Iterable[Made], keep: int, *, run: str = "", since: int = 0) 
 
     Those of another run, or of attempts before `since`, are neither counted nor named.
     """
-    own = [one for one in made if one.is_automatic and one.run == run and one.attempt >= since]
-    return [Path(one.path) for one in newest_first(own)[keep:]]
+    own = [
+        checkpoint
+        for checkpoint in made
+        if checkpoint.is_automatic and checkpoint.run == run and checkpoint.attempt >= since
+    ]
+    return [Path(checkpoint.path) for checkpoint in newest_first(own)[keep:]]
 
 
 def newest_first(made: Iterable[Made]) -> list[Made]:
     """The complete ones, the furthest step first and of one step the last."""
-    by_path = {one.path: one for one in made}
-    complete = [one for one in by_path.values() if Path(one.path).is_dir()]
-    return sorted(complete, key=lambda one: (one.step, one.time), reverse=True)
+    by_path = {checkpoint.path: checkpoint for checkpoint in made}
+    complete = [checkpoint for checkpoint in by_path.values() if Path(checkpoint.path).is_dir()]
+    return sorted(complete, key=lambda checkpoint: (checkpoint.step, checkpoint.time), reverse=True)
 
 
 def _row(line: str) -> Any:
@@ -106,7 +110,7 @@ def _row(line: str) -> Any:
 
 
 def _made(row: Any) -> Made | None:
-    """A row of the list or of the journal; None where it is neither."""
+    """Return a row of the list or of the journal, or None if it is neither."""
     if not isinstance(row, Mapping) or not isinstance(row.get("path"), str):
         return None
     step, attempt = row.get("step"), row.get("attempt", 0)

@@ -6,7 +6,6 @@ say of which run they are. What is on disk counts; a list that is lost, cut or o
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from strategies.checkpoint import content as folder
 from strategies.checkpoint.content import Content, read_content
 from strategies.distributed.consensus import on_rank_zero
@@ -60,15 +60,15 @@ def with_common_past(options: AttemptOptions, environment: Environment) -> Attem
     first: AttemptOptions = everyones[0]
     return replace(
         first,
-        reached=max(one.reached for one in everyones),
-        may_begin_anew=all(one.may_begin_anew for one in everyones),
-        since=max(one.since for one in everyones),
-        base=next((one.base for one in everyones if one.base), ""),
+        reached=max(rank_options.reached for rank_options in everyones),
+        may_begin_anew=all(rank_options.may_begin_anew for rank_options in everyones),
+        since=max(rank_options.since for rank_options in everyones),
+        base=next((rank_options.base for rank_options in everyones if rank_options.base), ""),
     )
 
 
 def resume(engine: SupervisedEngine, run_directory: Path, options: AttemptOptions) -> Resumed | None:
-    """Restore the newest checkpoint of the run that is whole; None where the run has none. Every rank calls this.
+    """Restore the newest whole checkpoint of the run. Return None if the run has none. Every rank calls this.
 
     Raises:
         DsplanError: there are checkpoints and none of them can be loaded; the newest one's reason, and what to do.
@@ -81,7 +81,7 @@ def resume(engine: SupervisedEngine, run_directory: Path, options: AttemptOption
         except DsplanError as problem:  # on every rank, a BrokenFile on the one that found it
             refusal = refusal or problem
             if engine.is_main:
-                _say(f"{problem}; trying the one before")
+                notice(f"{problem}; trying the one before")
             continue
         if path is not None:
             if made.is_automatic:
@@ -113,7 +113,7 @@ def nothing_left(run_directory: Path, options: AttemptOptions, folders: Sequence
 
 
 def step_of(directory: Path) -> int | None:
-    """The step of the checkpoint that `load_checkpoint(directory)` would load, the same on every rank; None where
+    """The step of the checkpoint that `load_checkpoint(directory)` would load, the same on every rank, or None if
     there is none."""
 
     def look() -> int | None:
@@ -151,24 +151,28 @@ def _find(engine: SupervisedEngine, run_directory: Path, options: AttemptOptions
 def _choose(
     everyones: Sequence[lineage.Known], run_directory: Path, options: AttemptOptions, *, is_shared: bool
 ) -> _Found:
-    noted = [one for known in everyones for one in known.all if one.by != "huggingface"]
+    noted = [checkpoint for known in everyones for checkpoint in known.all if checkpoint.by != "huggingface"]
     # The list of a node that was rank 0 before has the id that its checkpoints bear.
-    runs = {options.run_id, *(one.run for one in noted if is_shared)}
-    foreign = [one for one in noted if _is_foreign(one, runs)]
+    runs = {options.run_id, *(checkpoint.run for checkpoint in noted if is_shared)}
+    foreign = [checkpoint for checkpoint in noted if _is_foreign(checkpoint, runs)]
     if foreign:
-        _say(f"{run_directory / lineage.LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
-    counted = [one for one in noted if one not in foreign and one.attempt >= options.since]
-    places = {path.parent for path in (Path(one.path) for one in noted if one not in foreign)}
+        notice(f"{run_directory / lineage.LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
+    counted = [checkpoint for checkpoint in noted if checkpoint not in foreign and checkpoint.attempt >= options.since]
+    places = {path.parent for path in (Path(checkpoint.path) for checkpoint in noted if checkpoint not in foreign)}
     own = _own_folders(run_directory, options)
-    found = _unnoted({*own, *places}, {one.path for one in noted}, runs, run_directory)
-    candidates = lineage.newest_first([*counted, *(one for one in found if one.attempt >= options.since)])
-    listed = {one.path for known in everyones for one in known.listed}
-    if missing := [one for one in candidates if one.path not in listed]:
+    found = _unnoted({*own, *places}, {checkpoint.path for checkpoint in noted}, runs, run_directory)
+    candidates = lineage.newest_first(
+        [*counted, *(checkpoint for checkpoint in found if checkpoint.attempt >= options.since)]
+    )
+    listed = {checkpoint.path for known in everyones for checkpoint in known.listed}
+    if missing := [checkpoint for checkpoint in candidates if checkpoint.path not in listed]:
         _mend(missing, everyones, run_directory)
     if not candidates and options.base:
-        candidates = [one for one in [_made_at(Path(options.base))] if one is not None]
-    complete = [one for known in everyones for one in known.journalled if one.attempt >= options.since]
-    furthest = max((one.step for one in (*candidates, *complete) if one not in foreign), default=0)
+        candidates = [checkpoint for checkpoint in [_made_at(Path(options.base))] if checkpoint is not None]
+    complete = [
+        checkpoint for known in everyones for checkpoint in known.journalled if checkpoint.attempt >= options.since
+    ]
+    furthest = max((checkpoint.step for checkpoint in (*candidates, *complete) if checkpoint not in foreign), default=0)
     return _Found(candidates=tuple(candidates), furthest=furthest)
 
 
@@ -178,8 +182,8 @@ def _own_folders(run_directory: Path, options: AttemptOptions) -> list[Path]:
     return list(dict.fromkeys([named, usual]))
 
 
-def _is_foreign(one: lineage.Made, runs: set[str]) -> bool:
-    return bool(one.run) and one.run not in runs
+def _is_foreign(checkpoint: lineage.Made, runs: set[str]) -> bool:
+    return bool(checkpoint.run) and checkpoint.run not in runs
 
 
 def _unnoted(places: Iterable[Path], noted: set[str], runs: set[str], run_directory: Path) -> list[lineage.Made]:
@@ -198,7 +202,7 @@ def _unnoted(places: Iterable[Path], noted: set[str], runs: set[str], run_direct
 
 
 def _made_at(path: Path) -> lineage.Made | None:
-    """A checkpoint in the words of the list, from what it says itself; None where it says nothing."""
+    """Return a checkpoint as a row of the list, from its own content, or None if it cannot be read."""
     try:
         content = read_content(path)
         step = content.progress["global_steps"]
@@ -224,14 +228,10 @@ def _mend(missing: Sequence[lineage.Made], everyones: Sequence[lineage.Known], r
     what = "is not complete" if any(known.has_list for known in everyones) else "is gone"
     if damaged := sum(known.damaged_lines for known in everyones):
         what = f"has {damaged} line{'s' if damaged > 1 else ''} that cannot be read"
-    steps = ", ".join(str(one.step) for one in sorted(missing, key=lambda one: one.step))
-    _say(f"{path} {what} and does not name the checkpoints of step {steps}, which are there; they count")
-    for one in reversed(missing):
+    steps = ", ".join(str(checkpoint.step) for checkpoint in sorted(missing, key=lambda checkpoint: checkpoint.step))
+    notice(f"{path} {what} and does not name the checkpoints of step {steps}, which are there; they count")
+    for checkpoint in reversed(missing):
         try:
-            lineage.note(run_directory, one)
+            lineage.note(run_directory, checkpoint)
         except OSError:
             return  # the next attempt finds them again
-
-
-def _say(text: str) -> None:
-    print(f"dsplan: {text}", file=sys.stderr, flush=True)

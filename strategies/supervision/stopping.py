@@ -1,7 +1,7 @@
 """Stopping on purpose: all ranks agree on a step, save, and end with status 75.
 
 A collective at every step would cost every step. Instead the watchdog threads leave notes on the ranks' board. Who is
-asked to stop pins up the wish; every rank's thread that sees it *arms* its rank and says so; an armed rank reads the
+asked to stop posts the request; every rank's thread that sees it *arms* its rank and says so; an armed rank reads the
 board at each step's end. When all are armed, rank 0 names the next step. No rank can have ended that one, because
 ending it takes rank 0's part of its collectives, which come later; and every rank looks before it goes on.
 """
@@ -90,7 +90,7 @@ class Board(Protocol):
         ...
 
     def get(self, key: str) -> str | None:
-        """A note; None where there is none."""
+        """Return a note, or None if there is none."""
         ...
 
 
@@ -152,7 +152,7 @@ def _new_token(directory: Path) -> str:
 
 
 def _connected() -> Any:
-    """A connection of its own to the store at rank 0's address; None where nothing answers there."""
+    """Return a connection of its own to the store at rank 0's address, or None if nothing answers there."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
         return TCPStore(
@@ -168,7 +168,7 @@ def _all_have(own: bool, environment: Environment) -> bool:
     return all(box)
 
 
-_WISH, _STEP = "stop", "stop-at"
+_REQUEST, _STEP = "stop", "stop-at"
 _FAREWELL_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
 
@@ -197,17 +197,17 @@ class Stopping:
         """Spread this rank's wish to stop, and see that of others."""
         if self._armed is not None:
             return
-        own, text = STOP_SIGNAL.request, self._board.get(_WISH)
+        own, text = STOP_SIGNAL.request, self._board.get(_REQUEST)
         if text is None and own is not None:
             text = json.dumps({"kind": own.kind, "seconds": max(0.0, own.deadline - time.monotonic())})
-            self._board.put(_WISH, text)
+            self._board.put(_REQUEST, text)
         if text is None:
             return
-        wish = json.loads(text)
-        STOP_SIGNAL.ask(wish["kind"], wish["seconds"])
-        deadline = time.monotonic() + wish["seconds"] if own is None else own.deadline
+        asked = json.loads(text)
+        STOP_SIGNAL.ask(asked["kind"], asked["seconds"])
+        deadline = time.monotonic() + asked["seconds"] if own is None else own.deadline
         self._board.put(_armed(self._rank), "")
-        self._armed = Request(kind=wish["kind"], deadline=deadline)
+        self._armed = Request(kind=asked["kind"], deadline=deadline)
 
     def is_at(self, step: int) -> bool:
         """Whether this step, which has just ended, is the one after which all ranks stop."""

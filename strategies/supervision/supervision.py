@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from strategies.distributed.consensus import on_rank_zero
 from strategies.protocols import Observer
 from strategies.run_directory.attempt_options import AttemptOptions
@@ -103,7 +104,7 @@ class Supervision(Observer):
                 self._owed = nothing_left(self._run_directory, options)
             elif options.reached and self._engine.is_main:
                 reached = options.reached
-                _say(f"no checkpoint was complete when the run was at step {reached}: it begins at step 1 again")
+                notice(f"no checkpoint was complete when the run was at step {reached}: it begins at step 1 again")
             return
         PULSE.step = resumed.step
         self._saves.resumed(resumed.made)
@@ -111,9 +112,11 @@ class Supervision(Observer):
             loader.skip_trained_passes()
         if self._engine.is_main:
             passed_over = f"; {resumed.passed_over}" if resumed.passed_over else ""
-            _say(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
+            notice(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
             if loader is None:
-                _say("the script reads its data itself, and begins with its first sample again; training_data= goes on")
+                notice(
+                    "the script reads its data itself, and begins with its first sample again; training_data= goes on"
+                )
 
     # What happens in a step.
 
@@ -166,7 +169,7 @@ class Supervision(Observer):
         path, sentence = self._save_in_time(step, deadline)
         message = f"stopped at step {step}{sentence}"
         if self._engine.is_main:
-            _say(message)
+            notice(message)
         word = stopped(kind, message, self._run_directory, path)
         leave(self._stopping, self._watch, self._run_directory, word)
 
@@ -201,7 +204,7 @@ class Supervision(Observer):
                 return self._resumed.path, dict(self._resumed.client_state)
         if is_first and is_left_behind(directory, self._options):
             if self._engine.is_main:
-                _say(f"{directory} is not loaded: the run begins anew, as --resume-from said")
+                notice(f"{directory} is not loaded: the run begins anew, as --resume-from said")
             return None, {}
         self.settle()
         found = self._engine._checkpoints.load(directory)
@@ -256,7 +259,7 @@ class Supervision(Observer):
         """Leave saving to the script, which trains a second engine: a checkpoint of one of them is not the run."""
         self._trains_alone = False
         if second.is_main:
-            _say("the script trains a second model: dsplan run saves neither by itself; call save_checkpoint on both")
+            notice("the script trains a second model: dsplan run saves neither by itself; call save_checkpoint on both")
 
     def _close(self) -> None:
         """At the end of the process: the last checkpoint is completed by its own thread, which Python waits for."""
@@ -310,7 +313,3 @@ def _place_of(options: AttemptOptions) -> SavePlace:
         run_id=options.run_id,
         since=options.since,
     )
-
-
-def _say(text: str) -> None:
-    print(f"dsplan: {text}", file=sys.stderr, flush=True)

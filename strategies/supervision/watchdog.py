@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 import psutil
 
+from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.run_directory.heartbeat import PULSE, Pulse
 from strategies.run_directory.spec import heartbeat_path, stacks_path
@@ -213,7 +214,7 @@ class Watchdog(threading.Thread):
             self._board.put(_beat(self.rank), text)
 
     def _verdict(self, quiet: float) -> Verdict | None:
-        """Whom the ranks wait for, after a second look at them; None where this rank has moved meanwhile."""
+        """Return whom the ranks wait for, after a second look at them, or None if this rank has moved meanwhile."""
         if self._board is None and PULSE.waits_for:
             named = "rank " + ", ".join(map(str, PULSE.waits_for))
             return Verdict(behind=PULSE.waits_for, sentence=f"{named} does not answer, and the ranks have not met")
@@ -242,9 +243,7 @@ class Watchdog(threading.Thread):
         if self._board is not None and self._board.get(_HUNG) is None:
             self._board.put(_HUNG, verdict.text())
         self._write_stacks(verdict.sentence)
-        print(
-            f"dsplan: rank {self.rank}: {verdict.sentence}; stacks in {self._stacks.name}", file=sys.stderr, flush=True
-        )
+        notice(f"rank {self.rank}: {verdict.sentence}; stacks in {self._stacks.name}")
         self._has_reported = True
         if not self._only_reports:
             self._end_hung(verdict)

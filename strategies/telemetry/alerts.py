@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hardware_db.notices import notice
 from strategies.telemetry.metrics import metrics_path
 from strategies.variables import RUN_DIRECTORY
 
@@ -31,7 +31,7 @@ ALERT = "alert"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alert:
-    """One alert, reported once when it begins. `step` is the global step, `value` what was seen of `metric` (None where
+    """One alert, reported once when it begins. `step` is the global step, `value` what was seen of `metric` (None if
     that is no finite number), `limit` what it was held against; `time` is seconds since 1970."""
 
     kind: AlertKind
@@ -78,7 +78,7 @@ def post(alert: Alert) -> None:
             raise FileNotFoundError(RUN_DIRECTORY)
         append_line(metrics_path(Path(directory), rank), json.dumps(reported.to_row()))
     except OSError:
-        print(f"dsplan: {reported.line()}", file=sys.stderr, flush=True)
+        notice(reported.line())
 
 
 def append_line(path: Path, line: str) -> None:

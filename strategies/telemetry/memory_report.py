@@ -54,7 +54,7 @@ class MemoryReport:
     """The memory of one rank at one moment; printed, it is a table.
 
     `rows` are categories of tensors on the device, which add up to `live_bytes`; `offloaded_bytes` are states in host
-    memory instead, and what is on disk counts nowhere. `peak_bytes` is the largest the live bytes have been, None where
+    memory instead, and what is on disk counts nowhere. `peak_bytes` is the largest the live bytes have been, or None if
     nothing counted them (on a CPU only `Engine.memory_timeline` does); `reserved_bytes` the allocator's reservation,
     None on a CPU.
     """

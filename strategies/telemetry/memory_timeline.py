@@ -190,7 +190,7 @@ class TimelineTracker(StorageTracker):
     def __init__(self, engine: TrainingEngine) -> None:
         self._device = engine.device
         self._layer = LAYERS[_OTHER]
-        self._held: dict[weakref.ref[torch.UntypedStorage], tuple[int, int]] = {}  # layer and bytes
+        self._layers: dict[weakref.ref[torch.UntypedStorage], tuple[int, int]] = {}  # layer and bytes
         self._live = [0] * len(LAYERS)
         self._has_begun = False
         self._began = time.perf_counter()
@@ -238,16 +238,16 @@ class TimelineTracker(StorageTracker):
         # What was there all along and is met only now belongs to every moment so far.
         is_late = raises_past_peak and self._has_begun
         present = _OTHER if is_late else LAYERS.index(self._layer)
-        layer, before = self._held.get(reference, (present, 0))
+        layer, before = self._layers.get(reference, (present, 0))
         size = self._sizes[reference]
         if is_late:
             self._met_late.append((len(self._samples), size))
         # Writing to a key that is there keeps the reference that was made first, which is the one that is called back.
-        self._held[reference] = (layer, size)
+        self._layers[reference] = (layer, size)
         self._change(layer, size - before)
 
     def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        layer, size = self._held.pop(reference, (0, 0))
+        layer, size = self._layers.pop(reference, (0, 0))
         self._change(layer, -size)
 
     def _change(self, layer: int, added: int) -> None:

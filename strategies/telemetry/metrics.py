@@ -27,13 +27,13 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from hardware_db.notices import notice
 from strategies.run_directory.attempt_options import AttemptOptions
 
 Row = Mapping[str, Any]
@@ -54,7 +54,7 @@ class MeasuredRun:
     those of the last attempt that has steps after warm-up, because attempts may follow different plans:
     `step_seconds` is the median of the first rank's steps after warm-up that no memory tracker slowed down, nine of ten
     of which lie between `step_seconds_low` and `step_seconds_high`;
-    `peak_allocated_bytes` the largest over the ranks; `tokens_per_second` counts the tokens of all of them. None where
+    `peak_allocated_bytes` the largest over the ranks; `tokens_per_second` counts the tokens of all of them. None if
     the run gave no such figure.
     """
 
@@ -251,7 +251,7 @@ class MetricsFile:
     def _report(self, problem: OSError) -> None:
         if not self._is_reported:
             self._is_reported = True
-            print(f"dsplan: {self.path} takes no more rows ({problem.strerror})", file=sys.stderr, flush=True)
+            notice(f"{self.path} takes no more rows ({problem.strerror})")
 
 
 def _is_cut(path: Path) -> bool:

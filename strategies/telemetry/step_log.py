@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import nn
 
+from hardware_db.notices import labelled
 from hardware_db.units import format_seconds
 from strategies.errors import BackendMissing
 from strategies.protocols import Observer, TrainingEngine
@@ -208,7 +209,7 @@ class Console:
 
 def line_of(row: Row) -> str:
     """A row as a line."""
-    parts = [f"dsplan: step {row['step']:.0f}"]
+    parts = [labelled(f"step {row['step']:.0f}")]
     if "loss" in row:
         parts.append(f"loss {row['loss']:.4g}")
     parts.append(f"lr {row['learning_rate']:.3g}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hardware_db.notices import labelled, notice
 from strategies.config.sections import read_settings
 from strategies.config.values import MonitorSettings, Threshold
 from strategies.distributed.launcher_env import own_place
@@ -136,10 +136,10 @@ class TrainingMonitor:
 
     def track_metric(self, name: str, value: float | torch.Tensor, step: int) -> None:
         """Note a value of a step; a tensor is kept as it is until it is written."""
-        held = value.detach() if isinstance(value, torch.Tensor) else float(value)
+        number = value.detach() if isinstance(value, torch.Tensor) else float(value)
         if step not in self._pending and len(self._pending) >= self._every:
             self._write()
-        self._pending.setdefault(step, {})[name] = held
+        self._pending.setdefault(step, {})[name] = number
 
     def watch(self, engine: TrainingEngine, *, owned: bool = False) -> None:
         """Follow an engine too: loss, seconds, rate, learning rate and memory of its steps, with all detectors. An
@@ -212,11 +212,11 @@ class TrainingMonitor:
             self._at_interval(int(row["global_step"]))
 
     def _write(self) -> None:
-        """Read the values that are held back, write them, and notify whoever wants to know."""
+        """Read the pending values, write them, and notify whoever wants to know."""
         pending, self._pending = self._pending, {}
         alerts: list[Alert] = []
         rows = [
-            {"step": step, **{name: float(value) for name, value in held.items()}} for step, held in pending.items()
+            {"step": step, **{name: float(value) for name, value in values.items()}} for step, values in pending.items()
         ]
         for row in rows:
             alerts += self._judged(row)
@@ -261,7 +261,7 @@ class TrainingMonitor:
                 self._file.write(alert.to_row())
             # `dsplan run` shows what it finds itself.
             if not (os.environ.get(RUN_DIRECTORY) and alert.kind in _DETECTED_BY_RUN):
-                print(f"dsplan: {alert.line()}", file=sys.stderr, flush=True)
+                notice(alert.line())
             for callback in list(self._alert_callbacks.values()):
                 callback(alert)
 
@@ -273,7 +273,7 @@ _OF_ENGINE = frozenset({"event", "global_step", "samples", "tokens", "load_secon
 
 def _line(step: int, figures: Metrics) -> str:
     shown = {name: value for name, value in figures.items() if name in _SHOWN or not _is_detail(name)}
-    return ", ".join([f"dsplan: step {step}", *(f"{name} {value:.4g}" for name, value in shown.items())])
+    return ", ".join([labelled(f"step {step}"), *(f"{name} {value:.4g}" for name, value in shown.items())])
 
 
 def _is_detail(name: str) -> bool:

@@ -93,10 +93,10 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the latest checkpoint but random states, whole, put together by hand."""
     folder = directory / (directory / "latest").read_text().strip()
     found = {}
-    for name, one in json.loads((folder / "tensors.json").read_text()).items():
+    for name, entry in json.loads((folder / "tensors.json").read_text()).items():
         if not name.startswith("rng/"):
-            whole = torch.empty(one["shape"], dtype=DTYPES[one["dtype"]])
-            for box in one["boxes"]:
+            whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+            for box in entry["boxes"]:
                 place = tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))
                 whole[place] = load_file(folder / box["file"])[box["key"]]
             found[name] = whole

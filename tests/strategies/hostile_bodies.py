@@ -65,12 +65,12 @@ def make_engine(recipe: Recipe, model: type[nn.Module] = Counted) -> Any:
 def state_of(engine: Any) -> dict[str, Any]:
     """Everything of an engine that loading changes, on this rank; tensors as their bytes."""
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    numpys = [bytes(one) if isinstance(one, numpy.ndarray) else one for one in numpy.random.get_state()]
+    numpys = [bytes(part) if isinstance(part, numpy.ndarray) else part for part in numpy.random.get_state()]
     loader = {key: value for key, value in vars(engine.dataloader).items() if isinstance(value, (int, bool))}
     scheduler = engine.lr_scheduler
     return {
-        "tensors": [_bytes(one) for kind in engine.state_tensors().values() for one in kind],
-        "states": [{key: _plain(one) for key, one in state.items()} for state in optimizer.state.values()],
+        "tensors": [_bytes(tensor) for kind in engine.state_tensors().values() for tensor in kind],
+        "states": [{key: _plain(entry) for key, entry in state.items()} for state in optimizer.state.values()],
         "options": [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
         "progress": copy.deepcopy(engine._progress()),
         "scheduler": None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
@@ -177,12 +177,12 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     def damage(folder: Path) -> None:
         values = load_file(folder / RANK_FILE)
         change(values)
-        save_file({name: one.contiguous() for name, one in values.items()}, folder / RANK_FILE)
+        save_file({name: tensor.contiguous() for name, tensor in values.items()}, folder / RANK_FILE)
         listed, words = {}, {torch.int64: "I64", torch.float64: "F64", torch.uint8: "U8", torch.float32: "F32"}
-        for name, one in values.items():
-            offsets, sizes = [0] * one.dim(), list(one.shape)
+        for name, tensor in values.items():
+            offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
             whole = {"offsets": offsets, "sizes": sizes, "file": RANK_FILE, "key": name}
-            listed[name] = {"dtype": words[one.dtype], "shape": sizes, "boxes": [whole]}
+            listed[name] = {"dtype": words[tensor.dtype], "shape": sizes, "boxes": [whole]}
         (folder / "tensors.json").write_text(json.dumps(listed))
         seal(folder)
 
@@ -515,7 +515,7 @@ def a_box_missing(folder: Path) -> None:
     """The last box of the first tensor that has several; where none has, half of one."""
 
     def change(all: Any) -> None:
-        boxes = next((one["boxes"] for one in all.values() if len(one["boxes"]) > 1), None)
+        boxes = next((entry["boxes"] for entry in all.values() if len(entry["boxes"]) > 1), None)
         if boxes is not None:
             boxes.pop()
         else:

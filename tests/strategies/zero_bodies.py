@@ -102,7 +102,7 @@ def train_odd(recipe: OddRecipe) -> dict[str, torch.Tensor]:
         model=model,
         optimizer=optimizer,
         plan=recipe.plan(),
-        lr_scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, step_size=2, gamma=0.5),
+        lr_scheduler=lambda wrapped: torch.optim.lr_scheduler.StepLR(wrapped, step_size=2, gamma=0.5),
     )
     rank, world = engine.environment.rank, engine.environment.world_size
     for step in range(recipe.steps):
@@ -291,7 +291,7 @@ def _belongs_to(tensor: torch.Tensor, engine: Any) -> bool:
     whose storages have no address."""
     buckets = (*engine._sharded_model.trained, *engine._sharded_model.fixed)
     own = [*engine.module.parameters(), *(t for b in buckets for t in (b.whole, b.part, b.master))]
-    return tensor.untyped_storage()._cdata in {one.untyped_storage()._cdata for one in own}
+    return tensor.untyped_storage()._cdata in {shard.untyped_storage()._cdata for shard in own}
 
 
 def save_after(recipe: Recipe, directory: str, steps: int) -> list[float]:

@@ -97,14 +97,14 @@ class MuonAndAdam(optim.Muon):
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "adafactor": lambda p: optim.Adafactor(p, lr=0.05),
-    "muon": lambda p: optim.Muon([one for one in p if one.dim() == 2], lr=0.02),
+    "muon": lambda p: optim.Muon([parameter for parameter in p if parameter.dim() == 2], lr=0.02),
     "muon and signs": MuonAndAdam,
     "lamb": Lamb,
     "8-bit": EightBit,
     "grouped by shape": lambda p: optim.AdamW(
         [
-            {"params": [one for one in p if one.dim() > 1], "weight_decay": 0.1},
-            {"params": [one for one in p if one.dim() <= 1], "lr": 0.1},
+            {"params": [parameter for parameter in p if parameter.dim() > 1], "weight_decay": 0.1},
+            {"params": [parameter for parameter in p if parameter.dim() <= 1], "lr": 0.1},
         ],
         lr=0.01,
     ),
@@ -112,11 +112,11 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "adamax": lambda p: optim.Adamax(p, lr=0.01),
     "radam": lambda p: optim.RAdam(p, lr=0.01),
     "rprop": lambda p: optim.Rprop(p, lr=0.01),
-    "sparse adam": lambda p: optim.SparseAdam([one for one in p if len(one) == WORDS + 1], lr=0.05),
+    "sparse adam": lambda p: optim.SparseAdam([parameter for parameter in p if len(parameter) == WORDS + 1], lr=0.05),
     "sgd of few rows": lambda p: optim.SGD(p, lr=0.05),
     "adagrad of few rows": lambda p: optim.Adagrad(p, lr=0.05),
     "lbfgs": optim.LBFGS,
-    "sparse adam and a dense layer": lambda p: optim.SparseAdam([one for one in p if one.shape[-1] == 19]),
+    "sparse adam and a dense layer": lambda p: optim.SparseAdam([tensor for tensor in p if tensor.shape[-1] == 19]),
 }
 
 

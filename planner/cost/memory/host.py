@@ -42,9 +42,9 @@ def host_bytes(job: Job, states: States, device_used: float) -> float:
         return ranks * device_used
     recipe = recipe_of(job.configuration)
     saving = saving_of(job, recipe, states)
-    collected = saving.host_of_rank_0 + (ranks - 1) * saving.host_of_others
+    saving_bytes = saving.host_of_rank_0 + (ranks - 1) * saving.host_of_others
     parked = sum(count * pinned(size) for count, size in parked_inputs(job, recipe))
-    return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe) + parked) + collected
+    return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe) + parked) + saving_bytes
 
 
 def host_load_bytes(job: Job) -> float:

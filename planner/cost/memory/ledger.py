@@ -15,8 +15,8 @@ NOTHING: Amount = (0.0, 0.0)
 def plus(*amounts: Amount) -> Amount:
     """The sum."""
     fixed = grows = 0.0
-    for one, other in amounts:
-        fixed += one
+    for constant, other in amounts:
+        fixed += constant
         grows += other
     return fixed, grows
 

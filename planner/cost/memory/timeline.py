@@ -49,28 +49,28 @@ def buffers_of(job: Job, recipe: Recipe, states: States) -> Buffers:
 
 @dataclass(frozen=True, slots=True)
 class _Replica:
-    _held: ReplicaBuffers
+    _buffers: ReplicaBuffers
     _step: Ledger
 
     def at(self, instant: Instant) -> Ledger:
-        return self._held.at(instant)
+        return self._buffers.at(instant)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
-        return (("step", self._step + Ledger(buffers=self._held.buckets)),)
+        return (("step", self._step + Ledger(buffers=self._buffers.buckets)),)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sharded:
-    _held: FsdpBuffers
+    _buffers: FsdpBuffers
     _step: Ledger
 
     def at(self, instant: Instant) -> Ledger:
-        return self._held.at(instant)
+        return self._buffers.at(instant)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
         return (
-            ("forward", self._held.before_blocks()),
-            ("backward", self._held.after_backward()),
+            ("forward", self._buffers.before_blocks()),
+            ("backward", self._buffers.after_backward()),
             ("step", self._step),
         )
 
@@ -84,16 +84,16 @@ def largest_moments(job: Job, recipe: Recipe, states: States) -> dict[str, Ledge
         if line.phase not in best or total > best[line.phase][0]:
             best[line.phase] = total, line
     return {
-        phase: line.held + Ledger(activations=line.fixed + samples * line.grows) for phase, (_, line) in best.items()
+        phase: line.ledger + Ledger(activations=line.fixed + samples * line.grows) for phase, (_, line) in best.items()
     }
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A moment over the samples: what is held, activations whatever the batch and by sample; `total` without those."""
+    """A moment over the samples: the ledger, activations whatever the batch and by sample; `total` without those."""
 
     phase: str
-    held: Ledger
+    ledger: Ledger
     fixed: float
     grows: float
     total: float
@@ -143,10 +143,10 @@ _REMEMBERED = 512
 
 def _worked_out(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     buffers = buffers_of(job, recipe, states)
-    lines = [_Line(phase, held, 0.0, 0.0, held.total) for phase, held in buffers.own_moments()]
+    lines = [_Line(phase, ledger, 0.0, 0.0, ledger.total) for phase, ledger in buffers.own_moments()]
     for instant in _instants(_Alike(job, recipe, _activations_key(job, recipe))):
-        held, (fixed, grows) = buffers.at(instant), instant.activations
-        lines.append(_Line(instant.phase, held, fixed, grows, held.total + fixed))
+        ledger, (fixed, grows) = buffers.at(instant), instant.activations
+        lines.append(_Line(instant.phase, ledger, fixed, grows, ledger.total + fixed))
     return lines
 
 

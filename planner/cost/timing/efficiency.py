@@ -130,7 +130,7 @@ CPU_BANDWIDTH = 20e9
 class DeviceRates:
     """What one rank reaches: FLOP/s of products and of fused attention, bytes/s, and how its code runs a block.
 
-    `peak_flops` is the datasheet's dense peak of the compute dtype, None where unknown; `plain_flops` what products
+    `peak_flops` is the datasheet's dense peak of the compute dtype, or None if unknown; `plain_flops` what products
     reach that tensor cores refuse; `element_bytes` the width of an activation; `multiprocessors` compute a tile of a
     product each, 0 where they are not known to. `measured` curves count before the rates wherever there are any,
     divided by the cluster's `factors`, which the rates already hold. `serial` says that host, kernels and collectives

@@ -90,7 +90,7 @@ class ConfigReader:
         return cls(name=name, config=config, architecture=find_architecture(model_type), nested=nested)
 
     def value(self, key: str) -> Any:
-        """What `key` holds: the config's own value, null included, or the class default (None where there is none)."""
+        """What `key` holds: the config's own value, null included, or the class default, or None without one."""
         if key in self.config:
             return self.config[key]
         return self._defaults.get(key)
@@ -137,7 +137,7 @@ class ConfigReader:
             BrokenFile: it is no list of them.
         """
         value = self.value(key) or ()
-        if not isinstance(value, list | tuple) or not all(isinstance(one, str | int) for one in value):
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str | int) for item in value):
             raise self.problem(f"field {key!r} is {shown(value)}", "write a list")
         return frozenset(value)
 

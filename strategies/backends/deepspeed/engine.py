@@ -89,7 +89,7 @@ class DeepSpeedZero(Strategy):
         return DeepSpeedEngine(engine, wrapped, scheduler, strategy=self, parts=parts)
 
     def _optimizer(self, parts: TrainingParts, config: Mapping[str, Any]) -> Any:
-        """The script's optimizer, or torch's for the plan's name; None where DeepSpeed must make its own.
+        """Return the script's optimizer, or torch's for the plan's name, or None if DeepSpeed must make its own.
 
         DeepSpeed makes the ones of the script's config that are its own, and under offload those for the CPU, which
         the plan's time was counted for.

@@ -29,7 +29,7 @@ def state_tensors(model: nn.Module, optimizer: Any) -> dict[str, list[torch.Tens
     """A rank's parameters, gradients and optimizer states, by the attributes of DeepSpeed's two ZeRO optimizers."""
     parameters: list[Any] = list(model.parameters())
 
-    def held(*names: str) -> list[torch.Tensor]:
+    def tensors_of(*names: str) -> list[torch.Tensor]:
         found = tree_leaves([getattr(optimizer, name, None) for name in names])
         return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
@@ -37,10 +37,10 @@ def state_tensors(model: nn.Module, optimizer: Any) -> dict[str, list[torch.Tens
     own = [parameter.grad for parameter in parameters if parameter.grad is not None]
     states = tree_leaves([*optimizer.state.values()])
     return {
-        "parameters": [*parameters, *model.buffers(), *shards, *held("bit16_groups_flat")],
-        "gradients": [*own, *held("averaged_gradients", "grad_partitions_flat_buffer")],
+        "parameters": [*parameters, *model.buffers(), *shards, *tensors_of("bit16_groups_flat")],
+        "gradients": [*own, *tensors_of("averaged_gradients", "grad_partitions_flat_buffer")],
         "optimizer": [
-            *held("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"),
+            *tensors_of("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"),
             *(leaf for leaf in states if isinstance(leaf, torch.Tensor)),
         ],
     }

@@ -180,8 +180,8 @@ class _All:
         self._work = work
 
     def wait(self) -> None:
-        for one in self._work:
-            one.wait()
+        for work in self._work:
+            work.wait()
 
 
 class _Own:

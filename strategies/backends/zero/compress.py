@@ -45,7 +45,7 @@ class Memory:
             self._recorded_in = now
 
     def of(self, run: int, values: torch.Tensor) -> torch.Tensor | None:
-        """The error of a rank's run, zeros the first time; None where errors are forgotten."""
+        """Return the error of a rank's run, zeros the first time, or None if errors are forgotten."""
         if not self._keeps:
             return None
         if run not in self._errors:

@@ -101,8 +101,8 @@ class Stepper:
         before = [_options(group) for group in self._optimizer.param_groups]
         for group in self._groups():
             # A count of steps that a group of parameters keeps goes up once in a step, however many parts that has.
-            for options, kept in zip(self._optimizer.param_groups, before, strict=True):
-                options.update(kept)
+            for options, saved in zip(self._optimizer.param_groups, before, strict=True):
+                options.update(saved)
             self._advance(group, used, factor)
             for bucket in group:
                 self._weights.renew(bucket)
@@ -122,13 +122,13 @@ class Stepper:
 
         Optimizers of whole tensors may look at all of them together, and keep them together.
         """
-        widens = any(one.gradient is not None and one.gradient.dtype != one.master.dtype for one in buckets)
+        widens = any(member.gradient is not None and member.gradient.dtype != member.master.dtype for member in buckets)
         if not widens or not all(bucket.is_divided for bucket in buckets):
             yield from [buckets] if buckets else []
             return
         limit, run = sum(bucket.master.numel() for bucket in buckets) / NATIVE_STEP_RUNS, list[Bucket]()
         for bucket in buckets:
-            if run and sum(one.master.numel() for one in [*run, bucket]) > limit:
+            if run and sum(member.master.numel() for member in [*run, bucket]) > limit:
                 yield run
                 run = []
             run.append(bucket)
@@ -232,13 +232,13 @@ class ZeroEngine(Engine):
 
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
         buckets = (*self._sharded_model.trained, *self._sharded_model.fixed)
-        summed = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
+        reduced = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
         masters = [bucket.master for bucket in self._sharded_model.trained]
         # A part that is its own master holds weights where both have one dtype, else the wider copy.
         parts = [bucket.part for bucket in buckets if bucket.part.dtype == bucket.dtype]
         return {
             "parameters": [*parts, *self.module.parameters(), *self.module.buffers()],
-            "gradients": [*summed, *self._reducer.waiting],
+            "gradients": [*reduced, *self._reducer.waiting],
             "optimizer": [*masters, *tensors_in(self.optimizer.state)],
         }
 

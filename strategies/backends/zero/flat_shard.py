@@ -160,7 +160,7 @@ def owners_of(undivided: Iterable[nn.Parameter], world_size: int) -> dict[nn.Par
     """
     loads = [0] * world_size
     owners: dict[nn.Parameter, int] = {}
-    for parameter in sorted(dict.fromkeys(undivided), key=lambda one: -one.numel()):
+    for parameter in sorted(dict.fromkeys(undivided), key=lambda tensor: -tensor.numel()):
         owner = loads.index(min(loads))
         owners[parameter] = owner
         loads[owner] += parameter.numel()
@@ -180,8 +180,8 @@ def buckets_of(
     that have an owner share no bucket with those that are divided.
     """
     members = list(named)
-    divided = [one for one in members if one[1] not in owners]
-    undivided = [one for one in members if one[1] in owners]
+    divided = [member for member in members if member[1] not in owners]
+    undivided = [member for member in members if member[1] in owners]
     made: list[Bucket] = []
     for kind in (divided, undivided):
         for dtype, alike in groupby(kind, key=lambda item: dtype_of[item[1]]):

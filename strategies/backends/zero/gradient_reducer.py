@@ -138,9 +138,9 @@ class Reducer:
             before.add_(gradient)
 
     def _hand_over(self, fill: _Fill, slot: Slot, gradient: torch.Tensor | None) -> None:
-        kept = self._waiting.pop(slot.parameter, None)
-        if kept is not None:
-            gradient = kept if gradient is None else kept.add_(gradient)
+        accumulated = self._waiting.pop(slot.parameter, None)
+        if accumulated is not None:
+            gradient = accumulated if gradient is None else accumulated.add_(gradient)
         fill.take(slot, gradient)
         if fill.missing:
             return

@@ -153,7 +153,7 @@ _UNDER_WAY = 4
 class Offload:
     """Which states leave the device, and the way there and back.
 
-    `copies` is None where the device's memory is the host's, `disk` where no state goes further than that. `weights`:
+    `copies` is None if the device's memory is the host's, `disk` where no state goes further than that. `weights`:
     a rank's part of stage 3's weights goes to the host too.
     """
 
@@ -187,7 +187,7 @@ class Offload:
             bucket.part = self._on_host(bucket.part, is_copied=True)
 
     def renew(self, bucket: Bucket) -> Arrival | None:
-        """Begin to bring a bucket's weights up to date with its master; None where that is done at once."""
+        """Begin to bring a bucket's weights up to date with its master; return None if that is done at once."""
         if bucket not in self._coming_back or self.copies is None:
             bucket.part.copy_(bucket.master)
             return None

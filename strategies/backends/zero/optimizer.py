@@ -151,7 +151,7 @@ class Pieces:
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         flags = [float(slot.parameter in used) for slot in slots]
         gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
-        each = [torch.linalg.vector_norm(one, dtype=_at_least_fp32(one.dtype)) for one in gradients]
+        each = [torch.linalg.vector_norm(gradient, dtype=_at_least_fp32(gradient.dtype)) for gradient in gradients]
         norms = [norm.to(device=device, dtype=torch.float64) for norm in each]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         message = torch.cat((square.to(device).reshape(1), torch.tensor(flags, dtype=torch.float64, device=device)))

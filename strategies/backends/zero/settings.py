@@ -39,7 +39,7 @@ class OffloadSettings:
 class ZeroSettings:
     """What the stages need to know.
 
-    `compute` is the dtype of weights, None where they keep their own; `master` that of the optimizer's copy, None for
+    `compute` is the dtype of weights, or None if they keep their own; `master` that of the optimizer's copy, None for
     no copy; `accumulate` that in which gradients wait for the step; `travel` says how they are summed over ranks.
     `bucket` and `persistence_threshold` are elements.
     """

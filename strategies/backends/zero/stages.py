@@ -68,7 +68,7 @@ class ZeroStage3(ZeroStrategy):
         ]
         unsharded = unsharded_buckets(small, context)
         unsharded_parameters = {parameter for _, parameter in small}
-        units = [_unit(one, unsharded_parameters, context) for one in members]
+        units = [_unit(member, unsharded_parameters, context) for member in members]
         settle_rest(model, set(model.parameters()), context)
         return ShardedWeights(unsharded, [unit for unit in units if unit.buckets or unit.is_root], context)
 

@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
+from hardware_db.notices import notice
 from strategies.launch.diagnosis import FIRST, Ending, ending_of, memory_kills
 from strategies.launch.launchers.process import signal_ranks
 from strategies.run_directory.spec import RESULT_FILE, SAVING, EndingKind, LaunchSpec, write_json
@@ -83,7 +84,7 @@ class RoundEndings:
         deadline = time.monotonic() + _HEARD_SECONDS
         while len(found := self.read()) < self._nodes - 1 and time.monotonic() < deadline:
             time.sleep(_ENDINGS_LOOK_SECONDS)
-        return min(found, key=lambda one: one.priority, default=None)
+        return min(found, key=lambda ending: ending.priority, default=None)
 
 
 def _key(node: int) -> str:
@@ -137,7 +138,7 @@ class NodePlace(RendezvousHandler):
         while not is_over.wait(_REMARK_SECONDS):
             if self.present != said:
                 said = self.present
-                print(f"dsplan: {said} {self._waits_for}", flush=True)
+                notice(f"{said} {self._waits_for}", stream="stdout")
 
     def is_closed(self) -> bool:
         return self.rendezvous.is_closed()
@@ -198,7 +199,7 @@ class NodeAgent(LocalElasticAgent):
 
         `result.json` is complete when it has a `status`.
         """
-        codes = {} if result is None else {rank: one.exitcode for rank, one in result.failures.items()}
+        codes = {} if result is None else {rank: failure.exitcode for rank, failure in result.failures.items()}
         path = self._launch.directory / RESULT_FILE
         write_json(path, {"failures": codes})
         if result is not None and result.state == WorkerState.SUCCEEDED:
@@ -233,7 +234,7 @@ class NodeAgent(LocalElasticAgent):
         return result
 
     def _end_from_outside(self, endings: RoundEndings, nodes: int, now: float) -> Ending | None:
-        """Why this node's ranks have to end though nothing is wrong with them; None where they may go on."""
+        """Return why this node's ranks have to end though nothing is wrong with them, or None if they may continue."""
         if endings.read():
             first = endings.first()
             return None if first is None else Ending(kind="lost", reason=f"ended with {first.host}")

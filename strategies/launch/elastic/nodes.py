@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.distributed.launcher_env import Address
 from strategies.distributed.network import speaks_http, unanswered
@@ -112,10 +113,8 @@ class Node:
         """
         patience = _patience(_JOIN_SECONDS if self._has_reached else _FIRST_REACH_SECONDS)
         if self._has_reached:
-            print(
-                f"dsplan: the rendezvous at {self._at} is gone; waiting up to {format_seconds(patience)} for it",
-                flush=True,
-            )
+            waits = f"waiting up to {format_seconds(patience)} for it"
+            notice(f"the rendezvous at {self._at} is gone; {waits}", stream="stdout")
         deadline = time.monotonic() + patience
         while why := _unreached(self._at):
             if time.monotonic() > deadline:

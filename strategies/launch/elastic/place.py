@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import signal
 import socket
-import struct
 import sys
 from collections.abc import MutableMapping
 
 from strategies.distributed.launcher_env import ProcessVariables, own_place
+from strategies.distributed.network import interfaces
 from strategies.run_directory.spec import LaunchSpec
 from strategies.variables import AGENT_PID
 
@@ -34,7 +33,6 @@ def die_with_parent(signal_number: signal.Signals, parent: int) -> None:
 
 
 _GLOO = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def take_place(spec: LaunchSpec) -> ProcessVariables:
@@ -76,13 +74,5 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has an IPv4 address; empty where none has it (Linux)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # it has no IPv4 address
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return ""
+    """The name of the interface that has an IPv4 address; empty where none has it."""
+    return next((interface.name for interface in interfaces() if interface.address == address), "")

@@ -12,7 +12,6 @@ import inspect
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from hardware_db.notices import notice
 from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.huggingface import training_arguments
@@ -69,7 +69,7 @@ def supervise(trainer: Any, plan: Plan) -> Callable[[Any], object]:
         if found is not None and found.step >= _step_of(asked):
             resume_from_checkpoint = found.path
             if os.environ["RANK"] == "0":
-                _say(f"resumes at step {found.step} from {found.path}")
+                notice(f"resumes at step {found.step} from {found.path}")
         return original(resume_from_checkpoint, *rest, **named)
 
     patch(trainer, "train", train)
@@ -171,7 +171,7 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         try:
             lineage.note(self._directory, made)
         except OSError as problem:
-            _say(f"{self._directory}: the checkpoint of step {step} is not listed ({problem.strerror})")
+            notice(f"{self._directory}: the checkpoint of step {step} is not listed ({problem.strerror})")
 
     def _stop(self, step: int, control: Any) -> None:
         """Ask for a checkpoint, after which the rank leaves; leave at once where there is no time for one."""
@@ -184,7 +184,7 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
 
     def _leave(self, request: Request, message: str, saved: Path | None) -> None:
         if self._environment.is_main:
-            _say(message)
+            notice(message)
         word = stopped(request.kind, message, self._directory, saved)
         leave(self._stopping, self._watch, self._directory, word)
 
@@ -201,26 +201,32 @@ def _newest(
     def look() -> lineage.Made | None:
         known = lineage.known(directory)
         own = [
-            one for one in known.all if one.run in ("", attempt_options.run_id) and one.attempt >= attempt_options.since
+            checkpoint
+            for checkpoint in known.all
+            if checkpoint.run in ("", attempt_options.run_id) and checkpoint.attempt >= attempt_options.since
         ]
-        made = [one for one in lineage.newest_first(own) if Path(one.path).parent == output and _is_whole(one)]
+        made = [
+            checkpoint
+            for checkpoint in lineage.newest_first(own)
+            if Path(checkpoint.path).parent == output and _is_whole(checkpoint)
+        ]
         if attempt_options.reached and not attempt_options.since and (known.damaged_lines or not made):
-            made = [*_unlisted(directory, output, {one.path for one in known.all}), *made]
-            made.sort(key=lambda one: one.step, reverse=True)
+            made = [*_unlisted(directory, output, {checkpoint.path for checkpoint in known.all}), *made]
+            made.sort(key=lambda checkpoint: checkpoint.step, reverse=True)
         if not made and attempt_options.base:
             made = [lineage.Made(path=attempt_options.base, step=_step_of(attempt_options.base), by="huggingface")]
         if made:
-            gone = max((one.step for one in known.journalled if one in own), default=0)
+            gone = max((checkpoint.step for checkpoint in known.journalled if checkpoint in own), default=0)
             if gone > made[0].step:
                 again = f"the steps after {made[0].step} are made again"
-                _say(f"the checkpoint of step {gone} is gone or not complete: {again}")
+                notice(f"the checkpoint of step {gone} is gone or not complete: {again}")
             return made[0]
         if script_asks or not attempt_options.reached:
             return None
         if not attempt_options.may_begin_anew:
             raise nothing_left(directory, attempt_options, [output])
         reached = attempt_options.reached
-        _say(f"no checkpoint was complete when the run was at step {reached}: it begins at step 1 again")
+        notice(f"no checkpoint was complete when the run was at step {reached}: it begins at step 1 again")
         return None
 
     return on_rank_zero(look)
@@ -238,8 +244,8 @@ def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.M
         if made.path not in listed and made.step > 0 and _is_whole(made) and path.stat().st_mtime >= began:
             found.append(made)
     if found:
-        steps = ", ".join(str(step) for step in sorted(one.step for one in found)[-4:])
-        _say(f"{directory / lineage.LINEAGE_FILE} does not name checkpoints in {output} (step {steps}): they count")
+        steps = ", ".join(str(step) for step in sorted(checkpoint.step for checkpoint in found)[-4:])
+        notice(f"{directory / lineage.LINEAGE_FILE} does not name checkpoints in {output} (step {steps}): they count")
     return found
 
 
@@ -266,10 +272,6 @@ def _environment(device: Any) -> Environment:
         local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
         device=device,
     )
-
-
-def _say(text: str) -> None:
-    print(f"dsplan: {text}", file=sys.stderr, flush=True)
 
 
 # The script's own: what it optimizes with, and how fast.

@@ -14,6 +14,7 @@ from torch import nn
 
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
+from hardware_db.notices import notice
 from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
@@ -58,7 +59,7 @@ class LiveJob:
 
 
 def settled_plan() -> Plan | None:
-    """The plan that a run resumes with, else that of `dsplan run --plan`; None where the ranks plan themselves."""
+    """Return the plan that a run resumes with, else that of `dsplan run --plan`, or None if ranks plan themselves."""
     state = current()
     if state.plan is not None:
         return state.plan
@@ -141,11 +142,11 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
 
 def _global_batch(job: LiveJob, ranks: int) -> int:
     """What the script's settings make, or what the run has kept so far where it goes on and the script can keep it."""
-    own, kept = job.micro_batch_size * job.gradient_accumulation_steps * ranks, current().global_batch_size
-    if kept is None or job.accumulates:
-        return kept or own
-    if own != kept:
-        say(f"the script does not accumulate gradients: {ranks} ranks train on {own} samples a step, not on {kept}")
+    own, whole = job.micro_batch_size * job.gradient_accumulation_steps * ranks, current().global_batch_size
+    if whole is None or job.accumulates:
+        return whole or own
+    if own != whole:
+        say(f"the script does not accumulate gradients: {ranks} ranks train on {own} samples a step, not on {whole}")
     return own
 
 
@@ -178,8 +179,7 @@ def own_device() -> torch.device:
 
 def say(sentence: str) -> None:
     """Print a line on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"dsplan: {sentence}", flush=True)
+    notice(sentence, stream="stdout", rank_zero=True)
 
 
 def say_replaced(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

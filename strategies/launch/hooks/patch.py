@@ -17,7 +17,7 @@ def patch(owner: object, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any] | None:
-    """The same data in the same order in batches of `batch_size`; None where the script chose its batches itself."""
+    """Return the same data in the same order in batches of `batch_size`, or None if the script batches it itself."""
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return None
     return DataLoader(

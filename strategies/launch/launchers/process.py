@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hardware_db.files import provide_torch_extensions
+from hardware_db.notices import LABEL
 from strategies.launch.diagnosis import AGENT_LOG
 from strategies.launch.run_lock import launcher_lock
 from strategies.run_directory.spec import RESULT_FILE, LaunchSpec, Placement, keep_result
@@ -66,7 +67,7 @@ class ProcessLauncher(ABC):
         return launch_environment(self.spec)
 
     def result(self, status: int) -> dict[str, object] | None:
-        """What `result.json` says of the ranks' end; None where the program writes it by itself."""
+        """Return the content of `result.json` on the ranks' end, or None if the program writes it by itself."""
         return {"failures": {}}
 
     def __enter__(self) -> ProcessLauncher:
@@ -114,7 +115,7 @@ class ProcessLauncher(ABC):
     def remarks(self) -> list[str]:
         """The lines of its log that are dsplan's own."""
         lines = self._log.read_lines() if self._log is not None else []
-        return [line for line in lines if line.startswith("dsplan: ")]
+        return [line for line in lines if line.startswith(LABEL)]
 
     def hand_signal(self, number: signal.Signals) -> None:
         """Send a signal to the program, which hands it on to every rank, once any is ready for it."""

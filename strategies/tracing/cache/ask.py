@@ -28,7 +28,7 @@ _POINTS = {"micro_batch": 2, "sequence": 3}
 
 
 def extrapolated(readings: Sequence[Reading], sizes: Sizes, closed: Callable[[Sizes], Phases]) -> Reading | None:
-    """The reading at `sizes`; None where the traces there do not allow it. `closed` gives closed forms by sizes."""
+    """Return the reading at `sizes`, or None if the traces do not allow it. `closed` gives closed forms by sizes."""
     for axis, points in _POINTS.items():
         known = _along(axis, readings, sizes)
         target: int = getattr(sizes, axis)
@@ -38,8 +38,8 @@ def extrapolated(readings: Sequence[Reading], sizes: Sizes, closed: Callable[[Si
             continue
         curve = _Curve({at: known[at].phases for at in used})
         shape = _Curve({at: closed(known[at].sizes) for at in used})
-        on_curve = all(_agree(curve.at(at), known[at].phases) for at in checks)
-        if on_curve and _agree(shape.at(target), closed(sizes)):
+        on_curve = all(_are_close(curve.at(at), known[at].phases) for at in checks)
+        if on_curve and _are_close(shape.at(target), closed(sizes)):
             taken_from = tuple(sorted(known[at].sizes for at in used))
             return Reading(sizes=sizes, phases=curve.at(target), taken_from=taken_from)
     return None
@@ -48,9 +48,11 @@ def extrapolated(readings: Sequence[Reading], sizes: Sizes, closed: Callable[[Si
 def _along(axis: str, readings: Sequence[Reading], sizes: Sizes) -> dict[int, Reading]:
     """By its size along the axis, the readings that differ from `sizes` in nothing else."""
     changes = {axis: getattr(sizes, axis)}
-    known = {getattr(one.sizes, axis): one for one in readings if replace(one.sizes, **changes) == sizes}
+    known = {
+        getattr(reading.sizes, axis): reading for reading in readings if replace(reading.sizes, **changes) == sizes
+    }
     fewest = FEWEST_SAMPLES if axis == "micro_batch" else 1
-    return {at: one for at, one in known.items() if min(at, changes[axis]) >= fewest}
+    return {at: reading for at, reading in known.items() if min(at, changes[axis]) >= fewest}
 
 
 class _Curve:
@@ -81,7 +83,7 @@ class _Curve:
         return max(total, 0.0)
 
 
-def _agree(one: Phases, other: Phases) -> bool:
+def _are_close(one: Phases, other: Phases) -> bool:
     """Whether two sets of phases are the same but for rounding; phases that only one has are not compared."""
     return all(
         abs(ledger.total - other[name].total) <= AGREEMENT * other[name].total

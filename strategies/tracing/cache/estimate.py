@@ -30,7 +30,7 @@ from strategies.tracing.cache.source import ModelSource
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coverage:
-    """`job` is the step that is traced, None where there is none; `partly` whether only its activations are taken.
+    """`job` is the step that is traced, or None if there is none; `partly` whether only its activations are taken.
 
     `remark` says in one line what the trace leaves to the closed forms; empty where it leaves nothing.
     """

@@ -13,11 +13,12 @@ from types import ModuleType
 from typing import Any
 
 from hardware_db.files import digest
+from hardware_db.from_json import from_json
 from hardware_db.handed_in import read_json
 from hardware_db.measurement import trace_key, trace_record
 from planner.models.facts import ModelFacts
 from planner.models.resolve import config_file, is_factory, resolve_model
-from strategies.tracing.cache.cache import TraceCache, rebuild, trace_versions
+from strategies.tracing.cache.cache import TraceCache, trace_versions
 from strategies.tracing.factory import facts_of_made, made_by
 
 # The files that a module of one's own is written in, by the hash of their contents.
@@ -139,7 +140,7 @@ def factory_source(spec: str, cache: TraceCache) -> ModelSource:
 
 
 def _source(spec: str, document: Mapping[str, Any]) -> ModelSource:
-    facts = rebuild(ModelFacts, document["facts"])
+    facts = from_json(ModelFacts, document["facts"])
     code = digest(document["files"], _DIGITS)
     identity = {"factory": spec, "code": code, "structure": document["structure"]}
     return ModelSource(facts=facts, factory=spec, identity=identity)

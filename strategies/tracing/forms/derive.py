@@ -173,7 +173,9 @@ class Derivation:
         marks = self._timeline.marks
         enter, leave = marks[f"enter{first}"], marks[f"leave{first}"]
         earlier = marks[f"leave{first - 1}"] if first else enter
-        between = [one for one in self._timeline.storages if earlier < one.made <= enter and one.outlives(enter)]
+        between = [
+            freed for freed in self._timeline.storages if earlier < freed.made <= enter and freed.outlives(enter)
+        ]
         given = [
             (storage, has_gradient)
             for storage, has_gradient in self._timeline.given[index]

@@ -190,9 +190,9 @@ def _record(
         weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda weight: recorder.is_gradient(weight.grad)
         )
-    inside = {id(held) for block in subject.blocks for held in block.buffers()}
-    outside = [held for held in module.buffers() if id(held) not in inside]
-    recorder.timeline.outside = [(tuple(held.shape), held.element_size()) for held in outside]
+    inside = {id(buffer) for block in subject.blocks for buffer in block.buffers()}
+    outside = [buffer for buffer in module.buffers() if id(buffer) not in inside]
+    recorder.timeline.outside = [(tuple(buffer.shape), buffer.element_size()) for buffer in outside]
     _Marks(recorder, subject.blocks)
     with recorder:
         with autocast:
@@ -225,6 +225,6 @@ class _Marks:
         self._entered += 1
         self._timeline.mark(f"leave{index}")
         hidden = tree_leaves(output)[0]
-        self._timeline.buffers.append([(tuple(held.shape), held.element_size()) for held in block.buffers()])
+        self._timeline.buffers.append([(tuple(buffer.shape), buffer.element_size()) for buffer in block.buffers()])
         self._recorder.output(hidden)
         hidden.register_hook(lambda _gradient: self._timeline.mark(f"back{index}"))

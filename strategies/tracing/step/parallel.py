@@ -30,13 +30,13 @@ def weight_dtype(configuration: Configuration) -> torch.dtype | None:
 
 
 def autocast_dtype(configuration: Configuration) -> torch.dtype | None:
-    """What autocast computes in; None where there is no autocast."""
+    """Return the dtype that autocast computes in, or None without autocast."""
     casts = configuration.precision in ("bf16", "fp16") and configuration.strategy in ("single", "ddp")
     return _SIXTEEN_BITS[configuration.precision] if casts else None
 
 
-def gathered_dtype(configuration: Configuration) -> torch.dtype | None:
-    """What FSDP gathers and computes in over fp32 shards, reducing gradients in fp32; None where it changes nothing."""
+def all_gather_dtype(configuration: Configuration) -> torch.dtype | None:
+    """Return the dtype of FSDP's all-gather and compute (shards and reduction are fp32), or None if nothing changes."""
     casts = configuration.precision in ("bf16", "fp16") and configuration.strategy in FSDP_STRATEGIES
     return _SIXTEEN_BITS[configuration.precision] if casts else None
 
@@ -73,7 +73,7 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, conf
     Raises:
         TraceFailed: FSDP2 does not take the module; a parameter that is a scalar, say.
     """
-    dtype = gathered_dtype(configuration)
+    dtype = all_gather_dtype(configuration)
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     reshard = configuration.strategy != "fsdp-grad-op"
     try:

@@ -294,13 +294,13 @@ class _Run:
 def _narrowed(batch: Any, dtype: torch.dtype | None) -> Any:
     """The batch as fake tensors, images and audio in the dtype of the weights."""
 
-    def one(leaf: Any) -> Any:
+    def narrowed(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=wanted, device="cpu")
 
-    return tree_map(one, batch)
+    return tree_map(narrowed, batch)
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -80,7 +80,7 @@ class Replay:
         raise _NoKeyError
 
     def _description(self, result: Any, args: tuple[Any, ...]) -> tuple[type, tuple[_Made | None, ...]] | None:
-        """What it takes to make the result again; None where it shares a storage or is only part of one."""
+        """Return what recomputes the result, or None if it shares a storage or is only part of one."""
         results = result if isinstance(result, (list, tuple)) else (result,)
         tensors = [item for item in results if item is not None]
         if not all(self._is_mine(tensor) and _is_whole(tensor) for tensor in tensors):

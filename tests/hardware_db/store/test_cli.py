@@ -80,7 +80,7 @@ def test_list_takes_filters_and_says_what_it_left_out(capsys: pytest.CaptureFixt
         store.add(measurement(1), measurement(2), measurement(3, plan_json=canonical_json(plan(strategy="zero3"))))
 
     def ids(*arguments: str) -> list[str]:
-        return [one["id"][-1] for one in json.loads(_out(capsys, "list", "--json", *arguments))["measurements"]]
+        return [stored["id"][-1] for stored in json.loads(_out(capsys, "list", "--json", *arguments))["measurements"]]
 
     assert ids() == ["3", "2", "1"]
     assert ids("--limit", "1") == ["3"]

@@ -89,7 +89,7 @@ def test_list_comes_newest_first_and_is_cut_at_the_limit(store: Store) -> None:
 
 def test_list_filters_by_model_in_any_case(store: Store) -> None:
     store.add(measurement(1), measurement(2, plan_json=canonical_json(plan(model="llama-3-8b"))))
-    assert [one.model for one in store.list(model="LLaMA-3-8B")] == ["llama-3-8b"]
+    assert [stored.model for stored in store.list(model="LLaMA-3-8B")] == ["llama-3-8b"]
     assert store.list(model="llama") == ()
 
 
@@ -97,8 +97,8 @@ def test_list_filters_by_strategy_outcome_and_all_together(store: Store) -> None
     for number, outcome in enumerate(OUTCOMES, 1):
         store.add(measurement(number, outcome=outcome))
     store.add(measurement(9, plan_json=canonical_json(plan(strategy="zero3")), outcome="failed"))
-    assert [one.id for one in store.list(strategy="zero3")] == [f"{9:032x}"]
-    assert [one.outcome for one in store.list(outcome="out_of_memory")] == ["out_of_memory"]
+    assert [stored.id for stored in store.list(strategy="zero3")] == [f"{9:032x}"]
+    assert [stored.outcome for stored in store.list(outcome="out_of_memory")] == ["out_of_memory"]
     assert len(store.list(outcome="failed")) == 2
     assert len(store.list(model="opt-125m", strategy="ddp", fingerprint=A100.key, outcome="failed")) == 1
 
@@ -110,7 +110,7 @@ def test_list_filters_by_the_size_of_the_model(store: Store) -> None:
     nameless["model"] = {"name": "something"}
     store.add(measurement(1), measurement(2, plan_json=canonical_json(larger)))
     store.add(measurement(3, plan_json=canonical_json(nameless)))
-    assert [one.model for one in store.list(parameters=331_196_416)] == ["opt-350m"]
+    assert [stored.model for stored in store.list(parameters=331_196_416)] == ["opt-350m"]
     assert store.list(parameters=7) == ()
 
 
@@ -176,7 +176,7 @@ def test_a_plan_with_any_text_survives(store: Store) -> None:
 
 def test_a_trace_is_kept_under_its_key_and_its_series(store: Store) -> None:
     first, second, other = trace(1), trace(2), trace(3, series="b" * 32)
-    assert [store.add_trace(one) for one in (first, second, other)] == [True, True, True]
+    assert [store.add_trace(made) for made in (first, second, other)] == [True, True, True]
     assert store.trace(first.key) == first
     assert store.trace(first.key).document == {"phases": {"loss": 1}}  # type: ignore[union-attr]
     assert store.traces(first.series) == (second, first)
@@ -201,8 +201,8 @@ def test_shapes_repeats_and_intervals_come_out_as_they_went_in(store: Store) -> 
 def test_the_newest_calibration_of_a_kind_of_hardware_is_in_force(store: Store) -> None:
     laptop = HardwareKind(device="laptop")
     old, new, other = calibration(1), calibration(2), calibration(3, laptop)
-    for one in (new, old, other, replace(new, document_json="{}")):
-        store.add_calibration(one)
+    for made in (new, old, other, replace(new, document_json="{}")):
+        store.add_calibration(made)
     assert store.calibration(new.hardware) == new
     assert store.calibration(laptop) == other
     assert store.calibration(HardwareKind(device="laptop", inter_link="eth-25")) is None

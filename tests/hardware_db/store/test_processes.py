@@ -26,7 +26,9 @@ def _start(body: str, path: Path, number: int) -> subprocess.Popen[str]:
 def _run_all(body: str, path: Path) -> None:
     processes = [_start(body, path, number) for number in range(PROCESSES)]
     errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [(one.returncode, error) for one, error in zip(processes, errors, strict=True)] == [(0, "")] * PROCESSES
+    assert [(process.returncode, error) for process, error in zip(processes, errors, strict=True)] == [
+        (0, "")
+    ] * PROCESSES
 
 
 def test_eight_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
@@ -35,8 +37,8 @@ def test_eight_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
     _run_all("write_many", path)
     with open_store(path) as store:
         found = store.list()
-    assert Counter(one.measured.host_bytes for one in found) == dict.fromkeys(range(PROCESSES), WRITES)
-    assert len({(one.measured.host_bytes, one.measured.steps) for one in found}) == PROCESSES * WRITES
+    assert Counter(run.measured.host_bytes for run in found) == dict.fromkeys(range(PROCESSES), WRITES)
+    assert len({(run.measured.host_bytes, run.measured.steps) for run in found}) == PROCESSES * WRITES
 
 
 def test_eight_processes_lose_no_run_no_rate_and_no_calibration(tmp_path: Path) -> None:
@@ -66,11 +68,13 @@ def _check_all_kinds(path: Path) -> None:
     with open_store(path) as store:
         runs, rates, calibrations = store.list(), store.rates(), store.calibrations()
     everything = {(number, step) for number in range(PROCESSES) for step in range(WRITES)}
-    assert {(one.measured.host_bytes, one.measured.steps) for one in runs if one.measured.host_bytes is not None} == (
+    assert {(run.measured.host_bytes, run.measured.steps) for run in runs if run.measured.host_bytes is not None} == (
         everything
     )
-    assert {(one.ranks - 1, one.value) for one in rates} == everything
-    assert {(int(one.hardware.device[-1]), one.document["rows"]) for one in calibrations} == everything
+    assert {(rate.ranks - 1, rate.value) for rate in rates} == everything
+    assert {
+        (int(calibration.hardware.device[-1]), calibration.document["rows"]) for calibration in calibrations
+    } == everything
 
 
 def test_eight_processes_can_make_one_database_at_once(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class User:
         chance = random.Random(seed)
         configurations = list(self.configurations())
         chance.shuffle(configurations)
-        return [self.run(one, chance) for one in configurations[:count]]
+        return [self.run(configuration, chance) for configuration in configurations[:count]]
 
     def configurations(self) -> Sequence[Configuration]:
         """Strategies by micro-batch by checkpointing."""

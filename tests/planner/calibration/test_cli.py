@@ -44,7 +44,9 @@ def test_runs_change_the_next_estimate_and_its_provenance(capsys: pytest.Capture
     with open_store() as store:
         store.add(*User().runs(10))
     told = json.loads(_out(capsys, "db calibrate --json"))["calibrations"]
-    assert [(one["hardware"]["device"], one["rows"], one["stored"]) for one in told] == [("A100-SXM4-80GB", 10, True)]
+    assert [
+        (calibration["hardware"]["device"], calibration["rows"], calibration["stored"]) for calibration in told
+    ] == [("A100-SXM4-80GB", 10, True)]
     assert told[0]["error_after"] < told[0]["error_before"] / 2
     assert told[0]["factors"]["compute"]["low"] < told[0]["factors"]["compute"]["value"] < 0.9
     after = _estimate(capsys)

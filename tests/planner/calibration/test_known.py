@@ -103,7 +103,7 @@ def test_several_runs_answer_with_their_median_and_a_narrower_interval() -> None
         while store.count() < count:
             store.add(user.run(configuration, chance))
         time = estimate(_asked(store, user), configuration).time
-        seconds = sorted(one.measured.step_seconds or 0.0 for one in store.list())
+        seconds = sorted(stored.measured.step_seconds or 0.0 for stored in store.list())
         assert time.step_seconds == pytest.approx(seconds[len(seconds) // 2], rel=0.02)
         assert time.step_seconds_low is not None
         assert time.step_seconds_high is not None

@@ -142,8 +142,8 @@ def test_a_calibration_that_new_runs_prove_wrong_is_withdrawn() -> None:
 
 def test_fewer_configurations_than_needed_store_nothing_and_say_so() -> None:
     user = User()
-    one = user.runs(1)[0]
-    again = [replace(one, id=f"{number:032x}") for number in range(5)]
+    run = user.runs(1)[0]
+    again = [replace(run, id=f"{number:032x}") for number in range(5)]
     store = _store(*again)
     (calibrated,) = refresh(store, HERE).kinds
     assert calibrated.lesson.reason == f"1 different configurations ran, and {FEWEST} are needed"
@@ -163,7 +163,7 @@ def test_a_dry_run_stores_nothing_and_a_second_run_nothing_new() -> None:
 def test_each_kind_of_hardware_learns_from_its_own_runs() -> None:
     here = on_this_machine(truth=Factors(compute=0.5))
     store = _store(*User().runs(10), *here.runs(10))
-    kinds = {one.hardware.device: one.lesson for one in refresh(store, HERE).kinds}
+    kinds = {kind.hardware.device: kind.lesson for kind in refresh(store, HERE).kinds}
     assert set(kinds) == {"A100-SXM4-80GB", "Testing CPU"}
     slow, slower = (recalled_from(store, user.request()).cluster.factors.compute for user in (User(), here))
     assert slower < slow < 0.9

@@ -70,7 +70,9 @@ def test_the_closest_miss_is_the_least_pressed() -> None:
     candidates = [Candidate(request, layout) for layout in enumerate_candidates(request) if layout.tp * layout.pp == 1]
     found = closest(candidates)
     assert found is not None
-    every = [one.priced(index).judgement.pressure for one in candidates for index in range(len(one.micros))]
+    every = [
+        candidate.priced(index).judgement.pressure for candidate in candidates for index in range(len(candidate.micros))
+    ]
     assert found.judgement.pressure == min(every) > 1
 
 

@@ -50,15 +50,18 @@ def test_the_failed_plan_and_all_that_take_as_much_are_out() -> None:
     proposed = _proposed(request)
     assert proposed
     assert FIRST not in proposed
-    assert all(_peak(one) < _peak(FIRST) for one in proposed)
+    assert all(_peak(configuration) < _peak(FIRST) for configuration in proposed)
     request = _asked(_run(FAILED, "out_of_memory", 7))
-    assert [estimate(request, one).verdict for one in (SMALLER, FAILED, LARGER)] == ["fits", *2 * ["does_not_fit"]]
+    assert [estimate(request, configuration).verdict for configuration in (SMALLER, FAILED, LARGER)] == [
+        "fits",
+        *2 * ["does_not_fit"],
+    ]
     assert "ran out of memory here on 2026-05-01" in estimate(request, LARGER).notes[0]
 
 
 def test_it_is_listed_with_its_reason_its_date_and_how_to_allow_it() -> None:
-    reasons = [one.reason for one in recommend(_asked(_run(FIRST, "out_of_memory", 7))).rejected]
-    (reason,) = [one for one in reasons if "dsplan db forget" in one]
+    reasons = [rejection.reason for rejection in recommend(_asked(_run(FIRST, "out_of_memory", 7))).rejected]
+    (reason,) = [reason for reason in reasons if "dsplan db forget" in reason]
     assert reason.startswith(f"ran out of memory here on 2026-05-01 at micro-batch {FIRST.micro_batch_size}")
     assert "`dsplan db forget 00000000`" in reason
 
@@ -78,12 +81,16 @@ def test_a_newer_run_that_took_more_and_completed_takes_a_failure_back() -> None
 
 def test_a_failure_of_a_plan_that_offloads_is_taken_back_by_the_same_plan_alone() -> None:
     user = User()
-    plain = next(one for one in user.configurations() if one.strategy == "zero3" and one.micro_batch_size == 4)
+    plain = next(
+        configuration
+        for configuration in user.configurations()
+        if configuration.strategy == "zero3" and configuration.micro_batch_size == 4
+    )
     smaller, offloads = replace(plain, activation_checkpointing="full"), replace(plain, offload="optimizer")
 
     def left(failed: Configuration, completed: Configuration) -> list[Configuration]:
         runs = (_run(failed, "out_of_memory", 7, user=user), _run(completed, "completed", 8, day=2, user=user))
-        return [one.configuration for one in oom_records(runs[:1], runs[1:], user.request())]
+        return [record.configuration for record in oom_records(runs[:1], runs[1:], user.request())]
 
     assert left(offloads, plain) == [offloads]
     assert left(offloads, offloads) == []
@@ -127,7 +134,11 @@ def test_fewer_ranks_on_one_host_have_more_of_its_memory() -> None:
 def test_a_plan_that_offloads_rules_out_only_what_takes_as_much_of_both_memories() -> None:
     user = User()
     request = user.request()
-    base = next(one for one in user.configurations() if one.strategy == "zero3" and one.micro_batch_size == 4)
+    base = next(
+        configuration
+        for configuration in user.configurations()
+        if configuration.strategy == "zero3" and configuration.micro_batch_size == 4
+    )
     offloads = replace(base, offload="optimizer")
     memory = price(request, offloads).memory
     oom_record = OomRecord(

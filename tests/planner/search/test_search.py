@@ -164,7 +164,7 @@ def test_with_a_deadline_only_plans_in_time_are_shown_and_the_rest_say_how_long_
     late = [item for item in answer.rejected if "takes" in item.reason]
     assert late
     assert all(item.plan and item.plan.time.step_seconds > 1.3 * fastest.time.step_seconds * 0.99 for item in late)
-    assert [one.gpus for one in answer.on_devices if one.in_time] == [8]
+    assert [devices.gpus for devices in answer.on_devices if devices.in_time] == [8]
     assert answer.on_devices[0].gpus == 4
 
 
@@ -176,7 +176,7 @@ def test_devices_are_in_time_where_any_plan_is() -> None:
     tokens = 86_400 / ((simplest + fastest) / 2) * tokens_per_step(request.workload)
     answer = recommend(replace(request, budget=Budget(tokens=tokens, deadline_days=1.0)))
     assert answer.plans
-    assert [one.gpus for one in answer.on_devices if one.in_time] == [4]
+    assert [devices.gpus for devices in answer.on_devices if devices.in_time] == [4]
 
 
 def test_a_deadline_that_nothing_meets_names_the_devices_that_would() -> None:
@@ -199,8 +199,10 @@ def test_no_plan_of_the_front_is_beaten_and_the_fastest_is_on_it() -> None:
     figures = [
         (plan.configuration.world_size, plan.time.step_seconds, plan.memory.device_used_bytes) for plan in answer.front
     ]
-    for one in figures:
-        beaten = [other for other in figures if other != one and all(a <= b for a, b in zip(other, one, strict=True))]
+    for figure in figures:
+        beaten = [
+            other for other in figures if other != figure and all(a <= b for a, b in zip(other, figure, strict=True))
+        ]
         assert not beaten
     fastest = min(item.time.step_seconds for item in everything_that_fits(request) if item.plan.runnable)
     assert min(seconds for _, seconds, _ in figures) <= fastest * 1.1

@@ -67,7 +67,10 @@ def test_the_search_keeps_to_what_was_asked() -> None:
     request = make_request(find_model("gpt2"), cluster, WorkOptions(), top=50, **ranking)
     found = [plan.configuration for plan in recommend(request).plans]
     assert found
-    assert {one.strategy for one in found} <= {"single", "ddp"}, "DeepSpeed and FSDP2 have no 8 bits"
-    assert {(one.gradient_compression, one.activation_checkpointing, one.activations_on_host) for one in found} == {
-        ("int8", "full", True)
-    }
+    assert {configuration.strategy for configuration in found} <= {"single", "ddp"}, (
+        "DeepSpeed and FSDP2 have no 8 bits"
+    )
+    assert {
+        (configuration.gradient_compression, configuration.activation_checkpointing, configuration.activations_on_host)
+        for configuration in found
+    } == {("int8", "full", True)}

@@ -92,9 +92,9 @@ def test_every_strategy_that_several_ranks_can_run_is_trained(host: Cluster) -> 
 def test_one_gpu_also_trades_time_for_memory(eight: Cluster) -> None:
     plan = make_bench_plan(Wanted(ranks=(1,), kinds=("training",)), eight)
     chosen = {case.configuration for case in plan.training}
-    assert {one.offload for one in chosen} == {"none", "optimizer", "all"}
-    assert {one.activation_checkpointing for one in chosen} == {"none", "full"}
-    assert {one.precision for one in chosen} == {"bf16"}
+    assert {configuration.offload for configuration in chosen} == {"none", "optimizer", "all"}
+    assert {configuration.activation_checkpointing for configuration in chosen} == {"none", "full"}
+    assert {configuration.precision for configuration in chosen} == {"bf16"}
 
 
 def test_ranks_with_processes_of_their_own_follow_each_other(host: Cluster) -> None:
@@ -165,18 +165,26 @@ def broken(**changes: object) -> str:
         (broken(device=None), "device: is missing"),
         (broken(pionts=[]), "has an unknown key 'pionts'"),
         (broken(points=5), "points: is not a list of mappings"),
-        (broken(points=[{"dtype": "fp32"}]), "points, item 1: lacks 'operation'"),
+        (broken(points=[{"dtype": "fp32"}]), "points, item 1: operation is missing"),
         (broken(points=[{"operation": "magic"}]), "names no operation: 'magic'; use one of matmul"),
         (broken(points=[{"operation": "matmul", "shape": [8, 0]}]), "has shape \\[8, 0\\]"),
-        (broken(points=[{"operation": "matmul", "shape": 8}]), "has shape 8; it must be whole numbers"),
+        (broken(points=[{"operation": "matmul", "shape": 8}]), "shape is 8; it must be a list"),
         (broken(points=[{"operation": "matmul", "dtype": "fp32", "shape": [8, 8]}]), "needs a shape of 3 extents"),
         (broken(points=[{"operation": "memory"}]), "needs a size"),
         (broken(points=[{"operation": "all_reduce", "size": 8, "ranks": 2}]), "needs a dtype: fp32, bf16, fp16"),
         (broken(points=[{"operation": "all_reduce", "size": 8, "dtype": "fp32"}]), "needs at least 2 ranks"),
-        (broken(points=[{"operation": "memory", "size": "big"}]), "has size 'big'"),
+        (broken(points=[{"operation": "memory", "size": "big"}]), "size is 'big'; it must be a whole number"),
         (broken(points=[{"operation": "memory", "size": 8, "ranks": 0}]), "has ranks 0"),
-        (broken(training=[{"model": "gpt2", "task": "causal-lm"}]), "lacks 'plan'"),
-        (broken(training=[{"model": "gpt2", "task": "causal-lm", "plan": {"strategy": "ddp"}}]), "lacks 'backend'"),
+        (
+            broken(points=[{"operation": "matmul", "speed": 1}]),
+            "speed is not a key; the keys are op",
+        ),
+        (broken(training=[{"model": "gpt2", "task": "chess"}]), "task 'chess' is not one of causal-lm, "),
+        (broken(training=[{"model": "gpt2", "task": "causal-lm"}]), "item 1: plan is missing"),
+        (
+            broken(training=[{"model": "gpt2", "task": "causal-lm", "plan": {"strategy": "ddp"}}]),
+            "backend is missing",
+        ),
     ],
 )
 def test_a_file_that_is_no_plan_is_told_in_one_line(text: str, complaint: str, tmp_path: Path) -> None:

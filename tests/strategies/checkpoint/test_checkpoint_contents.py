@@ -66,7 +66,9 @@ def test_the_place_in_the_data_goes_on_on_more_ranks(ranks: RankPool, three_rank
     expected = ranks.run(checkpoint_bodies.batches_after_saving, NATIVE, str(tmp_path))
     three = Recipe(strategy="zero2", backend="native", world_size=3)
     found = three_ranks.run(checkpoint_bodies.batches_after_loading, three, str(tmp_path))
-    steps = [[sorted(chain.from_iterable(step)) for step in zip(*one, strict=True)] for one in (found, expected)]
+    steps = [
+        [sorted(chain.from_iterable(step)) for step in zip(*batches, strict=True)] for batches in (found, expected)
+    ]
     assert steps[0] == steps[1]
     assert [len(set(step)) for step in steps[0]] == [12, 12]
 
@@ -241,8 +243,8 @@ def test_tied_weights_load_into_a_model_that_does_not_tie_them(tmp_path: Path) -
     fresh.load_checkpoint(tmp_path)
     assert torch.equal(fresh.module.two.weight, engine.module.one.weight)
     moments = [
-        one.optimizer.state[w]["exp_avg"]
-        for one, w in ((engine, engine.module.one.weight), (fresh, fresh.module.two.weight))
+        owner.optimizer.state[w]["exp_avg"]
+        for owner, w in ((engine, engine.module.one.weight), (fresh, fresh.module.two.weight))
     ]
     assert torch.equal(*moments)
 

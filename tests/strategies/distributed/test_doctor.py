@@ -15,11 +15,11 @@ def test_ranks_time_every_link_and_the_first_tells(starter: Starter, tmp_path: P
     port, home = free_port(), {"DSPLAN_HOME": str(tmp_path), "HOME": os.environ["HOME"]}
     started = [{**open_mpi(rank, 3, port), **home} for rank in range(3)]
     first, *others = starter.run("dsplan", started, "doctor", "--json", "--directory", str(tmp_path))
-    assert [one.lines for one in others] == [[], []]
+    assert [process.lines for process in others] == [[], []]
     told = json.loads("\n".join(first.lines))
     assert told["ranks"] == 3
     assert told["hosts"] == [socket.gethostname()]
-    assert [one.status for one in (first, *others)] == [0 if told["healthy"] else 1, 0, 0]
-    assert sorted(tuple(one["ranks"]) for one in told["links"]) == [(0, 1), (0, 2), (1, 2)]
-    assert all(one["bandwidth_bytes_per_s"] > 0 and one["latency_seconds"] > 0 for one in told["links"])
-    assert {one["check"] for one in told["findings"]} >= {"software", "interface", "link"}
+    assert [process.status for process in (first, *others)] == [0 if told["healthy"] else 1, 0, 0]
+    assert sorted(tuple(link["ranks"]) for link in told["links"]) == [(0, 1), (0, 2), (1, 2)]
+    assert all(link["bandwidth_bytes_per_s"] > 0 and link["latency_seconds"] > 0 for link in told["links"])
+    assert {finding["check"] for finding in told["findings"]} >= {"software", "interface", "link"}

@@ -47,10 +47,10 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def lines_of(ended: list[Ended]) -> list[str]:
     """All that was said: lines of dsplan's own, at most one a process, from processes that ended with status 2."""
-    assert [one.status for one in ended] == [2] * len(ended), [one.lines for one in ended]
-    assert max(one.seconds for one in ended) < 60, "torch alone waits ten minutes"
-    assert all(len(one.lines) <= 1 for one in ended), [one.lines for one in ended]
-    lines = [line for one in ended for line in one.lines]
+    assert [process.status for process in ended] == [2] * len(ended), [process.lines for process in ended]
+    assert max(process.seconds for process in ended) < 60, "torch alone waits ten minutes"
+    assert all(len(process.lines) <= 1 for process in ended), [process.lines for process in ended]
+    lines = [line for process in ended for line in process.lines]
     assert all(line.startswith("dsplan: ") for line in lines)
     return lines
 
@@ -70,10 +70,10 @@ HARMLESS = {
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_missing_variable_is_named(launcher: Launcher, starter: Starter, script: Path) -> None:
-    names = [name for one, name in MISSING if one is launcher and (one, name) not in HARMLESS]
+    names = [name for starts, name in MISSING if starts is launcher and (starts, name) not in HARMLESS]
     ended = starter.run(script, [without({**launcher(1, 2, free_port()), **LIMIT}, name) for name in names])
-    for name, one in zip(names, ended, strict=True):
-        (line,) = lines_of([one])
+    for name, process in zip(names, ended, strict=True):
+        (line,) = lines_of([process])
         assert name in line
         assert "; start" in line
     assert len(names) >= 2
@@ -89,10 +89,10 @@ def jobs(starter: Starter, script: Path) -> Callable[[Callable[[Launcher, int], 
     def run(processes_of: Callable[[Launcher, int], list[Variables]]) -> Jobs:
         ports = [free_port() for _ in LAUNCHERS]
         starts = [
-            [{**one, **LIMIT} for one in processes_of(launcher, port)]
+            [{**variables, **LIMIT} for variables in processes_of(launcher, port)]
             for launcher, port in zip(LAUNCHERS, ports, strict=True)
         ]
-        ended = iter(starter.run(script, [one for processes in starts for one in processes]))
+        ended = iter(starter.run(script, [process for processes in starts for process in processes]))
         return [
             (launcher, port, [next(ended) for _ in processes])
             for launcher, port, processes in zip(LAUNCHERS, ports, starts, strict=True)
@@ -197,8 +197,8 @@ def test_without_a_limit_of_its_own_a_malformed_start_ends_within_30_seconds(
     alone = {**launcher(1, 2, other), "MASTER_ADDR": "198.51.100.254"}
     *few, unreachable = starter.run(script, [launcher(0, 3, port), launcher(1, 3, port), alone])
     for ended in (few, [unreachable]):
-        assert max(one.seconds for one in ended) < 30
-        (line,) = [line for one in ended for line in one.lines]
+        assert max(process.seconds for process in ended) < 30
+        (line,) = [line for process in ended for line in process.lines]
         assert f"within {FIRST_SECONDS:g} s" in line
 
 
@@ -228,5 +228,5 @@ def test_ranks_of_every_launcher_that_fit_together_begin(starter: Starter, tmp_p
     )
     started = [launcher(rank, 2, port) for launcher in LAUNCHERS for port in [free_port()] for rank in range(2)]
     ended = starter.run(path, started)
-    assert [one.lines for one in ended] == [["0 2"], ["1 2"]] * len(LAUNCHERS)
-    assert {one.status for one in ended} == {0}
+    assert [process.lines for process in ended] == [["0 2"], ["1 2"]] * len(LAUNCHERS)
+    assert {process.status for process in ended} == {0}

@@ -58,7 +58,7 @@ def laid_out(directory: Path, launcher: LauncherName) -> Run:
 def processes_of(run: Run, processes: list[Variables]) -> list[tuple[Variables, list[str]]]:
     common = {RENDEZVOUS_SECONDS: "2", "DSPLAN_HOME": str(run.directory), "DSPLAN_RUN_DIR": str(run.directory)}
     common["HOME"] = os.environ["HOME"]
-    return [({**one, **common}, [str(run.spec)]) for one in processes]
+    return [({**process, **common}, [str(run.spec)]) for process in processes]
 
 
 @pytest.mark.parametrize(("variables", "launcher", "size"), STARTED_BY)
@@ -76,7 +76,9 @@ def test_ranks_that_do_not_fit_end_before_the_script(
             *processes_of(lost, [{**variables(1, 2, ports[3]), "MASTER_ADDR": "127.0.0.1"}]),
         ],
     )
-    assert [one.status for one in (nameless, *ended)] == [2] * 6, [one.lines for one in (nameless, *ended)]
+    assert [process.status for process in (nameless, *ended)] == [2] * 6, [
+        process.lines for process in (nameless, *ended)
+    ]
     assert not [run for run in runs if (run.directory / "ran").exists()]
 
     (line,) = nameless.lines

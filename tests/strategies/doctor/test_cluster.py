@@ -29,7 +29,7 @@ def together(parts: Sequence[Callable[[Room], Any]]) -> list[Any]:
     store = HashStore()
     with ThreadPoolExecutor(len(parts)) as threads:
         started = [threads.submit(part, Room(store, rank, len(parts))) for rank, part in enumerate(parts)]
-        return [one.result(30) for one in started]
+        return [future.result(30) for future in started]
 
 
 @pytest.mark.parametrize("members", range(1, 10))
@@ -38,7 +38,7 @@ def test_a_tournament_has_every_pair_once_and_nobody_twice_in_a_round(members: i
     for pairs in played:
         assert len({rank for pair in pairs for rank in pair}) == 2 * len(pairs)
     everyone = [pair for pairs in played for pair in pairs]
-    assert sorted(everyone) == [(one, other) for one in range(members) for other in range(one + 1, members)]
+    assert sorted(everyone) == [(low, high) for low in range(members) for high in range(low + 1, members)]
 
 
 def test_links_are_those_within_nodes_and_those_between_equal_local_ranks() -> None:
@@ -61,7 +61,7 @@ def test_a_link_far_below_the_others_and_one_that_is_silent_are_named() -> None:
     assert (silent.level, usual.level, slow.level) == ("problem", "ok", "warning")
     assert silent.message == "ranks 2 and 3 (a and b) cannot sum over gloo (between nodes)"
     assert slow.message == "ranks 1 and 2 (a and b): 0.2 GB/s where links between nodes usually have 0.9"
-    assert [one.level for one in link_findings(links[1:3])] == ["ok"]  # of two nobody knows which is usual
+    assert [finding.level for finding in link_findings(links[1:3])] == ["ok"]  # of two nobody knows which is usual
 
 
 def test_a_greeter_tells_that_it_is_reached_and_what_time_it_is() -> None:
@@ -107,7 +107,7 @@ def test_a_directory_that_another_node_does_not_see_is_a_problem(
         return cluster._shared_directories(part, members, [0, 1], [ours, theirs])
 
     for found in together([look, look]):
-        assert [(one.level, one.message) for one in found] == [
+        assert [(finding.level, finding.message) for finding in found] == [
             ("ok", f"{tmp_path} is shared by all nodes"),
             ("problem", f"{ours} is not shared with a b"),
             ("problem", f"{theirs} cannot be written by a"),
@@ -130,7 +130,7 @@ def test_a_node_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch)
     ]
     found = together([lambda part: cluster._reached(part, members, [0, 1])] * 2)
     assert found[0] == found[1]
-    assert [one.message for one in found[0]] == [
+    assert [finding.message for finding in found[0]] == [
         f"{here} cannot connect to {there} at 127.0.0.1:{port} (Connection refused)"
         for here, there in (("a", "b"), ("b", "a"))
     ]

@@ -34,7 +34,7 @@ def test_json_has_every_finding() -> None:
     told = json.loads(done.stdout)
     assert done.returncode == (0 if told["healthy"] else 1)
     assert told["links"] == []
-    settings = next(one for one in told["findings"] if one["check"] == "settings")
+    settings = next(finding for finding in told["findings"] if finding["check"] == "settings")
     assert settings["level"] == "warning"
     assert set(settings) == {"level", "check", "message", "remedy", "hosts"}
 

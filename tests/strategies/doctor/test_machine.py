@@ -10,18 +10,24 @@ import pytest
 
 from hardware_db.probe.machine import Gpu, GpuPair, GpuProcess, Host, Machine, Nic, Software
 from hardware_db.units import GIB
+from strategies.distributed.network import Interface, interfaces
 from strategies.doctor.examine import examine
 from strategies.doctor.finding import Finding, merged, sorted_findings
 from strategies.doctor.limits import disk, filesystem, limit_findings, locked_memory, open_files, shared_memory
-from strategies.doctor.network import Interface, gloo_choice, interfaces, nccl_choice, network_findings
+from strategies.doctor.network import gloo_choice, nccl_choice, network_findings
 from strategies.doctor.software import gpus, slow_settings, versions
+from strategies.launch.elastic.place import interface_of
 
 LO, DOCKER = Interface(name="lo", address="127.0.0.1"), Interface(name="docker0", address="172.17.0.1")
 ETH, IB = Interface(name="eth0", address="10.0.0.4"), Interface(name="ib0", address="10.1.0.4")
 
 
 def test_a_directory_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
-    found = {one.message: one.level for one in examine([tmp_path, tmp_path / "none"]).findings if one.check == "shared"}
+    found = {
+        finding.message: finding.level
+        for finding in examine([tmp_path, tmp_path / "none"]).findings
+        if finding.check == "shared"
+    }
     assert found[f"{tmp_path / 'none'} cannot be written here"] == "problem"
     assert list(found.values()).count("ok") == 1
     assert list(tmp_path.iterdir()) == []
@@ -57,12 +63,14 @@ def test_gloo_takes_the_address_of_the_host_name(known: list[str], asked: str, c
 
 
 def test_an_interface_that_is_not_there_is_a_problem() -> None:
-    assert any(one.address == "127.0.0.1" for one in interfaces())
-    problems = [one for one in network_findings({"NCCL_SOCKET_IFNAME": "mlx7"}) if one.level == "problem"]
-    assert [one.message for one in problems] == [
+    assert any(interface.address == "127.0.0.1" for interface in interfaces())
+    assert interface_of("127.0.0.1") == next(item.name for item in interfaces() if item.address == "127.0.0.1")
+    assert interface_of("203.0.113.9") == ""
+    problems = [finding for finding in network_findings({"NCCL_SOCKET_IFNAME": "mlx7"}) if finding.level == "problem"]
+    assert [finding.message for finding in problems] == [
         "NCCL_SOCKET_IFNAME is 'mlx7' and no interface that is up has that name"
     ]
-    assert not [one for one in network_findings({}) if one.level == "problem"]
+    assert not [finding for finding in network_findings({}) if finding.level == "problem"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_limits_of_this_process_are_read() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
         rdma = Host(system="Linux", usable_cores=4, logical_cores=8, nics=(Nic(name="mlx5_0:1", kind="infiniband"),))
-        found = {one.check: one for one in limit_findings(rdma, gpus=8)}
+        found = {finding.check: finding for finding in limit_findings(rdma, gpus=8)}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found["files"].message == "a process may open 512 files, which many ranks or data loader workers exceed"
@@ -108,7 +116,7 @@ HEALTHY = Machine(
 
 def test_a_healthy_gpu_is_fine() -> None:
     found = [*versions(HEALTHY), *gpus(HEALTHY)]
-    assert {one.level for one in found} == {"ok"}
+    assert {finding.level for finding in found} == {"ok"}
     assert found[-1].message == "1 of 1 GPUs usable: H100"
 
 
@@ -159,7 +167,7 @@ def test_gpus_without_peer_copies_are_named() -> None:
 
 def test_settings_that_slow_down_are_named() -> None:
     found = slow_settings({"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "detail"})
-    assert [one.message.split("=")[0] for one in found] == ["CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG"]
+    assert [finding.message.split("=")[0] for finding in found] == ["CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG"]
 
 
 def test_findings_that_nodes_share_are_one_line_and_problems_come_first() -> None:

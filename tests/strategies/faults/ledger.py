@@ -125,4 +125,4 @@ def misused_samples(steps: list[Step], length: int) -> dict[int, list[int]]:
 def worst_difference(steps: list[Step], reference: list[Step]) -> float:
     """The largest difference of a step's loss from the uninterrupted run's, whose steps have to be the same."""
     assert [step.step for step in steps] == [step.step for step in reference]
-    return max(abs(one.loss - other.loss) for one, other in zip(steps, reference, strict=True))
+    return max(abs(step.loss - expected.loss) for step, expected in zip(steps, reference, strict=True))

@@ -42,7 +42,7 @@ class Moment:
 
 
 Inflict = Callable[[FaultyRun, When, random.Random], "Moment | None"]
-"""Waits for the time and does it; None where the run ended before."""
+"""Waits for the time and does it; returns None if the run ended before."""
 
 
 def kill_a_rank(run: FaultyRun, when: When, chance: random.Random) -> Moment | None:

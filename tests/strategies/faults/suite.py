@@ -60,7 +60,7 @@ PLANS = (*TORCH, *NATIVE, *DEEPSPEED)
 class Fault:
     """A kind of fault: `inflict` does it from outside, `inside` names what the script does to itself.
 
-    `ending` is the journal's word for how an attempt that met it ended, None where the attempt goes on, and
+    `ending` is the journal's word for how an attempt that met it ended, or None if the attempt continues, and
     `early_ending` what it may be while the ranks start. `per_run` of them happen to a run of the whole suite, under
     each of `plans`. One that `needs_checkpoints` waits for some to be written, so it comes neither at a start nor at
     the end.
@@ -321,8 +321,8 @@ def _figures(
         strategy=case.plan.name,
         planned=len(case.faults),
         hits=len(hits),
-        steps=[one.step for one in hits],
-        checkpoints=[one.checkpoints for one in hits],
+        steps=[hit.step for hit in hits],
+        checkpoints=[hit.checkpoints for hit in hits],
         finished=complete,
         plans=len({start.plan for start in starts}),
         worst_difference=worst_difference(steps, case.reference) if complete else float("nan"),
@@ -344,12 +344,12 @@ def _figures(
 
 
 def _seconds_lost(start: Start, later: list[Start]) -> float | None:
-    """From the last sign of an attempt to the first step beyond it; None where it had made the last one."""
+    """Seconds from the last sign of an attempt to the first step beyond it, or None if it had made the last one."""
     own = [row["time"] for rows in start.rows.values() for row in rows.values()]
     beyond = [
         row["time"]
-        for one in later
-        for rows in one.rows.values()
+        for attempt in later
+        for rows in attempt.rows.values()
         for step, row in rows.items()
         if step > start.last_step
     ]

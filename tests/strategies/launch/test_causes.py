@@ -76,7 +76,7 @@ def test_a_rank_that_ended_well_too_early_is_named_where_the_others_only_miss_it
         assert ending.reason == "ended with status 0 at step 7 while the others were training"
         repeated = Policy(3)
         decisions = [repeated.decide(ending, RunContext(highest_step=8, progressed=at == 0)) for at in range(2)]
-        assert [one.action for one in decisions] == ["restart", "give_up"]
+        assert [decision.action for decision in decisions] == ["restart", "give_up"]
     forget_last_attempt(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -155,13 +155,30 @@ def test_runs_that_cannot_be_gone_on_with(script: Path, tmp_path: Path) -> None:
         prepare(RunRequest())
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"placement": {"options": []}, "supervision": {"old": 1}}'])
-def test_a_run_of_another_version(text: str, script: Path, tmp_path: Path) -> None:
+SPEC = {"script": "a", "kind": "dsplan", "processes": 1, "run_directory": "b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "maximum recursion depth"),
+        ("[]", "line is []; it must be an object"),
+        ("{}", "script is missing"),
+        (json.dumps({**SPEC, "supervision": {"retries": "many"}}), "supervision.retries is 'many'; it must be a whole"),
+        (json.dumps({**SPEC, "placement": {"launcher": "pbs"}}), "placement.launcher 'pbs' is not one of local, slurm"),
+        (json.dumps({**SPEC, "supervision": {"old": 1}}), "supervision.old is not a key; the keys are retries"),
+    ],
+)
+def test_a_run_of_another_version(text: str, problem: str, script: Path, tmp_path: Path) -> None:
     spec = prepare(RunRequest(script=script, run_directory=tmp_path / "run")).spec
     spec.path.write_text(text)
     with pytest.raises(DsplanError) as refused:
         prepare(RunRequest(resume=tmp_path / "run"))
-    assert str(refused.value) == f"{spec.path}: not a run of this version of dsplan; start a new one"
+    assert str(refused.value).startswith(f"{spec.path}: not a run of this version of dsplan ({problem}")
+    assert str(refused.value).endswith("); start a new one")
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_a_run_is_gone_on_with_from_another_directory(

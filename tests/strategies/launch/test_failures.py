@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.__main__ import main
+from hardware_db.files import database_path
 from hardware_db.store import open_store
+from strategies.run_directory.journal import Journal
 from tests.strategies.launch.command import EXAMPLES, is_alive, run, start_run
 
 PLANNED = f"""
@@ -71,7 +74,9 @@ def test_a_failing_rank_is_named_with_its_last_words_and_its_log(tmp_path: Path)
     assert "session.py" not in finished.err
 
 
-def test_running_out_of_memory_is_stored_as_such(tmp_path: Path) -> None:
+def test_running_out_of_memory_is_stored_as_such_and_comes_back_from_the_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = _script(tmp_path, PLANNED + "train(3)\ntorch.empty(1 << 60)\n")
     finished = run("--json", "--nproc", "1", script, cwd=tmp_path)
     found = finished.json
@@ -80,6 +85,21 @@ def test_running_out_of_memory_is_stored_as_such(tmp_path: Path) -> None:
     with open_store() as store:
         (row,) = store.list()
     assert (row.id, row.outcome, row.measured.steps) == (found["measurement_id"], "out_of_memory", 3)
+    database_path().unlink()
+    assert main(["db", "import", found["run_directory"]]) == 0
+    assert capsys.readouterr().out == "1 records imported, 0 were there already\n"
+    with open_store() as store:
+        assert store.list() == (row,)
+    assert main(["db", "import", found["run_directory"]]) == 0
+    assert capsys.readouterr().out == "0 records imported, 1 were there already\n"
+
+
+def test_a_directory_without_a_measured_run_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["db", "import", str(tmp_path)]) == 2
+    assert f"{tmp_path}: holds no measured run; name a run directory of `dsplan run`" in capsys.readouterr().err
+    Journal(tmp_path).append("measured", 0, measurement={"kind": "measurement", "schema_version": 1, "id": "3"})
+    assert main(["db", "import", str(tmp_path)]) == 2
+    assert "run.jsonl: created_at is missing; correct or remove the line" in capsys.readouterr().err
 
 
 def test_bad_input_to_the_engine_is_one_line_and_status_two(tmp_path: Path) -> None:

@@ -148,13 +148,13 @@ def test_the_ranks_of_all_nodes_come_to_one_standing(tmp_path: Path) -> None:
 
     def rank(number: int) -> None:
         place = state_consensus.Place(rank=number, local_rank=number % 2, ranks=4)
-        found[number] = state_consensus.agreement(store, place, nodes[number // 2])
+        found[number] = state_consensus.consensus(store, place, nodes[number // 2])
 
     ranks = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join(20)
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(20)
     assert len(found) == 4
     assert set(map(ResumeState.to_text, found.values())) == {found[0].to_text()}
     assert found[3].failed_plans == (_failed(plan),)
@@ -165,12 +165,12 @@ def test_a_rank_that_does_not_train_waits_until_the_script_of_rank_0_has_ended(m
     monkeypatch.setenv("WORLD_SIZE", "3")
     store = HashStore()
     waiting = threading.Thread(
-        target=state_consensus.wait_for_the_others, args=(store, ResumeState(ranks=2, global_batch_size=8))
+        target=state_consensus.wait_for_training_ranks, args=(store, ResumeState(ranks=2, global_batch_size=8))
     )
     waiting.start()
     time.sleep(0.1)
     assert waiting.is_alive()
-    state_consensus.let_the_waiting_go(store)
+    state_consensus.release_waiting_ranks(store)
     waiting.join(20)
     assert not waiting.is_alive()
 

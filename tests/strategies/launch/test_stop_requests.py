@@ -14,7 +14,7 @@ WAITS = """
 import os, sys, time
 terminal = os.open(sys.argv[1], os.O_RDWR)  # becomes the terminal of this session
 if "nohup" not in sys.argv:
-    [os.dup2(terminal, one) for one in (0, 1, 2)]
+    [os.dup2(terminal, descriptor) for descriptor in (0, 1, 2)]
 from strategies.launch.attempt import StopRequests
 with StopRequests() as requests:
     os.write(terminal, b"ready\\n")

@@ -89,7 +89,9 @@ def test_the_launcher_and_then_a_rank_are_killed_and_the_page_tells(tmp_path: Pa
     found = finished.json
     assert (finished.status, found["outcome"], found["measured"]["steps"]) == (0, "completed", STEPS), finished.err
     first, second, third = found["attempts"]
-    endings = [(one["kind"], one["rank"], one["exit_status"]) for one in (first["ending"], second["ending"])]
+    endings = [
+        (ending["kind"], ending["rank"], ending["exit_status"]) for ending in (first["ending"], second["ending"])
+    ]
     assert endings == [("killed", None, -9), ("killed", 1, -9)]
     assert [first["decision"]["action"], second["decision"]["action"], third["ending"]] == ["restart", "restart", None]
     assert 1 < third["first_step"] <= second["last_step"] + 1

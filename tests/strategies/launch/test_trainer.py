@@ -19,7 +19,7 @@ def _losses(directory: Path, word: str) -> tuple[dict[str, float], list[str]]:
     output = directory / word
     finished = run("--strategy", "ddp", "--json", directory / SCRIPT.name, str(output), word, cwd=directory)
     assert finished.status == 0, finished.err
-    endings = [one["ending"]["kind"] for one in finished.json["attempts"] if one["ending"]]
+    endings = [attempt["ending"]["kind"] for attempt in finished.json["attempts"] if attempt["ending"]]
     return json.loads(output.with_suffix(".losses").read_text()), endings
 
 

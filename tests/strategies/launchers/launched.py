@@ -57,7 +57,7 @@ class Launched:
 
     def until_step(self, step: int) -> None:
         """Wait until a step is in the file of losses."""
-        self._until(lambda: max((one for one, _, _ in self.rows()), default=0) >= step, f"step {step}")
+        self._until(lambda: max((reached for reached, _, _ in self.rows()), default=0) >= step, f"step {step}")
 
     def until_step_on(self, steps: int, *, ranks: int) -> None:
         """Wait until so many steps have been trained in a row on so many ranks."""
@@ -81,7 +81,7 @@ class Launched:
         """Step, ranks and loss, as they came."""
         lines = self.losses_file.read_text().splitlines() if self.losses_file.exists() else []
         words = [line.split() for line in lines]
-        return [(int(one[0]), int(one[1]), float(one[2])) for one in words if len(one) == 3]
+        return [(int(parts[0]), int(parts[1]), float(parts[2])) for parts in words if len(parts) == 3]
 
     def losses(self) -> list[float]:
         """The loss of every step; of a step that was trained again the later."""

@@ -112,6 +112,6 @@ def _end(pid_file: Path) -> None:
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as open_sockets:
         found = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]
+        for listening in found:
+            listening.bind(("127.0.0.1", 0))
+        return [listening.getsockname()[1] for listening in found]

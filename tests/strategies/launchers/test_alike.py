@@ -61,7 +61,7 @@ def test_two_nodes_in_network_namespaces(reference: list[float], tmp_path: Path)
             run.start(*options, before=node, run_directory=tmp_path / f"node{number}")
             for number, node in enumerate(nodes)
         ]
-        assert [run.wait(one) for one in started] == [0, 0], run.out
+        assert [run.wait(process) for process in started] == [0, 0], run.out
         assert run.losses() == reference
 
 

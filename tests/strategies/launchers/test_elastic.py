@@ -35,7 +35,7 @@ def test_four_nodes_then_two_then_three(tmp_path: Path) -> None:
         started[2:] = [run.start(*options, before=nodes[4], run_directory=tmp_path / "node4")]
         run.until_step_on(4, ranks=3)
         run.hurry()
-        assert [run.wait(one) for one in started] == [0, 0, 0], run.out
+        assert [run.wait(process) for process in started] == [0, 0, 0], run.out
         assert run.losses() == pytest.approx(reference, rel=1e-4)
     journal = [json.loads(line) for line in (tmp_path / "node0" / "run.jsonl").read_text().splitlines()]
     kinds = [row["kind"] for row in journal if row["event"] == "ending"]

@@ -84,8 +84,8 @@ def _program(answer: bytes | None) -> Iterator[int]:
             yield listening.getsockname()[1]
         finally:
             listening.shutdown(socket.SHUT_RDWR)
-            for one in kept:
-                one.close()
+            for connection in kept:
+                connection.close()
 
 
 def _report_line(directory: Path, host: str, port: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tests.strategies.mpi.mpi_trees import same, tree_of
 
 
 def _mean(trees: list[Any]) -> Any:
-    return np.mean([np.asarray(one, dtype=np.float64) for one in trees], axis=0)
+    return np.mean([np.asarray(tree, dtype=np.float64) for tree in trees], axis=0)
 
 
 def average_is_numpys(comm: MPI.Intracomm) -> None:

@@ -19,7 +19,7 @@ checkpoints = CheckpointManager(comm, sys.argv[1])
 write = files.write
 
 
-def killed(path: Path, arrays: Sequence[files.Stored]) -> None:
+def killed(path: Path, arrays: Sequence[files.FileArray]) -> None:
     """Leave half a file, and die on rank 1."""
     write(path, arrays)
     if comm.rank == 1:

@@ -32,7 +32,7 @@ def main(module: str, directory: str) -> None:
         except Exception:
             problem = f"rank {comm.rank}: {traceback.format_exc()}"
             print(problem, file=sys.stderr, flush=True)
-        outcomes[name] = [one for one in comm.allgather(problem) if one]
+        outcomes[name] = [found for found in comm.allgather(problem) if found]
     if comm.rank == 0:
         print(json.dumps(outcomes))
 

@@ -49,7 +49,7 @@ def as_many_ranks_get_their_own(comm: MPI.Intracomm, directory: Path) -> None:
 def shared_values_are_written_once_by_all_in_turn(comm: MPI.Intracomm, directory: Path) -> None:
     arrays = {f"layer{index}": np.full(1000, float(index)) for index in range(6)}
     path = CheckpointManager(comm, directory / "shared").save_checkpoint(arrays, step=1)
-    sizes = [one.stat().st_size for one in sorted(path.glob("rank-*"))]
+    sizes = [file.stat().st_size for file in sorted(path.glob("rank-*"))]
     assert len(sizes) == comm.size
     assert sum(sizes) == pytest.approx(48_000, rel=0.05)
     assert max(sizes) < 1.1 * 48_000 / comm.size
@@ -131,7 +131,7 @@ def a_rank_that_cannot_write_ends_the_save_on_all(comm: MPI.Intracomm, directory
         checkpoints.save_checkpoint({"own": np.full(3, 10 + comm.rank)}, step=2)
     files.write = write
     comm.Barrier()
-    assert sorted(one.name for one in (directory / "full").iterdir()) == ["latest", "step-00000001"]
+    assert sorted(file.name for file in (directory / "full").iterdir()) == ["latest", "step-00000001"]
     assert checkpoints.load_checkpoint()["own"][0] == comm.rank
 
 
@@ -160,5 +160,5 @@ def an_array_that_stays(comm: MPI.Intracomm, directory: Path) -> None:
 
 def nothing_is_pickled(comm: MPI.Intracomm, directory: Path) -> None:
     path = CheckpointManager(comm, directory / "plain").save_checkpoint({"w": np.arange(3)}, step=1)
-    assert sorted(one.suffix for one in path.iterdir()) == [".json", ".safetensors"]
+    assert sorted(file.suffix for file in path.iterdir()) == [".json", ".safetensors"]
     assert json.loads((path / "index.json").read_text())["world_size"] == comm.size

@@ -35,14 +35,14 @@ def torch_parameters_are_stepped(comm: MPI.Intracomm) -> None:
         for _ in range(3):
             model.zero_grad()
             model(inputs[comm.rank : comm.rank + 1].to(dtype)).square().sum().backward()
-            reduced = optimizer.reduce_gradients({name: one.grad for name, one in parameters.items()})
+            reduced = optimizer.reduce_gradients({name: weight.grad for name, weight in parameters.items()})
             optimizer.step(parameters, reduced, in_place=True)
             twin.zero_grad()
             (twin(inputs).square().sum() / comm.size).backward()
             reference.step()
-        for name, one in twin.named_parameters():
+        for name, weight in twin.named_parameters():
             assert isinstance(parameters[name], torch.nn.Parameter)
-            torch.testing.assert_close(parameters[name].float(), one, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(parameters[name].float(), weight, rtol=tolerance, atol=tolerance)
 
 
 def tensors_are_saved_and_loaded(comm: MPI.Intracomm, directory: Path) -> None:

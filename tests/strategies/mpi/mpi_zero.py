@@ -137,7 +137,7 @@ def layers_and_micro_batches_add_up(comm: MPI.Intracomm) -> None:
         mean = reduced.scaled(0.5)
         everyone = [leaves(_gradients(step, rank)) for step in range(2) for rank in range(comm.size)]
         square = sum(
-            float(np.square(np.mean([_wide(one[path]) for one in everyone], axis=0)).sum()) for path in everyone[0]
+            float(np.square(np.mean([_wide(tree[path]) for tree in everyone], axis=0)).sum()) for path in everyone[0]
         )
         assert optimizer.norm(mean) == pytest.approx(square**0.5, rel=1e-6)
 

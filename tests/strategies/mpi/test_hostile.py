@@ -14,7 +14,7 @@ import pytest
 from dsplan.mpi import Part
 from strategies.errors import DsplanError
 from strategies.mpi import checkpoints
-from strategies.mpi.layout import described, laid_out
+from strategies.mpi.layout import describe, lay_out
 from strategies.mpi.reading import INDEX, SavedTree
 
 FILE = "rank-00000.safetensors"
@@ -33,8 +33,8 @@ def saved(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "step-00000001"
     folder.mkdir(parents=True)
     trees = [tree_of(rank) for rank in range(2)]
-    every = [described(tree) for tree in trees]
-    layout = laid_out([one.held for one in every])
+    every = [describe(tree) for tree in trees]
+    layout = lay_out([description.arrays for description in every])
     for rank, tree in enumerate(trees):
         checkpoints._write(folder, tree, layout, rank)
     (folder / INDEX).write_text(json.dumps(checkpoints._index(every, layout, 1)))

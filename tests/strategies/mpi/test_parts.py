@@ -33,7 +33,7 @@ def test_whole_buckets_hold_every_element_once_and_stay_within_the_limit(counts:
         assert bucket.count * bucket.dtype.itemsize <= max(limit, bucket.dtype.itemsize)
         assert {dtypes[run.leaf] for run in bucket.runs} == {bucket.dtype}
         bucket.spread(bucket.filled(leaves_now), out)
-    assert all(np.array_equal(one, leaves_now[leaf]) for leaf, one in enumerate(out))
+    assert all(np.array_equal(values, leaves_now[leaf]) for leaf, values in enumerate(out))
 
 
 @given(counts=counts, limit=st.integers(4, 200), ranks=st.integers(1, 5))
@@ -111,7 +111,7 @@ def test_the_safetensors_library_reads_what_is_written_and_the_other_way_round(t
     safetensors = pytest.importorskip("safetensors.numpy")
     arrays = {"a": np.arange(6, dtype=np.int16).reshape(2, 3), "b": np.array([True, False]), "c": np.array(2.5)}
     stored = [
-        files.Stored(key=key, word=value.dtype.name, shape=value.shape, values=lambda value=value: value)
+        files.FileArray(key=key, word=value.dtype.name, shape=value.shape, values=lambda value=value: value)
         for key, value in arrays.items()
     ]
     files.write(tmp_path / "mine.safetensors", stored)

@@ -112,8 +112,8 @@ def test_a_run_knows_its_checkpoints_and_only_complete_ones_count(tmp_path: Path
     with (tmp_path / lineage.LINEAGE_FILE).open("a") as file:
         file.write('{"path": "cut sho')
     made = lineage.read(tmp_path)
-    assert [one.step for one in made] == [5, 10, 15]
-    assert [one.step for one in lineage.newest_first(made)] == [10, 5]
+    assert [checkpoint.step for checkpoint in made] == [5, 10, 15]
+    assert [checkpoint.step for checkpoint in lineage.newest_first(made)] == [10, 5]
     assert lineage.outdated(made, 0) == [tmp_path / "step-10"]
     assert lineage.outdated(made, 1) == []
 

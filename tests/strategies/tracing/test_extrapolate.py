@@ -21,7 +21,7 @@ def phases(activations: Bytes, sizes: Sizes) -> Phases:
 
 
 def readings(activations: Bytes, *sizes: Sizes) -> list[Reading]:
-    return [Reading(sizes=one, phases=phases(activations, one)) for one in sizes]
+    return [Reading(sizes=size, phases=phases(activations, size)) for size in sizes]
 
 
 def at(samples: int, length: int = 512) -> Sizes:
@@ -52,7 +52,7 @@ def test_positions_are_quadratic_at_most(activations: Bytes) -> None:
     known = readings(activations, at(1, 512), at(1, 1024), at(1, 2048))
     found = extrapolated(known, at(1, 8192), lambda sizes: phases(activations, sizes))
     assert found is not None
-    assert found.taken_from == tuple(one.sizes for one in known)
+    assert found.taken_from == tuple(reading.sizes for reading in known)
     assert found.phases["forward"].activations == pytest.approx(activations(at(1, 8192)), rel=1e-9)
 
 

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from hardware_db.errors import DsplanError
+from hardware_db.from_json import from_json
 from hardware_db.measurement import trace_record
 from hardware_db.store import MemoryStore, open_store
 from planner.errors import BrokenFile
 from planner.models.catalogue import find_model, models
 from planner.models.facts import ModelFacts
 from strategies.tracing.cache import cache as versions
-from strategies.tracing.cache.cache import TraceCache, rebuild
+from strategies.tracing.cache.cache import TraceCache
 from strategies.tracing.cache.source import ModelSource, model_source, source_files, unchanged
 
 LAYERS = """
@@ -88,7 +90,7 @@ def test_a_factory_runs_again_when_a_file_it_uses_changes_and_not_when_it_change
     assert deeper.facts.num_layers == 5
     assert again == first
     assert runs(project) == 3
-    identities = [json.dumps(dict(one.identity), sort_keys=True) for one in (first, deeper, remarked)]
+    identities = [json.dumps(dict(source.identity), sort_keys=True) for source in (first, deeper, remarked)]
     assert len(set(identities)) == 3
 
 
@@ -134,13 +136,13 @@ def test_a_config_is_known_by_all_that_it_says(tmp_path: Path) -> None:
 
 def test_every_model_of_the_catalogue_survives_json() -> None:
     for facts in models():
-        assert rebuild(ModelFacts, json.loads(json.dumps(asdict(facts)))) == facts
+        assert from_json(ModelFacts, json.loads(json.dumps(asdict(facts)))) == facts
 
 
 def test_a_document_of_another_version_is_refused() -> None:
     document = asdict(find_model("opt-125m"))
-    with pytest.raises(KeyError, match="no fields wings"):
-        rebuild(ModelFacts, {**document, "wings": 2})
+    with pytest.raises(DsplanError, match="wings is not a key; the keys are name, "):
+        from_json(ModelFacts, {**document, "wings": 2})
 
 
 def test_installed_packages_stand_for_themselves() -> None:

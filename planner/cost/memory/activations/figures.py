@@ -52,7 +52,7 @@ class BlockFigures:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
     """A whole model; see `planner.cost.memory.activations.form.Form`. `differences`: how far the form's structure is
-    from the model's; None where no form was found."""
+    from the model's; None if no form was found."""
 
     blocks: Sequence[BlockFigures]
     buffers: float

@@ -43,8 +43,8 @@ def subtracted(left: Polynomial, right: Polynomial) -> dict[str, float]:
 def multiplied(left: Polynomial, right: Polynomial) -> dict[str, float]:
     """The product."""
     return added(
-        {" ".join(sorted((*first.split(), *second.split()))): one * other}
-        for first, one in left.items()
+        {" ".join(sorted((*first.split(), *second.split()))): coefficient * other}
+        for first, coefficient in left.items()
         for second, other in right.items()
     )
 
@@ -206,7 +206,7 @@ class Found:
 
 def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | None:
     """The form of the structure nearest to this one, in the first of the variants that its model type has; a type that
-    was never traced in any takes that of a typical model of its kind. None where that has none either."""
+    was never traced in any takes that of a typical model of its kind. None if that has none either."""
     for model_type in (structure["model_type"], TYPICAL.get(structure["kind"], "llama")):
         for variant in variants:
             entries = [entry for entry in _file(model_type) if variant in entry["forms"]]

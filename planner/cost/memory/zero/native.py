@@ -1,6 +1,6 @@
 """What our own ZeRO holds besides weights, optimizer states and activations, moment by moment.
 
-Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `wire.py`; bucket sizes come from
+Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `collectives.py`; bucket sizes come from
 `planner.cost.zero_buckets`.
 
 * A gradient is freed when the bucket that it travels in has been summed; two buckets are on the way while a third
@@ -21,7 +21,7 @@ from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.optimizer_step import tensor_step_temporaries
 from planner.cost.memory.units import shards_of, units_of
-from planner.cost.memory.zero.offload import shares_of, weights_are_whole, window_bytes
+from planner.cost.memory.zero.offload import offload_split, weights_are_whole, window_bytes
 from planner.cost.memory.zero.partition import steps_whole_tensors
 from planner.cost.precision import ERROR_BYTES, INT8_BYTES, Recipe
 from planner.cost.zero_buckets import NATIVE_STEP_RUNS, native_buckets
@@ -43,7 +43,8 @@ class NativeZeroBuffers:
         configuration, units = job.configuration, units_of(job)
         on_cpu = job.cluster.device.is_cpu
         buckets = native_buckets(configuration.zero_stage, hidden_size=job.facts.hidden_size, on_cpu=on_cpu)
-        self._job, self._recipe, self._shares = job, recipe, shares_of(job)
+        self._job, self._recipe = job, recipe
+        self._split = split = offload_split(job)
         self._ranks, self._whole = configuration.dp_shard, units.elements
         self._bucket = max(buckets.reduce, units.largest)
         self._received = 1 / self._ranks if not on_cpu else 1 - 1 / self._ranks
@@ -55,8 +56,8 @@ class NativeZeroBuffers:
         once = configuration.zero_stage == 1 or not configuration.sync_each_micro_batch
         self._keeps_whole = self._several and once
         # On a CPU the gradients of states that are on disk stay in memory, which is where they go from a GPU.
-        self._staying = 1.0 if on_cpu else self._shares.here / self._shares.local
-        self._going = 0.0 if on_cpu else recipe.gather * min(sum(self._shares.away), _GOING_DOWN * self._shares.largest)
+        self._staying = 1.0 if on_cpu else split.on_device / split.local
+        self._going = 0.0 if on_cpu else recipe.gather * min(sum(split.on_host), _GOING_DOWN * split.largest)
         blocks = max((unit.elements for unit in units.blocks), default=0.0)
         is_sharded = not weights_are_whole(job)
         self._unsharded = recipe.gather * (units.root.elements + 2 * blocks) if is_sharded else 0.0
@@ -85,22 +86,22 @@ class NativeZeroBuffers:
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
         """The step, with gradients in the masters' dtype; on the host it takes memory of the device's where that is a
         CPU."""
-        shares, width = self._shares, self._recipe.master or self._recipe.weight
+        split, width = self._split, self._recipe.master or self._recipe.weight
         is_whole = steps_whole_tensors(self._job.configuration)
         stepped = units_of(self._job) if is_whole else shards_of(self._job)
         temporaries = tensor_step_temporaries(self._job, stepped, width)
         moments = [Ledger()]
-        if shares.here > 0:
-            share = shares.here / shares.local
-            run = max(shares.here / NATIVE_STEP_RUNS, min(self._bucket / self._ranks, shares.here))
+        if split.on_device > 0:
+            share = split.on_device / split.local
+            run = max(split.on_device / NATIVE_STEP_RUNS, min(self._bucket / self._ranks, split.on_device))
             # Whole tensors are stepped at once, when each has freed its narrow gradient.
-            widened = (width - self._recipe.gradient) * shares.here if is_whole else width * run
-            gradients = self._recipe.gradient * shares.here + (widened if width != self._recipe.gradient else 0.0)
+            widened = (width - self._recipe.gradient) * split.on_device if is_whole else width * run
+            gradients = self._recipe.gradient * split.on_device + (widened if width != self._recipe.gradient else 0.0)
             moments.append(Ledger(gradients=gradients, temporaries=temporaries * share))
-        if shares.away and self._staying == 1.0:
+        if split.on_host and self._staying == 1.0:
             fused = self._job.configuration.optimizer in _FUSED_ON_HOST
-            gradients = self._recipe.gradient * sum(shares.away)
-            widened = width * shares.largest if width != self._recipe.gradient else 0.0
+            gradients = self._recipe.gradient * sum(split.on_host)
+            widened = width * split.largest if width != self._recipe.gradient else 0.0
             states = window_bytes(self._job, self._recipe)
             made = widened + (0.0 if fused else temporaries)
             moments.append(Ledger(gradients=gradients, buffers=states, temporaries=made))

@@ -85,25 +85,25 @@ _MASTER = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NativeShares:
-    """A rank's part in elements: `here` is stepped on the device, the buckets `away` on the host."""
+class OffloadSplit:
+    """A rank's part in elements: `on_device` is stepped on the device, the buckets `on_host` on the host."""
 
-    here: float
-    away: tuple[float, ...]
+    on_device: float
+    on_host: tuple[float, ...]
 
     @property
     def local(self) -> float:
-        return self.here + sum(self.away)
+        return self.on_device + sum(self.on_host)
 
     @property
     def window(self) -> float:
-        """The most of `away` that is in memory at once where it lives on NVMe."""
-        starts = range(len(self.away))
-        return max((sum(self.away[start : start + IN_MEMORY]) for start in starts), default=0.0)
+        """The most of `on_host` that is in memory at once where it lives on NVMe."""
+        starts = range(len(self.on_host))
+        return max((sum(self.on_host[start : start + IN_MEMORY]) for start in starts), default=0.0)
 
     @property
     def largest(self) -> float:
-        return max(self.away, default=0.0)
+        return max(self.on_host, default=0.0)
 
 
 def offloads(job: Job) -> bool:
@@ -119,8 +119,8 @@ def weights_are_whole(job: Job) -> bool:
     return configuration.zero_stage < 3 or (configuration.dp_shard == 1 and not moves)
 
 
-def shares_of(job: Job) -> NativeShares:
-    """How the rank's part is shared between device and host."""
+def offload_split(job: Job) -> OffloadSplit:
+    """Return how the rank's part is split between device and host."""
     configuration = job.configuration
     ratio = configuration.offload_ratio if offloads(job) else 0.0
     is_cpu, hidden = job.cluster.device.is_cpu, job.facts.hidden_size
@@ -128,24 +128,24 @@ def shares_of(job: Job) -> NativeShares:
     sizes = _buckets(tensors_of(job), limit)
     share = largest_share(job)
     away = tuple(size * share for size in _taken(sizes, ratio))
-    return NativeShares(here=sum(sizes) * share - sum(away), away=away)
+    return OffloadSplit(on_device=sum(sizes) * share - sum(away), on_host=away)
 
 
 def native_states(job: Job, recipe: Recipe, states: States) -> States:
     """What offload leaves of `states`; gradients that are away count as host memory."""
     if not offloads(job):
         return states
-    shares, width, master = shares_of(job), recipe.gather, _master(job)
-    away, is_cpu, is_whole = sum(shares.away), job.cluster.device.is_cpu, weights_are_whole(job)
-    parameters = width * states.elements if is_whole else (master or width) * shares.here
+    split, width, master = offload_split(job), recipe.gather, _master(job)
+    away, is_cpu, is_whole = sum(split.on_host), job.cluster.device.is_cpu, weights_are_whole(job)
+    parameters = width * states.elements if is_whole else (master or width) * split.on_device
     if not is_whole and (is_cpu or job.configuration.offload == "optimizer"):
         parameters += width * away
     stored = (_stepped(job, recipe) + recipe.state) * away
     return replace(
         states,
         parameters=parameters,
-        gradients=states.gradients * (1.0 if is_cpu else shares.here / shares.local),
-        optimizer=((master if is_whole else 0) + recipe.state) * shares.here,
+        gradients=states.gradients * (1.0 if is_cpu else split.on_device / split.local),
+        optimizer=((master if is_whole else 0) + recipe.state) * split.on_device,
         host=0.0 if is_cpu else native_host_buffers(job, recipe).total,
         nvme=stored if job.configuration.offload == "nvme" else 0.0,
     )
@@ -153,21 +153,21 @@ def native_states(job: Job, recipe: Recipe, states: States) -> States:
 
 def native_host_buffers(job: Job, recipe: Recipe) -> HostBuffers:
     """What a GPU's rank has in host memory; gradients, and weights on their way up, are page-locked by bucket."""
-    shares, width, swaps = shares_of(job), recipe.gather, job.configuration.offload == "nvme"
-    pinned = [recipe.gradient * size for size in shares.away] + [width * shares.largest]
+    split, width, swaps = offload_split(job), recipe.gather, job.configuration.offload == "nvme"
+    pinned = [recipe.gradient * size for size in split.on_host] + [width * split.largest]
     # A master in the dtype of its weights is what they are copied from.
     is_source = not _master(job) and not swaps
     if _weights_are_on_host(job) or is_source:
-        pinned += [width * size for size in shares.away]
+        pinned += [width * size for size in split.on_host]
     states = recipe.state + (0 if is_source else _stepped(job, recipe))
-    in_memory = shares.window if swaps else sum(shares.away)
-    widened = (_master(job) or width) * shares.largest
+    in_memory = split.window if swaps else sum(split.on_host)
+    widened = (_master(job) or width) * split.largest
     return HostBuffers(pinned=tuple(pinned), other=states * in_memory + widened)
 
 
 def window_bytes(job: Job, recipe: Recipe) -> float:
     """States of NVMe that are in a CPU's memory at the most, in the step."""
-    return (_stepped(job, recipe) + recipe.state) * shares_of(job).window
+    return (_stepped(job, recipe) + recipe.state) * offload_split(job).window
 
 
 def _weights_are_on_host(job: Job) -> bool:

@@ -54,7 +54,10 @@ def test_the_rows_cover_what_users_run() -> None:
 def test_peaks_are_as_predicted(strategy: str, rows: ModuleType) -> None:
     """Over all of a strategy's runs: the median within 2 %, none off by more than 6 %."""
     found = [rows.compared(run) for run in RUNS if run.strategy == strategy and run.outcome == "completed"]
-    errors = {f"{one.run.model} {one.run.precision} x{one.run.world_size}": one.error() for one in found}
+    errors = {
+        f"{comparison.run.model} {comparison.run.precision} x{comparison.run.world_size}": comparison.error()
+        for comparison in found
+    }
     worst = max(errors, key=lambda name: abs(errors[name]))
     assert statistics.median(map(abs, errors.values())) <= MEDIAN
     assert abs(errors[worst]) <= WORST, f"{worst}: {errors[worst]:+.1%}"
@@ -63,7 +66,7 @@ def test_peaks_are_as_predicted(strategy: str, rows: ModuleType) -> None:
 def test_what_lives_between_steps_and_what_a_step_makes_is_exact_under_zero(rows: ModuleType) -> None:
     """Neither has activations in it: partitions, master weights, moments, buckets, and the step's copies alone."""
     found = [rows.compared(run) for run in RUNS if run.strategy.startswith("zero") and run.outcome == "completed"]
-    assert max(abs(one.error("step")) for one in found) <= 0.01
+    assert max(abs(comparison.error("step")) for comparison in found) <= 0.01
 
 
 def test_runs_survive_a_file(tmp_path: Path) -> None:
@@ -84,7 +87,11 @@ def test_rows_can_be_measured_again(rows: ModuleType, pool: RankPool) -> None:
 
     for model, strategy, precision in LIVE:
         run = _shorter(
-            next(one for one in RUNS if (one.model, one.strategy, one.precision) == (model, strategy, precision))
+            next(
+                measured
+                for measured in RUNS
+                if (measured.model, measured.strategy, measured.precision) == (model, strategy, precision)
+            )
         )
         subject = Subject(config=run.model_config, task=cast("Task", run.task), plan=plan_to_dict(rows.planned(run)))
         ranks = pool.run(measure_subject, subject)

@@ -43,7 +43,9 @@ def test_steps_are_not_slower_than_others(report: ModuleType) -> None:
     settings = {row.setting for row in rows.values() if row.steps}
     assert len(settings) == 8
     for stage, _, other in report.PAIRS:
-        ratios = [rows[one, (stage, "native")].step_seconds / rows[one, other].step_seconds for one in settings]
+        ratios = [
+            rows[setting, (stage, "native")].step_seconds / rows[setting, other].step_seconds for setting in settings
+        ]
         assert statistics.median(ratios) <= 1.0
         assert max(ratios) <= 1.1
 

@@ -41,7 +41,7 @@ def mpi() -> Any:
     return MPI
 
 
-class Wire:
+class Communicator:
     """One communicator. `comm` None means all ranks; `monitor` gets the time of every collective, in seconds.
 
     Raises:
@@ -59,19 +59,21 @@ class Wire:
         self.size: int = comm.Get_size()
         self._monitor = monitor
 
-    def agreed(self, action: str, describe: Callable[[], Value], words: Callable[[Value], Sequence[str]]) -> Value:
-        """What `describe` returns, when its words are the same on all ranks.
+    def require_same(
+        self, action: str, describe: Callable[[], Value], words: Callable[[Value], Sequence[str]]
+    ) -> Value:
+        """Return what `describe` returns if its words are the same on all ranks.
 
         Raises:
             DsplanError: `describe` fails here or on another rank, or ranks disagree; all ranks raise.
         """
-        value, same = self.compared(describe, words)
+        value, same = self.compare(describe, words)
         if not same:
-            raise self.disagreement(action, self.everyones(list(words(value))))
+            raise self.disagreement(action, self.all_gather_objects(list(words(value))))
         return value
 
-    def compared(self, describe: Callable[[], Value], words: Callable[[Value], Sequence[str]]) -> tuple[Value, bool]:
-        """What `describe` returns, and whether its words are the same on all ranks.
+    def compare(self, describe: Callable[[], Value], words: Callable[[Value], Sequence[str]]) -> tuple[Value, bool]:
+        """Return what `describe` returns, and whether its words are the same on all ranks.
 
         Raises:
             DsplanError: `describe` fails on another rank. What it raises here is raised here.
@@ -91,7 +93,7 @@ class Wire:
             self._raise_one(problem)
         return value, bool(message[0] == -message[1])  # type: ignore[return-value]
 
-    def settle(self, problem: DsplanError | None) -> None:
+    def raise_together(self, problem: DsplanError | None) -> None:
         """Return when all ranks came without a problem.
 
         Raises:
@@ -102,25 +104,25 @@ class Wire:
             if problem is not None:
                 raise problem
 
-        self.compared(own, lambda _: ())
+        self.compare(own, lambda _: ())
 
-    def everyones(self, value: Value) -> list[Value]:
-        """Each rank's value, which is small and travels as a pickle."""
+    def all_gather_objects(self, value: Value) -> list[Value]:
+        """Return each rank's value, which is small and travels as a pickle."""
         values: list[Value] = self._timed("exchange", lambda: self.comm.allgather(value))
         return values
 
-    def gathered_at(self, root: int, value: Value) -> list[Value] | None:
-        """Each rank's value on `root`, None elsewhere."""
+    def gather_objects(self, root: int, value: Value) -> list[Value] | None:
+        """Return each rank's value on `root`, None elsewhere."""
         values: list[Value] | None = self._timed("exchange", lambda: self.comm.gather(value, root=root))
         return values
 
-    def told_by(self, root: int, value: Value | None) -> Value:
-        """The value of `root`."""
-        told: Value = self._timed("exchange", lambda: self.comm.bcast(value, root=root))
-        return told
+    def broadcast_object(self, root: int, value: Value | None) -> Value:
+        """Return the value of `root`."""
+        received: Value = self._timed("exchange", lambda: self.comm.bcast(value, root=root))
+        return received
 
     def disagreement(self, action: str, words: Sequence[Sequence[str]]) -> CannotRun:
-        """The first difference between ranks' words, in one line."""
+        """Return the first difference between ranks' words, in one line."""
         rank = next(rank for rank, other in enumerate(words) if list(other) != list(words[0]))
         other = words[rank]
         first = [word for word in words[0] if word not in set(other)]
@@ -130,17 +132,17 @@ class Wire:
             f" {second[0] if second else 'nothing more'}; give every rank the same names, shapes and dtypes"
         )
 
-    def sum(self, buffer: Array) -> None:
+    def all_reduce(self, buffer: Array) -> None:
         """All-reduce in place."""
         self._timed("all-reduce", lambda: self.comm.Allreduce(self._mpi.IN_PLACE, buffer, op=self._mpi.SUM))
 
-    def sum_parts(self, buffer: Array, counts: Sequence[int]) -> Array:
+    def reduce_scatter(self, buffer: Array, counts: Sequence[int]) -> Array:
         """Reduce-scatter: `buffer` holds `counts[r]` elements for every rank r; the sum of this rank's is returned."""
         part = np.empty(counts[self.rank], dtype=buffer.dtype)
         self._timed("reduce-scatter", lambda: self.comm.Reduce_scatter(buffer, part, list(counts), op=self._mpi.SUM))
         return part
 
-    def all_parts(self, part: Array, counts: Sequence[int]) -> Array:
+    def all_gather(self, part: Array, counts: Sequence[int]) -> Array:
         """All-gather: every rank's part, one after the other; `counts[r]` elements are rank r's."""
         whole = np.empty(sum(counts), dtype=part.dtype)
         kind, size = self._mpi.BYTE, part.dtype.itemsize
@@ -151,14 +153,14 @@ class Wire:
         )
         return whole
 
-    def parts_at(self, root: int, part: Array) -> Array | None:
+    def gather(self, root: int, part: Array) -> Array | None:
         """Gather parts of one size on `root`: [ranks, elements] there, None elsewhere."""
         whole = np.empty((self.size, part.size), dtype=part.dtype) if self.rank == root else None
         into = None if whole is None else [_bytes(whole), self._mpi.BYTE]
         self._timed("gather", lambda: self.comm.Gather([_bytes(part), self._mpi.BYTE], into, root=root))
         return whole
 
-    def copy_from(self, root: int, buffer: Array) -> None:
+    def broadcast(self, root: int, buffer: Array) -> None:
         """Broadcast in place."""
         self._timed("broadcast", lambda: self.comm.Bcast([_bytes(buffer), self._mpi.BYTE], root=root))
 
@@ -170,10 +172,10 @@ class Wire:
 
     def _raise_one(self, problem: Exception | None) -> None:
         expected = problem is None or isinstance(problem, DsplanError)
-        everyones = self.everyones(problem if expected else CannotRun(f"{type(problem).__name__}: {problem}"))
+        problems = self.all_gather_objects(problem if expected else CannotRun(f"{type(problem).__name__}: {problem}"))
         if problem is not None:
             raise problem
-        rank, found = next((rank, one) for rank, one in enumerate(everyones) if one is not None)
+        rank, found = next((rank, raised) for rank, raised in enumerate(problems) if raised is not None)
         found.args = (f"rank {rank}: {found}",)
         raise found
 
@@ -289,7 +291,7 @@ class PerformanceMonitor:
         synchronize: Callable[[], object] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._wire = Wire(comm)
+        self._communicator = Communicator(comm)
         self._synchronize, self._clock = synchronize, clock
         self.reset()
 
@@ -356,7 +358,9 @@ class PerformanceMonitor:
         """What all ranks measured up to now; running timers count up to now. A rank without a timer counts 0 for it."""
         now = self._now()
         own = {name: (timer.kind, _seconds(timer, now), timer.calls) for name, timer in self._timers.items()}
-        everyone = self._wire.everyones((own, self._totals.until - self._totals.begin, dict(self._totals.spent)))
+        everyone = self._communicator.all_gather_objects(
+            (own, self._totals.until - self._totals.begin, dict(self._totals.spent))
+        )
         kinds = {name: kind for timers, _, _ in everyone for name, (kind, _, _) in timers.items()}
         return PerformanceReport(
             timers=tuple(_row(name, kind, [timers for timers, _, _ in everyone]) for name, kind in kinds.items()),

@@ -1,4 +1,4 @@
-"""What one rank keeps of one parameter: its run of the master weights, if any, and of the optimizer's states."""
+"""A rank's shard of one parameter: its run of the master weights, if any, and of the optimizer's states."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MASTER, STEP = "master", "step"
 
 
 @dataclass(kw_only=True, slots=True)
-class Share:
+class Shard:
     """Elements `start` to `stop` of the flattened parameter are this rank's.
 
-    `master` has their values in `Form.summed`: always where the parameter itself is partitioned, else only where that
-    is more precise than the parameter. `step` counts the updates.
+    `master` has their values in `Form.reduce_dtype`: always if the parameter itself is partitioned, else only
+    if that is more precise than the parameter. `step` counts the updates.
     """
 
     path: Path
@@ -38,8 +38,8 @@ class Share:
 
     @property
     def bytes(self) -> int:
-        """What the states and the master take."""
-        return sum(one.nbytes for one in self._arrays().values())
+        """Bytes of the states and the master."""
+        return sum(array.nbytes for array in self._arrays().values())
 
     def current(self, given: Any) -> Array:
         """This rank's values before a step, to be changed in place; `given` is the whole parameter, or None.
@@ -47,7 +47,7 @@ class Share:
         What the script changed in the parameter since the last step is taken over into the master.
         """
         if self.master is None:
-            return np.array(run_of(given, self.start, self.stop), dtype=self.form.summed)
+            return np.array(run_of(given, self.start, self.stop), dtype=self.form.reduce_dtype)
         if given is not None:
             now = run_of(given, self.start, self.stop)
             changed = now != self.form.rounded(self.master)
@@ -55,14 +55,14 @@ class Share:
         return self.master
 
     def state(self) -> dict[str, Part | int]:
-        """For a checkpoint: the step and each array as a part of the whole."""
+        """Return the step and each array as a part of the whole, for a checkpoint."""
         arrays = self._arrays().items()
         return {STEP: self.step} | {
             name: Part(values=values, shape=self.form.shape, start=self.start) for name, values in arrays
         }
 
-    def loaded(self, state: Mapping[str, Any]) -> Share:
-        """This share with a checkpoint's values; the master stays where the checkpoint has none.
+    def loaded(self, state: Mapping[str, Any]) -> Shard:
+        """Return this shard with a checkpoint's values; the master stays if the checkpoint has none.
 
         Raises:
             CannotRun: a state is missing or is of another size.
@@ -70,7 +70,7 @@ class Share:
         arrays = {name: self._cut(name, state) for name in self._arrays() if name != MASTER or MASTER in state}
         if not isinstance(state.get(STEP), int):
             raise CannotRun(f"the checkpoint has no {STEP!r} of {self.name!r}; it is not an optimizer's state")
-        return Share(
+        return Shard(
             path=self.path,
             form=self.form,
             start=self.start,
@@ -93,27 +93,27 @@ class Share:
             run = run_of(value, self.start, self.stop) if np.size(value) == self.form.count else None
         if run is None:
             raise CannotRun(f"{name!r} of {self.name!r} in the checkpoint is not of {self.form.count} elements")
-        return np.array(run, dtype=self.form.summed)
+        return np.array(run, dtype=self.form.reduce_dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
-    """Which rank of how many holds shares, whether parameters are partitioned too, and the rule's states."""
+class Partitioning:
+    """This rank, the number of ranks, whether parameters are partitioned too, and the names of the rule's states."""
 
     rank: int
     ranks: int
     partitioned: bool
     states: tuple[str, ...]
 
-    def share(self, path: Path, form: Form, value: Any) -> Share:
-        """This rank's share of a parameter that begins with `value`."""
+    def shard(self, path: Path, form: Form, value: Any) -> Shard:
+        """Return this rank's shard of a parameter that begins with `value`."""
         start, stop = bounds(form.count, self.ranks, self.rank)
-        keeps = self.partitioned or form.carried != form.summed or form.word == "bfloat16"
-        return Share(
+        keeps = self.partitioned or form.transfer_dtype != form.reduce_dtype or form.word == "bfloat16"
+        return Shard(
             path=path,
             form=form,
             start=start,
             stop=stop,
-            master=np.array(run_of(value, start, stop), dtype=form.summed) if keeps else None,
-            states={name: np.zeros(stop - start, dtype=form.summed) for name in self.states},
+            master=np.array(run_of(value, start, stop), dtype=form.reduce_dtype) if keeps else None,
+            states={name: np.zeros(stop - start, dtype=form.reduce_dtype) for name in self.states},
         )
