@@ -1,4 +1,4 @@
-"""Goal: what a person wants of the plans, in the words of the command line, on its way to the planner."""
+"""A person's goal for the plans, under the names of the command line's flags, on its way to the planner."""
 
 from __future__ import annotations
 

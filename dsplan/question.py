@@ -1,13 +1,12 @@
-"""Question: what a person asks, in the words of the command line, on its way to the planner."""
+"""A person's question, under the names of the command line's flags, on its way to the planner."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from planner import vocabulary as words
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.models.facts import ModelFacts
 from planner.search.exact import ExactOptions, exact
@@ -17,7 +16,7 @@ from planner.types.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class Question(WorkOptions):
     """Model, hardware and work; a field is named as its flag (`gpus` is `--gpus`) and None if the person did not say.
 
     `model` is a catalogue name, a Hub id, the path of a `config.json` or `package.module:factory`; `model_size` a size
@@ -26,23 +25,11 @@ class Question:
 
     model: str | None = None
     model_size: str | None = None
-    task: words.Task | None = None
     gpus: int | None = None
     gpu: str | None = None
     nodes: int | None = None
     node_type: str | None = None
     cluster: str | Path | None = None
-    seq_len: int | None = None
-    source_len: int | None = None
-    global_batch: int | None = None
-    precision: words.Precision | None = None
-    optimizer: words.Optimizer = "adamw"
-    attention: words.Attention = "sdpa"
-    max_memory_gb: float | None = None
-    host_memory_gb: float | None = None
-    eval_batch: int | None = None
-    eval_keep: int | None = None
-    save: words.Save = "none"
 
     def request(self, facts: ModelFacts | None = None, **ranking: Any) -> Request:
         """The planner's request; `ranking` are its fields that say how plans are ranked, `facts` those of the model
@@ -51,9 +38,11 @@ class Question:
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
         """
-        from strategies.tracing.factory import any_model
+        from strategies.tracing.factory import model_and_made
 
-        facts = facts or any_model(self.model, model_size=self.model_size)
+        made = None
+        if facts is None:
+            facts, made = model_and_made(self.model, model_size=self.model_size)
         hardware = HardwareRequest(
             gpus=self.gpus,
             gpu=self.gpu,
@@ -62,21 +51,14 @@ class Question:
             cluster_file=None if self.cluster is None else str(self.cluster),
             memory_gb=self.max_memory_gb,
         )
-        work = WorkOptions(
-            task=self.task,
-            seq_len=self.seq_len,
-            source_len=self.source_len,
-            global_batch=self.global_batch,
-            precision=self.precision,
-            optimizer=self.optimizer,
-            attention=self.attention,
-            max_memory_gb=self.max_memory_gb,
-            host_memory_gb=self.host_memory_gb,
-            eval_batch=self.eval_batch,
-            eval_keep=self.eval_keep,
-            save=self.save,
-        )
-        return recalled(make_request(facts, resolve_cluster(hardware), work, **ranking))
+        cluster = resolve_cluster(hardware)
+        if made is None or made.batch is None:
+            return recalled(make_request(facts, cluster, self, **ranking))
+        from strategies.tracing.module_trace import traced_request, work_of
+
+        task, length = work_of(facts, made.model, made.batch, self.seq_len)
+        work = replace(self, task=self.task or task, seq_len=length)
+        return recalled(traced_request(make_request(facts, cluster, work, **ranking), made.model, made.batch))
 
 
 # From a question about one configuration to its plan, by closed forms or by a trace.
@@ -102,5 +84,7 @@ def estimated(
 
     cache = TraceCache()
     source = model_source(question.model, question.model_size, cache)
-    request, configuration = exact(question.request(facts=source.facts), options)
+    task, length = source.work
+    asked = replace(question, task=question.task or task, seq_len=question.seq_len or length)
+    request, configuration = exact(asked.request(facts=source.facts), options)
     return request, traced_estimate(request, configuration, source, Tracing(cache=cache, report=report))

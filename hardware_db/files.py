@@ -7,12 +7,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import MutableMapping
+import threading
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile
 
-# Where dsplan keeps what it learns.
+# Paths of the database and the caches.
 
 
 HOME = "DSPLAN_HOME"
@@ -128,19 +130,50 @@ def replace_text(path: Path, text: str) -> None:
             os.unlink(temporary)
 
 
-def replace_whole(path: Path, text: str) -> None:
+def replace_whole(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace a file of dsplan's own by `text`: a reader sees the old text or the new, and a failure leaves the old.
+    `durable` waits until the disk has it.
 
     Raises:
         OSError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacement(path, durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacement(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """A hidden name beside `path` to write to; where the block ends well, what was written takes the place of `path`.
+
+    Raises:
+        OSError: it cannot be written; nothing is left beside the old file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        yield temporary
+        if durable:
+            sync(temporary)
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file's bytes or a folder's names; Windows writes those by itself.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _umask() -> int:

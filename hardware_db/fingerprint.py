@@ -1,4 +1,4 @@
-"""Fingerprint: which machine and which versions a measurement belongs to.
+"""The fingerprint of the machine and the versions that a measurement belongs to.
 
 Only what stays the same between two runs on one machine goes in. Free memory, clocks and temperatures stay out, or no
 measurement would ever be found again.

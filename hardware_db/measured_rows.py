@@ -111,9 +111,6 @@ def _value(kind: str, text: str | None) -> Any:
     return {"int": int, "float": float}.get(kind, str)(text or "")
 
 
-# MemoryRun: what one configuration of one model needed on a real device, as a row of `measurements/memory_*.csv`.
-
-
 __all__ = ["SHIPPED", "MemoryRun", "read_memory_runs", "write_memory_runs"]
 
 
@@ -166,9 +163,6 @@ def read_memory_runs(path: Path) -> list[MemoryRun]:
 def write_memory_runs(path: Path, runs: Iterable[MemoryRun]) -> None:
     """Replace the file by these runs in one step."""
     write_rows(MemoryRun, path, runs)
-
-
-# TimeRun: how long one configuration of one model took on a real machine, as a row of `measurements/times_*.csv`.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Measurement and RateMeasurement: what a run or a micro-benchmark found on one machine."""
+"""Results of a run (Measurement) or of a micro-benchmark (RateMeasurement) on one machine."""
 
 from __future__ import annotations
 
@@ -271,9 +271,6 @@ def _check_figures(record: object, where: str, *, signed: tuple[str, ...] = ()) 
             raise RecordError(f"{where}.{item.name}", f"is {figure}; it must be from 0 to 2**63")
 
 
-# CalibrationRecord: what fitting the cost model to the runs of one kind of hardware found.
-
-
 _KEY_DIGITS = 32
 
 
@@ -312,9 +309,6 @@ def calibration_record(hardware: HardwareKind, document: Mapping[str, object]) -
     return CalibrationRecord(
         id=new_id(), created_at=utc_now(), hardware=hardware, document_json=canonical_json(document)
     )
-
-
-# TraceRecord: what tracing a model found, kept so that the same question need not be traced twice.
 
 
 KEY_DIGITS = 32

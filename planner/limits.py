@@ -1,4 +1,4 @@
-"""Limits: between which figures a number has to be that a person gives, as a flag, in a file or as a keyword.
+"""Limits of the numbers that a person gives, as a flag, in a file or as a keyword.
 
 They keep nonsense out, not what is large: an answer for a petabyte per GPU helps nobody, and one for 10^12 layers never
 comes.

@@ -1,4 +1,4 @@
-"""What the parts of `strategies` know of each other: what a script brought, the engine, its observers."""
+"""Protocols between the parts of `strategies`: a script's objects, the engine, its observers."""
 
 from __future__ import annotations
 

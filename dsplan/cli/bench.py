@@ -25,7 +25,7 @@ def bench(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only the few rates that a first plan needs.")] = False,
     minutes: Annotated[
-        float | None, number(limits.BENCH_MINUTES, "Begin nothing new after M minutes; the next call goes on.", "M")
+        float | None, number(limits.BENCH_MINUTES, "Begin nothing new after M minutes; the next call continues.", "M")
     ] = None,
     only: Annotated[
         str | None,
@@ -50,7 +50,7 @@ def bench(
 ) -> None:
     """Measure this machine: matrix products, attention, memory, links, collectives, optimizer, disk, training.
 
-    Every result is stored at once, so a benchmark that was stopped goes on where it was. Later predictions use it.
+    Every result is stored at once, so a benchmark that was stopped resumes where it was. Later predictions use it.
     """
     from dsplan.benchmarking import BenchQuestion, plan_of, run_plan
     from dsplan.render.bench_report import report_blocks, report_to_dict

@@ -1,4 +1,4 @@
-"""What is said of a flag that cannot be used: what, where, and what to do, in the words of dsplan's other errors."""
+"""Error messages for flags that cannot be used, each with the problem, the place and the remedy."""
 
 from __future__ import annotations
 

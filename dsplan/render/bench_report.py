@@ -57,7 +57,7 @@ def report_blocks(report: BenchReport) -> list[Block]:
         blocks.append(Text(text=report.learnt))
     if report.left:
         blocks.append(
-            Text(text=f"time is up: {report.left} are left; the next `dsplan bench` goes on", style="warning")
+            Text(text=f"time is up: {report.left} are left; the next `dsplan bench` continues", style="warning")
         )
     return blocks
 
@@ -103,7 +103,7 @@ def _summary(report: BenchReport) -> str:
     return f"{'; '.join(parts)}; database {report.database}"
 
 
-# Pieces of a benchmark and what they gave, in a few words each.
+# Pieces of a benchmark and their results, in a few words each.
 
 
 def work_words(work: Work) -> str:

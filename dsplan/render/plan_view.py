@@ -55,7 +55,8 @@ def describe(configuration: Configuration) -> str:
         f" = global batch {configuration.global_batch_size}"
     )
     words = [f"{configuration.strategy} ({configuration.backend})", dims_text(configuration), batch]
-    words += [f"sequence {configuration.sequence_length}", configuration.precision, configuration.optimizer]
+    words += [] if configuration.counts_samples else [f"sequence {configuration.sequence_length}"]
+    words += [configuration.precision, configuration.optimizer]
     words += [configuration.attention, f"checkpointing {configuration.activation_checkpointing}"]
     words += [f"offload {offload_text(configuration)}"]
     words += ["activations on the host"] if configuration.activations_on_host else []
@@ -155,9 +156,10 @@ def _row(name: str, share: float, figure: str) -> list[Cell]:
 def _rates(plan: Plan) -> str:
     rates = plan.throughput
     share = "" if rates.mfu is None else f", {rates.mfu:.1%} of the dense peak"
+    tokens = f"{rates.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, "
     return (
-        f"throughput: {rates.tokens_per_second_per_gpu:,.0f} tokens/s per GPU,"
-        f" {rates.samples_per_second:.3g} samples/s, {rates.tflops_per_gpu:.3g} TFLOP/s per GPU{share}"
+        f"throughput: {'' if plan.configuration.counts_samples else tokens}"
+        f"{rates.samples_per_second:.3g} samples/s, {rates.tflops_per_gpu:.3g} TFLOP/s per GPU{share}"
     )
 
 

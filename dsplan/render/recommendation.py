@@ -17,7 +17,7 @@ from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from planner.types.workload import Workload
 
-# What plans cost, as columns, tables and JSON: dollars, GPU-hours, days, and on how many GPUs a deadline is met.
+# Costs of plans as columns, tables and JSON.
 
 
 def bill(request: Request, plan: Plan) -> Bill:
@@ -150,10 +150,14 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "memory": Bar(share=memory.device_used_upper_bytes / limit_bytes(plan), width=6),
         ">step": format_seconds(plan.time.step_seconds),
         "?>9 of 10": interval_text(plan.time),
-        ">tokens/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
+        f">{_counted(plan)}/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
         "?>MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
         "limit": plan.limited_by,
     }
+
+
+def _counted(plan: Plan) -> str:
+    return "samples" if plan.configuration.counts_samples else "tokens"
 
 
 def _footnotes(answer: Recommendation) -> list[Block]:
@@ -162,7 +166,8 @@ def _footnotes(answer: Recommendation) -> list[Block]:
     runners = sorted({plan.configuration.backend for plan in plans})
     note = (
         f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; 9 of 10: where nine of ten"
-        f" steps should lie; tokens/s: per GPU; limit: the largest part of a step; run by {' and '.join(runners)}"
+        f" steps should lie; {_counted(plans[0])}/s: per GPU; limit: the largest part of a step;"
+        f" run by {' and '.join(runners)}"
     )
     notes: list[Block] = [Text(text=f"first: {answer.choice}"), Text(text=note, style="faint")]
     notes += price_note(answer.request)
@@ -188,8 +193,12 @@ def _plan_to_dict(request: Request, plan: Plan) -> dict[str, Any]:
     return plan_to_dict(plan) | {"cost": asdict(bill(request, plan))}
 
 
+_TASK_WORDS = {"custom": "the module's own task"}
+
+
 def _work(workload: Workload) -> str:
-    words = [workload.task, f"sequence {workload.sequence_length}", f"global batch {workload.global_batch_size}"]
+    length = [] if workload.sequence_length == 1 else [f"sequence {workload.sequence_length}"]
+    words = [_TASK_WORDS.get(workload.task, workload.task), *length, f"global batch {workload.global_batch_size}"]
     return ", ".join([*words, workload.precision, workload.optimizer, f"{workload.attention} attention"])
 
 

@@ -99,7 +99,7 @@ def _after_interruption(report: RunReport) -> str:
 
 
 def _stopped(report: RunReport) -> str:
-    """How a run stopped that was asked to, and how to go on."""
+    """How a run stopped that was asked to, and how to resume."""
     ending = report.attempts[-1].ending
     if ending is not None and ending.saved:
         done = f"stopped at step {ending.step} and saved"
@@ -159,11 +159,12 @@ def _clock(seconds: float) -> str:
 
 def _comparison(report: RunReport) -> list[list[str]]:
     measured, plan = report.measured, report.plan
+    counted = "samples" if plan and plan.configuration.counts_samples else "tokens"
     predicted_tokens = plan.throughput.tokens_per_second_per_gpu * measured.ranks if plan else None
     rows = (
         ("peak memory of a rank", plan.memory.peak_allocated_bytes if plan else None, measured.peak_allocated_bytes),
         ("step time", plan.time.step_seconds if plan else None, measured.step_seconds),
-        ("tokens/s, all ranks", predicted_tokens, measured.tokens_per_second),
+        (f"{counted}/s, all ranks", predicted_tokens, measured.tokens_per_second),
     )
     formats = (format_bytes, format_seconds, format_count)
     return [

@@ -95,7 +95,8 @@ def step_line(step: StepDone, ranks: int) -> str:
         parts.append(f"loss {step.loss:.4f}")
     parts.append(f"{format_seconds(step.seconds)}/step")
     if step.tokens and step.seconds > 0:
-        parts.append(f"{format_count(step.tokens * ranks / step.seconds)} tokens/s")
+        counted = "samples" if step.tokens == step.samples else "tokens"
+        parts.append(f"{format_count(step.tokens * ranks / step.seconds)} {counted}/s")
     if step.peak_bytes:
         parts.append(f"peak {format_bytes(step.peak_bytes)}")
     return "  ".join(parts)

@@ -37,7 +37,7 @@ def _cell(cell: Cell) -> str:
     return "#" * cell.filled + "." * (cell.width - cell.filled) if isinstance(cell, Bar) else cell
 
 
-# What is being done, on a terminal; nothing elsewhere.
+# Progress on a terminal; nothing elsewhere.
 
 
 @contextlib.contextmanager

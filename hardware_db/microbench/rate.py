@@ -1,4 +1,4 @@
-"""Rate: what a micro-benchmark found, and the record it is stored as. No torch."""
+"""The rate that a micro-benchmark measured, and the record it is stored as. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hardware_db.measurement import RateMeasurement, new_id, utc_now
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# Point: one thing that a benchmark measures. No torch.
+# The points that a benchmark measures.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)

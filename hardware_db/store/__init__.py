@@ -42,5 +42,5 @@ def ask_store(question: Callable[[Store], Answer], without: Answer) -> Answer:
         line = " ".join(str(problem).split())
         if line not in _reported:
             _reported.add(line)
-            notice(f"going on without the database: {line}")
+            notice(f"continuing without the database: {line}")
         return without

@@ -1,4 +1,4 @@
-"""Calibration: what the runs of one kind of hardware taught, and how sure that is."""
+"""Calibration factors fitted to the runs of one kind of hardware, with their uncertainty."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Calibration:
 
 
 def hardware_kind(cluster: Cluster) -> HardwareKind:
-    """What a calibration of this cluster holds for. A processor is told by its model: all are called cpu."""
+    """What a calibration of this cluster holds for. A processor is identified by its model: all are called cpu."""
     from hardware_db.measurement import HardwareKind
 
     device = cluster.device

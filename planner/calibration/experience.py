@@ -1,4 +1,4 @@
-"""Experience: what the database knows of the hardware and the work of a request."""
+"""The database's knowledge of the hardware and the work of a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from planner.types.plan_io import configuration_from_dict
 if TYPE_CHECKING:
     from hardware_db.measurement import Measurement
 
-# Known runs: a configuration that this machine has run before answers with what it measured.
+# Configurations that this machine has run before are answered from their measurements.
 
 
 _NAMES = frozenset({"name", "family", "facts"})

@@ -1,4 +1,4 @@
-"""Learning: the factors that runs of one kind of hardware ask for, proven on runs that were left out."""
+"""Fit calibration factors to the runs of one kind of hardware, and prove them on runs that were left out."""
 
 from __future__ import annotations
 

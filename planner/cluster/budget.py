@@ -1,4 +1,4 @@
-"""Budget: what devices cost, how much is to be trained and by when; and a plan's bill."""
+"""The budget of a training (prices, tokens to train, deadline) and a plan's bill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a code base runs a transformer block: what it fuses, what it skips, what the host costs."""
+"""How code bases run a transformer block: fused and skipped operations, and the cost of the host."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES, ZERO_STAGES, Compression
 
-# Compressed gradients: what one of them takes between ranks, and what a rank remembers of its rounding.
+# Bytes of a compressed gradient: sent between ranks, and stored as rounding error.
 
 
 INT8_BLOCK = 1024

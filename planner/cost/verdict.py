@@ -1,4 +1,4 @@
-"""Verdict: whether a priced configuration fits, and what it is limited by."""
+"""The verdict on a priced configuration: whether it fits, and its bottleneck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bucket and prefetch sizes of ZeRO, shared by the memory model that counts them and the configs that set them.
+"""Bucket and prefetch sizes of ZeRO, shared by the memory model that counts them and the configs that set them; and
+how our own ZeRO deals tensors out to buckets, to ranks and to the host, shared with the engine that does it.
 
 Stages 1 and 2 keep DeepSpeed's own 5e8 elements (`deepspeed/runtime/zero/config.py`), but never more than the model
 has: the buffers are allocated whole, and 1 GB of buffer for a 125M model would be waste. Stage 3 takes the sizes that
@@ -7,7 +8,9 @@ transformers fills in for `auto` (`transformers/integrations/deepspeed.py`): hid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 _DEEPSPEED_BUCKET = 500_000_000
 _DEEPSPEED_LIVE = 1_000_000_000
@@ -57,3 +60,53 @@ def native_buckets(stage: int, *, hidden_size: int, on_cpu: bool) -> ZeroBuckets
     """
     reduce = NATIVE_CPU_BUCKET if on_cpu else NATIVE_BUCKET
     return ZeroBuckets(reduce=reduce, allgather=reduce, persistence_threshold=10 * hidden_size if stage == 3 else 0)
+
+
+def bucket_members(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """The places of the tensors that share a bucket of at most `limit` elements, in their order; a larger one has a
+    bucket to itself.
+
+    A tensor of half the limit or more is alone too: its gradient then travels as it is, without a copy.
+    """
+    buckets: list[list[int]] = []
+    together: list[int] = []
+    filled = 0
+    for place, size in enumerate(sizes):
+        if 2 * size >= limit:
+            buckets.append([place])
+            continue
+        if filled + size > limit:
+            buckets.append(together)
+            together, filled = [], 0
+        together.append(place)
+        filled += size
+    return [*buckets, together] if together else buckets
+
+
+def owning_ranks(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank that owns each tensor that must not be divided: the largest first, to the rank that has least so far.
+
+    The most that a rank has is at most 4/3 of the best there is (Graham 1969), and never less than the largest tensor.
+    """
+    loads = [(0, rank) for rank in range(ranks)]  # in order, and so a heap
+    owners = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        load, owners[place] = loads[0]
+        heapreplace(loads, (load + sizes[place], owners[place]))
+    return owners
+
+
+class OffloadRatio:
+    """Says bucket by bucket which are offloaded, so that at any moment nearly `ratio` of all elements so far are."""
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._seen = self._taken = 0
+
+    def takes(self, elements: int) -> bool:
+        """Whether the next bucket, of so many elements, is offloaded: where that is nearer to the ratio than not."""
+        self._seen += elements
+        if self._taken + elements / 2 > self._ratio * self._seen:
+            return False
+        self._taken += elements
+        return True

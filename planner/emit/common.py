@@ -95,7 +95,7 @@ def is_zero(plan: Plan) -> bool:
     return plan.configuration.strategy in words.ZERO_STAGES
 
 
-# What a training script must do itself for a plan to hold, because the format has no field for it.
+# Requirements of a plan that the format has no field for, left to the training script.
 
 
 _ATTENTION = {"flash": "flash_attention_2", "eager": "eager", "sdpa": "sdpa"}

@@ -1,4 +1,4 @@
-"""ModelFacts: what the arithmetic needs to know of an architecture."""
+"""The facts of an architecture that the arithmetic needs."""
 
 from __future__ import annotations
 
@@ -111,11 +111,26 @@ class TowerFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TracedMoment:
+    """Bytes alive at one moment of the backward pass beside weights and finished gradients: `fixed` whatever the batch
+    and `per_sample`; `gradients` are the elements of the weights whose gradient is finished.
+    """
+
+    fixed: float
+    per_sample: float
+    gradients: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TracedActivations:
     """Bytes per sample that a traced module needs beside its parameters and gradients.
 
     `kept` when the forward pass with the loss ends, `forward` and `backward` at those passes' peaks; `block`,
     `boundary` and `products` of one repeated block: what it keeps, its output, the outputs of its linear layers.
+    `moments` are those of the whole backward pass, in its order, that can be its peak; empty where they depend on the
+    batch. The work of a forward pass: `operations` of its products and convolutions, elements of their `operands`, and
+    bytes `moved` by all other kernels, all per sample; `products_launched` of the `kernels_launched`. `buffers` are the
+    bytes of the module's own.
     """
 
     kept: float
@@ -124,6 +139,13 @@ class TracedActivations:
     block: float
     boundary: float
     products: float
+    operations: float = 0.0
+    operands: float = 0.0
+    moved: float = 0.0
+    products_launched: int = 0
+    kernels_launched: int = 0
+    moments: tuple[TracedMoment, ...] = ()
+    buffers: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,7 +48,7 @@ def doubled(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=cluster.nodes * 2)
 
 
-# Deadline: on how many devices a training ends in time, and what it then costs.
+# Numbers of devices on which a training ends in time, and its cost there.
 
 
 Fastest = Callable[[Request], Plan | None]

@@ -50,7 +50,13 @@ def price(request: Request, configuration: Configuration) -> Priced:
     job = job_of(request, configuration)
     memory = memory_estimate(job)
     experience = request.experience
-    return Priced(job=job, memory=memory, judgement=judged(job, memory, experience), experience=experience)
+    return Priced(
+        job=job,
+        memory=memory,
+        judgement=judged(job, memory, experience),
+        memory_source="traced" if job.facts.traced else "datasheet",
+        experience=experience,
+    )
 
 
 def timed(priced: Priced) -> StepTime:
@@ -203,7 +209,9 @@ def _remarks(priced: Priced) -> list[str]:
     job = priced.job
     facts, device, configuration = job.facts, job.cluster.device, job.configuration
     remarks = []
-    if facts.kind == "custom" and not facts.traced and priced.memory_source != "traced":
+    if facts.traced:
+        remarks.append(f"activations and operations are those of a trace of {facts.name} with a batch of its own")
+    elif facts.kind == "custom" and priced.memory_source != "traced":
         why = f": {facts.note}" if facts.note else ""
         remarks.append(f"activations are a rule of thumb from {facts.name}'s parameters{why}")
     if priced.memory_source == "datasheet" and facts.kind != "custom" and differs(job):

@@ -25,7 +25,7 @@ from planner.search.request import Request
 from planner.search.space import CandidateLayout, configuration_of, micro_batches
 from planner.types.plan import Configuration, StepTime
 
-# A candidate is a layout on a number of devices, with its micro-batches; works out only what it is asked.
+# A candidate is a layout on a number of devices with its micro-batches, evaluated lazily.
 
 
 TILES = 0.95

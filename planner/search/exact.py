@@ -1,4 +1,4 @@
-"""Exact: the one configuration that `dsplan estimate` was asked for, from its flags."""
+"""The exact configuration of `dsplan estimate`, from its flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explain: where the bytes and the seconds of a plan go, and why others lost."""
+"""Explain a plan: the distribution of its bytes and seconds, and why other plans lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Front: the plans that no other beats in time, memory and number of devices at once."""
+"""The Pareto front: plans that no other beats in time, memory and number of devices at once."""
 
 from __future__ import annotations
 

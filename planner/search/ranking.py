@@ -1,4 +1,4 @@
-"""Ranking: which of two plans that fit goes first, and how the loser's reason is said.
+"""Rank plans that fit, and say why the others lost.
 
 Plans whose predicted times are closer than such predictions err against each other are equally fast as far as can be
 told (`preference`). The simplest of those that cannot be told from the fastest goes first; then the same again among
@@ -23,7 +23,7 @@ from planner.search.request import Request
 from planner.search.space import inapplicable
 from planner.types.plan import Configuration, Plan, StepTime
 
-# Preference: which plans are simpler than others, and how far apart two predictions must be to be held different.
+# Simplicity of plans, and the difference from which on two predictions count as different.
 
 
 SPLIT_OR_WHOLE = 0.15

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from planner.calibration.experience import KnownRun
     from planner.calibration.oom_history import OomRecord
 
-# Failures: the plans of a model and work that ran out of memory on this machine, as the database has them.
+# Plans of the same model and work that ran out of memory on this machine, from the database.
 
 
 _WORK = ("sequence_length", "precision", "optimizer", "attention")

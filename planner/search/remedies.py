@@ -1,4 +1,4 @@
-"""Remedies: when nothing fits, what would, each tried before it is offered."""
+"""Remedies for a request that no plan fits, each tried before it is offered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search: the best plan of every strategy, ranked; the reason of every one that is not.
+"""Search the best plan of every strategy and rank them; give a reason for every strategy without a plan.
 
 The search does not know how memory and time are computed; `exploration` finds the best of each strategy. The
 micro-batch is cut from the global batch, so that is always the one asked for.

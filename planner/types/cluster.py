@@ -12,7 +12,7 @@ from hardware_db.device import Device, Link
 if TYPE_CHECKING:
     from hardware_db.probe import Machine
 
-# Factors: what calibration found a machine to do, over what the shipped model expects of it.
+# Calibration factors: measured rates over those that the shipped model expects.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

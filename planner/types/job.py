@@ -39,7 +39,7 @@ class Job:
         return self.facts.max_source_positions or self.workload.source_length or self.configuration.sequence_length
 
 
-# What a job is, in the words of the JSON contract: model, cluster and workload, and where figures come from.
+# The sections of a job in the JSON contract: model, cluster, workload and provenance.
 
 
 class Described(Protocol):

@@ -102,6 +102,11 @@ class Configuration:
             )
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether its work is in samples: one of length one has no tokens, and what is called tokens are samples."""
+        return self.sequence_length == 1
+
+    @property
     def world_size(self) -> int:
         return self.dp_replicate * self.dp_shard * self.tp * self.pp
 

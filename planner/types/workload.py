@@ -1,4 +1,4 @@
-"""Workload: what the user wants done with the model."""
+"""The workload: the task, and its batch and sequence sizes."""
 
 from __future__ import annotations
 

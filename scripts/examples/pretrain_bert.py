@@ -1,4 +1,4 @@
-"""BERT learns to fill in hidden words of Python's standard library; `finetune_bert.py` goes on from what it exports.
+"""BERT learns to fill in hidden words of Python's standard library; `finetune_bert.py` starts from what it exports.
 
 dsplan run scripts/examples/pretrain_bert.py --out bert
 dsplan run scripts/examples/finetune_bert.py --pretrained bert

@@ -2,7 +2,7 @@
 
     dsplan run scripts/examples/train_gpt2.py
     dsplan run --strategy zero3 scripts/examples/train_gpt2.py --backend native
-    torchrun --nproc-per-node 2 scripts/examples/train_gpt2.py --save checkpoints    # goes on from there the next time
+    torchrun --nproc-per-node 2 scripts/examples/train_gpt2.py --save checkpoints    # resumes from there the next time
 
 The loss is the same under DDP, FSDP2 and every ZeRO stage. At the end the model writes a few lines itself.
 """
@@ -31,7 +31,7 @@ def build_model(length: int) -> GPT2LMHeadModel:
 
 
 def train(engine: Any, dataloader: Any, steps: int) -> None:
-    """Train up to `steps` optimizer steps; the batches go on where a checkpoint left off."""
+    """Train up to `steps` optimizer steps; the batches continue where a checkpoint left off."""
     batches = itertools.chain.from_iterable(itertools.repeat(dataloader))
     while engine.global_steps < steps:
         batch = next(batches)
@@ -54,7 +54,7 @@ def evaluate(engine: Any, data: Any) -> float:
 
 
 def write(engine: Any, start: str, tokens: int) -> str:
-    """Text that the model goes on with, greedily."""
+    """Text with which the model continues, greedily."""
     ids = torch.tensor([list(start.encode())], device=engine.device)
     engine.eval()
     with engine.whole_parameters():  # on every rank: stage 3 gathers its weights once for all tokens
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=128, help="bytes per sample")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--backend", choices=["torch", "deepspeed", "native"], help="what runs the plan; default: any")
-    parser.add_argument("--save", help="a folder for checkpoints, to go on from and to end with")
+    parser.add_argument("--save", help="a folder for checkpoints, to resume from and to end with")
     options = parser.parse_args()
 
     torch.manual_seed(0)

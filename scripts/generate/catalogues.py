@@ -5,10 +5,11 @@ With `--check` it writes nothing and ends with status 1 if something is stale.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from hardware_db.files import replace_text
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,9 +58,7 @@ def main(arguments: list[str]) -> int:
     for path, text in outdated.items():
         print(f"{path.relative_to(ROOT)} {'is stale' if '--check' in arguments else 'written'}")
         if "--check" not in arguments:
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
+            replace_text(path, text)
     return 1 if outdated and "--check" in arguments else 0
 
 

@@ -6,7 +6,7 @@
 
 Configurations that are compared with each other are run by turns, `--rounds` times, so that a machine that is slow for
 a while is slow to all of them. Rows are written as soon as such a group is done; what has a row is skipped, so that a
-broken-off measurement goes on where it stopped. Ranks talk over gloo.
+broken-off measurement resumes where it stopped. Ranks talk over gloo.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hardware_db.files import replacement
 from scripts.measure.time_grid import MODELS
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
@@ -102,9 +102,7 @@ def write(path: Path, measured: Sequence[Row]) -> None:
         before = rows.get(row.key)
         kept = {name: value for name, value in asdict(before).items() if not getattr(row, name)} if before else {}
         rows[row.key] = replace(row, **kept)
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "w", newline="") as file:
+    with replacement(path) as temporary, open(temporary, "w", newline="") as file:
         writer = csv.DictWriter(file, [item.name for item in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(each) for each in rows.values())
-    os.replace(temporary, path)

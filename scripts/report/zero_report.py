@@ -39,7 +39,7 @@ file has the fastest and the slowest step of each engine, and what forward, back
 
 What [ZeRO's arithmetic](../explanation/zero.md) says beside what is alive between steps and when the last gradient
 has been made, in MB, and the peak of the whole step, which includes what the states do not: activations, the buckets in
-which gradients travel, stage 3's gathered weights and the temporaries of AdamW.
+which gradients travel, stage 3's all-gathered weights and the temporaries of AdamW.
 
 {states}
 

@@ -6,12 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import default_collate
 
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
@@ -19,7 +15,6 @@ from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
-from planner.models.facts import ModelFacts
 from planner.search.estimate import compresses
 from planner.search.recall import recalled
 from planner.search.request import Request, WorkOptions, make_request
@@ -33,33 +28,10 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 from strategies.run_directory.state_consensus import current
-from strategies.tracing.blocks import repeated_blocks
+from strategies.tracing.example import example_batch
 from strategies.tracing.live import facts_from_module
-from strategies.tracing.module_trace import trace_activations
+from strategies.tracing.module_trace import traced_request, work_of
 from strategies.variables import STRATEGY
-
-# The activations of the script's own module, traced with a sample of its own data.
-
-
-def traced(facts: ModelFacts, model: nn.Module, training_data: Any, precision: str) -> ModelFacts:
-    """The facts with what a trace found, for a module that no closed form describes and whose data is at hand.
-
-    A module may do anything in its forward pass, also what fake tensors cannot follow; the note then says that its
-    activations are a rule of thumb, and why.
-    """
-    if facts.kind != "custom":
-        return facts
-    if training_data is None or not hasattr(training_data, "__getitem__"):
-        return replace(facts, note="no sample of training_data to trace it with")
-    try:
-        found = trace_activations(
-            model, lambda samples: default_collate([training_data[0]] * samples), repeated_blocks(model), precision
-        )
-    except Exception as problem:
-        reason = str(problem).strip().splitlines() or [type(problem).__name__]
-        return replace(facts, note=f"tracing it on fake tensors failed: {reason[0][:120]}")
-    return replace(facts, traced=found)
-
 
 _ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
 
@@ -80,7 +52,7 @@ def live_request(
 ) -> Request:
     """What is planned for: the live module's training on this machine, with what was measured there.
 
-    A run that goes on keeps its global batch, and what a given plan said of the work; it leaves a strategy that needs
+    A run that continues keeps its global batch, and what a given plan said of the work; it leaves a strategy that needs
     more ranks than there are now.
 
     Raises:
@@ -130,10 +102,11 @@ def _request(
     facts, config = facts_from_module(model), asked.config
     like, batch = to_be_like(asked), current().global_batch_size
     has_optimizer = asked.optimizer is not None or config.optimizer is not None
+    example = example_batch(asked.training_data, asked.collate)
+    task, length = work_of(facts, model, example, like.sequence_length if like else None)
     options = WorkOptions(
-        seq_len=like.sequence_length
-        if like
-        else _sequence_length(asked.training_data, is_custom=facts.kind == "custom"),
+        task=task,
+        seq_len=length,
         global_batch=config.global_batch_size(environment.world_size) if batch is None else batch,
         precision=config.precision or (like.precision if like else None),
         optimizer=like.optimizer if like and not has_optimizer else limits.optimizer(asked.optimizer, config.optimizer),
@@ -145,7 +118,7 @@ def _request(
     request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
     request = replace(request, **limits.offload(asked.config.zero, strategy, request.zero_backend))
     request = replace(request, **limits.travel(asked.config), **limits.activations(asked.config, model))
-    return replace(request, facts=traced(request.facts, model, asked.training_data, request.workload.precision))
+    return traced_request(request, model, example)
 
 
 def _candidates(strategy: words.Strategy | None, backend: words.Backend | None) -> tuple[words.Strategy, ...]:
@@ -191,19 +164,3 @@ def _require_one_stage(asked: PlanningOptions) -> None:
             f"strategy={strategy!r} was asked for and the config's zero_optimization.stage is {stage}; leave out one of"
             " them"
         )
-
-
-def _sequence_length(training_data: Any, *, is_custom: bool) -> int | None:
-    """Return the length of the first sample's first token tensor, or None if there is no such thing.
-
-    A module that no catalogue knows may also take features: a vector is one position, a matrix one a row.
-    """
-    if training_data is None or not hasattr(training_data, "__getitem__"):
-        return None
-    tensors = [leaf for leaf in tree_leaves(training_data[0]) if isinstance(leaf, torch.Tensor)]
-    tokens = next((t.shape[0] for t in tensors if t.dim() == 1 and not t.dtype.is_floating_point), None)
-    if tokens is not None or not is_custom:
-        return tokens
-    return next(
-        (t.shape[0] if t.dim() == 2 else 1 for t in tensors if t.is_floating_point() and t.dim() in (1, 2)), None
-    )

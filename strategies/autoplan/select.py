@@ -1,8 +1,9 @@
-"""Which plan an engine runs: the one that `dsplan run` or the script gives, checked against the job that runs it."""
+"""Select the plan of an engine, from `dsplan run` or the script, and check it against the job that runs it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,14 @@ class PlanningOptions:
     config: ScriptConfig
     optimizer: object = None
     training_data: Any = None
+    collate: Callable[[list[Any]], Any] | None = None
 
 
 def settled_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
     """Return the plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`), or
     None if one has to be made.
 
-    A run that goes on leaves a given plan that failed or is for another number of ranks; rank 0 says so.
+    A run that continues leaves a given plan that failed or is for another number of ranks; rank 0 says so.
 
     Raises:
         BrokenFile: the file is not a plan.

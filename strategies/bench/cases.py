@@ -57,7 +57,7 @@ class TrainingCase:
         return ", ".join(parts)
 
 
-# Which training runs say most about a machine: every strategy it can run, on small models or on the one asked for.
+# The training runs that say most about a machine: every strategy, on small models or the requested one.
 
 
 _LLAMA_SMALL: Mapping[str, Any] = {

@@ -1,4 +1,4 @@
-"""BenchPlan: what a benchmark measures, point by point and run by run. No torch."""
+"""The plan of a benchmark, point by point and run by run. No torch."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _part_of_node(cluster: Cluster, ranks: int) -> Cluster:
     return replace(part, capacity_bytes=cluster.capacity_bytes * cluster.gpus_per_node // ranks)
 
 
-# Benchmark plans as YAML files, written to be read and changed by people. No torch.
+# Benchmark plans as YAML files, written to be read and changed by people.
 
 
 SCHEMA_VERSION = 1

@@ -31,7 +31,7 @@ from strategies.launch.record import measured_of
 from strategies.telemetry.metrics import read_metrics, summarise
 from strategies.variables import QUIET
 
-# What happens while a benchmark runs, for whoever shows it.
+# Events of a benchmark, for views.
 
 
 Work: TypeAlias = Point | TrainingCase
@@ -90,7 +90,7 @@ class TimeIsUp:
 Event: TypeAlias = Begun | Started | Waiting | Found | Measured | Refused | TimeIsUp
 
 
-# The ranks that a benchmark runs on: one pool at a time, kept as long as the next piece of work can use it.
+# The rank pool of a benchmark, reused as long as the next piece of work fits it.
 
 
 _CALL_SECONDS = 300.0

@@ -82,7 +82,7 @@ def _slowest(seconds: float, device: torch.device) -> float:
     return max(float(together.item()), 1e-4)
 
 
-# What a benchmark hands to its ranks. Torch is imported by the rank that calls it, not by who draws the progress.
+# The work of the ranks. They import torch; the process that draws the progress does not.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from hardware_db.files import replace_whole, sync
 from strategies.checkpoint.reading import (
     DEEPEST,
     LONGEST_TEXT,
@@ -70,9 +71,9 @@ def publish(directory: Path, name: str, keep_last: int | None) -> None:
     Raises:
         OSError: the directory cannot be written; `latest` names what it named before.
     """
-    _sync(temporary(directory, name))
+    sync(temporary(directory, name))
     os.rename(temporary(directory, name), directory / name)
-    replace_text(directory / LATEST, name + "\n")
+    replace_whole(directory / LATEST, name + "\n", durable=True)
     older = [path for path in published(directory) if path.name != name]
     replaced = [path for path in older if _order(path)[0] == _order(directory / name)[0]]
     others = [path for path in older if path not in replaced]
@@ -124,22 +125,8 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a small file at once.
-
-    Raises:
-        OSError: it cannot be written; the old one is as it was.
-    """
-    new = path.with_name(f".{path.name}.tmp")
-    write_text(new, text)
-    os.replace(new, path)
-    _sync(path.parent)
+    path.write_text(text, encoding="utf-8")
+    sync(path)
 
 
 def discard(directory: Path, name: str) -> None:
@@ -178,17 +165,6 @@ def _inside(directory: Path, path: Path) -> Path:
 def _order(path: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 1)) if match else (-1, 0)
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the disk has a folder's names; Windows cannot, and writes them by itself."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 TENSORS = "tensors.json"

@@ -6,13 +6,13 @@ One process does it, on the host, one tensor at a time: a model that fits no dev
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from hardware_db.files import replace_whole, replacement
 from strategies.checkpoint import content as folder
 from strategies.checkpoint.content import Content
 from strategies.checkpoint.loading import Opened, open_whole
@@ -101,14 +101,13 @@ def _write_all(weights: _Weights, content: Content, directory: Path, limit: int 
         for place in range(1, len(shards) + 1)
     ]
     for name, entries in zip(names, shards, strict=True):
-        temporary = directory / f".{name}.tmp"
-        write(temporary, entries, _data(weights, entries), {"format": "pt"})
-        os.replace(temporary, directory / name)
+        with replacement(directory / name) as temporary:
+            write(temporary, entries, _data(weights, entries), {"format": "pt"})
     texts = {name: json.dumps(values, indent=2) + "\n" for name, values in content.model_files.items()}
     if len(shards) > 1:
         texts["model.safetensors.index.json"] = _index_text(dict(zip(names, shards, strict=True)))
     for name, text in texts.items():
-        folder.replace_text(directory / name, text)
+        replace_whole(directory / name, text, durable=True)
     return [directory / name for name in (*names, *texts)]
 
 

@@ -1,4 +1,4 @@
-"""Loading: find the checkpoint, read and check all of it on all ranks, and only then let the engine have it."""
+"""Load a checkpoint: find it, read and check all of it on all ranks, and only then hand it to the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore: where the tensors of a checkpoint go in a live engine, which may be of another strategy and size."""
+"""Restore the tensors of a checkpoint into a live engine, which may be of another strategy and size."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Saving: planned by all ranks together, then written by each of them, in the background where that is asked for."""
+"""Save a checkpoint: planned by all ranks together, then written by each of them, in the background if requested."""
 
 from __future__ import annotations
 
 import atexit
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as plan_tensors
 
+from hardware_db.files import replace_whole
 from strategies.checkpoint import content, safefile
 from strategies.checkpoint import content as folder
 from strategies.checkpoint.parts import ALL, SavePlanner
@@ -26,7 +26,7 @@ from strategies.distributed.consensus import everywhere, on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import BrokenFile, DsplanError
 
-# One checkpoint on its way to disk: a thread on every rank, which meet in the folder and not over the network.
+# The writer of one checkpoint: a thread on every rank; they synchronize through the folder, not the network.
 
 
 _LOOK_SECONDS = 0.01
@@ -127,9 +127,7 @@ class Writing:
     def _write_part(self) -> None:
         sums = self._write(self.target.temporary)
         note = self._note(self._environment.rank)
-        unseen = note.with_suffix(".tmp")
-        unseen.write_text(json.dumps({name: asdict(file_sum) for name, file_sum in sums.items()}))
-        os.replace(unseen, note)
+        replace_whole(note, json.dumps({name: asdict(file_sum) for name, file_sum in sums.items()}))
 
     def _all_parts_are_there(self) -> bool:
         """Wait for every rank's note; False where the checkpoint is given up meanwhile."""

@@ -18,7 +18,7 @@ from torch import nn
 from strategies.checkpoint.parts import PartOfTensor
 from strategies.errors import CannotRun
 
-# Names of a module's tensors: each tensor once, however many names it has.
+# Names of a module's tensors, each tensor once.
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -102,7 +102,7 @@ SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Options that say how an optimizer computes and not what; they stay as they are where training goes on."""
+"""Options that say how an optimizer computes and not what; they stay as they are where training continues."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

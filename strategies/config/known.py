@@ -180,7 +180,7 @@ TOP = Known(
 )
 
 
-# What DeepSpeed gets of a config: only what it knows, and nothing that dsplan does for every strategy.
+# The part of a config that DeepSpeed gets: keys it knows, without those that dsplan handles itself.
 
 
 _OURS_EVERYWHERE = ("scheduler", "tensorboard", "csv_monitor", "wall_clock_breakdown", "memory_breakdown")

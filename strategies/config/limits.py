@@ -148,7 +148,7 @@ def _way_of_adamw(options: Mapping[str, Any]) -> words.Optimizer:
     return "adamw-forloop" if options.get("foreach") is False else "adamw"
 
 
-# What a config may not say: keys that nobody knows, and what only DeepSpeed does where another engine runs.
+# Refused keys of a config: unknown ones, and DeepSpeed's own where another engine runs.
 
 
 def refuse_unknown(top: Fields, known: Known = TOP) -> None:

@@ -10,7 +10,7 @@ from planner.cost.precision import INT8_BLOCK
 from planner.vocabulary import Checkpointing, Offload, Precision
 from strategies.errors import CannotRun
 
-# MonitorSettings: what is watched, how often, and from where on it is reported. No torch.
+# Settings of the monitor.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.run_directory.heartbeat import beat
 
-# Samples that cannot be read: a run goes on without up to so many of them.
+# Samples that cannot be read; a limited number of them is skipped.
 
 
 Collate = Callable[[list[Any]], Any]
@@ -227,7 +227,7 @@ class ShardedLoader:
         configuration, epoch = self._configuration, self.epoch
         global_batches = (self._length - self.samples) // configuration.global_batch_size
         last = self.samples + global_batches * configuration.global_batch_size
-        # A seed of its own: torch would draw it from the random state that the model's dropout goes on from.
+        # A seed of its own: torch would draw it from the random state that the model's dropout resumes from.
         self._worker_seeds.manual_seed(self.seed + epoch * self._environment.world_size + self._environment.rank)
         self._batches.order = _permutation(self._length, self.seed + epoch)[self.samples : last]
         for batch in self._loader:

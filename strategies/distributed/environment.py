@@ -1,4 +1,4 @@
-"""Environment: which rank this process is, how many there are, and which device is its own."""
+"""The environment of a process: its rank, the world size, and its device."""
 
 from __future__ import annotations
 

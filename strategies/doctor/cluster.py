@@ -23,9 +23,6 @@ from strategies.doctor.finding import Diagnosis, Finding, Level, LinkTime, merge
 from strategies.doctor.links import Room, link_findings, time_links
 from strategies.launch.elastic.place import address_towards, choose_interface
 
-# Greeter: answers whoever connects with this host's clock, so that others learn that they reach it and what time it is
-
-
 _ASKED = 7
 _LIMIT_SECONDS = 3.0
 

@@ -1,4 +1,4 @@
-"""Finding: what one check found, in a line with what to do about it. No torch."""
+"""The finding of one check: a line with a remedy. No torch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
     return [replace(finding, hosts=tuple(dict.fromkeys(hosts))) for finding, hosts in found.items()]
 
 
-# Which directories all nodes share: rank 0 writes a file, the others look for it. No torch.
+# Directories that all nodes share: rank 0 writes a file, the others look for it.
 
 
 _PREFIX = ".dsplan-doctor-"

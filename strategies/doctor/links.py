@@ -19,7 +19,7 @@ from hardware_db.errors import DsplanError
 from hardware_db.units import format_seconds
 from strategies.doctor.finding import Finding, LinkTime
 
-# Room: the ranks of a job that share values through the store in which they met.
+# Ranks exchange values through the store of the rendezvous.
 
 
 _LOOK_SECONDS = 0.01

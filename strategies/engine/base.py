@@ -1,8 +1,9 @@
-"""Engine and Strategy: what a training script holds, and what makes it for one way of spreading a model."""
+"""The engine of a training script, and the strategy that builds it for one way to distribute a model."""
 
 from __future__ import annotations
 
 import atexit
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from strategies.checkpoint.saving import SaveOptions
 from strategies.checkpoint.states import States
 from strategies.config.values import CheckpointSection
 from strategies.distributed.environment import Environment
+from strategies.modules.precision import LossScale
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import beat
 from strategies.telemetry.timers import Section
@@ -294,3 +296,72 @@ class Engine(ABC):
 
     @abstractmethod
     def _step(self) -> None: ...
+
+
+class AccumulatingEngine(Engine):
+    """An engine that counts micro-batches and steps itself: it accumulates, scales, clips and skips as DeepSpeed's."""
+
+    gradient_norm: float | None = None
+    skipped_steps: int = 0
+
+    def __init__(self, parts: TrainingParts, environment: Environment, scale: LossScale) -> None:
+        super().__init__(parts.plan, environment)
+        self.gradient_clipping = parts.gradient_clipping
+        self._scale = scale
+        self._micro_steps = 0
+        self._global_steps = 0
+
+    @property
+    def global_steps(self) -> int:
+        return self._global_steps
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale.value
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "global_steps": self._global_steps,
+            "skipped_steps": self.skipped_steps,
+            "scaler": self._scale.state_dict(),
+        }
+
+    def _resume(self, progress: Mapping[str, Any]) -> None:
+        self._global_steps, self._micro_steps = progress["global_steps"], 0
+        self.skipped_steps = progress["skipped_steps"]
+        self._scale.load_state_dict(progress["scaler"])
+
+    def _step(self) -> None:
+        acts = self.is_gradient_accumulation_boundary()
+        self._micro_steps += 1
+        if not acts:
+            return
+        norm = self._summed_norm() / self._scale.value
+        if math.isfinite(norm):
+            self.gradient_norm = norm
+            clip = min(1.0, self.gradient_clipping / (norm + 1e-6)) if self.gradient_clipping > 0 else 1.0
+            self._apply(clip / self._scale.value)
+            self._scale.stepped()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        else:
+            self.gradient_norm = None
+            self.skipped_steps += 1
+            self._scale.overflowed()
+        self._clear_gradients()
+        self._global_steps += 1
+
+    @abstractmethod
+    def _summed_norm(self) -> float:
+        """The norm over all ranks of the step's gradients, which bear the loss scale and are complete from here on."""
+
+    @abstractmethod
+    def _apply(self, factor: float) -> None:
+        """Multiply the gradients by `factor` and change the weights everywhere."""
+
+    @abstractmethod
+    def _clear_gradients(self) -> None:
+        """Forget the step's gradients, also of parameters that no optimizer trains."""

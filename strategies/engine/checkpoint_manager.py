@@ -1,4 +1,4 @@
-"""CheckpointManager: when checkpoints are saved, how many are kept, and by which function."""
+"""The checkpoint manager decides when checkpoints are saved, how many stay, and by which function."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from strategies.variables import QUIET, RUN_DIRECTORY
 if TYPE_CHECKING:
     from strategies.autoplan.tuning import Prospect
 
-# Which observers a config asks for.
+# The observers of a config.
 
 
 EVERY = 10
@@ -129,7 +129,13 @@ def initialize(
     environment = join()
     require_same_model(model)
     options = PlanningOptions(
-        plan=plan, strategy=strategy, backend=backend, config=script, optimizer=optimizer, training_data=training_data
+        plan=plan,
+        strategy=strategy,
+        backend=backend,
+        config=script,
+        optimizer=optimizer,
+        training_data=training_data,
+        collate=collate_fn,
     )
     settled, is_new = _settle(model, options, environment)
     refuse_deepspeed_keys(script, settled.configuration)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from strategies.checkpoint.states import WholeStates
-from strategies.engine.base import Engine, Strategy
+from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, cast_model, scale_settings
@@ -166,37 +165,20 @@ class TorchStrategy(Strategy):
         return make(parameters)
 
 
-class TorchEngine(Engine):
-    """Accumulates, scales, clips and steps as DeepSpeed's engine does, over any torch strategy."""
-
-    gradient_norm: float | None = None
-    skipped_steps: int = 0
+class TorchEngine(AccumulatingEngine):
+    """Runs a module that any torch strategy has wrapped."""
 
     def __init__(
         self, *, strategy: TorchStrategy, wrapped: nn.Module, optimizer: torch.optim.Optimizer, parts: TrainingParts
     ) -> None:
-        super().__init__(parts.plan, strategy.environment)
+        settings = scale_settings(parts.script.fp16) if parts.plan.configuration.precision == "fp16" else None
+        super().__init__(parts, strategy.environment, LossScale(settings))
         self.strategy = strategy
         self.module = parts.model
         self.wrapped = wrapped
         self.optimizer = optimizer
         self.lr_scheduler = scheduler_of(parts, optimizer)
-        self.gradient_clipping = parts.gradient_clipping
-        self._scale = LossScale(scale_settings(parts.script.fp16) if self.configuration.precision == "fp16" else None)
         self._wide_sums = wide_sums(parts.script.accumulate_dtype, self.module.parameters())
-        self._micro_steps = 0
-        self._global_steps = 0
-
-    @property
-    def global_steps(self) -> int:
-        return self._global_steps
-
-    @property
-    def loss_scale(self) -> float:
-        return self._scale.value
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
 
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
         parameters = list(self.module.parameters())
@@ -211,18 +193,6 @@ class TorchEngine(Engine):
 
     def _states(self) -> WholeStates:
         return WholeStates(self.module, self.optimizer)
-
-    def _progress(self) -> dict[str, Any]:
-        return {
-            "global_steps": self._global_steps,
-            "skipped_steps": self.skipped_steps,
-            "scaler": self._scale.state_dict(),
-        }
-
-    def _resume(self, progress: Mapping[str, Any]) -> None:
-        self._global_steps, self._micro_steps = progress["global_steps"], 0
-        self.skipped_steps = progress["skipped_steps"]
-        self._scale.load_state_dict(progress["scaler"])
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         each = self.strategy.reduces_each_micro_batch and self._may_reduce
@@ -239,31 +209,16 @@ class TorchEngine(Engine):
         if self._wide_sums is not None and not acts:
             self._wide_sums.set_aside(self.module.parameters())
 
-    def _step(self) -> None:
-        acts = self.is_gradient_accumulation_boundary()
-        self._micro_steps += 1
-        if not acts:
-            return
+    def _summed_norm(self) -> float:
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
-        norm = total_norm(self.module.parameters()).item() / self._scale.value
-        if math.isfinite(norm):
-            self._apply(norm)
-        else:
-            self.gradient_norm = None
-            self.skipped_steps += 1
-            self._scale.overflowed()
-        self.module.zero_grad(set_to_none=True)
-        self._global_steps += 1
+        return total_norm(self.module.parameters()).item()
 
-    def _apply(self, norm: float) -> None:
-        """Clip by the norm over all ranks and step."""
-        self.gradient_norm = norm
-        clip = min(1.0, self.gradient_clipping / (norm + 1e-6)) if self.gradient_clipping > 0 else 1.0
-        scale_gradients(self.module.parameters(), clip / self._scale.value)
+    def _apply(self, factor: float) -> None:
+        scale_gradients(self.module.parameters(), factor)
         self.optimizer.step()
-        self._scale.stepped()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+
+    def _clear_gradients(self) -> None:
+        self.module.zero_grad(set_to_none=True)
 
 
 def tensors_in(state: Mapping[Any, Any]) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from strategies.launch.diagnosis import Ending
     from strategies.launch.policy import Decision
 
-# What happens during a run, as values that a view can draw.
+# Events of a run, as values that a view can draw.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class RunIsBack:
 Event = OutputLine | PlanMade | StepDone | Alert | AttemptEnded | RunIsBack
 
 
-# Follows what ranks write into a run directory: their output, and the metrics of the first of them. No torch.
+# Follow the ranks' files in a run directory: their output, and the metrics of the first rank.
 
 
 _OUTPUT = re.compile(r"rank(\d+)\.(stdout|stderr)\.log")
@@ -161,7 +161,7 @@ class RunFiles:
             }
 
 
-# What people and batch systems ask of a running `dsplan run` by signals. No torch.
+# Signals of people and batch systems to a running `dsplan run`.
 
 
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -171,7 +171,7 @@ class StopRequests:
     """Signals are noted instead of acted on, wherever they arrive: also in the code that shows an event.
 
     Ctrl-C sets `interrupted`, and a second one raises. SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set
-    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs go on. Only a main thread gets
+    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs continue. Only a main thread gets
     signals; elsewhere nothing is changed.
     """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from strategies.run_directory.spec import ENDING_KINDS, RESULT_FILE, STOPS, EndingKind, log_path
 
-# How often the kernel has killed a process of this cgroup for want of memory. No torch.
+# How often the kernel has killed a process of this cgroup for want of memory.
 
 
 _ROOT = Path("/sys/fs/cgroup")

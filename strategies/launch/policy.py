@@ -34,7 +34,7 @@ class Decision:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunContext:
     """The run when an attempt ended: the highest step it ever reached (0: none), whether the attempt got further than
-    every one before, whether a plan is known, which other plans may replace, whether this node goes on where
+    every one before, whether a plan is known, which other plans may replace, whether this node resumes where
     another one was stopped, and the memory of the largest device and of the host in bytes, whichever is more."""
 
     highest_step: int = 0
@@ -63,7 +63,7 @@ class Policy:
         if ending.kind == "preempted":
             return Decision(action="stop", why="as asked")
         if ending.kind == "switch":
-            return Decision(action="switch", why="goes on under the plan that measured steps predict to be faster")
+            return Decision(action="switch", why="continues under the plan that measured steps predict to be faster")
         if ending.kind == "refused":
             return Decision(action="give_up", why="no repetition mends this")
         if ending.kind == "out_of_memory" and now.has_plan:

@@ -24,7 +24,7 @@ from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.spec import SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
 from strategies.variables import PLAN, RUN_DIRECTORY, STRATEGY
 
-# Whether the flags of a placement fit together, before anything is started. No torch.
+# Checks of the placement flags, before anything is started.
 
 
 # Which launchers read which field; the local one needs no host file because the command runs on every node.
@@ -135,7 +135,7 @@ def prepare(request: RunRequest) -> Launch:
     if request.resume is not None:
         request = resumed(request, request.resume)
     elif request.resume_from:
-        raise ContradictoryRequest("--resume-from says where a run goes on that --resume names; add --resume DIR")
+        raise ContradictoryRequest("--resume-from says from where --resume resumes a run; add --resume DIR")
     if request.script is None:
         raise DsplanError("SCRIPT is missing; name the Python file that trains your model, or --resume a run")
     script = recognise(request.script)
@@ -190,7 +190,7 @@ def _resume_from(request: RunRequest, script: Script) -> str:
 def _processes(request: RunRequest, plan: Plan | None, placement: Placement, gpus: int) -> int:
     """Processes to start on a node: the plan's, what was asked, one per GPU, or two on a machine without GPUs.
 
-    A run that goes on takes as many as before where there are GPUs for them, whatever its plan says: plans are made
+    A run that continues takes as many as before where there are GPUs for them, whatever its plan says: plans are made
     anew for other ranks.
     """
     if request.processes is not None and not 1 <= request.processes <= _MOST_PROCESSES:
@@ -297,7 +297,7 @@ def run_directory(parent: Path, script: Path) -> Path:
     raise FileExistsError(path)
 
 
-# `dsplan run --resume DIR`: what was asked for then, with what is asked for now. No torch.
+# Options of `dsplan run --resume DIR`: those of the first command, updated by this one's.
 
 
 def resumed(request: RunRequest, directory: Path) -> RunRequest:
@@ -308,7 +308,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
             directory too.
     """
     if request.run_directory is not None:
-        raise ContradictoryRequest("--resume goes on in its own directory; leave --run-dir out")
+        raise ContradictoryRequest("--resume continues in its own directory; leave --run-dir out")
     path = directory / SPEC_FILE
     if not directory.is_dir():
         what = "not a directory" if directory.exists() else "no such directory"

@@ -87,7 +87,7 @@ def _dotted(node: ast.expr) -> str:
     return ""
 
 
-# Which strategies each kind of script can run.
+# Strategies that each kind of script can run.
 
 
 _WHO: dict[str, str] = {

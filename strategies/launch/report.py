@@ -1,4 +1,4 @@
-"""RunReport: what a run did, attempt by attempt, as a value. No torch."""
+"""The report of a run, attempt by attempt, as a value. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from strategies.telemetry.metrics import (
     with_attempts,
 )
 
-# How a run ended, and the one line that says why. No torch.
+# The outcome of a run in one line.
 
 
 OutcomeName = Literal["completed", "failed", "out_of_memory", "interrupted", "preempted"]
@@ -124,7 +124,7 @@ def _metrics(directory: Path) -> list[list[Row]]:
     return [list(rows) for rows in read_metrics(directory, max(numbers, default=-1) + 1)]
 
 
-# The attempts of a run as its journal has them, for the last page of the command that resumes it. No torch.
+# The attempts of a run as its journal has them, for the last page of the command that resumes it.
 
 
 _COMMAND_ENDED = Ending(kind="killed", reason="dsplan run itself was ended")

@@ -18,7 +18,7 @@ from strategies.run_directory.resume_state import PLAN_FILE
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 
-# Course: which steps a run has reached, when, and what restarts cost it. No torch.
+# Progress of a run: steps, times, and the cost of restarts.
 
 
 _NEVER = -1.0

@@ -75,7 +75,7 @@ class Supervisor:
             # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
             launcher_lock(self._spec.directory).close()
             self._spec.save()
-            # A page that is there reports the end of a command that this one goes on after.
+            # A page that is there reports the end of a command that this one continues after.
             (self._spec.directory / REPORT_FILE).unlink(missing_ok=True)
             files, alerts = RunFiles(self._spec.directory), AlertFollower(self._spec.directory)
             decision: Decision | None = None

@@ -1,4 +1,4 @@
-"""How gradients travel: what a script's `communication` section asks of the strategy that runs.
+"""Gradient communication: the requests of a script's `communication` section to the strategy that runs.
 
 16 bits are the dtype in which ranks add up; 8 bits are codes with scales (`strategies/backends/zero/compress.py`),
 which our own ZeRO and DDP exchange.
@@ -15,7 +15,7 @@ from planner.search.estimate import compresses
 from strategies.errors import CannotRun
 from strategies.protocols import TrainingParts
 
-# Codec: a run of gradients as bytes.
+# Codecs encode a run of gradients as bytes.
 
 
 _LARGEST = 127

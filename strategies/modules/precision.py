@@ -52,7 +52,7 @@ def narrowed(inputs: Any, dtype: torch.dtype | None) -> Any:
     return inputs if dtype is None else tree_map(narrow, inputs)
 
 
-# Loss scale: fp16 gradients are made larger than they are, so that the small ones are not rounded to zero.
+# Loss scaling keeps small fp16 gradients from being rounded to zero.
 
 
 _FACTOR = 2.0

@@ -144,7 +144,7 @@ def _groups(leaves: Sequence[tuple[int, int]], room: int) -> Iterator[list[tuple
         yield group
 
 
-# The leaves of a tree that all ranks are about to send, agreed upon before the first message.
+# All ranks agree on the leaves of a tree before the first message.
 
 
 FormsByName = dict[str, Form | None]

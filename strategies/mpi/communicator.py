@@ -191,9 +191,6 @@ def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-# PerformanceMonitor: timers of computing and communicating, compared over the ranks.
-
-
 Kind = Literal["compute", "communication"]
 _KINDS = ("compute", "communication")
 
@@ -296,7 +293,7 @@ class PerformanceMonitor:
         self.reset()
 
     def start_timer(self, name: str, kind: Kind = "compute") -> None:
-        """Start, or go on with, the timer of a name.
+        """Start, or resume, the timer of a name.
 
         Raises:
             CannotRun: it runs already, or is of another kind.

@@ -22,7 +22,7 @@ from strategies.checkpoint.reading import fill, header_of, opened, shown
 from strategies.errors import BrokenFile, CannotRun
 from strategies.mpi.arrays import Array
 
-# Part: the piece of an array that this rank holds, so that a checkpoint can put the array together from all ranks.
+# A rank's part of an array; a checkpoint assembles the array from all ranks.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

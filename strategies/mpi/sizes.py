@@ -1,4 +1,4 @@
-"""ModelParallelConfig: how many ranks share a model, a batch, a pipeline, checked against the ranks there are."""
+"""Degrees of model, data and pipeline parallelism, checked against the number of ranks; optimizers of ZeRO."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class ParallelGroups:
             self.free()
 
 
-# How one step changes parameters: element by element, so that a rank can step any run of them alone.
+# Update rules work element by element, so that a rank can step any run of a parameter alone.
 
 
 class UpdateRule(Protocol):

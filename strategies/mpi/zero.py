@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from strategies.mpi.communicator import PerformanceMonitor
 
-# ReducedGradients: what `ZeROOptimizer.reduce_gradients` leaves on this rank.
-
 
 class ReducedGradients(Mapping[str, Array]):
     """Averaged gradients by name (`blocks/0/weight`): whole in stage 1, this rank's run, flat, in stages 2 and 3.
@@ -167,7 +165,7 @@ class ZeROOptimizer:
     def reduce_gradients(self, gradients: Tree) -> ReducedGradients:
         """Average over ranks and, from stage 2 on, keep this rank's runs alone.
 
-        `gradients` may hold some of the layers, so that those of one layer can be given away while backward goes on
+        `gradients` may hold some of the layers, so that those of one layer can be given away while backward continues
         with the next: add up what is returned. A leaf may be None on some ranks; it counts as zero there.
 
         Raises:

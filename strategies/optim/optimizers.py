@@ -113,7 +113,7 @@ def translated(item: Any, translate: Callable[[torch.Tensor], torch.Tensor]) -> 
     return translate(item)
 
 
-# What an optimizer needs of the strategy that runs it: whole tensors, sparse gradients, a closure.
+# Needs of an optimizer that not every strategy meets: whole tensors, sparse gradients, a closure.
 
 
 _ELEMENT_BY_ELEMENT = (

@@ -20,7 +20,7 @@ from planner.types.plan_io import configuration_from_dict, load_plan, plan_from_
 from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
 from strategies.run_directory.spec import read_json, write_json
 
-# What tuning has measured so far: `tuning.json` in the run directory of rank 0's node. No torch.
+# Measurements of tuning: `tuning.json` in the run directory of rank 0's node.
 
 
 TUNING_FILE = "tuning.json"

@@ -15,7 +15,7 @@ from planner.errors import NothingFits
 
 Value = TypeVar("Value")
 
-# Why a rank or an attempt ended, in words that ranks, supervisor, journal and last page share. No torch.
+# Kinds of endings of a rank or an attempt, the same for ranks, supervisor, journal and report.
 
 
 EndingKind = Literal[
@@ -28,7 +28,7 @@ EndingKind = Literal[
     "disk_full",  # a checkpoint or a log could not be written
     "lost",  # the node or the connection to it is gone
     "preempted",  # SIGTERM or SIGUSR1: saved, and stopped on purpose
-    "switch",  # saved, and stopped on purpose to go on under a better plan
+    "switch",  # saved, and stopped on purpose to resume under a better plan
     "regrouped",  # nodes came or went: saved, and all start again together
 ]
 ENDING_KINDS: tuple[EndingKind, ...] = get_args(EndingKind)
@@ -47,7 +47,7 @@ def exit_status_of(kind: EndingKind, error_type: str) -> int:
     return 2 if kind == "refused" and error_type != NothingFits.__name__ else 1
 
 
-# Placement and Supervision: where a run's ranks start, and what is done when they end. No torch.
+# Where a run's ranks start, and what is done when they end.
 
 
 ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "plain"]
@@ -81,7 +81,7 @@ class Placement:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of nodes may change while the run goes on."""
+        """Whether the number of nodes may change while the run continues."""
         return self.least_nodes != self.most_nodes
 
 

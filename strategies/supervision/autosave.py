@@ -21,7 +21,7 @@ from strategies.checkpoint.saving import SaveOptions
 from strategies.supervision import lineage
 from strategies.telemetry.alerts import Alert, post
 
-# When the ranks save by themselves. No torch, no clock of its own: times come in, decisions go out.
+# When ranks save by themselves: a pure function of times.
 
 
 _FURTHEST_LOOK = 50
@@ -220,7 +220,7 @@ class AutomaticSaves:
         self._begun = None
         self._clock.failed()
         if not self._report_line and self._engine.is_main:
-            message = f"{problem}; training goes on, the checkpoint before stays, and saving is tried again"
+            message = f"{problem}; training continues, the checkpoint before stays, and saving is tried again"
             post(Alert(kind="checkpoint", metric="checkpoint", message=message, step=self._engine.global_steps))
         self._report_line = True
 

@@ -48,7 +48,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class NotFinite(DsplanError):
-    """Losses or gradients stay NaN or infinite, so that going on would train nothing."""
+    """Losses or gradients stay NaN or infinite, so that continuing would train nothing."""
 
     exit_code = 1
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from hardware_db.files import replace_whole
 from strategies.run_directory.spec import STOPPED, EndingKind, LaunchSpec, failure_path, pid_path, success_path
 from strategies.supervision.failures import Failure, described, write_failure
 from strategies.supervision.stopping import STOP_SIGNAL, Stopped, Stopping
@@ -33,10 +34,7 @@ def begin(spec: LaunchSpec, rank: int) -> None:
         signal.signal(signal.SIGUSR1, lambda number, frame: _leave_unsaved(spec, rank))
     begin_watching(directory, rank, spec.supervision.hang_seconds, only_reports=spec.kind == "plain")
     with suppress(OSError):
-        path = pid_path(directory, rank)
-        new = path.with_suffix(".pid.new")
-        new.write_text(str(os.getpid()))
-        os.replace(new, path)
+        replace_whole(pid_path(directory, rank), str(os.getpid()))
 
 
 def _leave_unsaved(spec: LaunchSpec, rank: int) -> None:

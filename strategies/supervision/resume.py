@@ -27,7 +27,7 @@ from strategies.supervision.autosave import SupervisedEngine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """Where an engine goes on: the checkpoint, the script's own state in it, and what had to be passed over (empty:
+    """Where an engine resumes: the checkpoint, the script's own state in it, and what had to be passed over (empty:
     nothing)."""
 
     made: lineage.Made

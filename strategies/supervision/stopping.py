@@ -3,7 +3,7 @@
 A collective at every step would cost every step. Instead the watchdog threads leave notes on the ranks' board. Who is
 asked to stop posts the request; every rank's thread that sees it *arms* its rank and says so; an armed rank reads the
 board at each step's end. When all are armed, rank 0 names the next step. No rank can have ended that one, because
-ending it takes rank 0's part of its collectives, which come later; and every rank looks before it goes on.
+ending it takes rank 0's part of its collectives, which come later; and every rank looks before it continues.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from hardware_db.files import replace_whole
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.run_directory.spec import STOPPED, EndingKind
 
-# The signals by which a rank is asked to save and stop. No torch.
+# The signals by which a rank is asked to save and stop.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +102,9 @@ class FileBoard:
         self._folder = folder
 
     def put(self, key: str, text: str) -> None:
-        new = self._folder / f".{key}.{os.getpid()}.{threading.get_ident()}"
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            new.write_text(text)
-            os.replace(new, self._folder / key)
+            replace_whole(self._folder / key, text)
 
     def get(self, key: str) -> str | None:
         try:

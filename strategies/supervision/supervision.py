@@ -1,4 +1,4 @@
-"""Supervision: what an engine does at the end of every step for a run that has to reach its last one."""
+"""Supervision of an engine at the end of every step, so that a run reaches its last one."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ class Supervision(Observer):
             notice(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
             if loader is None:
                 notice(
-                    "the script reads its data itself, and begins with its first sample again; training_data= goes on"
+                    "the script reads its data itself, and begins with its first sample again; training_data= resumes"
                 )
 
     # What happens in a step.
 
     def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
-        """Training goes on.
+        """Training continues.
 
         Raises:
             CannotRun: it would begin at its first step though the run had got further.
@@ -214,7 +214,7 @@ class Supervision(Observer):
         return found
 
     def _save_in_time(self, step: int, deadline: float) -> tuple[Path | None, str]:
-        """The checkpoint of this step, and how the sentence about the stop goes on; the same on every rank."""
+        """The checkpoint of this step, and how the sentence about the stop continues; the same on every rank."""
         saves = self._saves
         saves.finish()
         if saves.complete is not None and saves.complete.step == step:
@@ -239,7 +239,7 @@ class Supervision(Observer):
 
     @property
     def unsaveable(self) -> str:
-        """Why no checkpoint can be made now from which the run could go on; empty where one can."""
+        """Why no checkpoint can be made now from which the run could resume; empty where one can."""
         return self._why_not(0.0, self._finite.is_clean)
 
     def _why_not(self, seconds_left: float, is_clean: bool) -> str:
@@ -252,7 +252,7 @@ class Supervision(Observer):
         return ""
 
     def _may_save(self) -> bool:
-        """Whether an automatic checkpoint holds all that the script needs to go on; rank 0's answer counts."""
+        """Whether an automatic checkpoint holds all that the script needs to resume; rank 0's answer counts."""
         return self._trains_alone and (not self._script_reads_state or bool(self._engine.client_state))
 
     def give_up(self, second: SupervisedEngine) -> None:

@@ -40,7 +40,7 @@ from strategies.supervision.hang_verdict import (
 if TYPE_CHECKING:
     from strategies.supervision.stopping import Board, Stopping
 
-# Whether this process gets on, as far as another thread of it can see.
+# Progress of this process, as far as another thread of it can see.
 
 
 _BUSY = 0.05
@@ -71,7 +71,7 @@ class Activity:
         return moved or works or self._pulse.rests > 0 or self._children_work(passed, look=with_children)
 
     def _main_stack(self) -> int:
-        """A number that changes when the main thread goes on to another instruction, in any of its frames."""
+        """A number that changes when the main thread moves on to another instruction, in any of its frames."""
         frame: FrameType | None = sys._current_frames().get(self._main or 0)
         places = []
         while frame is not None:

@@ -62,7 +62,7 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# Leave an alert where `dsplan run` finds it. No torch.
+# Leave an alert where `dsplan run` finds it.
 
 
 def post(alert: Alert) -> None:

@@ -229,7 +229,7 @@ class Throttled(Detector):
         return Alert(kind="throttled", metric="gpu_clock_mhz", message=message, value=row.get("gpu_clock_mhz"))
 
 
-# Watch: one rank's detectors and thresholds, and who is notified. No torch.
+# One rank's detectors and thresholds, and who is notified.
 
 
 _HOST_LEAST_BYTES = 256 * 2**20

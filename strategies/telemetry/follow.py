@@ -42,7 +42,7 @@ class LineFollower:
         return [line.decode(errors="replace").rstrip("\r") for line in complete]
 
 
-# Stragglers: a rank that keeps the others waiting, found by comparing the rows of all ranks. No torch.
+# Stragglers are found by comparing the rows of all ranks.
 
 
 _WHAT = {"load_seconds": "reading its batch", "ready_seconds": "its forward pass"}

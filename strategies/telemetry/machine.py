@@ -15,7 +15,7 @@ from hardware_db.probe.cgroup import cgroup_limits
 from hardware_db.probe.nvml import driver_library_loads
 from strategies.config.values import MonitorSettings
 
-# This process's memory, read in microseconds. No torch.
+# This process's memory, read in microseconds.
 
 
 _STATM = "/proc/self/statm"
@@ -159,7 +159,7 @@ def _questions(nvml: Any, handle: Any) -> dict[str, Callable[[], float]]:
     }
 
 
-# Sampler: a thread that looks at the machine every few seconds. No torch.
+# A thread samples the machine every few seconds.
 
 
 class Sampler:

@@ -1,4 +1,4 @@
-"""The memory of a step as it goes on: a picture of live bytes over time, by when each tensor was made.
+"""The memory of a step as it proceeds: a picture of live bytes over time, by when each tensor was made.
 
 What lives before the picture begins is told apart as weights, gradients, optimizer states and others; what is made
 after that by the section that made it, so that forward's area is activations and backward's is gradients and

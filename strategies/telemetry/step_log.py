@@ -138,7 +138,7 @@ def _memory(device: torch.device) -> dict[str, int]:
     }
 
 
-# Where a log's rows go: TensorBoard's event files, CSV, the terminal, or the metrics of `dsplan run`.
+# Sinks of a log: TensorBoard, CSV, the terminal, or the metrics of `dsplan run`.
 
 
 _GROUPS = {"seconds": "seconds", "bytes": "memory"}
@@ -174,7 +174,7 @@ class TensorboardWriter:
 
 
 class CsvWriter:
-    """A file per figure, of lines `step,value`; a run that goes on in the same directory goes on in its files."""
+    """A file per figure, of lines `step,value`; a run that continues in the same directory continues in its files."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from torch._C._autograd import _profiler_enabled
 
 from strategies.protocols import Observer
 
-# Section: a part of a step, or of the script, that has a name in traces and timers.
+# Sections are the named parts of a step, or of the script, in traces and timers.
 
 
 class Section:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from hardware_db.files import replacement
 from strategies.config import ProfilerSection
 from strategies.protocols import Observer
 
@@ -134,6 +134,5 @@ class Traces(Observer):
         directory = Path(self._section.output_path)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"trace-rank{self._rank}.json"
-        temporary = path.with_suffix(".json.tmp")
-        profile.export_chrome_trace(str(temporary))
-        os.replace(temporary, path)
+        with replacement(path) as temporary:
+            profile.export_chrome_trace(str(temporary))

@@ -29,7 +29,7 @@ from strategies.telemetry.step_log import TensorboardWriter
 from strategies.telemetry.step_rows import StepRows
 from strategies.variables import RUN_DIRECTORY
 
-# EngineFeed: the figures of an engine's steps, for whoever asked.
+# Figures of an engine's steps.
 
 
 class EngineFeed(Observer):

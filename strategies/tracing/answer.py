@@ -12,7 +12,7 @@ from planner.errors import DsplanError
 from planner.types.job import Job
 from strategies.tracing.cache.reading import Answer, Reading, Refusal, sizes_of
 from strategies.tracing.cache.source import ModelSource
-from strategies.tracing.factory import made_by
+from strategies.tracing.factory import Made, made_by
 from strategies.tracing.step.build import Subject, own_subject, subject_of
 from strategies.tracing.step.refusal import TraceFailed, guarded, why_refused
 from strategies.tracing.step.step import trace_step
@@ -45,15 +45,17 @@ def trace_answer(job: Job, source: ModelSource, report: Callable[[str], None]) -
         if made is None:
             raise
         lines = str(problem).strip().splitlines() or ["no message"]
-        return Refusal(sizes=sizes, reason=f"{type(made).__name__} raised {type(problem).__name__}: {lines[0][:200]}")
+        name = type(made.model).__name__
+        return Refusal(sizes=sizes, reason=f"{name} raised {type(problem).__name__}: {lines[0][:200]}")
     phases = {phase: {str(name): size for name, size in parts.items()} for phase, parts in step.phases.items()}
     return Reading(sizes=sizes, phases={phase: Ledger(**parts) for phase, parts in phases.items()})
 
 
-def _subject(job: Job, source: ModelSource, made: Any) -> Subject:
+def _subject(job: Job, source: ModelSource, made: Made | None) -> Subject:
     attention = job.configuration.attention
-    if isinstance(made, nn.Module):
-        return own_subject(made, source.facts, attention)
-    config = made.to_dict() if hasattr(made, "to_dict") else made or source.config
+    model: Any = None if made is None else made.model
+    if made is not None and isinstance(model, nn.Module):
+        return own_subject(model, source.facts, attention, batch=made.batch)
+    config = model.to_dict() if hasattr(model, "to_dict") else model or source.config
     arguments = {name: value for name, value in config.items() if name not in _NO_ARGUMENTS}
     return subject_of(source.facts, attention=attention, task=job.workload.task, overrides=arguments)

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -15,27 +16,36 @@ from planner.models.facts import ModelFacts
 from planner.models.resolve import is_factory, resolve_model
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """What a factory returned: a module, a config or a dict, and beside a module maybe a batch of its inputs."""
+
+    model: Any
+    batch: Any = None
+
+
 def any_model(name: str | None, *, model_size: str | None = None) -> ModelFacts:
     """As `resolve_model`, and what `package.module:factory` makes.
 
     Raises:
-        DsplanError: as `resolve_model` and `facts_from_factory`.
+        DsplanError: as `model_and_made`.
     """
-    if name is not None and model_size is None and is_factory(name):
-        return facts_from_factory(name.strip())
-    return resolve_model(name, model_size=model_size)
+    return model_and_made(name, model_size=model_size)[0]
 
 
-def facts_from_factory(spec: str) -> ModelFacts:
-    """The model that `package.module:factory` makes; see `made_by` and `facts_of_made`.
+def model_and_made(name: str | None, *, model_size: str | None = None) -> tuple[ModelFacts, Made | None]:
+    """The model's facts, and what a factory made where it comes from one.
 
     Raises:
-        DsplanError: the module or the name in it is missing, the factory raised, or it returned something else.
+        DsplanError: as `resolve_model`, `made_by` and `facts_of_made`.
     """
-    return facts_of_made(spec, made_by(spec))
+    if name is None or model_size is not None or not is_factory(name):
+        return resolve_model(name, model_size=model_size), None
+    made = made_by(name.strip())
+    return facts_of_made(name.strip(), made), made
 
 
-def made_by(spec: str) -> Any:
+def made_by(spec: str) -> Made:
     """What `package.module:factory` returns, called without arguments and, with torch, on the meta device.
 
     The working directory is searched first, as `python -m` does.
@@ -49,7 +59,10 @@ def made_by(spec: str) -> Any:
         if not callable(factory):
             kind = type(factory).__name__
             raise DsplanError(f"{spec}: {attribute} is of type {kind}; name a function that returns a model")
-        return _call(spec, factory)
+        found = _call(spec, factory)
+    if isinstance(found, tuple) and len(found) == 2 and hasattr(found[0], "named_parameters"):
+        return Made(model=found[0], batch=found[1])
+    return Made(model=found)
 
 
 @contextlib.contextmanager
@@ -109,7 +122,7 @@ def _meta_device() -> contextlib.AbstractContextManager[Any]:
     return device
 
 
-def facts_of_made(spec: str, made: Any) -> ModelFacts:
+def facts_of_made(spec: str, made: Made) -> ModelFacts:
     """The facts of what a factory made: an `nn.Module`, a transformers config, or a dict such as a parsed config.json.
 
     Raises:
@@ -117,16 +130,19 @@ def facts_of_made(spec: str, made: Any) -> ModelFacts:
     """
     from planner.models.from_hf.config import facts_from_config
 
-    if hasattr(made, "named_parameters"):
+    model = made.model
+    if hasattr(model, "named_parameters"):
         from strategies.tracing.live import facts_from_module
 
-        return facts_from_module(made, name=spec)
-    if isinstance(made, Mapping):
-        return facts_from_config(made, spec)
-    if hasattr(made, "to_dict"):
-        return facts_from_config(made.to_dict(), spec)
-    kind = type(made).__name__
-    raise DsplanError(f"{spec}: the factory returned a {kind}; return an nn.Module, a transformers config, or a dict")
+        return facts_from_module(model, name=spec)
+    if isinstance(model, Mapping):
+        return facts_from_config(model, spec)
+    if hasattr(model, "to_dict"):
+        return facts_from_config(model.to_dict(), spec)
+    raise DsplanError(
+        f"{spec}: the factory returned a {type(model).__name__}; return an nn.Module, alone or as (module, batch), a"
+        " transformers config, or a dict"
+    )
 
 
 def _one_line(error: Exception) -> str:

@@ -40,6 +40,10 @@ class StorageTracker:
         self.peak_bytes = 0
         self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
         self._active = contextlib.ExitStack()
+        self.meet(existing)
+
+    def meet(self, existing: Iterable[torch.Tensor]) -> None:
+        """Count tensors that were alive all along."""
         for tensor in existing:
             self._observe(tensor, was_alive=True)
 

@@ -119,6 +119,20 @@ class Scaled(MyModel):
 class Told(Pair):
     def example_batch(self, samples, length):
         return torch.zeros(samples, length, 8), torch.zeros(samples, length, 12)
+
+
+def images():
+    convolved = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
+    convolved(torch.zeros(2, 3, 16, 16))
+    return convolved, (torch.zeros(2, 3, 16, 16), torch.zeros(2))
+
+
+def misfit():
+    return nn.Linear(3, 3), torch.zeros(2, 5)
+
+
+def three():
+    return nn.Linear(3, 3), 1, 2
 '''
 
 
@@ -145,6 +159,45 @@ def test_a_module_of_ones_own_is_traced(cli: Cli, module: str, factory: str) -> 
     assert "memory is a trace of one step of" in plan["notes"][0]
     assert not any("rule of thumb" in note for note in plan["notes"])
     assert any("rule of thumb" in note for note in closed["notes"])
+
+
+IMAGES = "--gpu H100-SXM5-80GB --gpus 1 --micro-batch 64 --precision fp32 --json"
+
+
+def test_a_factory_may_give_its_module_a_batch(cli: Cli, module: str) -> None:
+    asked = f"estimate {IMAGES} --model {module}:images"
+    plan, traced = cli(asked).json, cli(f"{asked} --exact").json
+    assert (plan["plan"]["sequence_length"], plan["workload"]["task"]) == (1, "custom")
+    assert plan["provenance"]["memory"] == traced["provenance"]["memory"] == "traced"
+    assert f"activations and operations are those of a trace of {module}:images" in plan["notes"][0]
+    peaks = [found["memory"]["peak_allocated_bytes"] for found in (plan, traced)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+    # Three passes over 64 samples: two operations for each weight that an output of a convolution or of the head has.
+    operations = 3 * 64 * 2 * (14 * 14 * 32 * 27 + 14 * 14 * 32 * 10)
+    assert plan["throughput"]["tflops_per_gpu"] * plan["time"]["step_seconds"] == pytest.approx(operations / 1e12)
+
+
+def test_what_has_no_tokens_is_counted_in_samples(cli: Cli, module: str) -> None:
+    printed = cli(f"recommend --gpu H100-SXM5-80GB --gpus 2 --model {module}:images").out
+    assert "the module's own task, global batch" in printed
+    assert "samples/s" in printed
+    assert not [word for word in ("tokens", "sequence", "causal-lm") if word in printed]
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (
+            "misfit",
+            "activations are a rule of thumb from exact_modules:misfit's parameters: tracing it on fake tensors",
+        ),
+        ("three", "the factory returned a tuple; return an nn.Module, alone or as (module, batch), a"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_told(cli: Cli, module: str, factory: str, said: str) -> None:
+    printed = cli(f"estimate {IMAGES} --model {module}:{factory}")
+    assert said in printed.out + printed.err
+    assert "Traceback" not in printed.err
 
 
 WHERE = "MyModel.blocks.3.router"
@@ -187,7 +240,7 @@ def test_what_the_trace_cannot_follow_is_named(cli: Cli, module: str, factory: s
     assert plan["provenance"] == closed.json["provenance"]
 
 
-def test_what_a_strategy_cannot_do_with_a_module_is_told_in_one_line(cli: Cli, module: str) -> None:
+def test_what_a_strategy_cannot_do_with_a_module_is_reported_in_one_line(cli: Cli, module: str) -> None:
     line = f"estimate --gpu H100-SXM5-80GB --gpus 2 --seq-len 32 --strategy fsdp --exact --json --model {module}:Scaled"
     printed = cli(line)
     assert printed.err == ""

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hardware_db.probe import probe
+from planner.cluster.resolve import probed_cluster
 from strategies.engine.initialize import initialize
 from strategies.modules.activation_checkpointing import checkpoint_activations
-from strategies.tracing.blocks import repeated_blocks
 from strategies.tracing.module_trace import trace_activations
 from strategies.tracing.storage_tracker import StorageTracker
 from tests.strategies import training_bodies
@@ -100,5 +101,7 @@ def traced_keeping(choice: Choice) -> float:
     """What the planner's trace of such a model says that its forward pass keeps."""
     model = Activated()
     choice.apply(model)
-    found = trace_activations(model, lambda n: (torch.zeros(n, LENGTH, WIDTH),), repeated_blocks(model), "fp32")
+    found = trace_activations(
+        model, lambda n: (torch.zeros(n, LENGTH, WIDTH),), "fp32", probed_cluster(probe(), ranks=1).device
+    )
     return SAMPLES * found["fp32"].kept

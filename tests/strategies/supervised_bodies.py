@@ -78,7 +78,7 @@ def saving(recipe: Recipe, directory: str, passes: int, every: int, **options: A
 
 
 def full_disk(recipe: Recipe, directory: str, asynchronous: bool) -> tuple[list[int], list[int]]:
-    """Steps of the checkpoints before and after rank 1's disk is full for a while; training goes on meanwhile."""
+    """Steps of the checkpoints before and after rank 1's disk is full for a while; training continues meanwhile."""
     engine = supervised(recipe, directory, checkpoint_steps=2)
     engine.supervision._saves._has_room = asynchronous
     train(engine, 1)

@@ -255,7 +255,7 @@ def test_another_scheduler_is_refused_with_what_to_do(run: Path) -> None:
     assert engine.load_checkpoint(run)[0] == run / "step-00000001"
 
 
-def test_milestones_of_a_scheduler_go_on_from_json() -> None:
+def test_milestones_of_a_scheduler_continue_from_json() -> None:
     """JSON makes texts of the steps, at which no rate would fall again."""
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

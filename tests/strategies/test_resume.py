@@ -1,4 +1,4 @@
-"""Where a run goes on whose list, journal or checkpoints are lost, cut, damaged, moved or another run's."""
+"""Where a run continues whose list, journal or checkpoints are lost, cut, damaged, moved or another run's."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _keep_all(run: Path) -> None:
         (_list_of_another_run, 6, ["lists 3 checkpoints of another run: passed over", "resumed at step 6"]),
     ],
 )
-def test_a_run_goes_on_from_what_is_on_disk(
+def test_a_run_resumes_from_what_is_on_disk(
     lose: Callable[[Path], None], step: int, said: list[str], run: Path, ranks: RankPool
 ) -> None:
     lose(run)

@@ -16,7 +16,7 @@ from planner.cost.precision import Recipe, recipe_of
 from planner.types.job import Job
 from planner.types.plan import MemoryEstimate
 
-# Evaluation: a forward pass without gradients, and the logits that its loop keeps on the device.
+# Memory of evaluation: a forward pass without gradients, and the logits on the device.
 
 
 KEPT_BYTES = 4

@@ -18,7 +18,7 @@ from planner.cost.verdict import host_limit
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
 
-# What checkpointing starts again from, where it waits in host memory: one input of each block.
+# Inputs of checkpointed blocks that wait in host memory, one per block.
 
 
 def parked_inputs(job: Job, recipe: Recipe) -> list[tuple[int, float]]:

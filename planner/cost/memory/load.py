@@ -1,4 +1,4 @@
-"""Load: what is on the device while the engine places a model that was made on the host.
+"""Memory of loading: the device while the engine places a model that was made on the host.
 
 `strategies/` and the libraries under it decide: torch moves a replica tensor by tensor, and DDP makes its buckets at
 once; FSDP2 moves one wrapped unit at a time and keeps its shards (`fsdp/_fully_shard`); DeepSpeed 0.19 copies the
@@ -111,7 +111,7 @@ def _total(ledger: Ledger) -> float:
     return ledger.total
 
 
-# Saving: what a checkpoint takes beside weights and optimizer states, which stay where they are.
+# Memory of saving a checkpoint, beside weights and optimizer states.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from planner.models.facts import Shape
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, Optimizer
 
-# What an optimizer keeps between steps, tensor by tensor.
+# Optimizer states between steps, tensor by tensor.
 
 
 _SMALLEST_8BIT = 4096

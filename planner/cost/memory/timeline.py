@@ -22,7 +22,7 @@ from planner.cost.precision import Recipe
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
 
-# What a strategy allocates beside weights, optimizer states and activations, at every moment of a step.
+# Buffers of a strategy at every moment of a step, beside weights, optimizer states and activations.
 
 
 class Buffers(Protocol):

@@ -80,6 +80,8 @@ def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: in
     plain = hidden * stack.hidden + code.rotary_passes * rotated / tp + code.dispatch_passes * stack.dispatched
     beside = activation - EXPONENTIAL_PASSES
     element = tokens * rates.element_bytes
+    if stack.launches:
+        return rates.elementwise(tokens * stack.moved, tokens * stack.moved / stack.launches)
     return (
         rates.elementwise(plain * element, 2 * stack.hidden * element)
         + rates.elementwise(beside * inner * element, 2 * inner * element)
@@ -144,6 +146,8 @@ def _with_host(device: float, host: float, rates: DeviceRates) -> float:
 
 def _host_seconds(stack: Stack, rates: DeviceRates) -> float:
     """Launching the forward of one block."""
+    if stack.launches:
+        return stack.launches * rates.code.kernel_host_seconds
     if not stack.norms:
         return stack.matmuls.kernels * rates.code.kernel_host_seconds
     experts = max(0, stack.matmuls.kernels - USUAL_MATMULS) + (rates.code.dispatch_kernels if stack.dispatched else 0)
@@ -154,6 +158,8 @@ def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     """The output projection and the loss on one micro-batch of one rank."""
     tp = job.configuration.tp
     tokens, width, hidden = head_tokens(job, shape), head_width(job), job.facts.hidden_size
+    if not tokens:
+        return NOTHING
     weights = head_weights(job)
     moved = (weights + tokens * width) / tp + tokens * hidden
     work = 2.0 * tokens * weights / tp, moved, 1

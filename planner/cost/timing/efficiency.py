@@ -17,7 +17,7 @@ from planner.cost.timing.stacks import USUAL_MATMULS, Stack
 from planner.types.cluster import Cluster, Factors, Rates
 from planner.vocabulary import Precision
 
-# What a product of matrices wastes because a GPU computes it in whole tiles, as many at a time as it has cores.
+# Tile and wave quantization of matrix products on a GPU.
 
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
@@ -54,7 +54,7 @@ def block_waste(stack: Stack, tokens: int, tp: int, cores: int) -> Waste:
     Queries, keys and values are taken as one product, gate and up projection too. The backward has two products each:
     for the input, tokens x inputs, and for the weight, outputs x inputs.
     """
-    if not cores or not stack.norms or stack.matmuls.kernels > USUAL_MATMULS:
+    if not cores or not stack.norms or not stack.hidden or stack.matmuls.kernels > USUAL_MATMULS:
         return NO_WASTE
     hidden, width, attention = stack.hidden, stack.mlp_width / tp, stack.attention_width / tp
     projected = attention + 2 * stack.key_value_width / tp

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from planner.cost.timing.efficiency import BACKWARD
 from planner.cost.timing.memo import memo_by_identity
-from planner.cost.timing.stacks import KINDS, Matmuls, Stack, measured_stacks, stacks
+from planner.cost.timing.stacks import KINDS, Matmuls, Stack, measured_stacks, stacks, traced_stacks
 from planner.models.facts import ModelFacts
 from planner.types.job import Job
 
-# What runs once before the blocks of models that see or hear: convolutions that make tokens of pixels or sound.
+# Convolutions that make tokens of pixels or sound, once before the blocks.
 
 
 CHANNELS = 3
@@ -65,6 +65,8 @@ def job_stacks(job: Job) -> tuple[Stack, ...]:
     """The stacks of a job's model; for a module of unknown architecture those that its parameter counts suggest."""
     if job.facts.kind in KINDS:
         return stems(job.facts) + stacks(job.facts)
+    if job.facts.traced:
+        return traced_stacks(job.facts, job.counts)
     return measured_stacks(job.facts, job.counts, causal=job.workload.task == "causal-lm")
 
 
@@ -129,7 +131,10 @@ def head_weights(job: Job) -> float:
 
 
 def head_tokens(job: Job, shape: Geometry) -> int:
-    """Tokens that reach the output projection in one micro-batch: one per sample for classifiers."""
+    """Tokens that reach the output projection in one micro-batch: one per sample for classifiers; none where a trace
+    counted the head with the rest."""
+    if job.facts.traced:
+        return 0
     pooled = job.workload.task in ("seq-cls", "image-cls") or job.facts.kind == "vision-text"
     return shape.samples * (1 if pooled else shape.sequence)
 

@@ -1,4 +1,4 @@
-"""Who holds what, and who talks to whom: the quantities of a job that communication, optimizer and offload share."""
+"""Shard sizes and process groups of a job, as communication, optimizer and offload need them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planner.cost.timing.stacks import USUAL_MATMULS
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
 
-# What is left of communication when it runs beside compute.
+# Communication that compute does not hide.
 
 
 SLOWDOWN = 1.15

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from hardware_db.device import Device
 from hardware_db.units import GB
 from planner.cost.memory.host import parked_inputs
+from planner.cost.memory.zero.offload import stored_bytes
 from planner.cost.precision import recipe_of
 from planner.cost.timing.efficiency import DeviceRates
 from planner.cost.timing.layout import SERIAL_SLOWDOWN, SLOWDOWN, Layout, exposed_seconds
@@ -154,9 +155,8 @@ def _native_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) ->
 
 
 def _native_disk_seconds(job: Job, away: float) -> float:
-    """Masters, where weights are 16-bit, and moments, read and written once a step by all ranks of a node."""
-    master = 0 if job.configuration.precision in ("fp32", "bf16-pure") and job.cluster.device.is_cpu else 4
-    states = (master + 8) * away * job.cluster.gpus_per_node
+    """Masters and moments, read and written once a step by all ranks of a node."""
+    states = stored_bytes(job, recipe_of(job.configuration)) * away * job.cluster.gpus_per_node
     return _read_seconds(job, states) + _write_seconds(job, states)
 
 

@@ -1,4 +1,4 @@
-"""An architecture as stacks of identical blocks: what the time model needs, without a loop over layers."""
+"""An architecture as stacks of identical blocks, so that the time model needs no loop over layers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Stack:
     `reads_source` marks cross-attention over the source, `window` a sliding window in `window_share` of layers;
     `relative_keys` are positions that queries and keys are compared with beside each other (DeBERTa), `dispatched`
     elements that go to experts and come back. `last_product` are the weights of a block's last product where nothing
-    keeps what comes out of it.
+    keeps what comes out of it. Where a trace counted them, `moved` are the bytes that kernels beside products read and
+    write per token, and `launches` the kernels that run in a block.
     """
 
     layers: int
@@ -87,6 +88,8 @@ class Stack:
     window_share: float = 0.0
     length_of: LengthOf = "sequence"
     fixed_length: int = 0
+    moved: float = 0.0
+    launches: float = 0.0
 
     def length(self, sequence: int, source: int) -> int:
         """Tokens of one sample that this stack sees."""
@@ -249,6 +252,26 @@ def stacks(facts: ModelFacts) -> tuple[Stack, ...]:
         length_of="sequence",
     )
     return (*images, main)
+
+
+def traced_stacks(facts: ModelFacts, counts: ParameterCounts) -> tuple[Stack, ...]:
+    """A module whose work was counted in a trace: a sample is its token, and its blocks share the work evenly."""
+    work = next(iter(facts.traced.values()))
+    layers = max(sum(block.repeats for block in counts.blocks), 1)
+    # A product of `active` weights is two operations for each.
+    active, stored = work.operations / 2 / layers, counts.total / layers
+    kernels, operands = max(work.products_launched / layers, 1.0), work.operands / layers
+    return (
+        Stack(
+            layers=layers,
+            matmuls=Matmuls(active=active, stored=stored, unsplit_width=operands, split_width=0, kernels=kernels),
+            norms=1,
+            length_of="fixed",
+            fixed_length=1,
+            moved=work.moved / layers,
+            launches=work.kernels_launched / layers,
+        ),
+    )
 
 
 def measured_stacks(facts: ModelFacts, counts: ParameterCounts, *, causal: bool) -> tuple[Stack, ...]:

@@ -13,7 +13,7 @@ from hardware_db.handed_in import shown
 from planner.errors import BrokenFile, UnknownName
 from planner.limits import Limit, model_figure
 
-# What a model_type means, from the compiled `architectures.yaml`.
+# Architectures by model_type, from the compiled `architectures.yaml`.
 
 
 COMPILED = Path(__file__).parent / "architectures.json"

@@ -1,4 +1,4 @@
-"""Compress: gradients travel in 8 bits, and what rounding leaves out of one sum goes into the next.
+"""8-bit gradient compression with error feedback: what rounding leaves out of one sum goes into the next.
 
 Every rank remembers what its rounding left out and adds it to the same gradients the next time (error feedback: Seide
 et al. 2014), without which small gradients beside large ones would be rounded away in every step. A rank's own run

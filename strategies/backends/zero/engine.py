@@ -23,7 +23,7 @@ from strategies.backends.zero.settings import read_settings
 from strategies.backends.zero.sharded_model import ShardedModel, ZeroStates
 from strategies.backends.zero.weights import ShardingContext
 from strategies.distributed.environment import ensure_group
-from strategies.engine.base import Engine, Strategy
+from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.engine.torch_engine import scheduler_of, tensors_in
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
@@ -31,7 +31,7 @@ from strategies.modules.precision import LossScale, narrowed
 from strategies.optim.optimizers import trainable_parameters, undivided
 from strategies.protocols import TrainingParts
 
-# Latecomers: parameters that are unfrozen, or given to the optimizer, after the engine was made.
+# Parameters that are unfrozen, or added to the optimizer, after the engine was made.
 
 
 class Latecomers:
@@ -77,7 +77,7 @@ class Latecomers:
         return [(name, p) for name, p in self._module.named_parameters() if not self._reducer.sums(p)]
 
 
-# Stepping: the optimizer changes the masters, and the weights follow, in groups of buckets.
+# The step updates master weights and copies them to the weights, in groups of buckets.
 
 
 class Renewing(Protocol):
@@ -109,7 +109,7 @@ class Stepper:
         self._weights.renewed()
 
     def _groups(self) -> Iterator[Sequence[Bucket]]:
-        """The device's buckets first, since it steps them while the host goes on with its own."""
+        """The device's buckets first, since it steps them while the host continues with its own."""
         at = {place: [bucket for bucket in self._pieces.buckets if bucket.states_at is place] for place in Place}
         yield from self._runs(at[Place.DEVICE])
         yield from ([bucket] for bucket in at[Place.HOST])
@@ -180,11 +180,8 @@ class ZeroStrategy(Strategy):
         """Place the model's weights in buckets on the device."""
 
 
-class ZeroEngine(Engine):
-    """Accumulates, scales, clips, skips and steps the same way in every stage."""
-
-    gradient_norm: float | None = None
-    skipped_steps: int = 0
+class ZeroEngine(AccumulatingEngine):
+    """Runs a module whose weights are in buckets, the same way in every stage."""
 
     def __init__(
         self,
@@ -195,12 +192,10 @@ class ZeroEngine(Engine):
         sharded_model: ShardedModel,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        super().__init__(parts.plan, strategy.environment)
         settings = context.settings
+        super().__init__(parts, strategy.environment, LossScale(settings.scale))
         self.module = self.wrapped = parts.model
-        self.gradient_clipping = parts.gradient_clipping
         self._context, self._sharded_model = context, sharded_model
-        self._scale = LossScale(settings.scale)
         collectives_of = collectives_factory(context.collectives, settings.travel.codec, lambda: self._scale.value)
         self._reducer = Reducer(
             sharded_model.trained, collectives_of, accumulate=settings.accumulate, reduce=settings.travel.dtype
@@ -216,19 +211,7 @@ class ZeroEngine(Engine):
         self.lr_scheduler = scheduler_of(parts, self.optimizer)
         each = strategy.reduces_each_micro_batch and self.configuration.sync_each_micro_batch
         self._reduces_each = each
-        self._micro_steps = 0
-        self._global_steps = 0
-
-    @property
-    def global_steps(self) -> int:
-        return self._global_steps
-
-    @property
-    def loss_scale(self) -> float:
-        return self._scale.value
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
+        self._used: set[nn.Parameter] = set()
 
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
         buckets = (*self._sharded_model.trained, *self._sharded_model.fixed)
@@ -248,18 +231,6 @@ class ZeroEngine(Engine):
     def _states(self) -> ZeroStates:
         return ZeroStates(self.module, self.optimizer, self._pieces, self._sharded_model)
 
-    def _progress(self) -> dict[str, Any]:
-        return {
-            "global_steps": self._global_steps,
-            "skipped_steps": self.skipped_steps,
-            "scaler": self._scale.state_dict(),
-        }
-
-    def _resume(self, progress: Mapping[str, Any]) -> None:
-        self._global_steps, self._micro_steps = progress["global_steps"], 0
-        self.skipped_steps = progress["skipped_steps"]
-        self._scale.load_state_dict(progress["scaler"])
-
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = narrowed((args, kwargs), self._context.settings.compute)
         return self.module(*args, **kwargs)
@@ -274,35 +245,17 @@ class ZeroEngine(Engine):
             torch.autograd.backward(loss.float() * (self._scale.value / parts))
             self._reducer.finish()
 
-    def _step(self) -> None:
-        acts = self.is_gradient_accumulation_boundary()
-        self._micro_steps += 1
-        if not acts:
-            return
+    def _summed_norm(self) -> float:
         self._latecomers.welcome()
         self._reducer.settle()
-        square, used = self._pieces.synchronize(self._reducer.used, self.device)
-        if math.isfinite(square):
-            self._apply(math.sqrt(square) / self._scale.value, used)
-        else:
-            self.gradient_norm = None
-            self.skipped_steps += 1
-            self._scale.overflowed()
+        square, self._used = self._pieces.synchronize(self._reducer.used, self.device)
+        return math.sqrt(square)
+
+    def _apply(self, factor: float) -> None:
+        self._stepper.step(self._used, factor)
+
+    def _clear_gradients(self) -> None:
         self._reducer.clear()
         self._pieces.clear()
-        self._clear_untrained()
-        self._global_steps += 1
-
-    def _apply(self, norm: float, used: set[nn.Parameter]) -> None:
-        """Clip by the norm over all ranks, step, and bring the weights up to date."""
-        self.gradient_norm = norm
-        clip = min(1.0, self.gradient_clipping / (norm + 1e-6)) if self.gradient_clipping > 0 else 1.0
-        self._stepper.step(used, clip / self._scale.value)
-        self._scale.stepped()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-
-    def _clear_untrained(self) -> None:
-        """Parameters that no optimizer trains may have gradients too."""
         for parameter in self.module.parameters():
             parameter.grad = None

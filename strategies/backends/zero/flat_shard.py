@@ -1,4 +1,4 @@
-"""Partition: parameters laid end to end in flat buckets, of which every rank owns one run of elements.
+"""Flat shards: parameters laid end to end in flat buckets, of which every rank owns one run of elements.
 
 A bucket of S elements over N ranks is cut into N runs of ceil(S / N), wherever that falls in its parameters, so that
 shapes may divide by nothing. What lies in a rank's run is that rank's *part* of the bucket; the slice of one parameter
@@ -18,6 +18,8 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
+
+from planner.cost.zero_buckets import bucket_members, owning_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,17 +156,9 @@ Owners = Mapping[nn.Parameter, int]
 
 
 def owners_of(undivided: Iterable[nn.Parameter], world_size: int) -> dict[nn.Parameter, int]:
-    """Which rank owns each parameter that must not be divided: the largest first, to the rank that has least so far.
-
-    The longest run is at most 4/3 of the best there is (Graham 1969), and never shorter than the largest parameter.
-    """
-    loads = [0] * world_size
-    owners: dict[nn.Parameter, int] = {}
-    for parameter in sorted(dict.fromkeys(undivided), key=lambda tensor: -tensor.numel()):
-        owner = loads.index(min(loads))
-        owners[parameter] = owner
-        loads[owner] += parameter.numel()
-    return owners
+    """Which rank owns each parameter that must not be divided."""
+    parameters = list(dict.fromkeys(undivided))
+    return dict(zip(parameters, owning_ranks([tensor.numel() for tensor in parameters], world_size), strict=True))
 
 
 def buckets_of(
@@ -174,10 +168,9 @@ def buckets_of(
     limit: int,
     owners: Owners = MappingProxyType({}),
 ) -> list[Bucket]:
-    """Buckets of at most `limit` elements, in the order of the parameters; a larger parameter has one to itself.
+    """Buckets of at most `limit` elements, in the order of the parameters (see `bucket_members`).
 
-    A parameter of half the limit or more is alone too: its gradient then travels as it is, without a copy. Parameters
-    that have an owner share no bucket with those that are divided.
+    Parameters that have an owner share no bucket with those that are divided.
     """
     members = list(named)
     divided = [member for member in members if member[1] not in owners]
@@ -185,25 +178,10 @@ def buckets_of(
     made: list[Bucket] = []
     for kind in (divided, undivided):
         for dtype, alike in groupby(kind, key=lambda item: dtype_of[item[1]]):
-            made += [_bucket(group, ranks, dtype, owners) for group in _groups(alike, limit)]
+            group = list(alike)
+            places = bucket_members([parameter.numel() for _, parameter in group], limit)
+            made += [_bucket([group[place] for place in bucket], ranks, dtype, owners) for bucket in places]
     return made
-
-
-def _groups(members: Iterable[Named], limit: int) -> list[list[Named]]:
-    """Parameters that share a bucket."""
-    made: list[list[Named]] = []
-    together: list[Named] = []
-    filled = 0
-    for name, parameter in members:
-        if 2 * parameter.numel() >= limit:
-            made.append([(name, parameter)])
-            continue
-        if filled + parameter.numel() > limit:
-            made.append(together)
-            together, filled = [], 0
-        together.append((name, parameter))
-        filled += parameter.numel()
-    return [*made, together] if together else made
 
 
 def _bucket(members: list[Named], ranks: Ranks, dtype: torch.dtype, owners: Owners) -> Bucket:

@@ -1,4 +1,4 @@
-"""Reduce: gradients are handed over as backward makes them, travel in buckets while it goes on, and are freed.
+"""The gradient reducer: gradients are sent in buckets while backward makes more, and are freed after reduction.
 
 Every parameter's hook puts its gradient into its bucket. A bucket whose gradients are all there is sent at once, in an
 order that all ranks agreed on (a rank with a branch of its own must not send other buckets than its peers); the sum

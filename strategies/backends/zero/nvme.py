@@ -27,7 +27,7 @@ from strategies.backends.zero.optimizer import Pieces
 from strategies.errors import CannotRun
 from strategies.telemetry.memory_report import MAPPED_FILES
 
-# A file without a name that tensors are moved to: it is gone with its process, however that ends.
+# An unlinked file for tensors, which is gone with its process, however that ends.
 
 
 _ALIGNMENT = 64

@@ -1,6 +1,6 @@
 """Offload: masters, optimizer states and the step in host memory, while weights and gradients stay where they compute.
 
-A gradient goes to the host as soon as it is summed over ranks, while backward goes on (Ren et al. 2021, ZeRO-Offload).
+A gradient goes to the host once it is reduced over ranks, while backward continues (Ren et al. 2021, ZeRO-Offload).
 The step runs there, bucket by bucket, and the weights of a bucket return while the next one is stepped.
 """
 
@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
+from planner.cost.zero_buckets import OffloadRatio
 from strategies.backends.zero.collectives import Arrival
 from strategies.backends.zero.flat_shard import Bucket, Place
 from strategies.backends.zero.nvme import Disk
 from strategies.backends.zero.settings import OffloadSettings, ZeroSettings
 
-# Copies between a device and host memory that go on while both compute.
+# Copies between a device and host memory that continue while both compute.
 
 
 DOWN, UP = "dsplan::gradients_down", "dsplan::weights_up"
@@ -124,7 +125,7 @@ class _OnHost:
 
 
 class _OnDevice:
-    """The stream that computes waits for an event; the host goes on."""
+    """The stream that computes waits for an event; the host continues."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -210,22 +211,6 @@ class Offload:
         if self.copies is None or not is_copied:
             return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         return self.copies.room(tensor.numel(), tensor.dtype).copy_(tensor)
-
-
-class OffloadRatio:
-    """Says bucket by bucket which are offloaded, so that at any moment nearly `ratio` of all elements so far are."""
-
-    def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
-        self._seen = self._taken = 0
-
-    def takes(self, elements: int) -> bool:
-        """Whether the next bucket, of so many elements, is offloaded: where that is nearer to the ratio than not."""
-        self._seen += elements
-        if self._taken + elements / 2 > self._ratio * self._seen:
-            return False
-        self._taken += elements
-        return True
 
 
 class HostGradients:

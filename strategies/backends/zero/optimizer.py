@@ -22,7 +22,7 @@ from strategies.errors import CannotRun
 from strategies.optim.optimizers import OPTIMIZERS, needs_whole_tensors, takes_sparse_gradients_only
 from strategies.protocols import TrainingParts
 
-# Rows: which rows of an embedding any rank used, for optimizers that step those and leave the others alone.
+# Embedding rows that any rank used, for optimizers with sparse steps.
 
 
 class TouchedRows:

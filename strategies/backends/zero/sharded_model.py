@@ -87,7 +87,7 @@ def buckets_for(named: Sequence[Named], context: ShardingContext) -> list[Bucket
     return buckets_of(named, context.collectives.ranks, dtypes, context.settings.bucket, context.owners)
 
 
-# What a checkpoint of our ZeRO holds: each rank its pieces of whole named tensors, from the master copies.
+# Checkpoint content: the rank's pieces of whole named tensors, from the master weights.
 
 
 class ZeroStates(States):

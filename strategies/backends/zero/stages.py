@@ -39,7 +39,7 @@ class ZeroStage1(ZeroStrategy):
         return ShardedModel(buckets, context)
 
 
-# Stage 2: gradients are sharded too: each micro-batch's are reduced over ranks and freed while backward goes on.
+# Stage 2: gradients are sharded too: each micro-batch's are reduced over ranks and freed while backward continues.
 
 
 class ZeroStage2(ZeroStage1):

@@ -28,7 +28,7 @@ from strategies.launch.diagnosis import FIRST, Ending, ending_of, memory_kills
 from strategies.launch.launchers.process import signal_ranks
 from strategies.run_directory.spec import RESULT_FILE, SAVING, EndingKind, LaunchSpec, write_json
 
-# What the nodes of a round report to each other of its end, in the store of the rendezvous.
+# The nodes of a round report its end to each other in the store of the rendezvous.
 
 
 _HEARD_SECONDS = 3.0

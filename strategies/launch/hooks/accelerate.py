@@ -29,6 +29,7 @@ from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, 
 from strategies.launch.hooks.patch import patch, with_batch_size
 from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.monitor import RunMonitor
+from strategies.tracing.example import example_batch
 
 # Arguments of Accelerator that would win over the environment.
 _FROM_PLAN = (
@@ -118,6 +119,7 @@ def _start_under(plan: Plan, accelerator: Any, start: Any, spec: LaunchSpec) -> 
 
 def _live_job(accelerator: Any, objects: tuple[Any, ...], spec: LaunchSpec) -> LiveJob:
     loader = _training_loader(objects)
+    data, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     precision = str(accelerator.mixed_precision)
     optimizer = next((item for item in objects if isinstance(item, torch.optim.Optimizer)), None)
     return LiveJob(
@@ -125,7 +127,8 @@ def _live_job(accelerator: Any, objects: tuple[Any, ...], spec: LaunchSpec) -> L
         kind=spec.kind,
         micro_batch_size=getattr(loader, "batch_size", None) or 1,
         gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
-        sequence_length=sequence_length(getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)),
+        sequence_length=sequence_length(data, collate),
+        example=example_batch(data, collate),
         precision=precision if precision in ("bf16", "fp16") else "fp32",  # type: ignore[arg-type]
         optimizer=_optimizer_name(optimizer),
         # Without `accumulate` in the script nothing would accumulate, and an unusual loader cannot be cut anew.

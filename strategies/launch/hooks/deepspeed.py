@@ -31,6 +31,7 @@ from strategies.launch.hooks.live import (
 from strategies.launch.hooks.patch import patch
 from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.monitor import RunMonitor
+from strategies.tracing.example import example_batch
 
 _FROM_PLAN = (
     "train_batch_size",
@@ -118,6 +119,7 @@ def _live_job(arguments: Mapping[str, Any], config: Mapping[str, Any], spec: Lau
         micro_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
         sequence_length=sequence_length(data, arguments.get("collate_fn")),
+        example=example_batch(data, arguments.get("collate_fn")),
         precision="bf16" if _enabled(config, "bf16") else "fp16" if _enabled(config, "fp16") else "fp32",
         optimizer=_OPTIMIZERS.get(optimizer, "adamw"),
         # A loader that the script makes itself keeps its batch size whatever the config says.

@@ -43,6 +43,7 @@ from strategies.supervision.resume import nothing_left
 from strategies.supervision.stopping import Request, Stopping, open_board
 from strategies.supervision.watchdog import begin_watching
 from strategies.telemetry.monitor import RunMonitor
+from strategies.tracing.example import example_batch
 from strategies.variables import RUN_DIRECTORY
 
 # HF Trainer under supervision: it resumes from the run's newest checkpoint, saves when it is time, and stops in time.
@@ -335,6 +336,7 @@ def _live_job(arguments: Mapping[str, Any], settings: Any, spec: LaunchSpec) -> 
         micro_batch_size=settings.per_device_train_batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         sequence_length=sequence_length(data, collate),
+        example=example_batch(data, collate),
         precision="bf16" if settings.bf16 else "fp16" if settings.fp16 else "fp32",
         optimizer=_OPTIMIZERS.get(str(settings.optim.value), "adamw"),
     )

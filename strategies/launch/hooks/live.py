@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,10 +32,10 @@ from strategies.launch.recognise import accepted
 from strategies.run_directory.spec import ScriptKind
 from strategies.run_directory.state_consensus import current
 from strategies.telemetry.monitor import RunMonitor
+from strategies.tracing.example import first_samples, longest_tokens
 from strategies.tracing.live import facts_from_module
+from strategies.tracing.module_trace import traced_request, work_of
 from strategies.variables import PLAN, RUN_DIRECTORY, STRATEGY
-
-_SAMPLES_LOOKED_AT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +44,21 @@ class LiveJob:
 
     The global batch they make is kept. With `fixed_batch` the micro-batch is kept as well, because the script cuts it;
     one that does not accumulate trains on as many samples a step as its ranks have in a micro-batch.
+
+    `example` is a batch of the script's, of any number of samples, as the module is called with it: a mapping, a
+    sequence, one tensor, or `(args, kwargs)`; what the module does not take, such as labels, may be in it. A module
+    that no catalogue knows is traced with it. `sequence_length` is tokens per sample; without it the example's token
+    ids count, and a sample of an example that has none is one position long.
     """
 
     module: nn.Module
     kind: ScriptKind
     micro_batch_size: int
     gradient_accumulation_steps: int
-    sequence_length: int
+    sequence_length: int | None = None
     precision: words.Precision
     optimizer: words.Optimizer
+    example: Any = None
     fixed_batch: bool = False
     accumulates: bool = True
 
@@ -73,37 +78,14 @@ def settled_plan() -> Plan | None:
     return plan
 
 
-def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> int:
-    """Tokens per sample: the longest of the first samples, padded by the script's collator where it has one.
+def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> int | None:
+    """Return the tokens per sample: the longest of the first samples, padded by the script's collator where it has one.
 
-    Raises:
-        CannotRun: the data shows no token ids to measure.
+    Data without token ids has no such length (None); `example_batch` makes of it what is planned for.
     """
-    samples = _first_samples(dataset)
+    samples = first_samples(dataset)
     shown = [collate(samples)] if collate is not None and samples else samples
-    longest = max((_tokens(item) for item in shown), default=0)
-    if longest == 0:
-        raise CannotRun("the training data shows no token ids to plan for; make a plan and run it with --plan")
-    return longest
-
-
-def _first_samples(dataset: Any) -> list[Any]:
-    if dataset is None:
-        return []
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return [dataset[index] for index in range(min(_SAMPLES_LOOKED_AT, len(dataset)))]
-    return list(itertools.islice(iter(dataset), _SAMPLES_LOOKED_AT))
-
-
-def _tokens(item: Any) -> int:
-    """The length of the token ids in a sample or a batch of them; 0 where there are none."""
-    if isinstance(item, Mapping):
-        return _tokens(item.get("input_ids"))
-    if isinstance(item, torch.Tensor):
-        return item.shape[-1] if item.dim() and not item.is_floating_point() else 0
-    if isinstance(item, Sequence) and item and not isinstance(item, str):
-        return len(item) if isinstance(item[0], int) else _tokens(item[0])
-    return 0
+    return max((longest_tokens(item) for item in shown), default=0) or None
 
 
 def plan_live(job: LiveJob) -> Plan:
@@ -120,8 +102,11 @@ def plan_live(job: LiveJob) -> Plan:
 def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     ranks = int(os.environ["WORLD_SIZE"])
     cluster = probed_cluster(probe(), ranks=ranks)
+    facts = facts_from_module(job.module)
+    task, length = work_of(facts, job.module, job.example, job.sequence_length)
     options = WorkOptions(
-        seq_len=job.sequence_length,
+        task=task,
+        seq_len=length,
         global_batch=_global_batch(job, ranks),
         precision=job.precision,
         optimizer=job.optimizer,
@@ -132,7 +117,8 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
             raise CannotRun(f"{lacks}; train in fp32 or bf16, or choose ddp")
         possible = tuple(name for name in possible if name not in words.ZERO_STAGES)
     strategies = tuple(name for name in possible if asked in (None, name))
-    request = make_request(facts_from_module(job.module), cluster, options, strategies=strategies, top=1)
+    request = make_request(facts, cluster, options, strategies=strategies, top=1)
+    request = traced_request(request, job.module, job.example)
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
     if current().is_resumed and not any(True for _ in enumerate_candidates(request)):
@@ -141,7 +127,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
 
 
 def _global_batch(job: LiveJob, ranks: int) -> int:
-    """What the script's settings make, or what the run has kept so far where it goes on and the script can keep it."""
+    """Return what the script's settings make, or, in a resumed run, its batch so far if the script can keep it."""
     own, whole = job.micro_batch_size * job.gradient_accumulation_steps * ranks, current().global_batch_size
     if whole is None or job.accumulates:
         return whole or own
@@ -174,7 +160,7 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-# What a hook prints for the person at the terminal, once, from rank 0.
+# Messages of a hook, printed once, by rank 0.
 
 
 def say(sentence: str) -> None:

@@ -35,7 +35,7 @@ class SlurmLauncher(ProcessLauncher):
         return super().begin()
 
     def _cancel_left(self) -> None:
-        """Steps of an earlier attempt go on without their srun; their ranks would write where the next ones do."""
+        """Steps of an earlier attempt continue without their srun; their ranks would write where the next ones do."""
         words = ["squeue", "--noheader", "--steps", "--format=%i %j"]
         listed = subprocess.run(words, capture_output=True, text=True, check=False).stdout
         left = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [self.name]]

@@ -25,7 +25,7 @@ from strategies.tracing.cache.cache import trace_versions
 from strategies.tracing.cache.reading import Reading, Refusal, Sizes
 from strategies.tracing.cache.source import ModelSource
 
-# Coverage: which step the tracer runs for a configuration, and what it does not run.
+# The step that the tracer runs for a configuration, and the parts it leaves out.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Reading: what one trace of a training step found, or why it could not be followed."""
+"""The result of tracing one training step, or why it could not be traced."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def from_document(document: Mapping[str, Any]) -> Answer:
     return Reading(sizes=sizes, phases=phases)
 
 
-# The key of a question to the tracer: everything that its answer depends on, and nothing else.
+# The cache key of a trace: everything that its result depends on, and nothing else.
 
 
 # They follow from the rest, or are the sizes themselves, or say no more than whether gradients wait (see below); what

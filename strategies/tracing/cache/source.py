@@ -1,4 +1,4 @@
-"""ModelSource: where the module to trace comes from, known well enough to find its earlier traces without torch."""
+"""The source of the module to trace, known well enough to find its earlier traces without torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from hardware_db.handed_in import read_json
 from hardware_db.measurement import trace_key, trace_record
 from planner.models.facts import ModelFacts
 from planner.models.resolve import config_file, is_factory, resolve_model
+from planner.vocabulary import Task
 from strategies.tracing.cache.cache import TraceCache, trace_versions
-from strategies.tracing.factory import facts_of_made, made_by
+from strategies.tracing.factory import Made, facts_of_made, made_by
 
 # The files that a module of one's own is written in, by the hash of their contents.
 
@@ -80,13 +81,15 @@ _NOT_BUILT = ("name", "aliases", "note", "traced")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
     """A model as facts, and where it is built from: the facts alone, a `config` (parsed JSON), or a `factory`
-    (`package.module:function`). `identity` is what the module depends on, as JSON.
+    (`package.module:function`). `identity` is what the module depends on, as JSON; `work` the task and the length of a
+    sample that a factory's batch shows.
     """
 
     facts: ModelFacts
     config: Mapping[str, Any] = field(default_factory=dict)
     factory: str = ""
     identity: Mapping[str, object]
+    work: tuple[Task | None, int | None] = (None, None)
 
 
 def model_source(name: str | None, model_size: str | None, cache: TraceCache) -> ModelSource:
@@ -130,10 +133,12 @@ def factory_source(spec: str, cache: TraceCache) -> ModelSource:
         if unchanged(files):
             return _source(spec, record.document)
     made = made_by(spec)
+    facts = facts_of_made(spec, made)
     document: dict[str, object] = {
-        "facts": asdict(facts_of_made(spec, made)),
-        "files": source_files(_modules(spec, made)),
+        "facts": asdict(facts),
+        "files": source_files(_modules(spec, made.model)),
         "structure": _structure(made),
+        "work": list(_work_of(facts, made)),
     }
     cache.keep(trace_record(trace_key({"series": series, **document}), series, document))
     return _source(spec, document)
@@ -143,7 +148,16 @@ def _source(spec: str, document: Mapping[str, Any]) -> ModelSource:
     facts = from_json(ModelFacts, document["facts"])
     code = digest(document["files"], _DIGITS)
     identity = {"factory": spec, "code": code, "structure": document["structure"]}
-    return ModelSource(facts=facts, factory=spec, identity=identity)
+    task, length = document["work"]
+    return ModelSource(facts=facts, factory=spec, identity=identity, work=(task, length))
+
+
+def _work_of(facts: ModelFacts, made: Made) -> tuple[Task | None, int | None]:
+    if made.batch is None:
+        return None, None
+    from strategies.tracing.module_trace import work_of
+
+    return work_of(facts, made.model, made.batch)
 
 
 def _modules(spec: str, made: Any) -> set[str]:
@@ -152,11 +166,21 @@ def _modules(spec: str, made: Any) -> set[str]:
     return {spec.partition(":")[0], *(type(part).__module__ for part in parts)}
 
 
-def _structure(made: Any) -> str:
-    """The hash of a module's parts, weights and buffers, or of a config."""
-    if hasattr(made, "named_parameters"):
-        parts = [[name, type(part).__name__] for name, part in made.named_modules()]
-        tensors = [*made.named_parameters(), *made.named_buffers()]
+def _structure(made: Made) -> str:
+    """The hash of a module's parts, weights, buffers and inputs, or of a config."""
+    model = made.model
+    if hasattr(model, "named_parameters"):
+        parts = [[name, type(part).__name__] for name, part in model.named_modules()]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
         shapes = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors]
-        return digest([parts, shapes], _DIGITS)
-    return digest(made.to_dict() if hasattr(made, "to_dict") else dict(made), _DIGITS)
+        return digest([parts, shapes, _inputs(made.batch)], _DIGITS)
+    return digest(model.to_dict() if hasattr(model, "to_dict") else dict(model), _DIGITS)
+
+
+def _inputs(batch: Any) -> object:
+    """The structure of a batch in JSON: tensors by shape and dtype, all else as it is printed."""
+    if isinstance(batch, Mapping):
+        return {str(name): _inputs(part) for name, part in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_inputs(part) for part in batch]
+    return [list(batch.shape), str(batch.dtype)] if hasattr(batch, "shape") else repr(batch)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-# Local attention as flash attention does it: told of its window by a number, where torch's function takes a mask.
+# Local attention of flash attention, which takes the window as a number and not as a mask.
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Derive: the memory form of an architecture, read off one small symbolic step.
+"""Derive the memory form of an architecture from one small symbolic step.
 
 The form says what every block keeps, what the parts before and behind the blocks keep, and which moments inside each
 part can be a peak: each as a polynomial in the dimensions of model and batch (`planner.cost.memory.activations.form`).
@@ -13,7 +13,7 @@ from planner.cost.memory.activations.dimensions import Dimensions
 from planner.cost.memory.activations.form import BlockForm, Form, Moment, Polynomial, added, scaled, subtracted, value
 from strategies.tracing.forms.timeline import Storage, Timeline
 
-# Prune: of the moments of a part, those that are the largest for some model.
+# Prune the moments of a part to those that are the largest for some model.
 
 
 _TOLERANCE = 0.002

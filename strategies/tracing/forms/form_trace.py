@@ -30,7 +30,7 @@ from strategies.tracing.forms.timeline import Recorder, Timeline
 from strategies.tracing.step.build import Subject, subject_of
 from strategies.tracing.to_hf import ARGUMENTS
 
-# Points: sizes of models and batches at which the moments of a step are weighed against each other.
+# Sizes of models and batches at which the moments of a step are compared.
 
 
 _BATCHES = tuple(itertools.product((1.0, 4.0, 16.0), (128.0, 1024.0, 4096.0, 32768.0)))

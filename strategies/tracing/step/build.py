@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from planner.errors import DsplanError
 from planner.models.facts import ModelFacts
 from planner.models.tasks import default_task
 from planner.vocabulary import Attention, Task
 from strategies.tracing.blocks import repeated_blocks
+from strategies.tracing.example import Arguments, arguments_of, examples_for
 from strategies.tracing.to_hf import hf_config, model_class, shortened
 
 _AUTO_CLASSES: Mapping[Task, str] = {
@@ -143,7 +145,7 @@ def _images(config: Any, samples: int) -> torch.Tensor:
     return torch.zeros(samples, config.num_channels, config.image_size, config.image_size)
 
 
-# A module of the user's own as the subject of a trace: what it is fed.
+# Inputs of a user's own module in a trace.
 
 
 EXAMPLE = "example_batch"
@@ -156,22 +158,27 @@ _USUAL_IMAGE = 224
 
 @dataclass(frozen=True, kw_only=True)
 class OwnSubject(Subject):
-    """A module that transformers has no class for."""
+    """A module that transformers has no class for; `batch` is one of its own where a factory made it with one."""
+
+    batch: Any = None
 
     def batch_of(self, samples: int, length: int, source_length: int | None = None) -> dict[str, Any]:
-        """Arguments by name: what the module's `example_batch(samples, length)` says, or what its parts suggest."""
+        """Arguments by name: those of its own batch, what the module's `example_batch(samples, length)` says, or what
+        its parts suggest."""
         own: Any = self.module
+        if self.batch is not None:
+            return _named(own, _on_cpu(next(examples_for(own, self.batch)).batch_of(samples)))
         if hasattr(own, EXAMPLE):
             return _named(own, getattr(own, EXAMPLE)(samples, length))
         return _inferred(own, samples, length)
 
 
-def own_subject(module: nn.Module, facts: ModelFacts, attention: Attention) -> Subject:
+def own_subject(module: nn.Module, facts: ModelFacts, attention: Attention, *, batch: Any = None) -> Subject:
     """The subject of a module that a factory made. A transformers model is run as dsplan runs its own."""
     module.train()
     blocks, config = tuple(repeated_blocks(module)), getattr(module, "config", None)
     if facts.kind == "custom":
-        return OwnSubject(facts=facts, config=config, module=module, blocks=blocks)
+        return OwnSubject(facts=facts, config=config, module=module, blocks=blocks, batch=batch)
     described: Any = module
     described.config.use_cache = False
     if attention == "eager" and hasattr(module, "set_attn_implementation"):
@@ -179,12 +186,20 @@ def own_subject(module: nn.Module, facts: ModelFacts, attention: Attention) -> S
     return Subject(facts=facts, config=config, module=module, blocks=blocks)
 
 
+def _on_cpu(arguments: Arguments) -> Arguments:
+    """Made by `torch.empty`, as all of a subject's batches are."""
+    made: Arguments = tree_map(_made_again, arguments)
+    return made
+
+
+def _made_again(leaf: Any) -> Any:
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
 def _named(module: nn.Module, batch: Any) -> dict[str, Any]:
     """Arguments by the names of the module's parameters."""
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    values = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
-    return dict(inspect.signature(module.forward).bind(*values).arguments)
+    positional, named = arguments_of(batch)
+    return {**inspect.signature(module.forward).bind_partial(*positional).arguments, **named}
 
 
 def _inferred(module: nn.Module, samples: int, length: int) -> dict[str, Any]:

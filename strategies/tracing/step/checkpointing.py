@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from planner.errors import DsplanError
 from strategies.tracing.blocks import repeated_blocks
 
-# Parked: what forward saved for backward waits in host memory.
+# Tensors saved for backward wait in host memory.
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from planner.errors import DsplanError
 from strategies.tracing.step.storages import Storages
 
-# What a trace could not follow.
+# Refusals of a trace.
 
 
 class TraceFailed(DsplanError):
@@ -41,7 +41,7 @@ class TraceFailed(DsplanError):
         super().__init__(f"the trace cannot follow {what}{where}: {reason}")
 
 
-# Says in one line where a trace stopped.
+# The one line that says where a trace stopped.
 
 
 class Following:

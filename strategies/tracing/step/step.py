@@ -15,11 +15,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hardware_db.device import Device
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
 from strategies.tracing.cuda.as_cuda import DEFAULT_CAPABILITY, as_cuda
 from strategies.tracing.cuda.kernels import cpu_outputs, scratch_bytes
 from strategies.tracing.cuda.masks import unpadded, windows_without_masks
+from strategies.tracing.example import arguments_of
 from strategies.tracing.step.build import Subject, subject_of
 from strategies.tracing.step.checkpointing import checkpoint_activations
 from strategies.tracing.step.optimizers import host_states, make_optimizer
@@ -151,7 +153,7 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(unpadded())
         stack.enter_context(unchecked(chosen.module))
-        stack.enter_context(_device(job))
+        stack.enter_context(on_device(job.cluster.device))
         stack.enter_context(unpadded())
         stack.enter_context(unchecked(chosen.module))
         if configuration.attention == "flash":
@@ -164,8 +166,8 @@ def _described(job: Job) -> Subject:
     return replace(subject, with_images=job.facts.kind == "vision-language")
 
 
-def _device(job: Job) -> AbstractContextManager[object]:
-    device = job.cluster.device
+def on_device(device: Device) -> AbstractContextManager[object]:
+    """The kernels of a device, as far as they decide what is alive; to be entered inside a `FakeTensorMode`."""
     if device.is_cpu:
         return cpu_outputs()
     major, _, minor = (device.compute_capability or "").partition(".")
@@ -189,7 +191,7 @@ class _Run:
         )
         if mesh is not None:
             shard(self._module, self._blocks, mesh, self._configuration)
-        for block in self._blocks:  # after FSDP2's own hook, which frees the block's gathered weights
+        for block in self._blocks:  # after FSDP2's own hook, which frees the block's all-gathered weights
             block.register_forward_hook(self._block_done)
 
     def steps(self) -> TracedStep:
@@ -301,13 +303,6 @@ def _narrowed(batch: Any, dtype: torch.dtype | None) -> Any:
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=wanted, device="cpu")
 
     return tree_map(narrowed, batch)
-
-
-def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the module."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, list | tuple) else ((batch,), {})
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.tracing.storage_tracker import plain_parts, resizes_reported
 
-# Results of operations seen before, made again without asking torch's fake kernels, which is most of a trace's time.
+# Memoized results of fake operations; torch's fake kernels take most of a trace's time.
 
 
 _aten = torch.ops.aten

@@ -195,7 +195,7 @@ def _has_trigger(path: Path) -> None:
     [_is_garbage, _is_newer, _has_trigger, Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)],
     ids=["garbage", "newer", "trigger", "directory", "pipe", "loop"],
 )
-def test_planning_goes_on_without_a_database_and_says_so(
+def test_planning_continues_without_a_database_and_says_so(
     capsys: pytest.CaptureFixture[str], home: Path, make: Callable[[Path], None]
 ) -> None:
     question = ["--model", "gpt2", "--gpu", "H100-SXM5-80GB", "--gpus", "2", "--json"]
@@ -207,8 +207,8 @@ def test_planning_goes_on_without_a_database_and_says_so(
     out, error = capsys.readouterr()
     assert json.loads(out) == without
     (line,) = error.splitlines()
-    assert line.startswith(f"dsplan: going on without the database: {home / 'dsplan.db'}: ")
-    assert line.removeprefix("dsplan: going on without the database: ") in _error(capsys, "list")
+    assert line.startswith(f"dsplan: continuing without the database: {home / 'dsplan.db'}: ")
+    assert line.removeprefix("dsplan: continuing without the database: ") in _error(capsys, "list")
 
 
 def test_a_run_with_nothing_measured_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

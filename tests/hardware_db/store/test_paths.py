@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from hardware_db.errors import BrokenFile
-from hardware_db.files import data_dir, database_path, provide_torch_extensions, replace_text, replace_whole
+from hardware_db.files import (
+    data_dir,
+    database_path,
+    provide_torch_extensions,
+    replace_text,
+    replace_whole,
+    replacement,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +144,33 @@ def test_a_file_of_its_own_that_cannot_be_replaced_stays_as_it_was(
         replace_whole(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_written_beside_a_file_takes_its_place_only_where_all_went_well(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    with replacement(path, durable=True) as temporary:
+        temporary.write_bytes(b"new")
+        assert not path.exists()
+
+    def fail_half_way() -> None:
+        with replacement(path) as temporary:
+            temporary.write_bytes(b"half")
+            raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        fail_half_way()
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_durable_replacement_waits_for_the_bytes_and_then_for_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    replace_whole(tmp_path / "quick", "a")
+    assert synced == []
+    replace_whole(tmp_path / "latest", "a", durable=True)
+    file, folder = synced
+    assert Path(file).name.startswith(".latest.")
+    assert folder == str(tmp_path)

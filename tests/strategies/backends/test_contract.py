@@ -148,7 +148,7 @@ def test_sixteen_bits_learn_the_same_within_rounding(
 @pytest.mark.parametrize("strategy", SPREAD)
 @pytest.mark.sweep(suite=lambda strategy: strategy in ENGINES)
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(strategy: str, pool_of: PoolOf) -> None:
-    """The scheduler does not move either, and training goes on from the weights it had."""
+    """The scheduler does not move either, and training resumes from the weights it had."""
     recipe = ten_steps(strategy, 2, precision="fp16", accumulation=3)
     found = pool_of(strategy).run(contract_bodies.overflow_on_rank_1, recipe)
     expected = contract_bodies.reference_without_the_first_step(recipe)

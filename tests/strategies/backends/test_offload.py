@@ -125,7 +125,7 @@ def test_evaluation_and_changes(strategy: str, offload: str, ranks: RankPool, tm
         assert changed == [0.25]
 
 
-def test_checkpoints_go_on_with_and_without_offload(ranks: RankPool, tmp_path: Path) -> None:
+def test_checkpoints_continue_with_and_without_offload(ranks: RankPool, tmp_path: Path) -> None:
     nvme, stays = how("zero3", "nvme", tmp_path), how("zero1", "none", tmp_path)
     for saver, loader in ((nvme, nvme), (nvme, stays), (stays, nvme)):
         folder = str(tmp_path / f"{saver.recipe.offload}-{loader.recipe.offload}")

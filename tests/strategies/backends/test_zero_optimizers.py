@@ -36,7 +36,7 @@ def test_optimizers_learn_what_one_process_learns(strategy: str, optimizer: str,
 def test_their_checkpoints_go_everywhere(
     optimizer: str, ranks: RankPool, three_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Losses go on as if nothing had happened, whoever owns what."""
+    """Losses continue as if nothing had happened, whoever owns what."""
     for saver in ("zero3", "ddp"):
         folder = str(tmp_path / saver)
         expected = ranks.run(bodies.save, Run(strategy=saver, optimizer=optimizer), folder)[0]

@@ -60,7 +60,9 @@ def refuses(capsys: pytest.CaptureFixture[str]) -> Refuses:
         (("--generate", "nowhere/a.yaml"), "nowhere/a.yaml: cannot be written"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_one_line(arguments: tuple[str, ...], complaint: str, refuses: Refuses) -> None:
+def test_what_cannot_be_done_is_reported_in_one_line(
+    arguments: tuple[str, ...], complaint: str, refuses: Refuses
+) -> None:
     assert complaint in refuses(*arguments)
 
 

@@ -187,7 +187,7 @@ def broken(**changes: object) -> str:
         ),
     ],
 )
-def test_a_file_that_is_no_plan_is_told_in_one_line(text: str, complaint: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_plan_is_reported_in_one_line(text: str, complaint: str, tmp_path: Path) -> None:
     path = tmp_path / "bench.yaml"
     path.write_text(text)
     with pytest.raises(DsplanError, match=complaint) as caught:
@@ -196,7 +196,7 @@ def test_a_file_that_is_no_plan_is_told_in_one_line(text: str, complaint: str, t
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DsplanError, match="cannot be read"):
         load_bench_plan(tmp_path / "none.yaml")
 

@@ -51,7 +51,7 @@ def wait_until(condition: object, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_killed_benchmark_goes_on_where_it_was(tmp_path: Path, dsplan_home: Path) -> None:
+def test_a_killed_benchmark_resumes_where_it_was(tmp_path: Path, dsplan_home: Path) -> None:
     points = launches(30, ranks=2)
     plan = plan_file(tmp_path, points)
     killed = start_bench("--plan", plan, "--json", cwd=tmp_path)
@@ -74,7 +74,7 @@ def test_a_killed_benchmark_goes_on_where_it_was(tmp_path: Path, dsplan_home: Pa
     assert (third["stored_before"], third["measured"]) == (len(points), [])
 
 
-def test_an_interrupted_benchmark_says_how_to_go_on(tmp_path: Path, dsplan_home: Path) -> None:
+def test_an_interrupted_benchmark_says_how_to_resume(tmp_path: Path, dsplan_home: Path) -> None:
     points = launches(30, ranks=2)
     stopped = start_bench("--plan", plan_file(tmp_path, points), "--json", cwd=tmp_path)
     wait_until(lambda: (dsplan_home / "dsplan.db").exists() and len(stored()) >= 2)
@@ -108,7 +108,9 @@ def test_eight_benchmarks_that_measure_everything_anew_lose_nothing(tmp_path: Pa
     assert len(set(ids)) == PROCESSES
 
 
-def test_a_database_that_cannot_be_used_is_told_before_anything_is_measured(tmp_path: Path, dsplan_home: Path) -> None:
+def test_a_database_that_cannot_be_used_is_reported_before_anything_is_measured(
+    tmp_path: Path, dsplan_home: Path
+) -> None:
     dsplan_home.mkdir()
     (dsplan_home / "dsplan.db").write_text("no database")
     with pytest.raises(DsplanError):

@@ -50,7 +50,7 @@ def events_of(points: tuple[Point, ...], store: MemoryStore, limits: Limits | No
     return list(BenchSession(BenchPlan(device="cpu", points=points), LAPTOP, store, limits or Limits()).events())
 
 
-def test_every_point_is_stored_before_it_is_told(ranks: Ranks) -> None:
+def test_every_point_is_stored_before_it_is_reported(ranks: Ranks) -> None:
     store = MemoryStore()
     points = launches(3, ranks=2)
     told = 0
@@ -97,7 +97,7 @@ def test_nothing_new_is_begun_after_the_time(ranks: Ranks) -> None:
     assert not ranks.calls
 
 
-def test_what_is_refused_is_told_and_the_rest_goes_on(ranks: Ranks) -> None:
+def test_what_is_refused_is_reported_and_the_rest_continues(ranks: Ranks) -> None:
     store = MemoryStore()
     first, second, third = launches(3)
 

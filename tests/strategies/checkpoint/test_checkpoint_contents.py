@@ -36,7 +36,7 @@ def engine_of(model: nn.Module, **parts: Any) -> Any:
     return training_bodies.initialize(model=model, plan=plan, **parts)[0]
 
 
-def test_random_numbers_go_on(engine: Any, tmp_path: Path) -> None:
+def test_random_numbers_continue(engine: Any, tmp_path: Path) -> None:
     for generator in (random.seed, numpy.random.seed, torch.manual_seed):
         generator(5)
     random.gauss(0, 1)
@@ -61,7 +61,7 @@ def test_every_rank_has_random_numbers_of_its_own(ranks: RankPool, three_ranks: 
     assert found[2] not in expected
 
 
-def test_the_place_in_the_data_goes_on_on_more_ranks(ranks: RankPool, three_ranks: RankPool, tmp_path: Path) -> None:
+def test_the_place_in_the_data_continues_on_more_ranks(ranks: RankPool, three_ranks: RankPool, tmp_path: Path) -> None:
     """In the middle of an epoch; the same samples whatever the number of ranks."""
     expected = ranks.run(checkpoint_bodies.batches_after_saving, NATIVE, str(tmp_path))
     three = Recipe(strategy="zero2", backend="native", world_size=3)

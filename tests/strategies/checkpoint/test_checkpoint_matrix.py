@@ -1,4 +1,4 @@
-"""One format: what any strategy writes on any number of ranks, any other reads, and goes on as if nothing had been."""
+"""One format: what any strategy writes on any number of ranks, any other reads, and continues as if nothing was."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     [*((name, "torch") for name in TORCH), *((name, engine) for engine in ("native", "deepspeed") for name in ZERO)],
 )
 @pytest.mark.sweep(suite=lambda strategy, backend, world_size: (strategy, backend, world_size) in READERS)
-def test_every_checkpoint_goes_on_under_every_strategy(
+def test_every_checkpoint_continues_under_every_strategy(
     strategy: str, backend: str, world_size: int, on: Ranks, written: dict[Who, tuple[str, object]]
 ) -> None:
     reader = (strategy, backend, world_size)
@@ -101,7 +101,7 @@ def test_every_checkpoint_goes_on_under_every_strategy(
         assert losses == pytest.approx(written[writer][1], rel=1e-6), writer
 
 
-def test_every_checkpoint_goes_on_in_one_process(written: dict[Who, tuple[str, object]]) -> None:
+def test_every_checkpoint_continues_in_one_process(written: dict[Who, tuple[str, object]]) -> None:
     found = checkpoint_bodies.resume_each(Recipe(), [folder for folder, _ in written.values()], STEPS)
     for writer, losses in zip(written, found, strict=True):
         assert losses == pytest.approx(written[writer][1], rel=1e-6), writer
@@ -156,7 +156,7 @@ def test_schedules_and_loss_scales_go_from_hand_to_hand(library: str, on: Ranks,
         rates.append(rate[0])
         scales.append(scale)
     assert rates[0] == rates[1], "as it was saved"
-    assert rates[1:] == sorted(set(rates)), "the warmup goes on"
+    assert rates[1:] == sorted(set(rates)), "the warmup continues"
     assert scales[:2] == [256.0, 256.0]
     assert scales[-1] > 256.0, "it grows after three steps without an overflow, whoever took them"
 

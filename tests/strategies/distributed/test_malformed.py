@@ -110,13 +110,13 @@ def test_two_ranks_with_one_id_are_named_once_on_their_node(jobs: RunJobs) -> No
         assert "are both rank 1 of 3; give every process its own RANK" in line
 
 
-def test_too_few_processes_are_told_once_on_their_node(jobs: RunJobs) -> None:
+def test_too_few_processes_are_reported_once_on_their_node(jobs: RunJobs) -> None:
     for _, _, ended in jobs(lambda launcher, port: [launcher(rank, 4, port) for rank in (0, 2)]):
         (line,) = lines_of(ended)
         assert "ranks 1, 3 have not come within 2 s; start 4 processes, or correct WORLD_SIZE" in line
 
 
-def test_two_world_sizes_are_told_once_on_their_node(jobs: RunJobs) -> None:
+def test_two_world_sizes_are_reported_once_on_their_node(jobs: RunJobs) -> None:
     for _, _, ended in jobs(lambda launcher, port: [launcher(rank, 2 + rank, port) for rank in (0, 1)]):
         (line,) = lines_of(ended)
         assert "counts 2 ranks and rank 1" in line
@@ -137,19 +137,19 @@ def test_a_host_that_nobody_knows_is_named(jobs: RunJobs) -> None:
         assert "; set MASTER_ADDR to a name or address of rank 0's host that every node knows" in line
 
 
-def test_a_port_that_is_none_is_told(jobs: RunJobs) -> None:
+def test_a_port_that_is_none_is_reported(jobs: RunJobs) -> None:
     for _, _, ended in jobs(lambda launcher, port: [{**launcher(1, 2, port), "MASTER_PORT": "99999"}]):
         (line,) = lines_of(ended)
         assert "MASTER_PORT is 99999; ports are 1 to 65535" in line
 
 
-def test_a_rank_beyond_the_last_is_told(jobs: RunJobs) -> None:
+def test_a_rank_beyond_the_last_is_reported(jobs: RunJobs) -> None:
     for _, _, ended in jobs(lambda launcher, port: [{**launcher(1, 2, port), RANK_AND_SIZE[launcher][0]: "2"}]):
         (line,) = lines_of(ended)
         assert "says rank 2 of 2; ranks count from 0, so the highest is 1" in line
 
 
-def test_a_size_that_is_no_number_is_told(jobs: RunJobs) -> None:
+def test_a_size_that_is_no_number_is_reported(jobs: RunJobs) -> None:
     for launcher, _, ended in jobs(
         lambda launcher, port: [{**launcher(1, 2, port), RANK_AND_SIZE[launcher][1]: "two"}]
     ):
@@ -165,7 +165,7 @@ def test_a_first_rank_elsewhere_is_told_that_its_address_is_not_its_own(starter:
     assert "MASTER_ADDR 198.51.100.254 is no address of" in line
 
 
-def test_another_program_at_the_address_is_told_without_pages(starter: Starter, script: Path) -> None:
+def test_another_program_at_the_address_is_reported_without_pages(starter: Starter, script: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         variables = {**torchrun(1, 2, other.getsockname()[1]), **LIMIT}
         (line,) = lines_of(starter.run(script, [variables]))
@@ -180,7 +180,7 @@ def test_variables_that_hide_the_launchers_are_named(starter: Starter, script: P
     assert "of 3, which RANK and WORLD_SIZE hide: unset both" in line
 
 
-def test_a_port_that_another_program_has_is_told(starter: Starter, script: Path) -> None:
+def test_a_port_that_another_program_has_is_reported(starter: Starter, script: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         variables = {**torchrun(0, 2, other.getsockname()[1]), **LIMIT}
         (line,) = lines_of(starter.run(script, [variables]))

@@ -118,7 +118,7 @@ def test_jobs_on_one_machine_have_ports_of_their_own() -> None:
         ({**HYDRA, "MPI_LOCALNRANKS": ""}, "MPICH or Intel MPI has not set MPI_LOCALNRANKS"),
     ],
 )
-def test_malformed_variables_are_told_in_one_line(variables: dict[str, str], complaint: str) -> None:
+def test_malformed_variables_are_reported_in_one_line(variables: dict[str, str], complaint: str) -> None:
     with pytest.raises(CannotRun) as refusal:
         read_process_variables(variables)
     assert complaint in str(refusal.value)

@@ -131,7 +131,7 @@ def test_a_healthy_gpu_is_fine() -> None:
         ({"pcie_width": 8, "pcie_width_max": 16}, "warning", "GPU 0 has 8 of 16 PCIe lanes"),
     ],
 )
-def test_what_is_wrong_with_a_gpu_is_told(change: dict[str, object], level: str, said: str) -> None:
+def test_what_is_wrong_with_a_gpu_is_reported(change: dict[str, object], level: str, said: str) -> None:
     broken = Gpu(**{"index": 0, "name": "H100", "total_bytes": 80 * GIB, "free_bytes": GIB, **change})  # type: ignore[arg-type]
     machine = Machine(host=HEALTHY.host, software=HEALTHY.software, gpus=(broken,))
     first = gpus(machine)[0]

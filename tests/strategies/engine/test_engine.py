@@ -98,7 +98,7 @@ def test_whole_weights_are_read_used_and_changed(strategy: str, precision: str, 
     for found in (first, second):
         assert found["value"] == 0.5, "rank 0's value counts"
         assert {name: count for name, count in found["differs"].items() if count} == {"blocks.1.up.weight": 1}
-        assert found["later"] == pytest.approx(0.5, abs=0.01), "training goes on from it"
+        assert found["later"] == pytest.approx(0.5, abs=0.01), "training resumes from it"
         assert found["later"] != 0.5
         assert found["size"] == 4 * training_bodies.WIDTH**2
 

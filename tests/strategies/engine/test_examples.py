@@ -1,4 +1,4 @@
-"""GPT-2 and BERT on real text: the examples have DDP's losses under our ZeRO, and one goes on where the other ended."""
+"""GPT-2 and BERT on real text: the examples have DDP's losses under our ZeRO, and one resumes where the other ended."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_bert_is_fine_tuned_from_what_pretraining_exported(ranks: RankPool, tmp_
     )
 
 
-def test_gpt2_goes_on_from_its_checkpoint_under_another_strategy(ranks: RankPool, tmp_path: Path) -> None:
+def test_gpt2_resumes_from_its_checkpoint_under_another_strategy(ranks: RankPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     expected = train(ranks, "train_gpt2", "ddp", tmp_path / "unbroken", "--steps", "6")
     first = train(ranks, "train_gpt2", "native zero3", tmp_path / "first", "--save", folder)

@@ -29,7 +29,7 @@ DDP = Recipe(strategy="ddp", world_size=2)
         ("zero2", "deepspeed", 1),
     ],
 )
-def test_a_run_stopped_on_the_way_goes_on_at_the_exact_step_and_sample(
+def test_a_run_stopped_on_the_way_resumes_at_the_exact_step_and_sample(
     pool_of: PoolOf, tmp_path: Path, strategy: str, backend: str, accumulation: int
 ) -> None:
     recipe = Recipe(strategy=strategy, backend=backend, world_size=2, accumulation=accumulation)
@@ -55,7 +55,7 @@ def test_the_newest_two_automatic_checkpoints_stay(pool_of: PoolOf, tmp_path: Pa
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_training_goes_on_while_the_disk_is_full_and_saves_when_it_no_longer_is(
+def test_training_continues_while_the_disk_is_full_and_saves_when_it_no_longer_is(
     pool_of: PoolOf, tmp_path: Path, asynchronous: bool
 ) -> None:
     before, after = pool_of("ddp").run(supervised_bodies.full_disk, DDP, str(tmp_path), asynchronous)[0]
@@ -101,7 +101,7 @@ def test_the_scripts_own_checkpoint_counts_where_it_is_newer(pool_of: PoolOf, tm
     assert pool.run(supervised_bodies.script_saves, DDP, run, own, 1) == [3, 3]
     path, step, state = pool.run(supervised_bodies.script_loads, DDP, run, own)[0]
     assert (path, step, state) == (f"{own}/step-00000003", 3, {"at": 3})
-    # The run goes on to step 6 and is stopped there: its checkpoint is newer than the script's of step 3.
+    # The run continues to step 6 and is stopped there: its checkpoint is newer than the script's of step 3.
     pool.run(supervised_bodies.stopped, DDP, run, 5)
     path, step, state = pool.run(supervised_bodies.script_loads, DDP, run, own)[0]
     assert Path(path).parent == tmp_path / "run" / "checkpoints"

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """One attempt as its ranks wrote it down: their processes, the plan, the step it went on from, and its rows by rank
+    """One attempt as its ranks wrote it down: their processes, the plan, the step it resumed from, and its rows by rank
     and step."""
 
     number: int
@@ -87,7 +87,7 @@ def progress(starts: list[Start], when: float) -> Progress:
 
 
 def lineage(starts: list[Start]) -> list[Step]:
-    """The steps that the last weights went through: an attempt that goes on from a step replaces all after it."""
+    """The steps that the last weights went through: an attempt that resumes from a step replaces all after it."""
     made: list[tuple[Start, int]] = []
     for start in starts:
         gap = f"an attempt resumed from step {start.resumed_at}, and the ones before came to {len(made)}"

@@ -37,7 +37,7 @@ class Moment:
     time: float  # seconds since 1970
     rank: int | None = None  # to which rank, None: to no single one
     hit: bool = True  # whether it did what it should
-    goes_on_from: int | None = None  # the step from which the next attempt has to go on, None: any
+    goes_on_from: int | None = None  # the step from which the next attempt has to resume, None: any
     told: str = ""  # a regular expression for the line that the command has to print because of it
 
 
@@ -100,7 +100,7 @@ def fill_the_disk(run: FaultyRun, when: When, chance: random.Random) -> Moment |
 
 
 def fill_the_disk_and_kill(run: FaultyRun, when: When, chance: random.Random) -> Moment | None:
-    """A rank is killed while there is no room: the run goes on from an older checkpoint than the newest begun."""
+    """A rank is killed while there is no room: the run resumes from an older checkpoint than the newest begun."""
     return _fill(run, when, chance, lambda: _kill_one(run, chance, signal.SIGKILL))
 
 
@@ -148,7 +148,7 @@ def damage_the_list(run: FaultyRun, when: When, chance: random.Random) -> Moment
 def _spoil_and_kill(
     run: FaultyRun, when: When, chance: random.Random, spoil: Callable[[list[Path]], Moment]
 ) -> Moment | None:
-    """Spoil what a run goes on from while its ranks stand still between two checkpoints, so that none comes between,
+    """Spoil what a run resumes from while its ranks stand still between two checkpoints, so that none comes between,
     and kill one of them. `spoil` gets the whole checkpoints, newest first, two at least."""
     if not _arrives(run, when, chance):
         return None

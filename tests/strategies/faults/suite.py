@@ -172,8 +172,8 @@ class Figures:
     blamed: list[int | None]  # the ranks that the journal names for the endings
     hurt: list[int | None]  # those to which something was done
     unmet: list[str]  # what should have followed a fault and did not
-    seconds_lost: list[float]  # by attempt that went on: from the last sign of the one before to a new step
-    steps_repeated: list[int]  # by attempt that went on: how many steps that had been begun were made again
+    seconds_lost: list[float]  # by attempt that resumed: from the last sign of the one before to a new step
+    steps_repeated: list[int]  # by attempt that resumed: how many steps that had been begun were made again
     full_disk_alerts: int
     left_running: list[str]
     wall_seconds: float

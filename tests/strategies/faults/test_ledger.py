@@ -100,7 +100,7 @@ def test_a_step_that_one_rank_did_not_make_is_refused(tmp_path: Path) -> None:
         lineage(read_starts(tmp_path))
 
 
-def test_ranks_that_go_on_from_different_steps_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_continue_from_different_steps_are_refused(tmp_path: Path) -> None:
     write(tmp_path, 1, 0, ALL)
     path = tmp_path / "rank1.jsonl"
     path.write_text(path.read_text().replace('"resumed_at": 0', '"resumed_at": 1', 1))

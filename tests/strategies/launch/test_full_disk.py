@@ -36,7 +36,7 @@ def test_json_that_cannot_be_written_leaves_what_was_there_and_nothing_else(tmp_
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_journal_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_journal_that_cannot_be_written_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = Journal(tmp_path)
     journal.append("attempt", 0)
     with _no_space():
@@ -49,7 +49,7 @@ def test_a_journal_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: p
     assert said.count("\n") == 1
 
 
-def test_a_page_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_cannot_be_written_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = LaunchSpec(script="train.py", kind="dsplan", processes=1, run_directory=str(tmp_path))
     report = RunReport(spec=spec, outcome=COMPLETED, measured=summarise([]), plan=None)
     with _no_space():

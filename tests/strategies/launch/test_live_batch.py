@@ -1,8 +1,11 @@
-"""The global batch of a script that does not call dsplan, in a run that goes on with other ranks."""
+"""The global batch of a script that does not call dsplan, in a run that resumes with other ranks."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
 from strategies.launch.hooks import live
@@ -35,3 +38,57 @@ def test_the_batch_is_kept_where_the_script_can_accumulate(
     assert ("does not accumulate gradients: 3 ranks train on 12 samples a step, not on 24" in said) is (
         kept == 24 and not accumulates
     )
+
+
+class Images(nn.Module):
+    """Knows images only: its labels belong to the loss that the script computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 16, 3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.convolution(images).mean((2, 3))  # type: ignore[no-any-return]
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("module", "example", "length", "planned", "task"),
+    [
+        (Images(), [torch.zeros(3, 3, 20, 20), torch.zeros(3)], None, 1, "custom"),
+        (Images(), ((torch.zeros(3, 3, 20, 20),), {}), None, 1, "custom"),
+        (Words(), torch.zeros(3, 40, dtype=torch.long), None, 40, "causal-lm"),
+        (Words(), torch.zeros(3, 40, dtype=torch.long), 64, 64, "causal-lm"),
+    ],
+)
+def test_a_plan_is_made_of_a_batch_of_the_scripts_own(
+    module: nn.Module,
+    example: Any,
+    length: int | None,
+    planned: int,
+    task: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    job = live.LiveJob(
+        module=module,
+        kind="accelerate",
+        micro_batch_size=4,
+        gradient_accumulation_steps=1,
+        sequence_length=length,
+        example=example,
+        precision="fp32",
+        optimizer="adamw",
+        fixed_batch=True,
+    )
+    plan = live._plan(job, ())
+    assert (plan.configuration.sequence_length, plan.workload["task"]) == (planned, task)
+    assert plan.provenance["memory"] == "traced"

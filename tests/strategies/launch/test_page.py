@@ -70,7 +70,7 @@ def test_a_run_that_went_well_has_no_such_tables(tmp_path: Path) -> None:
     assert not [block for block in blocks if isinstance(block, Table)]
 
 
-def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_stopped_run_says_how_to_resume(tmp_path: Path) -> None:
     write_report(_report(tmp_path, outcome_of(SAVED), SAVED), "stored")
     page = (tmp_path / "report.md").read_text()
     assert f"stopped at step 12 and saved; resume with dsplan run --resume {tmp_path}" in page
@@ -80,7 +80,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
     assert "stopped after 0 steps: the ranks were ended without saving; resume with" in page
 
 
-def test_an_interrupted_run_says_how_to_go_on_where_it_has_saved(tmp_path: Path) -> None:
+def test_an_interrupted_run_says_how_to_resume_where_it_has_saved(tmp_path: Path) -> None:
     def page() -> str:
         write_report(_report(tmp_path, INTERRUPTED, None), "stored")
         return (tmp_path / "report.md").read_text()

@@ -146,14 +146,14 @@ def test_times_that_are_no_numbers() -> None:
         asked_supervision(hang_minutes=float("nan"))
 
 
-def test_a_run_to_go_on_with_that_is_not_there(tmp_path: Path) -> None:
+def test_a_run_to_resume_that_is_not_there(tmp_path: Path) -> None:
     assert "no such directory" in _refusal(RunRequest(resume=tmp_path / "nowhere"))
     (tmp_path / "file").touch()
     assert "not a directory" in _refusal(RunRequest(resume=tmp_path / "file"))
     assert "holds no run to resume" in _refusal(RunRequest(resume=tmp_path))
 
 
-def test_where_to_go_on_from(script: Path, tmp_path: Path) -> None:
+def test_where_to_resume_from(script: Path, tmp_path: Path) -> None:
     assert "add --resume DIR" in _refusal(RunRequest(script=script, resume_from="start"))
     launch = prepare(RunRequest(script=script, run_directory=tmp_path / "run"))
     launch.spec.save()

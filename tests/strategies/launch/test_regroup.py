@@ -1,4 +1,4 @@
-"""4, then 2, then 3 ranks go on with one training: a plan is made for those that are left, and the losses stay."""
+"""4, then 2, then 3 ranks resume one training: a plan is made for those that are left, and the losses stay."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _losses(path: Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_fewer_and_more_ranks_go_on_under_plans_of_their_own(tmp_path: Path) -> None:
+def test_fewer_and_more_ranks_continue_under_plans_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "tiny_net.py").write_text(MODEL)
     script, folder = tmp_path / "train.py", tmp_path / "run"
     script.write_text(TRAIN)

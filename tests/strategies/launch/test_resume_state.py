@@ -1,4 +1,4 @@
-"""How a run stands when its ranks start: failed plans of all nodes, one global batch, the plan to go on with."""
+"""How a run stands when its ranks start: failed plans of all nodes, one global batch, the plan to resume with."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_first_attempt_has_nothing_to_keep(tmp_path: Path) -> None:
     assert combined([Findings.of(tmp_path)], 3) == ResumeState(ranks=3, tunes=True)
 
 
-def test_a_later_attempt_goes_on_with_the_plan_that_ran_last() -> None:
+def test_a_later_attempt_resumes_with_the_plan_that_ran_last() -> None:
     plan, other = _plans(4)[:2]
     state = combined([_findings(other, written=1.0), _findings(plan, written=2.0, global_batch_size=24)], 4)
     assert (state.plan, state.is_given) == (plan, False)
@@ -115,7 +115,7 @@ def test_as_many_ranks_train_as_the_batch_can_be_split_over(batch: int, ranks: i
     assert combined([_findings(global_batch_size=batch)], ranks).ranks == expected
 
 
-def test_metrics_of_ranks_that_trained_say_that_the_run_goes_on(tmp_path: Path) -> None:
+def test_metrics_of_ranks_that_trained_say_that_the_run_continues(tmp_path: Path) -> None:
     AttemptOptions(checkpoint_directory="c").save(tmp_path)
     (tmp_path / "metrics-rank1.jsonl").touch()
     assert not Findings.of(tmp_path).is_resumed

@@ -79,7 +79,9 @@ def test_a_full_disk_ends_no_run_for_its_plan_file(spec: LaunchSpec, monkeypatch
     assert state.plan == _plans()[0]
 
 
-def test_orders_that_cannot_be_written_are_told_in_one_line(spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_that_cannot_be_written_are_reported_in_one_line(
+    spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(attempt_options: AttemptOptions, directory: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -165,7 +167,7 @@ def test_a_journal_written_before_it_told_of_checkpoints_vouches_for_nothing(spe
 
 def test_what_resume_from_names_is_kept_for_the_attempts_that_follow(spec: LaunchSpec) -> None:
     _train(spec)
-    for resume_from in ("start", ""):  # the second goes on with what was begun anew
+    for resume_from in ("start", ""):  # the second resumes with what was begun anew
         attempt_options = _resumed(spec, resume_from)
         assert (
             attempt_options.since,

@@ -23,12 +23,12 @@ with StopRequests() as requests:
         time.sleep(0.01)
     print("to a terminal that may be gone", flush=True)
     print("as errors go", file=sys.stderr, flush=True)
-open(sys.argv[2], "w").write("asked to stop" if requests.preempted_at else "goes on")
+open(sys.argv[2], "w").write("asked to stop" if requests.preempted_at else "continues")
 """
 
 
-@pytest.mark.parametrize(("before", "told"), [((), "asked to stop"), (("nohup",), "goes on")])
-def test_a_closed_terminal_asks_for_a_stop_and_nohup_goes_on(
+@pytest.mark.parametrize(("before", "told"), [((), "asked to stop"), (("nohup",), "continues")])
+def test_a_closed_terminal_asks_for_a_stop_and_nohup_continues(
     before: tuple[str, ...], told: str, tmp_path: Path
 ) -> None:
     ours, theirs = pty.openpty()

@@ -1,4 +1,4 @@
-"""A HF Trainer script, which knows nothing of dsplan, goes on from its own newest save."""
+"""A HF Trainer script, which knows nothing of dsplan, resumes from its own newest save."""
 
 from __future__ import annotations
 

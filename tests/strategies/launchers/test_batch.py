@@ -1,4 +1,4 @@
-"""A batch job of `dsplan emit --format slurm` on a real SLURM: told to save, it is queued again and goes on."""
+"""A batch job of `dsplan emit --format slurm` on a real SLURM: told to save, it is queued again and continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def on_path(directory: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_job_that_is_told_to_save_goes_on_when_it_is_queued_again(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_a_job_that_is_told_to_save_resumes_when_it_is_queued_again(slurm: dict[str, str], tmp_path: Path) -> None:
     with launched(tmp_path / "local", {"STEPS": "12"}) as run:
         assert run.wait(run.start("--nproc", "2")) == 0, run.out
         reference = run.losses()

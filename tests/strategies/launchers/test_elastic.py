@@ -1,4 +1,4 @@
-"""Nodes are lost and come while a run goes on: it goes on with those that are there, and its losses stay the same."""
+"""Nodes are lost and come while a run continues: it keeps those that are there, and its losses stay the same."""
 
 from __future__ import annotations
 

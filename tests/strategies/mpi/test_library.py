@@ -61,7 +61,7 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
-def test_the_program_of_the_docs_trains_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
+def test_the_program_of_the_docs_trains_and_resumes_with_other_ranks(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs/reference/mpi.md").read_text(encoding="utf-8")
     program = tmp_path / "train.py"
     program.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")

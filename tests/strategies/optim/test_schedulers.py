@@ -120,7 +120,7 @@ def test_rates_are_deepspeeds(deepspeeds: Any, name: str, params: Mapping[str, A
         ("StepLR", {"step_size": 5}),
     ],
 )
-def test_a_schedule_goes_on_where_it_was(name: str, params: Mapping[str, Any]) -> None:
+def test_a_schedule_resumes_where_it_was(name: str, params: Mapping[str, Any]) -> None:
     def make() -> tuple[torch.optim.Optimizer, Any]:
         optimizer = optimizer_of_two_groups()
         return optimizer, scheduler_by_name(NamedParts(name=name, params=params))(optimizer)

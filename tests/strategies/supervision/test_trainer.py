@@ -1,4 +1,4 @@
-"""A Trainer under supervision: which of its trainings goes on with a checkpoint of an earlier attempt."""
+"""A Trainer under supervision: which of its trainings resumes from a checkpoint of an earlier attempt."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _asked(run: Path, resume_from_checkpoint: Any = None, **options: Any) -> Any
     return trainer.asked[0]
 
 
-def test_a_trainer_goes_on_from_what_is_on_disk(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trainer_resumes_from_what_is_on_disk(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _asked(run) == str(run / "out" / "checkpoint-6")
     assert "does not name checkpoints in" in capsys.readouterr().err
 
@@ -92,7 +92,7 @@ def test_a_trainer_begins_anew_or_where_it_was_told_to(run: Path, monkeypatch: p
     assert _asked(run, since=1, base=older) == older
 
 
-def test_only_the_first_training_of_a_process_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_the_first_training_of_a_process_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(RUN_DIRECTORY, str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(hook, "_trains_again", False)

@@ -44,7 +44,7 @@ def test_a_single_bad_batch_is_no_spike() -> None:
     assert alerts_of(rows) == []
 
 
-def test_a_spike_is_told_again_after_it_was_over() -> None:
+def test_a_spike_is_reported_again_after_it_was_over() -> None:
     losses = [1.0 + 0.01 * (step % 7) for step in range(300)]
     losses[100:110] = losses[200:210] = [5.0] * 10
     rows = [step_row(step, loss=loss) for step, loss in enumerate(losses)]
@@ -57,7 +57,7 @@ def test_a_spike_is_told_again_after_it_was_over() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_is_told_once_until_it_is_over(bad: float) -> None:
+def test_a_loss_that_is_not_finite_is_reported_once_until_it_is_over(bad: float) -> None:
     losses = [2.0, bad, bad, bad, 2.0, bad]
     alerts = alerts_of(step_row(step, loss=loss) for step, loss in enumerate(losses))
     assert [(alert.kind, alert.step, alert.value) for alert in alerts] == [
@@ -71,7 +71,7 @@ def test_a_run_without_losses_is_watched_all_the_same() -> None:
     assert alerts_of(step_row(step, loss=None) for step in range(300)) == []
 
 
-def test_steps_that_become_slow_are_told_once() -> None:
+def test_steps_that_become_slow_are_reported_once() -> None:
     noise = random.Random(0)
     rows = [step_row(step, seconds=noise.gauss(1, 0.1) * (2 if step > 400 else 1)) for step in range(900)]
     (alert,) = alerts_of(rows)
@@ -89,7 +89,7 @@ def test_pauses_and_longer_batches_are_no_slowdown() -> None:
 
 
 @pytest.mark.parametrize("metric", ["private_bytes", "allocated_bytes"])
-def test_memory_that_grows_without_a_pause_is_told_once(metric: str) -> None:
+def test_memory_that_grows_without_a_pause_is_reported_once(metric: str) -> None:
     alerts = alerts_of(step_row(step, **_memory(metric, 2000 * MIB + step * MIB)) for step in range(3000))
     assert [(alert.kind, alert.metric) for alert in alerts] == [("memory_creep", metric)]
     assert "without a pause, 60.0 MiB a minute" in alerts[0].message

@@ -52,7 +52,7 @@ def test_alerts_of_all_ranks_are_read_once_and_those_of_one_cause_are_one(tmp_pa
 
 
 @pytest.mark.parametrize(("metric", "load", "ready"), [("load_seconds", 0.5, 0.8), ("ready_seconds", 0.01, 0.8)])
-def test_a_rank_that_is_late_is_told_once(tmp_path: Path, metric: str, load: float, ready: float) -> None:
+def test_a_rank_that_is_late_is_reported_once(tmp_path: Path, metric: str, load: float, ready: float) -> None:
     follower = AlertFollower(tmp_path)
     for rank in range(4):
         figures = (load, ready) if rank == 2 else (0.01, 0.3)

@@ -77,7 +77,7 @@ def test_a_gpu_that_nvml_does_not_know_has_no_figures(tmp_path: Path, gpu: FakeG
     assert _reader(tmp_path, cpu=False).read() == {}
 
 
-def test_a_gpu_that_stays_too_hot_is_told_once(tmp_path: Path, gpu: FakeGpu) -> None:
+def test_a_gpu_that_stays_too_hot_is_reported_once(tmp_path: Path, gpu: FakeGpu) -> None:
     reader, watch = _reader(tmp_path), Watch(MonitorSettings(thresholds={}), rank=1)
     told = []
     for look in range(12):

@@ -9,7 +9,7 @@ import pytest
 from strategies.telemetry.metrics import MetricsFile
 
 
-def test_a_file_that_takes_no_more_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_takes_no_more_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     (tmp_path / "metrics-rank0.jsonl").symlink_to("/dev/full")

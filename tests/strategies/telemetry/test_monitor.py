@@ -68,7 +68,7 @@ def test_evaluation_is_not_a_step(tmp_path: Path) -> None:
     assert [line.get("samples") for line in read_metrics(tmp_path, 1)[0]] == [12, 12, None]
 
 
-def test_an_attempt_goes_on_in_the_file_and_counts_steps_over_all_of_them(tmp_path: Path) -> None:
+def test_an_attempt_continues_in_the_file_and_counts_steps_over_all_of_them(tmp_path: Path) -> None:
     AttemptOptions(checkpoint_directory="checkpoints").save(tmp_path)
     _monitored(tmp_path, steps=4)
     # Killed in the middle of a line, and before any later attempt wrote its summary.

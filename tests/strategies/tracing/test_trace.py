@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 
-from strategies.tracing.module_trace import trace_activations
+from hardware_db.probe import probe
+from planner.cluster.resolve import probed_cluster
+from planner.search.estimate import estimate
+from planner.search.exact import ExactOptions, exact
+from planner.search.request import WorkOptions, make_request
+from strategies.tracing.live import facts_from_module
+from strategies.tracing.module_trace import trace_activations, traced_facts, traced_request, work_of
 from strategies.tracing.storage_tracker import StorageTracker
 from tests.strategies.tracing.trace_bodies import LENGTH, WIDTH, Model
 
 BATCH = 6
+CPU = probed_cluster(probe(), ranks=1).device
 
 
 def batch_of(samples: int) -> dict[str, torch.Tensor]:
@@ -34,7 +44,7 @@ def real_step(model: Model) -> tuple[int, int, int]:
 
 def test_a_trace_finds_what_a_real_step_uses() -> None:
     model = Model()
-    traced = trace_activations(model, batch_of, list(model.blocks), "fp32")["fp32"]
+    traced = trace_activations(model, batch_of, "fp32", CPU)["fp32"]
     kept, forward, backward = real_step(model)
     # What does not grow with the batch (the loss, one gradient on its way) is not part of a trace.
     fixed = 2 * max(weight.nbytes for weight in model.parameters())
@@ -45,7 +55,7 @@ def test_a_trace_finds_what_a_real_step_uses() -> None:
 
 def test_blocks_are_read_one_by_one() -> None:
     model = Model()
-    traced = trace_activations(model, batch_of, list(model.blocks), "fp32")["fp32"]
+    traced = trace_activations(model, batch_of, "fp32", CPU)["fp32"]
     boundary = LENGTH * WIDTH * 4
     statistics = 2 * LENGTH * 4
     # Norm's output, the two tensors around GELU, the statistics, and the output; the input was there before.
@@ -56,8 +66,8 @@ def test_blocks_are_read_one_by_one() -> None:
 
 def test_sixteen_bits_halve_what_is_kept_and_autocast_keeps_more() -> None:
     model = Model()
-    full = trace_activations(model, batch_of, list(model.blocks), "fp32")["fp32"]
-    narrow = trace_activations(model, batch_of, list(model.blocks), "bf16")
+    full = trace_activations(model, batch_of, "fp32", CPU)["fp32"]
+    narrow = trace_activations(model, batch_of, "bf16", CPU)
     assert narrow["pure"].block == pytest.approx(full.block / 2, rel=0.02)
     assert narrow["pure"].kept < narrow["autocast"].kept < full.kept
 
@@ -65,7 +75,90 @@ def test_sixteen_bits_halve_what_is_kept_and_autocast_keeps_more() -> None:
 def test_the_module_is_left_as_it_was() -> None:
     model = Model()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    trace_activations(model, batch_of, list(model.blocks), "bf16")
+    trace_activations(model, batch_of, "bf16", CPU)
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+class Convolved(nn.Module):
+    """Convolutions, batch norms, and a frozen buffer; its loss is left to the script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.body = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 64, 3, stride=2), nn.BatchNorm2d(64))
+        self.head = nn.Linear(64, 10)
+        self.register_buffer("mean", torch.zeros(1, 3, 1, 1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.stem(images - self.mean)).relu().mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def tabular() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.BatchNorm1d(256), nn.Linear(256, 256), nn.Linear(256, 1))
+
+
+def planned_peak(module: nn.Module, batch: torch.Tensor, samples: int) -> int:
+    """Of a plan whose model was traced with a batch of three."""
+    facts = facts_from_module(module)
+    task, length = work_of(facts, module, (batch[:3], torch.zeros(3)))
+    cluster = probed_cluster(probe(), ranks=1)
+    work = WorkOptions(task=task, seq_len=length, global_batch=samples, precision="fp32")
+    request = traced_request(make_request(facts, cluster, work), module, (batch[:3], torch.zeros(3)))
+    plan = estimate(*exact(request, ExactOptions(strategy="single", micro_batch=samples)))
+    assert (task, length, plan.provenance["memory"]) == ("custom", 1, "traced")
+    return plan.memory.peak_allocated_bytes
+
+
+def measured_peak(module: nn.Module, batch: torch.Tensor) -> int:
+    """Of the second of two steps of AdamW, all live bytes."""
+    optimizer = torch.optim.AdamW(module.parameters())
+
+    def step() -> None:
+        module(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    with StorageTracker([*module.parameters(), *module.buffers(), *states, batch]) as tracker:
+        step()
+        tracker.restart_peak()
+        step()
+        return tracker.peak_bytes
+
+
+@pytest.mark.parametrize("samples", [2, 8, 64])
+@pytest.mark.parametrize(("make", "shape"), [(Convolved, (3, 32, 32)), (tabular, (64,))])
+def test_the_plan_of_a_module_without_tokens_has_the_memory_of_a_real_step(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], samples: int
+) -> None:
+    module, batch = make(), torch.randn(64, *shape)
+    measured = measured_peak(module, batch[:samples].clone())
+    assert planned_peak(module, batch, samples) == pytest.approx(measured, rel=0.02)
+
+
+def test_operations_are_those_of_convolutions_and_products() -> None:
+    found = trace_activations(Convolved(), lambda n: torch.zeros(n, 3, 32, 32), "fp32", CPU)["fp32"]
+    stem, second, head = 32 * 32 * 16 * 3 * 9, 15 * 15 * 64 * 16 * 9, 64 * 10
+    assert found.operations == 2 * (stem + second + head)
+    assert found.products_launched == 3
+    # At least both batch norms and ReLUs read and write what the convolutions made.
+    assert found.moved > 4 * 4 * (32 * 32 * 16 + 15 * 15 * 64)
+
+
+def test_a_module_is_traced_as_it_trains_and_given_back_as_it_was() -> None:
+    module = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 1))
+    trained = trace_activations(module, lambda n: torch.zeros(n, 32), "fp32", CPU)["fp32"]
+    module.eval()
+    assert trace_activations(module, lambda n: torch.zeros(n, 32), "fp32", CPU)["fp32"] == trained
+    assert not any(part.training for part in module.modules())
+
+
+def test_what_cannot_be_traced_is_said_in_a_note(capfd: pytest.CaptureFixture[str]) -> None:
+    module = nn.Linear(3, 3)
+    facts = traced_facts(facts_from_module(module), module, torch.zeros(2, 5), "fp32", CPU)
+    assert not facts.traced
+    assert facts.note.startswith("tracing it on fake tensors failed: ")
+    assert capfd.readouterr().err == ""

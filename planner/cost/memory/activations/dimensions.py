@@ -67,7 +67,7 @@ def shared_width(facts: ModelFacts) -> int:
     return facts.shared_expert_intermediate_size or facts.num_shared_experts * width
 
 
-# Kinds: which blocks a model has, in the order they run.
+# The kinds of blocks of a model, in the order they run.
 
 
 def block_kinds(facts: ModelFacts, *, windows: bool) -> tuple[tuple[str, int], ...]:

@@ -52,7 +52,9 @@ class BlockFigures:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
     """A whole model; see `planner.cost.memory.activations.form.Form`. `differences`: how far the form's structure is
-    from the model's; None if no form was found."""
+    from the model's; None if no form was found. `moments` are those of a backward pass that was traced as a whole,
+    with the gradients that are finished by then.
+    """
 
     blocks: Sequence[BlockFigures]
     buffers: float
@@ -61,6 +63,7 @@ class Figures:
     loss_backward: Sequence[Peak]
     table_backward: Sequence[Peak]
     differences: int | None = 0
+    moments: Sequence[Peak] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,7 @@ def _peaks(moments: Sequence[Moment], sizes: Dimensions) -> list[Peak]:
 
 
 def _corners(peak: Peak) -> list[float]:
-    """The moment's bytes where they are extreme: few samples and many, cast weights counted or not, gradients let go of
+    """The moment's bytes where they are extreme: few samples and many, cast weights counted or not, gradients freed
     at once or held at eight bytes per element. What a strategy makes of a moment lies between."""
     fixed, grows = peak.activations
     extremes = itertools.product(_FEW_AND_MANY, (peak.cast, 0.0), (_WIDEST * peak.gradients, 0.0))
@@ -225,7 +228,15 @@ def _peak(moment: Moment, sizes: Mapping[str, float]) -> Peak:
 
 
 def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
-    """A module that was traced with its own batches: all its bytes are per sample."""
+    """A module that was traced with its own batches.
+
+    Where whole replicas keep all that forward made, the moments of the traced backward pass are the step's own. Other
+    plans go by its blocks, all of whose bytes are per sample.
+    """
+    configuration = job.configuration
+    keeps_all = configuration.strategy in ("single", "ddp") and configuration.activation_checkpointing == "none"
+    if keeps_all and traced.moments:
+        return _replayed(traced)
     count = sum(block.repeats for block in job.counts.blocks)
     parameters = float(job.counts.largest_block)
     cast = _cast_bytes(recipe, parameters)
@@ -244,11 +255,24 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
     )
     return Figures(
         blocks=[block] if count else [],
-        buffers=0.0,
+        buffers=traced.buffers,
         before=Peak((0.0, traced.kept - count * traced.block), 0.0, 0.0),
         loss=[Peak((0.0, traced.forward - traced.kept), 0.0, 0.0)],
         loss_backward=[Peak((0.0, traced.backward - traced.kept), 0.0, 0.0)],
         table_backward=[Peak(NOTHING, 0.0, float(job.counts.outside_blocks))],
+    )
+
+
+def _replayed(traced: TracedActivations) -> Figures:
+    """The traced passes as they were."""
+    return Figures(
+        blocks=[],
+        buffers=traced.buffers,
+        before=Peak((0.0, traced.forward), 0.0, 0.0),
+        loss=[Peak(NOTHING, 0.0, 0.0)],
+        loss_backward=[],
+        table_backward=[],
+        moments=[Peak((moment.fixed, moment.per_sample), 0.0, moment.gradients) for moment in traced.moments],
     )
 
 

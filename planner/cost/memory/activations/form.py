@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from planner.models.facts import ModelFacts
 
-# Polynomial: a number of bytes (or elements) as a sum of products of a model's and a batch's dimensions.
+# Polynomials in the dimensions of a model and a batch give bytes or elements.
 
 
 Polynomial: TypeAlias = Mapping[str, float]
@@ -84,7 +84,7 @@ def per_sample(polynomial: Polynomial, dimensions: Mapping[str, float]) -> tuple
     return fixed, grows
 
 
-# Structure: what two models must share for the same memory form to hold for both, whatever their sizes.
+# Models of one structure have the same memory form, whatever their sizes.
 
 
 _FIELDS = (
@@ -188,7 +188,7 @@ class Form:
     table_backward: tuple[Moment, ...]
 
 
-# Form files: where the memory forms of all architectures are kept, one JSON file per model type.
+# The files of the memory forms, one JSON file per model type.
 
 
 TYPICAL = {"encoder": "bert", "encoder-decoder": "bart", "speech-encoder-decoder": "whisper", "vision": "vit"}

@@ -53,6 +53,8 @@ def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
     """
     figures = figures_of(job, recipe)
     step = _Step(job, recipe, figures)
+    if figures.moments:
+        return [*step.forward(), *step.loss(), *step.whole()]
     if job.configuration.pp == 1:
         return [*step.forward(), *step.loss(), *step.backward(in_flight=1), *step.table(in_flight=1)]
     flight = job.configuration.pp
@@ -239,6 +241,17 @@ class _Step:
             beside = plus(beside, block.unused)
         for peak in block.backward:
             yield plus(beside, peak.activations), peak.cast, peak.gradients
+
+    def whole(self) -> Iterator[Instant]:
+        """A backward pass that was traced as a whole."""
+        for peak in self._figures.moments:
+            yield Instant(
+                phase="backward",
+                unit="table",
+                activations=peak.activations,
+                cast=peak.cast,
+                done_gradients=peak.gradients,
+            )
 
     def table(self, *, in_flight: int) -> Iterator[Instant]:
         """What comes after the first block's backward: the token table and the rest outside the blocks."""

@@ -22,7 +22,7 @@ from planner.cost.precision import Recipe
 from planner.cost.zero_buckets import zero_buckets
 from planner.types.job import Job
 
-# What DeepSpeed's ZeRO-3 holds besides partitions, optimizer states and activations, moment by moment.
+# Buffers of DeepSpeed's ZeRO-3, moment by moment.
 
 
 NORM_BYTES = 8

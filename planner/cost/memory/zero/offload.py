@@ -7,17 +7,16 @@ CPU, its memory is the host's already: `optimizer` and `all` change nothing ther
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.cost.memory.ledger import States
 from planner.cost.memory.zero.partition import flat_partition, largest_share, tensor_partitions, tensors_of
 from planner.cost.precision import Recipe
-from planner.cost.zero_buckets import native_buckets, zero_buckets
+from planner.cost.zero_buckets import OffloadRatio, bucket_members, native_buckets, zero_buckets
 from planner.types.job import Job
 
-# What DeepSpeed's ZeRO keeps in host memory where it offloads, on one rank, buffer by buffer.
+# Host buffers of DeepSpeed's offload on one rank.
 
 
 SWAP_BUFFERS = {"optimizer": 4, "parameters": 5}
@@ -81,7 +80,6 @@ def swapping_buffers(job: Job, recipe: Recipe) -> HostBuffers:
 
 IN_MEMORY = 3
 """Buckets whose states are in memory at once under NVMe: one is read, one is stepped, one is written."""
-_MASTER = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +125,8 @@ def offload_split(job: Job) -> OffloadSplit:
     limit = native_buckets(configuration.zero_stage, hidden_size=hidden, on_cpu=is_cpu).reduce
     sizes = _buckets(tensors_of(job), limit)
     share = largest_share(job)
-    away = tuple(size * share for size in _taken(sizes, ratio))
+    offloaded = OffloadRatio(ratio)
+    away = tuple(size * share for size in sizes if offloaded.takes(size))
     return OffloadSplit(on_device=sum(sizes) * share - sum(away), on_host=away)
 
 
@@ -135,12 +134,12 @@ def native_states(job: Job, recipe: Recipe, states: States) -> States:
     """What offload leaves of `states`; gradients that are away count as host memory."""
     if not offloads(job):
         return states
-    split, width, master = offload_split(job), recipe.gather, _master(job)
+    split, width, master = offload_split(job), recipe.gather, recipe.master
     away, is_cpu, is_whole = sum(split.on_host), job.cluster.device.is_cpu, weights_are_whole(job)
     parameters = width * states.elements if is_whole else (master or width) * split.on_device
     if not is_whole and (is_cpu or job.configuration.offload == "optimizer"):
         parameters += width * away
-    stored = (_stepped(job, recipe) + recipe.state) * away
+    stored = stored_bytes(job, recipe) * away
     return replace(
         states,
         parameters=parameters,
@@ -156,56 +155,37 @@ def native_host_buffers(job: Job, recipe: Recipe) -> HostBuffers:
     split, width, swaps = offload_split(job), recipe.gather, job.configuration.offload == "nvme"
     pinned = [recipe.gradient * size for size in split.on_host] + [width * split.largest]
     # A master in the dtype of its weights is what they are copied from.
-    is_source = not _master(job) and not swaps
+    is_source = not recipe.master and not swaps
     if _weights_are_on_host(job) or is_source:
         pinned += [width * size for size in split.on_host]
     states = recipe.state + (0 if is_source else _stepped(job, recipe))
     in_memory = split.window if swaps else sum(split.on_host)
-    widened = (_master(job) or width) * split.largest
+    widened = (recipe.master or width) * split.largest
     return HostBuffers(pinned=tuple(pinned), other=states * in_memory + widened)
+
+
+def stored_bytes(job: Job, recipe: Recipe) -> float:
+    """Bytes per offloaded parameter of what the step reads and writes where it is stored: masters and moments."""
+    return _stepped(job, recipe) + recipe.state
 
 
 def window_bytes(job: Job, recipe: Recipe) -> float:
     """States of NVMe that are in a CPU's memory at the most, in the step."""
-    return (_stepped(job, recipe) + recipe.state) * offload_split(job).window
+    return stored_bytes(job, recipe) * offload_split(job).window
 
 
 def _weights_are_on_host(job: Job) -> bool:
     return job.configuration.offload in ("all", "nvme") and not weights_are_whole(job)
 
 
-def _master(job: Job) -> int:
-    """Bytes of a master copy beside 16-bit weights."""
-    return _MASTER if job.configuration.precision in ("bf16", "fp16") else 0
-
-
 def _stepped(job: Job, recipe: Recipe) -> int:
     """Bytes of what the optimizer changes where that is not the weights themselves: a master, or the host's copy of
     weights that stay on the device."""
     in_place = job.cluster.device.is_cpu or _weights_are_on_host(job)
-    return _master(job) or (0 if in_place else recipe.gather)
+    return recipe.master or (0 if in_place else recipe.gather)
 
 
 @lru_cache(maxsize=256)
 def _buckets(tensors: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """Elements of each bucket, as `strategies/backends/zero/flat_shard.py` fills them."""
-    made, filled = [], 0
-    for size in tensors:
-        if 2 * size >= limit:
-            made.append(size)
-            continue
-        if filled + size > limit:
-            made.append(filled)
-            filled = 0
-        filled += size
-    return (*made, filled) if filled else tuple(made)
-
-
-def _taken(sizes: Sequence[int], ratio: float) -> list[int]:
-    """The buckets that are offloaded, as `Share` in `strategies/backends/zero/offload.py` chooses them."""
-    taken, seen = list[int](), 0
-    for size in sizes:
-        seen += size
-        if sum(taken) + size / 2 <= ratio * seen:
-            taken.append(size)
-    return taken
+    """Elements of each bucket."""
+    return tuple(sum(tensors[place] for place in bucket) for bucket in bucket_members(tensors, limit))

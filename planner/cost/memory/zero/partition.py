@@ -6,10 +6,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from planner.cost.memory.units import units_of
+from planner.cost.zero_buckets import owning_ranks
 from planner.types.job import Job
 from planner.types.plan import Configuration
 
@@ -92,7 +92,7 @@ def _by_tensor(ranks: int, threshold: int, tensors: tuple[int, ...]) -> TensorPa
     )
 
 
-# Whole tensors: how evenly ranks share the states of an optimizer that steps every tensor whole.
+# Balance of optimizer states over ranks for optimizers that step every tensor whole.
 
 
 _WHOLE = ("adafactor", "adamw-8bit")
@@ -114,7 +114,6 @@ def largest_share(job: Job) -> float:
 @lru_cache(maxsize=64)
 def _largest_share(sizes: tuple[int, ...], ranks: int) -> float:
     loads = [0] * ranks
-    heapify(loads)
-    for size in sorted(sizes, reverse=True):
-        heapreplace(loads, loads[0] + size)
+    for size, owner in zip(sizes, owning_ranks(sizes, ranks), strict=True):
+        loads[owner] += size
     return max(loads) / sum(sizes)

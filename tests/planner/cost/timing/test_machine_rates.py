@@ -127,4 +127,4 @@ def test_a_database_that_cannot_be_used_stops_no_training(
     assert found
     assert all(rate.value > 0 for rate in found)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"dsplan: going on without the database: {tmp_path / 'dsplan.db'}: is not a SQLite")
+    assert line.startswith(f"dsplan: continuing without the database: {tmp_path / 'dsplan.db'}: is not a SQLite")
