@@ -12,9 +12,14 @@ if TYPE_CHECKING:
     from dsplan.selector import HardwareSelector
     from planner.errors import DsplanError
     from strategies.checkpoint.export import export_checkpoint
+    from strategies.data.loader import DistributedDataLoader
+    from strategies.distributed.environment import init_distributed
     from strategies.engine.checkpoint_manager import CheckpointManager
     from strategies.engine.initialize import initialize
+    from strategies.engine.observers import MemoryProfiler
+    from strategies.engine.trainer import DistributedTrainer, setup_distributed_training
     from strategies.modules.activation_checkpointing import checkpoint_activations
+    from strategies.optim.optimizers import ZeroOptimizer
     from strategies.optim.registry import register_optimizer, register_scheduler
     from strategies.telemetry.training_monitor import TrainingMonitor
 
@@ -22,41 +27,58 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointManager",
+    "DistributedDataLoader",
+    "DistributedTrainer",
     "DsplanError",
     "HardwareSelector",
+    "MemoryProfiler",
     "TrainingMonitor",
+    "ZeroOptimizer",
     "__version__",
     "checkpoint_activations",
     "estimate",
     "export_checkpoint",
+    "init_distributed",
     "initialize",
     "plan",
     "recommend",
     "register_optimizer",
     "register_scheduler",
+    "setup_distributed_training",
 ]
 
 _HOMES = {
     "CheckpointManager": "strategies.engine.checkpoint_manager",
+    "DistributedDataLoader": "strategies.data.loader",
+    "DistributedTrainer": "strategies.engine.trainer",
     "DsplanError": "hardware_db.errors",
     "HardwareSelector": "dsplan.selector",
+    "MemoryProfiler": "strategies.engine.observers",
     "TrainingMonitor": "strategies.telemetry.training_monitor",
+    "ZeroOptimizer": "strategies.optim.optimizers",
     "checkpoint_activations": "strategies.modules.activation_checkpointing",
     "estimate": "dsplan.api",
     "export_checkpoint": "strategies.checkpoint.export",
+    "init_distributed": "strategies.distributed.environment",
     "initialize": "strategies.engine.initialize",
     "plan": "dsplan.api",
     "recommend": "dsplan.api",
     "register_optimizer": "strategies.optim.registry",
     "register_scheduler": "strategies.optim.registry",
+    "setup_distributed_training": "strategies.engine.trainer",
 }
+
+_ROOMS = ("checkpointing", "profiling", "zero")
+"""Modules that scripts reach as attributes, without an import of their own."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _HOMES and name not in _ROOMS:
         raise AttributeError(f"module 'dsplan' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _ROOMS:
+        return import_module(f"dsplan.{name}")
     return getattr(import_module(_HOMES[name]), name)
 
 

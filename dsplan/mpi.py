@@ -10,7 +10,10 @@ try:
     from strategies.mpi.communicator import PerformanceMonitor, PerformanceReport
     from strategies.mpi.files import Part
     from strategies.mpi.gradients import GradientManager
+    from strategies.mpi.recompute import ActivationCheckpoint
     from strategies.mpi.sizes import SGD, AdamW, ModelParallelConfig, ParallelGroups
+    from strategies.mpi.tensor_parallel import TensorParallelism
+    from strategies.mpi.trainer import ParallelTrainer
     from strategies.mpi.zero import ReducedGradients, ZeROMemory, ZeROOptimizer, ZeROStage
 except ModuleNotFoundError as problem:
     if problem.name != "numpy":
@@ -19,15 +22,18 @@ except ModuleNotFoundError as problem:
 
 __all__ = [
     "SGD",
+    "ActivationCheckpoint",
     "AdamW",
     "CheckpointManager",
     "GradientManager",
     "ModelParallelConfig",
     "ParallelGroups",
+    "ParallelTrainer",
     "Part",
     "PerformanceMonitor",
     "PerformanceReport",
     "ReducedGradients",
+    "TensorParallelism",
     "ZeROMemory",
     "ZeROOptimizer",
     "ZeROStage",

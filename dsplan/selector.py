@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dsplan.training_config import TrainingConfig, distributed_strategy, estimated_memory
-from hardware_db.units import format_bytes, format_seconds
+from dsplan.training_config import Answer, TrainingConfig, distributed_strategy, estimated_memory
+from hardware_db.units import GB, format_bytes, format_seconds
 from planner import vocabulary as words
+from planner.cluster.nodes import usual_gpus_per_node
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.cost.inference import VALUE_BYTES, Serving, possible_counts, serving_on
 from planner.errors import ContradictoryRequest, NothingFits, UnknownName
 from planner.models.facts import ModelFacts
-from planner.search.request import SAMPLES_PER_GPU, WorkOptions, make_request
+from planner.models.tasks import default_sequence_length
+from planner.search.request import SAMPLES_PER_GPU, WorkOptions, make_request, usual_precision
 from planner.search.search import Recommendation, describe, recommend
+from planner.types.cluster import Cluster
 from planner.types.plan import Plan
+from planner.types.plan_io import plan_to_dict
 from strategies.tracing.factory import any_model
 
 if TYPE_CHECKING:
@@ -78,29 +83,34 @@ class HardwareSelector:
         batch_size: int | None = None,
         distributed: bool = True,
         gpu_count: int | None = None,
-    ) -> Mapping[str, Any]:
+    ) -> Answer:
         """Hardware and strategy for a task: `primary_recommendation`, `distributed_strategy`, `gpu_count`,
         `fallback_options` (the next plans, best first), `explanation`, `assumed` and `plan`.
 
-        `batch_size` is per GPU (8 if None); without `distributed` one GPU is planned for.
+        `task_type` "training": `batch_size` is per GPU (8 if None). "inference": the fewest of at most `gpu_count` GPUs
+        that serve `batch_size` (1) sequences at a time, each as long as `sequence_length` or the model allows.
+        `gpu_count` 0, as torch counts on a machine without GPUs, is one process on its CPU; without `distributed` one
+        GPU is planned for.
 
         Raises:
-            ContradictoryRequest: `task_type` is not training, or a number or a combination is impossible.
+            ContradictoryRequest: there is no such task, or a number or a combination is impossible.
             UnknownName: the family, model or device is not known.
             NothingFits: no plan fits; the message holds the closest miss and the remedies.
         """
-        if task_type != "training":
-            raise ContradictoryRequest(f"task_type {task_type!r} cannot be planned for; use 'training'")
-        if not distributed and gpu_count not in (None, 1):
+        if task_type not in ("training", "inference"):
+            raise ContradictoryRequest(f"task_type {task_type!r} cannot be planned for; use 'training' or 'inference'")
+        if not distributed and gpu_count not in (None, 0, 1):
             raise ContradictoryRequest(f"gpu_count is {gpu_count} but distributed is False; drop one of the two")
         job = _Job(
             model_family=model_family,
             model_name=model_name,
-            gpu_count=gpu_count if distributed else 1,
+            gpu_count=gpu_count if distributed or gpu_count == 0 else 1,
             batch_size=batch_size,
         )
+        if task_type == "inference":
+            return self._serving(job)
         answer, plans = self._plans(job)
-        return MappingProxyType(
+        return Answer(
             {
                 "primary_recommendation": _hardware(plans[0]),
                 "distributed_strategy": distributed_strategy(plans[0]),
@@ -109,8 +119,9 @@ class HardwareSelector:
                 "fallback_options": [_option(plan) for plan in plans[1:]],
                 "explanation": _explanation(plans, answer),
                 "assumed": "; ".join(answer.request.defaults),
-                "plan": plans[0],
-            }
+                "plan": plan_to_dict(plans[0]),
+            },
+            plans[0],
         )
 
     def get_distributed_training_config(
@@ -147,14 +158,7 @@ class HardwareSelector:
 
     def _plans(self, job: _Job) -> tuple[Recommendation, tuple[Plan, ...]]:
         """The recommendation and those of its plans that scripts can follow, best first, at least one."""
-        _check_count("gpu_count", job.gpu_count)
-        _check_count("batch_size", job.batch_size)
-        facts = any_model(job.model_name)
-        _check_family(job.model_family, facts)
-        hardware = HardwareRequest(
-            gpus=job.gpu_count, gpu=self._gpu, node_type=self._node_type, memory_gb=job.max_memory_gb
-        )
-        cluster = resolve_cluster(hardware, self._machine)
+        facts, cluster = self._resolved(job)
         work = WorkOptions(
             task="seq-cls" if job.model_family == "text_classification" else None,
             seq_len=self._sequence_length,
@@ -169,10 +173,116 @@ class HardwareSelector:
             raise NothingFits(_nothing_fits(answer, facts.name))
         return answer, plans
 
+    def _resolved(self, job: _Job) -> tuple[ModelFacts, Cluster]:
+        """The model and the hardware that a question is about."""
+        _check_count("gpu_count", job.gpu_count, least=0)
+        _check_count("batch_size", job.batch_size)
+        facts = any_model(job.model_name)
+        _check_family(job.model_family, facts)
+        gpu, gpus = self._gpu, job.gpu_count
+        if gpus == 0:
+            if gpu not in (None, "cpu") or self._node_type is not None:
+                raise ContradictoryRequest(f"gpu_count is 0 and {gpu or self._node_type} is named; drop one of the two")
+            gpu, gpus = "cpu", 1
+        hardware = HardwareRequest(gpus=gpus, gpu=gpu, node_type=self._node_type, memory_gb=job.max_memory_gb)
+        return facts, resolve_cluster(hardware, self._machine)
 
-def _check_count(name: str, count: object) -> None:
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise ContradictoryRequest(f"{name} is {count!r}; it must be a whole number of at least 1, or None")
+    def _serving(self, job: _Job) -> Answer:
+        """How many GPUs serve a model, and what they hold."""
+        facts, cluster = self._resolved(job)
+        most = cluster.gpus
+        if job.gpu_count is None and not cluster.probed:
+            most = max(most, usual_gpus_per_node(cluster.device))
+        precision = self._precision or usual_precision(cluster.device)
+        tokens, assumed = _longest(facts, self._sequence_length)
+        ways = [
+            serving_on(
+                facts,
+                gpus,
+                capacity_bytes=cluster.capacity_bytes,
+                tokens=tokens,
+                sequences=job.batch_size or 1,
+                bytes_per_value=VALUE_BYTES[precision],
+            )
+            for gpus in possible_counts(facts, max(most, facts.num_heads))
+        ]
+        device = cluster.device.name
+        fitting = [way for way in ways if way.fits]
+        within = [way for way in fitting if way.gpus <= most]
+        if not within:
+            raise NothingFits(_cannot_serve(facts.name, ways, fitting, most=most, device=device))
+        first, *others = (_served(way, device) for way in within)
+        return Answer(
+            {
+                **first,
+                "primary_recommendation": first["hardware"],
+                "hardware": device,
+                "fallback_options": others,
+                "sequence_length": tokens,
+                "precision": precision,
+                "explanation": _why_served(within[0], device, tokens),
+                "assumed": "; ".join(part for part in (cluster.assumed, assumed) if part),
+                "model_family": job.model_family,
+                "model_name": job.model_name,
+            }
+        )
+
+
+def _longest(facts: ModelFacts, asked: int | None) -> tuple[int, str]:
+    """Tokens of a sequence with its answer, and the sentence that says where they come from."""
+    longest = facts.max_position_embeddings
+    if asked is not None and longest and asked > longest and facts.learned_positions:
+        raise ContradictoryRequest(
+            f"sequence_length is {asked}, and {facts.name} has {longest} learned positions; use at most {longest}"
+        )
+    if asked is not None:
+        return asked, ""
+    tokens = longest or default_sequence_length(facts)
+    return tokens, f"sequence length {tokens} (sequence_length=)"
+
+
+def _served(way: Serving, device: str) -> dict[str, Any]:
+    return {
+        "hardware": f"{way.gpus} x {device}",
+        "distributed_strategy": "TensorParallel" if way.gpus > 1 else "single",
+        "gpu_count": way.gpus,
+        "batch_size": way.sequences,
+        "most_sequences": way.most_sequences,
+        "estimated_memory": {
+            "parameters_gb": way.weights_bytes / GB,
+            "kv_cache_gb": way.cache_bytes / GB,
+            "kv_cache_per_sequence_gb": way.cache_bytes_per_sequence / GB,
+            "per_gpu_gb": way.used_bytes / GB,
+            "usable_gb": way.usable_bytes / GB,
+        },
+    }
+
+
+def _why_served(way: Serving, device: str, tokens: int) -> str:
+    holds = f"each of {way.gpus} x {device} holds {format_bytes(way.weights_bytes)} of weights"
+    if way.most_sequences is None:
+        return f"{holds}; sequences leave no keys and values behind."
+    cache = f"{format_bytes(way.cache_bytes)} of keys and values of {way.sequences} x {tokens} tokens"
+    return f"{holds} and {cache}; there is room for {way.most_sequences} x {tokens}."
+
+
+def _cannot_serve(model: str, ways: Sequence[Serving], fitting: Sequence[Serving], *, most: int, device: str) -> str:
+    closest = next(way for way in reversed(ways) if way.gpus <= most)
+    remedies = [f"use {fitting[0].gpus} GPUs"] if fitting else []
+    if closest.most_sequences:
+        remedies.append(f"serve {closest.most_sequences} sequences at a time")
+    remedies.append("set sequence_length= lower, or choose a larger GPU")
+    numbered = " ".join(f"{number}) {remedy}" for number, remedy in enumerate(remedies, start=1))
+    return (
+        f"{model} cannot be served by {most} x {device}: each of {closest.gpus} would hold"
+        f" {format_bytes(closest.weights_bytes)} of weights and {format_bytes(closest.cache_bytes)} of keys and values,"
+        f" and has {format_bytes(closest.usable_bytes)} for them; {numbered}"
+    )
+
+
+def _check_count(name: str, count: object, *, least: int = 1) -> None:
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
+        raise ContradictoryRequest(f"{name} is {count!r}; it must be a whole number of at least {least}, or None")
 
 
 def _check_family(family: str | None, facts: ModelFacts) -> None:

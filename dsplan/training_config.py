@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,31 +15,45 @@ from planner.types.plan import Plan
 _SHARDING = {"fsdp": "FULL_SHARD", "fsdp-grad-op": "SHARD_GRAD_OP", "hsdp": "HYBRID_SHARD"}
 
 
-class TrainingConfig(Mapping[str, Any]):
-    """A read-only mapping over a plan; memory is in GB (1e9 bytes), batches in samples.
+class Answer(dict[str, Any]):
+    """What a selector answers: read-only, and `json.dumps` takes it as it is. `plan` is the plan that it says this of,
+    None where nothing is trained."""
+
+    def __init__(self, values: Mapping[str, Any], plan: Plan | None = None) -> None:
+        super().__init__(values)
+        self._plan = plan
+
+    @property
+    def plan(self) -> Plan | None:
+        return self._plan
+
+
+def _refuse_change(answer: Answer, *_: object, **__: object) -> None:
+    raise TypeError("an answer is read-only; change dict(answer)")
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(Answer, _name, _refuse_change)
+
+
+class TrainingConfig(Answer):
+    """A plan under the names that training scripts read; memory is in GB (1e9 bytes), batches in samples.
 
     `per_gpu_batch_size` is the micro-batch: times `gpu_count` and `gradient_accumulation_steps` it is always
     `global_batch_size`. `distributed_strategy` is DDP (one GPU included, where DDP changes nothing), FSDP or DeepSpeed;
     `strategy` the plan's exact word. `deepspeed_config` and `fsdp_config` are there only where they apply.
     """
 
-    __slots__ = ("_values", "plan")
-
     def __init__(self, plan: Plan, **details: Any) -> None:
-        self.plan = plan
-        self._values = {**_values(plan), **details}
+        super().__init__({**_values(plan), **details}, plan)
+        self._of = plan
 
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+    @property
+    def plan(self) -> Plan:
+        return self._of
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._values!r})"
+        return f"{type(self).__name__}({super().__repr__()})"
 
     def to_training_arguments(self, options: EmitOptions = DEFAULTS) -> dict[str, Any]:
         """Keyword arguments of transformers' `TrainingArguments`, sharding included.

@@ -23,6 +23,17 @@ install() {
     $pip install -qq -c constraints.txt -e '.[train,dev]'
     # DeepSpeed looks for torch while it is built, and must not compile its CUDA extensions here.
     DS_BUILD_OPS=0 $pip install -qq -c constraints.txt --no-build-isolation -e '.[train,deepspeed,dev]'
+    compile_cpu_operators
+}
+
+# What DeepSpeed would otherwise compile at its first use, inside a test.
+compile_cpu_operators() {
+    echo "setup: compiling DeepSpeed's CPU operators (some minutes the first time)" >&2
+    DS_ACCELERATOR=cpu PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -c "
+from deepspeed.accelerator import get_accelerator
+for name in ('CPUAdamBuilder', 'FusedAdamBuilder', 'ShareMemCommBuilder'):
+    get_accelerator().create_op_builder(name).load(verbose=False)" >/dev/null 2>&1 ||
+        echo "setup: they were not compiled here (is there a C++ compiler?)" >&2
 }
 
 python=$(find_python)

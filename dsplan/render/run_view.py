@@ -14,7 +14,7 @@ from strategies.launch.attempt import AttemptEnded, Event, OutputLine, PlanMade,
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from strategies.launch.diagnosis import Ending
+    from strategies.launch.failure_causes import Ending
 
 # A pipe gets a line for the first step and then at most one in this many seconds.
 _LINE_SECONDS = 5.0

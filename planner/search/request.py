@@ -173,14 +173,18 @@ def _global_batch(cluster: Cluster, options: WorkOptions, defaults: list[str]) -
 
 
 def _precision(cluster: Cluster, defaults: list[str]) -> words.Precision:
-    device = cluster.device
-    precision: words.Precision = "bf16"
-    if device.is_cpu:
-        precision = "fp32"
-    elif not device.supports_bf16:
-        precision = "fp16" if (device.peak_flops("fp16") or 0) > (device.peak_flops("fp32") or 0) else "fp32"
+    precision = usual_precision(cluster.device)
     defaults.append(f"precision {precision} (--precision)")
     return precision
+
+
+def usual_precision(device: Device) -> words.Precision:
+    """What a device computes in where nothing else is asked for."""
+    if device.is_cpu:
+        return "fp32"
+    if device.supports_bf16:
+        return "bf16"
+    return "fp16" if (device.peak_flops("fp16") or 0) > (device.peak_flops("fp32") or 0) else "fp32"
 
 
 def deepspeed_lacks(device: Device, precision: words.Precision) -> str:

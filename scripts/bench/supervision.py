@@ -186,7 +186,7 @@ class Switch:
     """Turns supervision and monitoring of this process on and off, and on local rank 0 the launcher's processes."""
 
     def __init__(self, engine: Any) -> None:
-        from strategies.supervision.watchdog import Watchdog
+        from strategies.supervision.hang_detection import Watchdog
         from strategies.telemetry.monitor import RunMonitor
 
         self._engine, self._observers = engine, list(engine.observers)

@@ -46,8 +46,11 @@ class Single(TorchStrategy):
 class ReplicatedDataParallel(TorchStrategy):
     """Every rank holds the whole model; gradients are averaged in buckets while backward runs."""
 
+    _bucket_mib: float | None = None
+
     def engine(self, parts: TrainingParts) -> TorchEngine:
         travel = gradient_travel(parts)
+        self._bucket_mib = parts.script.communication.bucket_mib
         engine = super().engine(parts)
         ranks = Ranks(rank=self.environment.rank, world_size=self.environment.world_size)
         collectives = collectives_for(ranks, self.environment.device)
@@ -58,7 +61,8 @@ class ReplicatedDataParallel(TorchStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         ensure_group(self.environment)
         device = self.environment.device
-        return DistributedDataParallel(model.to(device), device_ids=[device] if device.type == "cuda" else None)
+        devices = [device] if device.type == "cuda" else None
+        return DistributedDataParallel(model.to(device), device_ids=devices, bucket_cap_mb=self._bucket_mib)
 
     def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
         # DDP decides in forward whether the following backward reduces, so only forward needs to be inside.

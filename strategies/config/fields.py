@@ -129,6 +129,18 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "compression": ("communication",),
 }
 _SWITCHES = ("fp16", "bf16", "activation_checkpointing", "profiler", "tensorboard", "csv_monitor", "monitor")
+_STAGE_3 = (
+    "allgather_sequential",
+    "gather_16bit_weights_on_model_save",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "model_persistence_threshold",
+    "module_granularity_threshold",
+    "param_persistence_threshold",
+    "prefetch_bucket_size",
+    "use_all_reduce_for_fetch_params",
+)
+"""Keys of `zero_optimization` that DeepSpeed documents so and reads only with `stage3_` in front."""
 _OLD_OFFLOAD = {
     "cpu_offload": "offload_optimizer",
     "cpu_offload_param": "offload_param",
@@ -143,15 +155,22 @@ def in_deepspeeds_words(config: Mapping[str, Any]) -> Values:
         CannotRun: two spellings of one thing differ.
     """
     values: Values = {key: _copied(value) for key, value in config.items() if key not in _PLACES}
+    if isinstance(values.get("zero_optimization"), bool):
+        # What DeepSpeed still takes it for (deepspeed/runtime/zero/config.py, read_zero_config_deprecated).
+        values["zero_optimization"] = {"stage": int(values["zero_optimization"])}
     for key, place in _PLACES.items():
         if key in config:
             _put(values, place, _TRANSLATED.get(key, _copied)(config[key]), spelled=key)
     for name in _SWITCHES:
         if isinstance(values.get(name), bool):
             values[name] = {"enabled": values[name]}
+    _overlap(values)
     zero = values.get("zero_optimization")
     if isinstance(zero, dict):
         _offload(zero)
+        for name in _STAGE_3:
+            if name in zero:
+                _put(zero, (f"stage3_{name}",), zero.pop(name), spelled=f"zero_optimization.{name}")
     _learning_rate(values)
     return values
 
@@ -189,6 +208,17 @@ def _offload(zero: Values) -> None:
     for name in ("offload_optimizer", "offload_param"):
         if pinned is not None and name in zero:
             _put(zero, (name, "pin_memory"), pinned, spelled="cpu_offload_use_pin_memory")
+
+
+def _overlap(values: Values) -> None:
+    """The two words of `communication` for what DeepSpeed calls `zero_optimization.overlap_comm`."""
+    section = values.get("communication")
+    for name in ("overlap_comm", "overlap_reduce_scatter"):
+        if isinstance(section, dict) and name in section:
+            flag = Fields(section, "communication").maybe_flag(name)
+            del section[name]
+            if flag is not None:
+                _put(values, ("zero_optimization", "overlap_comm"), flag, spelled=f"communication.{name}")
 
 
 def _learning_rate(values: Values) -> None:

@@ -67,16 +67,14 @@ _OFFLOAD_PARAM = Known(
 )
 
 _ZERO = Known(
-    read=_words("stage reduce_bucket_size stage3_param_persistence_threshold param_persistence_threshold"),
+    read=_words("stage reduce_bucket_size stage3_param_persistence_threshold"),
     hints=_words(
         "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size"
-        " overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint sub_group_size prefetch_bucket_size"
-        " stage3_prefetch_bucket_size model_persistence_threshold stage3_model_persistence_threshold"
-        " max_live_parameters stage3_max_live_parameters max_reuse_distance stage3_max_reuse_distance"
-        " gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save"
-        " stage3_gather_fp16_weights_on_model_save module_granularity_threshold stage3_module_granularity_threshold"
-        " use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params allgather_sequential"
-        " stage3_allgather_sequential legacy_stage1 round_robin_gradients parameter_alignment memory_efficient_linear"
+        " overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint sub_group_size"
+        " stage3_prefetch_bucket_size stage3_model_persistence_threshold stage3_max_live_parameters"
+        " stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save"
+        " stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential"
+        " legacy_stage1 round_robin_gradients parameter_alignment memory_efficient_linear"
         " pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks"
         " save_muon_momentum_buffer_in_memory leaf_module"
     ),
@@ -160,7 +158,7 @@ TOP = Known(
         "csv_monitor": _LOG,
         "checkpoint": _CHECKPOINT,
         "dataloader": Known(own=_words("num_workers pin_memory bad_samples seed")),
-        "communication": Known(own=_words("data_type compression error_feedback block_size")),
+        "communication": Known(own=_words("data_type compression error_feedback block_size bucket_cap_mb")),
         "monitor": Known(
             own=_words(
                 "enabled output_path sample_seconds loss_spike slowdown memory_growth gpu cpu network thresholds"
@@ -168,8 +166,8 @@ TOP = Known(
         ),
         "profiler": Known(own=_words("enabled wait warmup active output_path")),
         "pipeline": Known(
+            read=_words("stages"),
             hints=_words("partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned"),
-            defaults={"stages": 1},
         ),
         "tensor_parallel": Known(
             defaults={"autotp_size": 0, "tp_size": 1},

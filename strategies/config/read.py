@@ -22,6 +22,7 @@ from strategies.config.sections import (
     monitor_section,
     named_parts,
     profiler_section,
+    refuse_stages,
     zero_section,
 )
 from strategies.config.values import CsvSection, ScriptConfig, TensorboardSection
@@ -40,6 +41,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
     given = {} if config is None else dict(config) if isinstance(config, Mapping) else read_object(Path(config))
     top = Fields(in_deepspeeds_words(given))
     refuse_unknown(top)
+    refuse_stages(top.section("pipeline"))
     communication = communication_section(top)
     return ScriptConfig(
         train_batch_size=top.maybe_whole("train_batch_size", least=1),

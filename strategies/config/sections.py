@@ -45,7 +45,7 @@ def zero_section(fields: Fields) -> ZeroSection:
     return ZeroSection(
         stage=_stage(fields),
         reduce_bucket_size=fields.maybe_whole("reduce_bucket_size", least=1),
-        param_persistence_threshold=_threshold(fields),
+        param_persistence_threshold=fields.maybe_whole("stage3_param_persistence_threshold"),
         offload=offload,
         offload_ratio=optimizer.number("ratio", default.offload_ratio, most=1.0),
         nvme_path=path,
@@ -61,11 +61,6 @@ def _stage(fields: Fields) -> int | None:
     if isinstance(value, bool) or value not in range(4):
         fields.refuse("stage", "0, 1, 2 or 3")
     return int(value)
-
-
-def _threshold(fields: Fields) -> int | None:
-    own = fields.maybe_whole("stage3_param_persistence_threshold")
-    return fields.maybe_whole("param_persistence_threshold") if own is None else own
 
 
 def _offload(optimizer: Fields, param: Fields) -> Offload | None:
@@ -87,6 +82,20 @@ def _offload(optimizer: Fields, param: Fields) -> Offload | None:
     if of_optimizer == "cpu":
         return "optimizer"
     return "none" if "none" in (of_optimizer, of_param) else None
+
+
+def refuse_stages(pipeline: Fields) -> None:
+    """Stop at a `pipeline` of several stages, which no engine here runs.
+
+    Raises:
+        CannotRun: naming what to leave out.
+    """
+    stages = pipeline.whole("stages", 1, least=1)
+    if stages > 1:
+        raise CannotRun(
+            f"config: {pipeline.name('stages')} is {stages}, and models are not cut into pipeline stages here yet;"
+            " leave it out and let zero3 or fsdp shard the model"
+        )
 
 
 # The section `monitor`, and the same settings by name.
@@ -184,11 +193,20 @@ def fp16_section(fields: Fields) -> Fp16Section:
 def communication_section(top: Fields) -> CommunicationSection:
     """`communication`, with DeepSpeed's `communication_data_type` where it does not say."""
     own = top.section("communication")
+    bucket = own.real("bucket_cap_mb")
+    if bucket is not None and not 0 < bucket < float("inf"):
+        own.refuse("bucket_cap_mb", "a number above 0")
+    zero = top.section("zero_optimization")
+    if bucket is not None and zero.has("reduce_bucket_size"):
+        raise CannotRun(
+            f"config: {own.name('bucket_cap_mb')} and {zero.name('reduce_bucket_size')} are both set; leave one out"
+        )
     return CommunicationSection(
         data_type=communication_dtype(own, "data_type") or communication_dtype(top, "communication_data_type"),
         compression=own.one_of("compression", _COMPRESSIONS, "none"),
         error_feedback=own.flag("error_feedback", True),
         block_size=own.whole("block_size", CommunicationSection().block_size, least=1),
+        bucket_mib=bucket,
     )
 
 

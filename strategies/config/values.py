@@ -95,13 +95,19 @@ class CommunicationSection:
     """How gradients travel: the dtype of the reduction (None: as they are made), and what compresses them.
 
     `block_size` elements share one scale under `int8`; `error_feedback` adds what rounding lost to the next step's
-    gradients.
+    gradients. `bucket_mib` of gradients are reduced at a time (2**20 bytes each, as DDP counts; None: the backend's
+    own size).
     """
 
     data_type: CommunicationDtype | None = None
     compression: Compression = "none"
     error_feedback: bool = True
     block_size: int = INT8_BLOCK
+    bucket_mib: float | None = None
+
+    def bucket_elements(self, bytes_per_element: int) -> int | None:
+        """`bucket_mib` in gradients of a size, at least one; None where it is not set."""
+        return None if self.bucket_mib is None else max(1, int(self.bucket_mib * 2**20) // bytes_per_element)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,16 +10,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from hardware_db.notices import labelled
 from planner.types.plan import Configuration
 from strategies.config import DataSection
 from strategies.distributed.environment import Environment
+from strategies.distributed.launcher_env import own_place
 from strategies.errors import CannotRun
 from strategies.run_directory.heartbeat import beat
 
@@ -168,6 +169,10 @@ class ShardedLoader:
         """The engine has made a step of what was handed out so far."""
         self.samples = self._handed_out
 
+    def get_sampler(self) -> Sampler[list[int]]:
+        """What chooses this rank's micro-batches: lists of sample numbers, of the pass that is under way."""
+        return self._batches
+
     def state_dict(self) -> dict[str, int]:
         """The place in the data, as JSON; the same on every rank and for any number of ranks."""
         return {
@@ -238,7 +243,56 @@ class ShardedLoader:
             self.epoch, self.samples = epoch + 1, 0
 
 
-class _Order:
+class DistributedDataLoader(DataLoader[Any]):
+    """A torch DataLoader over this rank's share of a dataset, for loops that keep their own: shuffled anew in every
+    pass, which counts as an epoch.
+
+    Args:
+        shuffle: in an order that `seed` decides, the same on every rank.
+        pin_memory: has no meaning without a GPU and is left out there.
+        options: further arguments of torch's DataLoader.
+
+    Raises:
+        CannotRun: the dataset has no length, or a sampler is given too.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise CannotRun("DistributedDataLoader: the dataset has no length, so it cannot be split over ranks")
+        if given := sorted({"sampler", "batch_sampler"} & options.keys()):
+            raise CannotRun(f"DistributedDataLoader makes its own sampler; leave {given[0]}= out")
+        place = own_place()
+        self._passes = 0
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, place.world_size, place.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        pins = pin_memory and torch.cuda.is_available()
+        super().__init__(dataset, batch_size, sampler=sampler, drop_last=drop_last, pin_memory=pins, **options)
+
+    def get_sampler(self) -> DistributedSampler[Any]:
+        """The sampler that chooses this rank's samples; `set_epoch` of it decides the next pass's order."""
+        sampler: Any = self.sampler
+        return cast("DistributedSampler[Any]", sampler)
+
+    def __iter__(self) -> Any:
+        sampler = self.get_sampler()
+        if sampler.epoch < self._passes:  # the script does not count epochs itself
+            sampler.set_epoch(self._passes)
+        self._passes = sampler.epoch + 1
+        return super().__iter__()
+
+
+class _Order(Sampler[list[int]]):
     """A batch sampler: this rank's part of `order`, [samples], whose neighbours go to different ranks."""
 
     def __init__(self, micro_batch_size: int, environment: Environment) -> None:

@@ -62,6 +62,25 @@ def join() -> Environment:
     return environment
 
 
+def init_distributed(dist_backend: str | None = None) -> None:
+    """Join the job's process group, which `initialize` does too, for scripts that communicate before that.
+
+    Args:
+        dist_backend: None, or the library that serves this rank's device: nccl on a GPU, gloo on a CPU.
+
+    Raises:
+        CannotRun: `dist_backend` is another, or as `join`.
+    """
+    environment = join()
+    usual = "nccl" if environment.device.type == "cuda" else "gloo"
+    if dist_backend not in (None, usual):
+        raise CannotRun(
+            f"init_distributed: dist_backend is {dist_backend!r} and ranks on {environment.device.type} use {usual};"
+            " leave it out"
+        )
+    ensure_group(environment)
+
+
 def meet_before_script() -> Store | None:
     """Have the ranks of a launched script meet before any of its code runs, and give the store they share; None for a
     process alone. What is wrong with how they were started is reported within half a minute, however long the script

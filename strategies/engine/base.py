@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
     from strategies.data.loader import ShardedLoader
     from strategies.supervision.supervision import Supervision
     from strategies.telemetry.memory_report import MemoryReport
+
+
+_newest: weakref.ref[Engine] | None = None
+
+
+def live_engine() -> Engine | None:
+    """The engine that this process made last, as long as the script holds it."""
+    return None if _newest is None else _newest()
 
 
 class Strategy(ABC):
@@ -68,6 +77,8 @@ class Engine(ABC):
         self.client_state: dict[str, Any] = {}
         self.supervision: Supervision | None = None
         self._may_reduce = True
+        global _newest
+        _newest = weakref.ref(self)
 
     @property
     def configuration(self) -> Configuration:
@@ -126,11 +137,32 @@ class Engine(ABC):
 
         return memory_report(self)
 
+    def memory_profile(self) -> MemoryReport:
+        """The `memory_report` of this rank, which rank 0 prints."""
+        report = self.memory_report()
+        if self.is_main:
+            print(report, flush=True)
+        return report
+
     def memory_timeline(self, path: str | Path) -> AbstractContextManager[None]:
         """Draw this rank's memory over the steps that are made inside, as an SVG picture; they take longer."""
         from strategies.telemetry.memory_timeline import memory_timeline
 
         return memory_timeline(self, path)
+
+    def set_tensorboard_writer(self, writer: Any, *, every: int = 10) -> None:
+        """Write loss, learning rate, norms, memory, and seconds of sections and of communication to rank 0's writer,
+        which stays the script's to close.
+
+        Raises:
+            CannotRun: it is no such writer, or `every` steps are below 1.
+        """
+        from strategies.telemetry.tensorboard_log import scalar_log
+
+        log = scalar_log(self, writer, every=every)
+        if self.is_main:
+            self.observers.append(log)
+            atexit.register(self.close)
 
     def train(self, mode: bool = True) -> Engine:
         """Put the module in training mode."""
@@ -187,6 +219,16 @@ class Engine(ABC):
     @abstractmethod
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
         """This rank's `parameters`, `gradients` and `optimizer` states (masters too), as they lie in memory."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of the module's weights and buffers on the host, whole, by its own names; called on every rank."""
+        names = self.module.state_dict().keys()  # FSDP2 would shard again what is whole
+        with self.whole_parameters():
+            found = {
+                **dict(self.module.named_buffers(remove_duplicate=False)),
+                **dict(self.module.named_parameters(remove_duplicate=False)),
+            }
+            return {name: found[name].detach().cpu().clone() for name in names if name in found}
 
     @abstractmethod
     def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:

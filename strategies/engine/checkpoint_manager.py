@@ -12,6 +12,13 @@ from strategies.engine.base import Engine
 from strategies.errors import CannotRun, DsplanError
 from strategies.protocols import Observer
 
+_SPELLED = {
+    "save_dir": "directory",
+    "save_interval": "every_steps",
+    "keep_interval": "keep_last",
+    "async_save": "asynchronous",
+}
+
 
 class CheckpointManager:
     """Saves an engine's checkpoints below one directory; every rank has one and calls it together.
@@ -24,34 +31,60 @@ class CheckpointManager:
             manager.step()
         manager.close()
 
+    Made without an engine, it takes the one that `save` or `load` is given first.
+
     Args:
+        directory: None is what the config says, else "checkpoints".
         every_steps: optimizer steps between checkpoints that `step` saves; None: it saves none.
         keep_last: how many of the newest stay; None: what the config says, else all.
         asynchronous: write in the background; None: what the config says.
         save: `save(engine, folder)`, called on every rank, writes the tensors its own way into `folder`. Publication,
             checksums and `keep_last` are the same; to read it back is the script's, from `latest`.
+        spelled: the same under other names: `save_dir`, `save_interval`, `keep_interval`, `async_save`, and
+            `save_function(engine, step, path)`, where `path` is this rank's file.
 
     Raises:
-        CannotRun: a number is below 1.
+        CannotRun: a number is below 1, or one thing is said twice.
+        TypeError: a name is not known.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        directory: str | Path,
+        engine: Engine | None = None,
+        directory: str | Path | None = None,
         *,
         every_steps: int | None = None,
         keep_last: int | None = None,
         asynchronous: bool | None = None,
         save: Callable[[Engine, Path], object] | None = None,
+        **spelled: Any,
     ) -> None:
-        for word, value in (("every_steps", every_steps), ("keep_last", keep_last)):
-            if value is not None and value < 1:
-                raise CannotRun(f"{word}={value} keeps no checkpoint; it must be at least 1")
-        self.directory = Path(directory)
-        self._engine, self._every, self._save = engine, every_steps, save
-        self._keep_last, self._asynchronous = keep_last, asynchronous
-        self._saved_at = engine.global_steps
+        given = _respelled(
+            {
+                "directory": directory,
+                "every_steps": every_steps,
+                "keep_last": keep_last,
+                "asynchronous": asynchronous,
+                "save": save,
+            },
+            spelled,
+        )
+        for word in ("every_steps", "keep_last"):
+            if given[word] is not None and given[word] < 1:
+                raise CannotRun(f"{word}={given[word]} keeps no checkpoint; it must be at least 1")
+        self._given_directory = given["directory"]
+        self._every, self._save = given["every_steps"], given["save"]
+        self._keep_last, self._asynchronous = given["keep_last"], given["asynchronous"]
+        self._engine: Engine | None = None
+        self._saved_at = 0
+        if engine is not None:
+            self._bind(engine)
+
+    @property
+    def directory(self) -> Path:
+        """Where checkpoints are saved."""
+        of_config = None if self._engine is None else self._engine.checkpointing.directory
+        return Path(self._given_directory or of_config or "checkpoints")
 
     @property
     def latest(self) -> Path | None:
@@ -60,27 +93,66 @@ class CheckpointManager:
 
     def step(self, client_state: Mapping[str, Any] | None = None) -> Path | None:
         """Save if it is time; call it after every `engine.step()`. Returns the checkpoint's path, or None."""
-        steps = self._engine.global_steps
+        steps = self._bound().global_steps
         if self._every is None or steps == self._saved_at or steps % self._every:
             return None
         return self.save(client_state)
 
-    def save(self, client_state: Mapping[str, Any] | None = None) -> Path:
-        """Save now; `Engine.save_checkpoint` says what it raises."""
-        self._saved_at = self._engine.global_steps
-        return self._engine.save_checkpoint(
+    def save(
+        self,
+        given: Engine | Mapping[str, Any] | None = None,
+        step: int | None = None,
+        optimizer: object = None,
+        lr_scheduler: object = None,
+    ) -> Path:
+        """Save now: `save()`, `save(client_state)` or `save(engine, step, optimizer, lr_scheduler)`, which notes the
+        script's `step` in the client state. `Engine.save_checkpoint` says what it raises.
+
+        Raises:
+            CannotRun: the optimizer or scheduler is not the engine's.
+        """
+        state = given if isinstance(given, Mapping) else None
+        engine = self._bind(given, optimizer, lr_scheduler) if isinstance(given, Engine) else self._bound()
+        if step is not None:
+            state = {**(engine.client_state if state is None else state), "step": step}
+        self._saved_at = engine.global_steps
+        return engine.save_checkpoint(
             self.directory,
-            client_state,
+            state,
             asynchronous=self._asynchronous,
             keep_last=self._keep_last,
             save=self._save,
         )
 
-    def load(self) -> tuple[Path | None, dict[str, Any]]:
-        """Restore the newest; `Engine.load_checkpoint` says what it returns and raises."""
-        found = self._engine.load_checkpoint(self.directory)
-        self._saved_at = self._engine.global_steps
+    def load(
+        self,
+        path: str | Path | None = None,
+        engine: Engine | None = None,
+        optimizer: object = None,
+        lr_scheduler: object = None,
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """Restore the newest, or the checkpoint at `path`; `Engine.load_checkpoint` says what it returns and raises.
+
+        Raises:
+            CannotRun: the optimizer or scheduler is not the engine's.
+        """
+        bound = self._bound() if engine is None else self._bind(engine, optimizer, lr_scheduler)
+        found = bound.load_checkpoint(self.directory if path is None else path)
+        self._saved_at = bound.global_steps
         return found
+
+    def _bind(self, engine: Engine, optimizer: object = None, lr_scheduler: object = None) -> Engine:
+        if self._engine not in (None, engine):
+            raise CannotRun("CheckpointManager: this is another engine than before; make a manager for each")
+        require_parts(engine, optimizer, lr_scheduler, place="CheckpointManager")
+        if self._engine is None:
+            self._engine, self._saved_at = engine, engine.global_steps
+        return engine
+
+    def _bound(self) -> Engine:
+        if self._engine is None:
+            raise CannotRun("CheckpointManager: it has no engine yet; give it one, or save(engine, step)")
+        return self._engine
 
     def close(self) -> None:
         """Return when the last checkpoint is complete.
@@ -88,7 +160,7 @@ class CheckpointManager:
         Raises:
             BrokenFile: it could not be written.
         """
-        self._engine.wait_for_checkpoint()
+        self._bound().wait_for_checkpoint()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -99,6 +171,44 @@ class CheckpointManager:
         # After a failure of one rank the others may never come to wait for it.
         if problem is None:
             self.close()
+
+
+def require_parts(engine: Engine, optimizer: object, lr_scheduler: object, *, place: str) -> None:
+    """Stop at an optimizer or a scheduler that the engine does not step; None is not looked at.
+
+    Raises:
+        CannotRun: naming it.
+    """
+    for word, given, own in (
+        ("optimizer", optimizer, engine.optimizer),
+        ("lr_scheduler", lr_scheduler, engine.lr_scheduler),
+    ):
+        if given is not None and given is not own:
+            raise CannotRun(f"{place}: this {word} is not the engine's; give the one that initialize returned, or none")
+
+
+def _respelled(given: dict[str, Any], spelled: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with those of other names among them."""
+    for name, value in spelled.items():
+        if name == "save_function":
+            word, value = "save", None if value is None else _in_own_file(value)
+        elif name in _SPELLED:
+            word = _SPELLED[name]
+        else:
+            raise TypeError(f"CheckpointManager() got an unexpected keyword argument {name!r}")
+        if value is not None and given[word] is not None:
+            raise CannotRun(f"CheckpointManager: {name} and {word} say the same; leave one out")
+        given[word] = given[word] if value is None else value
+    return given
+
+
+def _in_own_file(save: Callable[[Engine, int, Path], object]) -> Callable[[Engine, Path], object]:
+    """A function that writes one file, as one that writes into a folder."""
+
+    def into(engine: Engine, folder: Path) -> None:
+        save(engine, engine.global_steps, folder / f"rank{engine.environment.rank}.pt")
+
+    return into
 
 
 class SavesByItself(Observer):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ from planner import vocabulary as words
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from strategies.autoplan.select import PlanningOptions, another_model, describe, settled_plan
-from strategies.config import ScriptConfig, read_config
+from strategies.config import read_config
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.values import MonitorSettings
 from strategies.data.loader import Collate, LoaderSettings, ShardedLoader
@@ -26,7 +24,7 @@ from strategies.distributed.environment import Environment, join
 from strategies.distributed.excepthook import install_excepthook
 from strategies.distributed.same_model import require_same_model
 from strategies.engine.base import Engine
-from strategies.engine.checkpoint_manager import saves_of_config
+from strategies.engine.observers import watch
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
 from strategies.optim.optimizers import fitting
@@ -34,75 +32,27 @@ from strategies.optim.registry import with_named
 from strategies.protocols import OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
 from strategies.run_directory.state_consensus import current
 from strategies.supervision.supervision import supervise
-from strategies.telemetry.memory_report import MemoryPrinter
 from strategies.telemetry.monitor import RunMonitor
-from strategies.telemetry.step_log import Console, CsvWriter, MetricsWriter, StepLog, TensorboardWriter, Writer
-from strategies.telemetry.traces import Traces
-from strategies.telemetry.training_monitor import TrainingMonitor
 from strategies.variables import QUIET, RUN_DIRECTORY
 
 if TYPE_CHECKING:
     from strategies.autoplan.tuning import Prospect
 
-# The observers of a config.
-
-
-EVERY = 10
-"""Steps between lines where `steps_per_print` does not say; DeepSpeed's default."""
-
-
-def watch(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -> None:
-    """Give an engine the observers of its config: logs, timers, traces, memory.
-
-    Raises:
-        BackendMissing: TensorBoard is not installed.
-    """
-    rank, every = engine.environment.rank, script.steps_per_print or EVERY
-    before = list(engine.observers)
-    writers = _writers(engine, script, monitor)
-    if writers:
-        times = script.wall_clock_breakdown or script.tensorboard.enabled or script.csv_monitor.enabled
-        engine.observers.append(StepLog(engine, writers, every=every, times=times))
-    if monitor is None and script.monitor.enabled:
-        TrainingMonitor(log_interval=every, log_dir=script.monitor.output_path, alerts=script.monitor).watch(
-            engine, owned=True
-        )
-    if script.memory_breakdown:
-        engine.observers.append(MemoryPrinter(engine, every=every))
-    if script.profiler.enabled:
-        engine.observers.append(Traces(script.profiler, engine.device, rank))
-    if saves := saves_of_config(engine):
-        engine.observers.append(saves)
-    if engine.observers != before:
-        atexit.register(engine.close)
-
-
-def _writers(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -> list[Writer]:
-    writers: list[Writer] = []
-    rank = engine.environment.rank
-    if script.tensorboard.enabled and engine.is_main:
-        writers.append(TensorboardWriter(Path(script.tensorboard.output_path, script.tensorboard.job_name)))
-    if script.csv_monitor.enabled:
-        writers.append(CsvWriter(Path(script.csv_monitor.output_path, script.csv_monitor.job_name, f"rank{rank}")))
-    if engine.is_main and (script.wall_clock_breakdown or script.steps_per_print):
-        writers.append(Console(partial(print, flush=True)))
-    if monitor is not None and script.wall_clock_breakdown:
-        writers.append(MetricsWriter(monitor))
-    return writers
-
 
 def initialize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | Mapping[str, Any] | str | Path | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Scheduler | SchedulerFactory | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     *,
+    args: object = None,
     collate_fn: Collate | None = None,
     plan: Plan | str | Path | None = None,
     strategy: words.Strategy | None = None,
     backend: words.Backend | None = None,
+    pipeline: bool = False,
 ) -> tuple[Engine, torch.optim.Optimizer, ShardedLoader | None, Scheduler | None]:
     """Place a model under a plan and return (engine, optimizer, dataloader, scheduler); called on every rank.
 
@@ -119,13 +69,26 @@ def initialize(
         collate_fn: makes a micro-batch of a list of samples; torch's `default_collate` where it is None.
         lr_scheduler: a scheduler of `optimizer` or a function optimizer -> scheduler; the engine steps it.
         config: a dictionary or JSON file with DeepSpeed's keys, which every strategy understands;
-            docs/reference/config.md lists them. What it names, `optimizer=` and `lr_scheduler=` come before.
+            docs/reference/config.md lists them. What it names, `optimizer=` and `lr_scheduler=` come before. As the
+            second argument by position it is understood too.
+        args: the command line's values, as argparse has them; its `deepspeed_config` or `dsplan_config` is the config.
+        pipeline: models are not cut into pipeline stages yet, so that True is refused.
 
     Raises:
         DsplanError: what was asked for cannot be planned or run here; one line with the remedy.
     """
     install_excepthook()
-    script = read_config(config)
+    if isinstance(optimizer, (Mapping, str, Path)):
+        if config is not None:
+            raise CannotRun("initialize: the second argument is a config and config= is given too; leave one out")
+        optimizer, config = None, optimizer
+    if not isinstance(model, nn.Module):
+        raise CannotRun(
+            f"initialize: model is a {type(model).__name__}; give a torch.nn.Module (args= takes a command line)"
+        )
+    if pipeline:
+        raise CannotRun("initialize: pipeline=True, and models are not cut into pipeline stages here yet; leave it out")
+    script = read_config(_config_of(args, config))
     environment = join()
     require_same_model(model)
     options = PlanningOptions(
@@ -143,7 +106,8 @@ def initialize(
         model=model,
         plan=settled,
         optimizer=optimizer,
-        model_parameters=model_parameters,
+        # `model.parameters()` can be walked once, and more than one part looks at them.
+        model_parameters=None if model_parameters is None else list(model_parameters),
         lr_scheduler=lr_scheduler,
         gradient_clipping=script.gradient_clipping,
         script=script,
@@ -163,6 +127,21 @@ def initialize(
     if tuning is not None:
         tuning.watch(engine)
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _config_of(args: object, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path | None:
+    """The config, or the one that a script's command line names.
+
+    Raises:
+        CannotRun: both are given.
+    """
+    for name in ("deepspeed_config", "dsplan_config"):
+        named: Any = getattr(args, name, None)
+        if named is not None and config is not None:
+            raise CannotRun(f"initialize: args.{name} is {str(named)!r} and config= is given too; leave one out")
+        if named is not None:
+            config = named
+    return config
 
 
 def _settle(model: nn.Module, options: PlanningOptions, environment: Environment) -> tuple[Plan, bool]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from strategies.launch.diagnosis import Ending, ending_of, forget_last_attempt, memory_kills
+from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt, memory_kills
 from strategies.launch.launchers.launcher import Launcher, make_launcher
 from strategies.run_directory.spec import SAVING, STOPS, LaunchSpec
 from strategies.telemetry.alerts import Alert
@@ -23,7 +23,7 @@ from strategies.telemetry.follow import AlertFollower, LineFollower
 from strategies.telemetry.metrics import parse_row
 
 if TYPE_CHECKING:
-    from strategies.launch.diagnosis import Ending
+    from strategies.launch.failure_causes import Ending
     from strategies.launch.policy import Decision
 
 # Events of a run, as values that a view can draw.

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from strategies.launch.diagnosis import Ending
+from strategies.launch.failure_causes import Ending
 
 Action = Literal["restart", "next_plan", "switch", "stop", "give_up"]
 ACTIONS: tuple[Action, ...] = get_args(Action)

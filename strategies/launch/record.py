@@ -18,7 +18,7 @@ from hardware_db.store.documents import from_document, to_document
 from planner.calibration.refresh import refresh
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.launch.diagnosis import Ending
+from strategies.launch.failure_causes import Ending
 from strategies.launch.report import OutcomeName, RunReport, measured_attempt
 from strategies.run_directory.journal import JOURNAL_FILE, Journal, read_journal
 from strategies.run_directory.spec import STOPS

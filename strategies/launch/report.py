@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hardware_db.errors import DsplanError
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict
-from strategies.launch.diagnosis import Ending
+from strategies.launch.failure_causes import Ending
 from strategies.launch.policy import Decision
 from strategies.run_directory.journal import read_journal
 from strategies.run_directory.spec import STOPPED, LaunchSpec, exit_status_of

@@ -20,7 +20,7 @@ from strategies.launch.attempt import (
     StepDone,
     StopRequests,
 )
-from strategies.launch.diagnosis import Ending, with_stacks_kept
+from strategies.launch.failure_causes import Ending, with_stacks_kept
 from strategies.launch.policy import Decision, Policy, RunContext
 from strategies.launch.record import record_attempt
 from strategies.launch.report import (

@@ -40,6 +40,48 @@ OPTIMIZERS: Mapping[str, OptimizerFactory] = {
 }
 
 
+class ZeroOptimizer(optim.Optimizer):
+    """A base for a script's own optimizer that steps each element by itself, so that ZeRO may cut tensors anywhere.
+
+        class Descent(dsplan.ZeroOptimizer):
+            def __init__(self, params, lr=1e-3):
+                super().__init__(params)
+                self.lr = lr
+
+            def step(self):
+                for parameter in self.parameters():
+                    parameter -= self.lr * parameter.grad
+
+        dsplan.register_optimizer("descent", Descent)
+
+    `step` runs without recording gradients. `lr` is the rate of the first group; setting it sets that of every group,
+    which schedulers change.
+    """
+
+    whole_tensors = False
+
+    def __init__(self, params: Iterable[Any], defaults: Mapping[str, Any] | None = None) -> None:
+        super().__init__(params, {"lr": 1e-3, **(defaults or {})})
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "step" in vars(cls):
+            setattr(cls, "step", torch.no_grad()(vars(cls)["step"]))  # noqa: B010
+
+    @property
+    def lr(self) -> float:
+        return float(self.param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = rate
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """What has a gradient in this step."""
+        return (one for group in self.param_groups for one in group["params"] if one.grad is not None)
+
+
 def trainable_parameters(model: nn.Module, chosen: Iterable[Any] | None) -> list[Any]:
     """The script's own choice of parameters or groups, or every parameter that requires a gradient.
 

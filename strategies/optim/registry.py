@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from planner.types.plan import Configuration
+from planner.types.plan import Plan
 from strategies.config import NamedParts
 from strategies.config.names import DEEPSPEEDS_OWN, MADE_BY_DEEPSPEED_ON_CPU, OPTIMIZERS, SCHEDULERS, Named, plain
 from strategies.errors import BackendMissing, CannotRun
@@ -148,25 +148,28 @@ def with_named(parts: TrainingParts) -> TrainingParts:
             require_numbers(registry.word, asked)
     if scheduler is not None and parts.lr_scheduler is None:
         parts = replace(parts, lr_scheduler=scheduler_by_name(scheduler))
-    if optimizer is None or parts.optimizer is not None or made_by_deepspeed(optimizer, parts.plan.configuration):
+    if optimizer is None or parts.optimizer is not None or made_by_deepspeed(optimizer, parts.plan):
         return parts
     if plain(optimizer.name) == "muon":
         parts = replace(parts, model_parameters=muon_groups(parts.model, parts.model_parameters))
     return replace(parts, optimizer=optimizer_by_name(optimizer))
 
 
-def made_by_deepspeed(asked: NamedParts, configuration: Configuration) -> bool:
-    """Whether DeepSpeed makes an optimizer from the config, as it must its own classes and those for the CPU.
+def made_by_deepspeed(asked: NamedParts, plan: Plan) -> bool:
+    """Whether DeepSpeed makes an optimizer from the config, as it must its own classes and, for states that left a
+    GPU, those for the CPU. On CPU ranks these are torch's, as the plan counted them: DeepSpeed's would be compiled
+    before the first step, for minutes.
 
     Raises:
         CannotRun: the optimizer is in DeepSpeed alone and another engine runs.
     """
-    name = plain(asked.name)
+    name, configuration = plain(asked.name), plan.configuration
     if OF_OPTIMIZERS.own(name) is not None:
         return False
     only_there = name in map(plain, DEEPSPEEDS_OWN)
     if configuration.backend == "deepspeed":
-        return only_there or name == "muon" or (configuration.offload != "none" and name in MADE_BY_DEEPSPEED_ON_CPU)
+        leaves_gpu = configuration.offload != "none" and plan.cluster.get("vendor") != "cpu"
+        return only_there or name == "muon" or (leaves_gpu and name in MADE_BY_DEEPSPEED_ON_CPU)
     if only_there:
         raise CannotRun(
             f"config: optimizer {asked.name} is in DeepSpeed alone; use AdamW (with communication.compression int8"

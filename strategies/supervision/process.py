@@ -13,8 +13,8 @@ from typing import NoReturn
 from hardware_db.files import replace_whole
 from strategies.run_directory.spec import STOPPED, EndingKind, LaunchSpec, failure_path, pid_path, success_path
 from strategies.supervision.failures import Failure, described, write_failure
+from strategies.supervision.hang_detection import Watchdog, begin_watching
 from strategies.supervision.stopping import STOP_SIGNAL, Stopped, Stopping
-from strategies.supervision.watchdog import Watchdog, begin_watching
 
 _USABLE = 0.8
 """Share of the grace that a rank may use; ending takes the rest."""

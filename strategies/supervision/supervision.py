@@ -22,11 +22,11 @@ from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
 from strategies.run_directory.spec import EndingKind
 from strategies.supervision.autosave import AutomaticSaves, Interval, SavePlace, SupervisedEngine
+from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
 from strategies.supervision.process import leave, stopped
 from strategies.supervision.resume import Resumed, is_left_behind, nothing_left, resume, step_of, with_common_past
 from strategies.supervision.stopping import Stopping, open_board
-from strategies.supervision.watchdog import begin_watching
 from strategies.variables import RUN_DIRECTORY
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Supervision(Observer):
         self._owed: DsplanError | None = None
         self._script_reads_state = reads_client_state(Path(sys.argv[0]))
         self._is_first_load = self._trains_alone = True
+        self._begins_data_anew = False
         self._saves = AutomaticSaves(
             engine,
             _place_of(options),
@@ -113,10 +114,7 @@ class Supervision(Observer):
         if self._engine.is_main:
             passed_over = f"; {resumed.passed_over}" if resumed.passed_over else ""
             notice(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
-            if loader is None:
-                notice(
-                    "the script reads its data itself, and begins with its first sample again; training_data= resumes"
-                )
+            self._begins_data_anew = loader is None
 
     # What happens in a step.
 
@@ -128,6 +126,12 @@ class Supervision(Observer):
         """
         if self._owed is not None:
             raise self._owed
+        if self._begins_data_anew:
+            self._begins_data_anew = False
+            if self._is_first_load:  # else the script has asked where the run stands
+                notice(
+                    "the script reads its data itself, and begins with its first sample again; training_data= resumes"
+                )
         PULSE.call()
 
     def loss_is(self, loss: torch.Tensor) -> None:
@@ -191,6 +195,11 @@ class Supervision(Observer):
     def script_could_not_save(self, problem: DsplanError) -> None:
         """A save that the config asked for went wrong, which does not end the training."""
         self._saves.failed(problem)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this attempt has resumed and the script has not asked yet where the run stands."""
+        return self._resumed is not None and self._is_first_load
 
     def load(self, directory: Path) -> tuple[Path | None, dict[str, Any]]:
         """What the script's `load_checkpoint` does: at the start of a resumed attempt the newer of its checkpoint and

@@ -25,8 +25,8 @@ from strategies.telemetry.follow import AlertFollower
 from strategies.telemetry.machine import Figures, MachineReader, Sampler
 from strategies.telemetry.metrics import MetricsFile
 from strategies.telemetry.monitor import gpu_uuid, is_first_here
-from strategies.telemetry.step_log import TensorboardWriter
 from strategies.telemetry.step_rows import StepRows
+from strategies.telemetry.tensorboard_log import TensorboardWriter
 from strategies.variables import RUN_DIRECTORY
 
 # Figures of an engine's steps.
@@ -120,7 +120,7 @@ class TrainingMonitor:
         self._every, self._quiet = log_interval, quiet
         directory = Path(log_dir)
         self._file = MetricsFile(directory, self.rank) if save_logs else None
-        self._tensorboard = TensorboardWriter(directory) if tensorboard and self.rank == 0 else None
+        self._tensorboard = TensorboardWriter.in_directory(directory) if tensorboard and self.rank == 0 else None
         self._watch = Watch(self.settings, rank=self.rank)
         self._thresholds = Thresholds(self.settings.thresholds)
         self._detectors: dict[str, list[Detector]] = {}

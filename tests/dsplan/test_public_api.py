@@ -14,18 +14,24 @@ import dsplan
 def test_public_names() -> None:
     assert dsplan.__all__ == [
         "CheckpointManager",
+        "DistributedDataLoader",
+        "DistributedTrainer",
         "DsplanError",
         "HardwareSelector",
+        "MemoryProfiler",
         "TrainingMonitor",
+        "ZeroOptimizer",
         "__version__",
         "checkpoint_activations",
         "estimate",
         "export_checkpoint",
+        "init_distributed",
         "initialize",
         "plan",
         "recommend",
         "register_optimizer",
         "register_scheduler",
+        "setup_distributed_training",
     ]
     assert dir(dsplan) == sorted(dsplan.__all__)
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from hardware_db.errors import DsplanError
 from strategies.checkpoint import storage
 from strategies.data.loader import LoaderSettings, ShardedLoader
+from strategies.engine.trainer import DistributedTrainer
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.supervision import lineage
 from strategies.supervision.failures import read_failure
@@ -66,6 +68,35 @@ def whole(recipe: Recipe, directory: str, passes: int) -> list[tuple[int, float]
 
 def stopped(recipe: Recipe, directory: str, stop_at: int) -> list[tuple[int, float]]:
     return train(supervised(recipe, directory), 4, stop_at)
+
+
+class _Batches(list[Any]):
+    """A loader of a script's own, which fails in the pass and at the batch that it is told."""
+
+    fails_at: tuple[int, int] | None = None
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for number, batch in enumerate(super().__iter__()):
+            if self.fails_at == (self.passes, number):
+                raise OSError("the disk with the data went away")
+            yield batch
+
+
+def trained_by_a_trainer(recipe: Recipe, directory: str, fails_at: tuple[int, int] | None) -> dict[str, Any]:
+    """The weights after three epochs over a loader that keeps no place, or where it failed."""
+    engine = supervised(recipe, directory)
+    engine.dataloader = None
+    rank = engine.environment.rank
+    own = [tuple(half[rank::2] for half in training_bodies.batch_of(step)) for step in range(5)]
+    loader = _Batches(own)
+    loader.fails_at = fails_at
+    trainer = DistributedTrainer(engine, config={"save_dir": f"{directory}/own"})
+    trainer.enable_fault_tolerance(checkpoint_interval=4)
+    with contextlib.suppress(OSError):
+        trainer.train(3, loader)
+    return {"steps": engine.global_steps, **engine.state_dict()}
 
 
 def saving(recipe: Recipe, directory: str, passes: int, every: int, **options: Any) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from strategies.backends.deepspeed.states import DeepSpeedStates, scale_of, state_tensors, take_scale, whole
 from strategies.config.names import plain
-from strategies.distributed.environment import ensure_group
+from strategies.distributed.environment import Environment, ensure_group
 from strategies.engine.base import Engine, Strategy
 from strategies.errors import BackendMissing, CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
@@ -74,6 +77,8 @@ class DeepSpeedZero(Strategy):
         if self.configuration.zero_stage == 3:
             partition_model(library, parts.model, config, self.environment.device)
         optimizer = self._optimizer(parts, config)
+        if optimizer is None and self.configuration.offload != "none" and self.environment.device.type == "cuda":
+            expect_compilation("cpu_adam", self.environment)
         if optimizer is not None:
             config.pop("optimizer", None)
             config["zero_allow_untested_optimizer"] = True
@@ -190,6 +195,9 @@ def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
     config = deepspeed_config(parts.plan, options)
     zero = {**_section(config, "zero_optimization"), **_section(script, "zero_optimization")}
     zero["stage"] = parts.plan.configuration.zero_stage
+    bucket = parts.script.communication.bucket_elements(4 if parts.plan.configuration.precision == "fp32" else 2)
+    if bucket is not None:
+        zero["reduce_bucket_size"] = bucket
     if parts.plan.configuration.activation_checkpointing == "selective" or keeps_products(parts.model):
         # Stage 3's own linear adds the bias in place to the product that selective checkpointing keeps.
         zero["memory_efficient_linear"] = False
@@ -237,6 +245,41 @@ def require_precision(precision: str) -> None:
     """
     if problem := lacking(precision):
         raise CannotRun(problem)
+
+
+def expect_compilation(operator: str, environment: Environment) -> None:
+    """Say once that DeepSpeed is about to compile an operator, which takes minutes on a busy machine.
+
+    torch lets one process compile and the others wait for its lock, which stays where that process was killed. Then
+    they would wait for ever.
+
+    Raises:
+        CannotRun: there is such a lock, and no process of this machine holds it.
+    """
+    directory = Path(import_module("torch.utils.cpp_extension")._get_build_directory(operator, False))
+    lock = directory / "lock"
+    if lock.exists() and not environment.spans_nodes and not _is_open_somewhere(lock) and lock.exists():
+        raise CannotRun(
+            f"{lock} is left of a run that was ended while DeepSpeed compiled {operator}, and torch would wait for it"
+            " for ever; remove it"
+        )
+    if environment.is_main and not (directory / f"{operator}.so").exists():
+        print(
+            f"dsplan: DeepSpeed compiles {operator} before the first step, once; that takes a minute or more",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _is_open_somewhere(path: Path) -> bool:
+    """Whether a process of this machine has a file open; True where nothing says so."""
+    if not Path("/proc/self/fd").exists():
+        return True
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is somebody else's
+            if os.path.samefile(link, path):
+                return True
+    return False
 
 
 def _library(device: torch.device, strategy: str) -> Any:

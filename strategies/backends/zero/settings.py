@@ -72,13 +72,16 @@ def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
         hidden_size=hidden if isinstance(hidden, int) else 0,
         on_cpu=device.type == "cpu",
     )
-    bucket, threshold = script.zero.reduce_bucket_size, script.zero.param_persistence_threshold
+    compute = None if configuration.precision == "fp32" else _COMPUTE[configuration.precision]
+    travel, threshold = gradient_travel(parts), script.zero.param_persistence_threshold
+    sent = travel.dtype or compute or torch.float32
+    bucket = script.zero.reduce_bucket_size or script.communication.bucket_elements(sent.itemsize)
     accumulate = script.accumulate_dtype
     return ZeroSettings(
-        compute=None if configuration.precision == "fp32" else _COMPUTE[configuration.precision],
+        compute=compute,
         master=torch.float32 if configuration.precision in ("bf16", "fp16") else None,
         accumulate=_accumulate(configuration) if accumulate is None else _DTYPES[accumulate],
-        travel=gradient_travel(parts),
+        travel=travel,
         bucket=buckets.reduce if bucket is None else bucket,
         persistence_threshold=buckets.persistence_threshold if threshold is None else threshold,
         offload=_offload(parts),

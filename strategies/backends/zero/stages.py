@@ -20,7 +20,7 @@ from strategies.backends.zero.engine import ZeroStrategy
 from strategies.backends.zero.flat_shard import Bucket, Named, Owners
 from strategies.backends.zero.gradient_reducer import Reducer
 from strategies.backends.zero.sharded_model import ShardedModel, buckets_for, unsharded_buckets
-from strategies.backends.zero.units import Members, Unit, members_of
+from strategies.backends.zero.unit_all_gather import Members, Unit, members_of
 from strategies.backends.zero.weights import ShardingContext, awaken, load, settle_rest, take_over
 
 # Stage 1: optimizer states are sharded; weights are whole, and gradients until the step's only reduction.

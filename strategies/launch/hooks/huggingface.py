@@ -37,11 +37,11 @@ from strategies.run_directory.heartbeat import PULSE
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 from strategies.supervision.autosave import KEPT, Interval, SaveClock
+from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
 from strategies.supervision.process import leave, stopped
 from strategies.supervision.resume import nothing_left
 from strategies.supervision.stopping import Request, Stopping, open_board
-from strategies.supervision.watchdog import begin_watching
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import example_batch
 from strategies.variables import RUN_DIRECTORY

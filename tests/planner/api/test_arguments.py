@@ -79,12 +79,13 @@ REFUSED = [
     (configured(model_family="text_generaton"), "nearest: text_generation"),
     (configured(model_family="vision"), "opt-125m is a decoder model, not of family vision; use text_generation"),
     (configured(model_family=None, model_name="facebook/opt-126m"), "nearest: "),
-    (configured(model_family=None, gpu_count=0), "gpu_count is 0; it must be a whole number of at least 1, or None"),
+    (configured(model_family=None, gpu_count=0), " is named; drop one of the two"),
     (configured(model_family=None, batch_size=-1), "batch_size is -1"),
     (configured(model_family=None, batch_size=2.5), "batch_size is 2.5"),
     (configured(model_family=None, max_memory_gb=0), "--max-memory-gb is 0; give a number from 0.001 to 1,000,000"),
     (configured(model_family=None, max_memory_gb=float("nan")), "--max-memory-gb is nan; give a number"),
-    (selected(model_family=None, task_type="inference"), "task_type 'inference' cannot be planned for"),
+    (configured(model_family=None, gpu_count=-1), "gpu_count is -1; it must be a whole number of at least 0, or None"),
+    (selected(model_family=None, task_type="serving"), "task_type 'serving' cannot be planned for; use 'training' or"),
     (selected(model_family=None, distributed=False, gpu_count=4), "gpu_count is 4 but distributed is False"),
 ]
 

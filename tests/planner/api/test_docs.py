@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "hardware-selector.md
 
 def test_the_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
     snippets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(snippets) == 4
+    assert len(snippets) == 5
     names: dict[str, object] = {}
     for snippet in snippets:
         exec(compile(snippet, "docs/reference/hardware-selector.md", "exec"), names)

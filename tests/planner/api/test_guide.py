@@ -91,7 +91,8 @@ def test_basic_selection() -> None:
     assert result["primary_recommendation"] == "4 x A100-SXM4-80GB"
     assert result["distributed_strategy"] in ("DDP", "FSDP", "DeepSpeed")
     assert result["gpu_count"] == 4
-    assert result["plan"].configuration.global_batch_size == 32
+    assert result.plan is not None
+    assert result.plan.configuration.global_batch_size == result["plan"]["plan"]["global_batch_size"] == 32
     fallback = result["fallback_options"]
     assert len(fallback) >= 2
     assert result["strategy"] not in [option["strategy"] for option in fallback]

@@ -15,7 +15,7 @@ from torch import nn
 from planner.cost.zero_buckets import NATIVE_CPU_BUCKET
 from strategies.backends.zero.flat_shard import Bucket, Layout, Ranks, Slot, buckets_of
 from strategies.backends.zero.settings import ZeroSettings, read_settings
-from strategies.backends.zero.units import members_of
+from strategies.backends.zero.unit_all_gather import members_of
 from strategies.checkpoint.parts import PartOfTensor, boxes
 from strategies.config import read_config
 from strategies.errors import CannotRun
@@ -109,6 +109,8 @@ def test_settings_come_from_the_plan_and_from_deepspeeds_keys() -> None:
     plain = settings_of({})
     assert (plain.compute, plain.master, plain.accumulate, plain.travel.dtype) == (None, None, None, None)
     assert (plain.bucket, plain.persistence_threshold) == (NATIVE_CPU_BUCKET, 160)
+    cap: dict[str, object] = {"communication": {"bucket_cap_mb": 0.5}}
+    assert [settings_of(cap, precision=name).bucket for name in ("fp32", "bf16")] == [2**17, 2**18]
     bf16 = settings_of({}, precision="bf16", accumulation=3)
     assert (bf16.compute, bf16.master, bf16.accumulate) == (torch.bfloat16, torch.float32, torch.float32)
     script: dict[str, object] = {

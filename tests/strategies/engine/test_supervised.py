@@ -46,6 +46,16 @@ def test_a_run_stopped_on_the_way_resumes_at_the_exact_step_and_sample(
     assert made.step == first[0][-1][0]
 
 
+def test_a_trainer_resumes_in_the_middle_of_a_loader_that_keeps_no_place(pool_of: PoolOf, tmp_path: Path) -> None:
+    def trained(folder: str, fails_at: tuple[int, int] | None) -> list[dict[str, object]]:
+        body = supervised_bodies.trained_by_a_trainer
+        return pool_of("ddp").run(body, DDP, str(tmp_path / folder), fails_at)
+
+    whole, failed, resumed = trained("whole", None), trained("run", (2, 4)), trained("run", None)
+    assert [found[0]["steps"] for found in (whole, failed, resumed)] == [15, 9, 15]
+    assert all(torch.equal(whole[0][name], value) for name, value in resumed[0].items() if name != "steps")
+
+
 def test_the_newest_two_automatic_checkpoints_stay(pool_of: PoolOf, tmp_path: Path) -> None:
     there = pool_of("ddp").run(supervised_bodies.saving, DDP, str(tmp_path), 4, 2)
     # The sixth may still be on its way when the fifth is seen complete.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strategies.launch.diagnosis import ending_of, forget_last_attempt, memory_kills, with_stacks_kept
+from strategies.launch.failure_causes import ending_of, forget_last_attempt, memory_kills, with_stacks_kept
 from strategies.launch.policy import Policy, RunContext
 from strategies.run_directory.spec import RESULT_FILE, EndingKind, failure_path, success_path, write_json
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strategies.launch.diagnosis import ending_of
+from strategies.launch.failure_causes import ending_of
 from strategies.launch.report import Outcome, outcome_of
 from strategies.run_directory.spec import RESULT_FILE, failure_path, log_path, write_json
 

@@ -8,7 +8,7 @@ from dsplan.render.blocks import Table
 from dsplan.render.run_report import markdown, report_blocks, write_report
 from dsplan.render.run_view import ending_line
 from strategies.launch.attempt import AttemptEnded
-from strategies.launch.diagnosis import Ending
+from strategies.launch.failure_causes import Ending
 from strategies.launch.policy import Decision
 from strategies.launch.report import (
     COMPLETED,

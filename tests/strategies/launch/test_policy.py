@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strategies.launch.diagnosis import Ending
+from strategies.launch.failure_causes import Ending
 from strategies.launch.policy import Policy, RunContext
 from strategies.run_directory.spec import EndingKind
 

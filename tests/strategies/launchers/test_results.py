@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hardware_db.errors import DsplanError
-from strategies.launch.diagnosis import AGENT_LOG
+from strategies.launch.failure_causes import AGENT_LOG
 from strategies.launch.launchers.launcher import make_launcher
 from strategies.launch.launchers.mpi import first_words, job_result
 from strategies.launch.launchers.process import ProcessLauncher

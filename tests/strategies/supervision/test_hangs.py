@@ -18,15 +18,16 @@ from torch.distributed import HashStore
 
 from strategies.distributed.rank_check import Patience, Presence, check_ranks
 from strategies.run_directory.heartbeat import PULSE, Pulse
-from strategies.supervision.hang_verdict import (
+from strategies.supervision.hang_detection import (
+    Activity,
     Heartbeat,
     Verdict,
+    Watchdog,
     judge,
     read_heartbeat,
     read_verdict,
     slowest,
 )
-from strategies.supervision.watchdog import Activity, Watchdog
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -160,11 +161,11 @@ def test_a_process_alone_that_sleeps_is_ended_with_its_stacks(tmp_path: Path) ->
     body = """
         import sys, time
         from pathlib import Path
-        from strategies.supervision import watchdog
-        watchdog._ALONE_SECONDS = 0.0
-        watchdog._ASIDE_SECONDS = 0.0
-        watchdog.begin_watching(Path(sys.argv[1]), 0, 1.0)
-        watchdog.PULSE.step = 7
+        from strategies.supervision import hang_detection
+        hang_detection._ALONE_SECONDS = 0.0
+        hang_detection._ASIDE_SECONDS = 0.0
+        hang_detection.begin_watching(Path(sys.argv[1]), 0, 1.0)
+        hang_detection.PULSE.step = 7
         def stands_still():
             time.sleep(60)
         stands_still()

@@ -14,7 +14,7 @@ import torch
 from hardware_db.spawn import RankPool
 from strategies.errors import BackendMissing
 from strategies.telemetry import timers as timers_module
-from strategies.telemetry.step_log import TensorboardWriter
+from strategies.telemetry.tensorboard_log import TensorboardWriter
 from strategies.telemetry.timers import Timers
 from strategies.telemetry.traces import communication_time, merged, overlap
 from tests.strategies import engine_bodies, training_bodies
@@ -158,6 +158,6 @@ def test_a_missing_tensorboard_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     def missing(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr("strategies.telemetry.step_log.import_module", missing)
+    monkeypatch.setattr("strategies.telemetry.tensorboard_log.import_module", missing)
     with pytest.raises(BackendMissing, match=r"pip install dsplan\[tensorboard\]"):
-        TensorboardWriter(tmp_path)
+        TensorboardWriter.in_directory(tmp_path)

@@ -14,6 +14,7 @@ from planner.cost.timing import step_time
 from planner.cost.timing.data_parallel import Communication, data_parallel
 from planner.cost.timing.efficiency import device_rates
 from planner.cost.timing.layout import SERIAL_SLOWDOWN, SLOWDOWN, beside, layout
+from planner.cost.timing.offload import NVME_BYTES_PER_S, _native_disk_seconds
 from planner.cost.timing.pipeline import stages
 from planner.types.cluster import Rates
 from planner.types.job import Job
@@ -126,3 +127,15 @@ def test_disks_are_read_and_written_at_their_own_rates() -> None:
     read = (states + 2 * 2 * job.counts.total) / 1e12
     without = step_time(make_job("facebook/opt-6.7b", strategy="zero3", offload="all")).offload_seconds
     assert step_time(on(job, rates=fast)).offload_seconds == pytest.approx(without + written + read)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "stored"),
+    [("bf16", "adamw", 12), ("bf16", "lion", 8), ("fp32", "adamw", 8), ("bf16-pure", "adamw", 4)],
+)
+def test_native_nvme_reads_and_writes_what_memory_says_is_stored(precision: str, optimizer: str, stored: int) -> None:
+    """Masters only beside 16-bit weights, and the optimizer's own moments; stage 3's weights are stepped in place."""
+    job = make_job("facebook/opt-6.7b", strategy="zero3", offload="nvme", precision=precision, optimizer=optimizer)
+    job = replace(job, configuration=replace(job.configuration, backend="native"))
+    seconds = _native_disk_seconds(job, 1e9)
+    assert seconds == pytest.approx(2 * stored * 1e9 * job.cluster.gpus_per_node / NVME_BYTES_PER_S)

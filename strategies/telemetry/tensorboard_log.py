@@ -1,4 +1,5 @@
-"""What an engine's steps were like: loss, learning rate, norms, seconds and bytes, written every few steps.
+"""What an engine's steps were like, for TensorBoard, CSV files and the terminal: loss, learning rate, norms, seconds
+and bytes, written every few steps.
 
 Figures stay where they are made until then, so that a GPU is waited for once per interval.
 """
@@ -17,7 +18,7 @@ from torch import nn
 
 from hardware_db.notices import labelled
 from hardware_db.units import format_seconds
-from strategies.errors import BackendMissing
+from strategies.errors import BackendMissing, CannotRun
 from strategies.protocols import Observer, TrainingEngine
 from strategies.telemetry.monitor import RunMonitor
 from strategies.telemetry.timers import Timers
@@ -145,13 +146,18 @@ _GROUPS = {"seconds": "seconds", "bytes": "memory"}
 
 
 class TensorboardWriter:
-    """Event files of rank 0.
+    """Event files of rank 0, through a `SummaryWriter`, which is closed with the log where it is the log's own."""
 
-    Raises:
-        BackendMissing: the package is not installed.
-    """
+    def __init__(self, events: Any, *, owned: bool = False) -> None:
+        self._events, self._owned = events, owned
 
-    def __init__(self, directory: Path) -> None:
+    @classmethod
+    def in_directory(cls, directory: Path) -> TensorboardWriter:
+        """A writer of its own.
+
+        Raises:
+            BackendMissing: the package is not installed.
+        """
         try:
             kind: Any = import_module("torch.utils.tensorboard").SummaryWriter
         except ImportError:
@@ -159,7 +165,7 @@ class TensorboardWriter:
                 "config: tensorboard.enabled needs the package tensorboard; pip install dsplan[tensorboard], or use"
                 " csv_monitor"
             ) from None
-        self._events: Any = kind(log_dir=str(directory))
+        return cls(kind(log_dir=str(directory)), owned=True)
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -170,7 +176,22 @@ class TensorboardWriter:
         self._events.flush()
 
     def close(self) -> None:
-        self._events.close()
+        if self._owned:
+            self._events.close()
+
+
+def scalar_log(engine: TrainingEngine, writer: Any, *, every: int) -> StepLog:
+    """Return a log of an engine's steps that goes to torch's `SummaryWriter`, or anything with its `add_scalar` and
+    `flush`.
+
+    Raises:
+        CannotRun: it has not got them, or `every` is below 1.
+    """
+    if not (callable(getattr(writer, "add_scalar", None)) and callable(getattr(writer, "flush", None))):
+        raise CannotRun(f"set_tensorboard_writer: {type(writer).__name__} has no add_scalar; give a SummaryWriter")
+    if every < 1:
+        raise CannotRun(f"set_tensorboard_writer: every is {every}; it must be at least 1")
+    return StepLog(engine, [TensorboardWriter(writer)], every=every, times=True)
 
 
 class CsvWriter:
