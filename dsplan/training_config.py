@@ -102,8 +102,9 @@ def distributed_strategy(plan: Plan) -> str:
 
 
 def estimated_memory(plan: Plan) -> dict[str, float]:
-    """GB per category at the peak of the busiest GPU; `per_gpu_gb` is what `nvidia-smi` shows, `per_gpu_upper_gb` its
-    upper bound, `host_gb` what a node's host needs."""
+    """GB per category at the peak of the busiest GPU; `per_gpu_gb` is what `nvidia-smi` shows, `per_gpu_needed_gb`
+    what must be there, `per_gpu_upper_gb` what nineteen of twenty runs stay below, `host_gb` what a node's host
+    needs."""
     amounts = {name: value / GB for name, value in asdict(plan.memory).items() if name.endswith("_bytes")}
     categories = {f"{name}_gb": amounts[f"{name}_bytes"] for name in _CATEGORIES}
     return {
@@ -111,6 +112,7 @@ def estimated_memory(plan: Plan) -> dict[str, float]:
         "peak_allocated_gb": amounts["peak_allocated_bytes"],
         "device_overhead_gb": amounts["device_overhead_bytes"],
         "per_gpu_gb": amounts["device_used_bytes"],
+        "per_gpu_needed_gb": amounts["device_needed_bytes"],
         "per_gpu_upper_gb": amounts["device_used_upper_bytes"],
         "host_gb": plan.memory.host_bytes_per_node / GB,
     }

@@ -268,7 +268,7 @@ def _check_figures(record: object, where: str, *, signed: tuple[str, ...] = ()) 
         # The bound comes first: `isfinite` overflows on an integer no float can hold.
         too_large = abs(figure) > _LARGEST_INTEGER or not math.isfinite(figure)
         if too_large or (figure < 0 and item.name not in signed):
-            raise RecordError(f"{where}.{item.name}", f"is {figure}; it must be from 0 to 2**63")
+            raise RecordError(f"{where}.{item.name}", f"is {figure}; it must be at least 0 and fit in 64 bits")
 
 
 _KEY_DIGITS = 32

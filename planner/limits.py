@@ -22,7 +22,10 @@ class Limit:
     fraction: bool = False
 
     def __str__(self) -> str:
-        return f"{'a number' if self.fraction else 'a whole number'} from {self.least:,} to {self.most:,}"
+        kind = "a number" if self.fraction else "a whole number"
+        if self.most < _READABLE:
+            return f"{kind} from {self.least:,} to {self.most:,}"
+        return f"{kind} from {self.least:,} {f'to {self.most:.0e}' if self.fraction else 'on that fits in 64 bits'}"
 
     def allows(self, value: object) -> bool:
         """Whether a value is such a number; truth values, text, NaN and infinities are none."""
@@ -38,6 +41,9 @@ class Limit:
         if value is not None and not self.allows(value):
             raise ContradictoryRequest(f"{name} is {shown(value)}; give {self}")
 
+
+_READABLE = 10**15
+"""Nobody counts the digits of larger limits."""
 
 GPUS = Limit(least=1, most=1_000_000)
 """Also nodes, and the degrees of parallelism."""

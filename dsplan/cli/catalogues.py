@@ -15,9 +15,9 @@ def models(
 ) -> None:
     """The catalogue of model architectures."""
     from dsplan.render.catalogues import models_table, show_listing
-    from planner.models.catalogue import models as all_models
+    from planner.models.catalogue import every_model
 
-    show_listing(all_models(), models_table, filter, json=json)
+    show_listing(every_model(), models_table, filter, json=json)
 
 
 # `dsplan devices`: the catalogue of accelerators, links and node types.

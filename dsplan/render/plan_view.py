@@ -86,7 +86,7 @@ def memory_table(plan: Plan) -> Table:
     parts = [(name, getattr(memory, f"{name}_bytes")) for name in _CATEGORIES]
     parts += [("allocated", memory.peak_allocated_bytes), ("reserved", memory.peak_reserved_bytes)]
     parts += [("overhead", memory.device_overhead_bytes), ("used", memory.device_used_bytes)]
-    parts += [("used at most", memory.device_used_upper_bytes)]
+    parts += [("needed", memory.device_needed_bytes), ("used at most", memory.device_used_upper_bytes)]
     rows = [_row(name, size / capacity, format_bytes(size)) for name, size in parts]
     title = f"memory of the busiest GPU at its peak ({memory.peak_phase}); a full bar is {format_bytes(capacity)}"
     return Table(title=title, columns=columns("category", "share", ">size"), rows=rows)
@@ -138,8 +138,12 @@ def verdict_line(plan: Plan) -> str:
     if plan.verdict == "does_not_fit":
         # The notes of a plan begin with what `dsplan run` cannot run of it, if there is anything, then the reason.
         return f"verdict: does not fit: {plan.notes[0 if plan.runnable else 1]}"
-    need, have = format_bytes(plan.memory.device_used_upper_bytes), format_bytes(limit_bytes(plan))
-    return f"verdict: {plan.verdict}: needs at most {need} of {have} per device; limited by {plan.limited_by}"
+    memory, have = plan.memory, format_bytes(limit_bytes(plan))
+    # Plans of earlier releases have the upper bound alone, which was what is needed.
+    need = format_bytes(memory.device_needed_bytes or memory.device_used_upper_bytes)
+    most = format_bytes(memory.device_used_upper_bytes)
+    beyond = f"; nineteen of twenty such runs use less than {most}" if most != need else ""
+    return f"verdict: {plan.verdict}: needs {need} of {have} per device{beyond}; limited by {plan.limited_by}"
 
 
 def limit_bytes(plan: Plan) -> int:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsplan.render.blocks import Bar, Block, Cell, Column, Table, Text, columns
-from dsplan.render.run_view import ending_place, ending_words
+from dsplan.render.run_view import ending_place, ending_words, is_last_word
 from hardware_db.files import replace_whole
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict
+from strategies.run_directory.claim import claimed_kind
 
 if TYPE_CHECKING:
     from planner.types.plan import Plan
@@ -51,13 +52,17 @@ def _cell(cell: Cell) -> str:
 _MISSING = "-"
 
 
-def report_blocks(report: RunReport) -> list[Block]:
-    """The end of a run: how it ended, its attempts, predicted beside measured, the loss, and where everything lies."""
+def report_blocks(report: RunReport, *, reason_follows: bool = False) -> list[Block]:
+    """The end of a run: how it ended, its attempts, predicted beside measured, the loss, and where everything lies.
+
+    With `reason_follows` the one refusal of a run that never began is left to the line that follows.
+    """
     measured = report.measured
     blocks: list[Block] = [_outcome_text(report)]
     if len(report.attempts) > 1:
         blocks.append(_what_ran(report))
-    if any(attempt.ending is not None for attempt in report.attempts):
+    endings = [attempt.ending for attempt in report.attempts if attempt.ending is not None]
+    if endings and not (reason_follows and len(endings) == 1 and is_last_word(endings[0])):
         blocks.append(_what_happened(report))
     if measured.steps:
         heading = (Column("per step"), Column("predicted", True), Column("measured", True), Column("ratio", True))
@@ -182,7 +187,8 @@ def _comparison(report: RunReport) -> list[list[str]]:
 
 
 def report_to_dict(report: RunReport, stored: Stored) -> dict[str, object]:
-    """Outcome, measurements, attempts, plan (null where nothing was planned) and where the run was stored."""
+    """Outcome, measurements, attempts, what was seen to train, plan (null where nothing was planned) and where the run
+    was stored."""
     outcome = report.outcome
     measured = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -200,6 +206,7 @@ def report_to_dict(report: RunReport, stored: Stored) -> dict[str, object]:
         "log": None if outcome.log is None else str(outcome.log),
         "measured": measured,
         "attempts": [_attempt(attempt) for attempt in report.attempts],
+        "trained_with": claimed_kind(report.spec.directory),
         "plan": None if report.plan is None else plan_to_dict(report.plan),
         "measurement_id": stored.measurement_id,
     }

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from strategies.launch.failure_causes import Ending
 
+_REFUSAL = "error: "
+"""What a rank's refusal begins with, which the rank also leaves for the supervisor."""
 # A pipe gets a line for the first step and then at most one in this many seconds.
 _LINE_SECONDS = 5.0
 
@@ -31,6 +33,7 @@ class RunView:
         self._out = out
         self._live: Live | None = None
         self._last_line = float("-inf")
+        self._refusals: list[OutputLine] = []
 
     def __enter__(self) -> RunView:
         if self._out.isatty():
@@ -45,11 +48,21 @@ class RunView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._show_refusals()
         if self._live is not None:
             self._live.__exit__(kind, error, traceback)
 
     def show(self, event: Event) -> None:
-        """Draw one event."""
+        """Draw one event. What ends the run is left to the command's last line."""
+        if isinstance(event, OutputLine) and event.stream == "stderr" and event.text.startswith(_REFUSAL):
+            self._refusals.append(event)
+            return
+        if isinstance(event, AttemptEnded):
+            said = event.ending.reason
+            self._refusals = [line for line in self._refusals if line.text.removeprefix(_REFUSAL) != said]
+            if is_last_word(event.ending) and event.decision.action == "give_up":
+                return
+        self._show_refusals()
         if isinstance(event, OutputLine):
             self._show_output(event)
         elif isinstance(event, StepDone):
@@ -64,6 +77,11 @@ class RunView:
             self._line(labelled(f"back at step {event.step}{lost}"), stderr=True)
         else:
             self._line(labelled(event.line()), stderr=True)
+
+    def _show_refusals(self) -> None:
+        refusals, self._refusals = self._refusals, []
+        for line in refusals:
+            self._show_output(line)
 
     def _show_output(self, line: OutputLine) -> None:
         text = line.text if line.rank == 0 else f"[rank {line.rank}] {line.text}"
@@ -121,6 +139,11 @@ def ending_line(ended: AttemptEnded) -> str:
     where = ", ".join(part for part in (ending_place(ending), step) if part)
     pause = f" in {format_seconds(decision.delay_seconds)}" if decision.delay_seconds else ""
     return labelled(f"{where}{': ' if where else ''}{ending_words(ending)}; {decision.why}{pause}")
+
+
+def is_last_word(ending: Ending) -> bool:
+    """Whether an ending is a refusal whose one line says all there is to say."""
+    return ending.kind == "refused" and bool(ending.reason)
 
 
 def ending_words(ending: Ending) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from planner.calibration.calibration import Calibration
 from planner.calibration.oom_history import OomRecord
-from planner.calibration.spread import AGAIN, NINE_OF_TEN, interval
+from planner.calibration.spread import AGAIN, FACTOR_SPREADS, NINE_OF_TEN, SPREADS, interval, kind_of
 from planner.cost.timing import step_time
 from planner.errors import DsplanError
 from planner.types.job import Job
@@ -113,6 +113,49 @@ def _known(group: list[Measurement]) -> KnownRun:
     )
 
 
+Family = tuple[str, str, str, bool]
+"""Backend, strategy, offload, and whether layers are split: what runs of one work are alike in."""
+
+
+def family_of(configuration: Configuration) -> Family:
+    """Plans whose runs say all of each other's step times, communication and the engine's overhead included. ZeRO-1 and
+    ZeRO-2 of one backend do the same but for when gradients are reduced, and are off by much the same
+    (`scripts/fit/one_run.py`)."""
+    chosen = configuration
+    strategy = "zero1 and zero2" if chosen.strategy in ("zero1", "zero2") else chosen.strategy
+    return chosen.backend, strategy, chosen.offload, chosen.tp * chosen.pp > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """What runs of the same work say of a prediction."""
+
+    family: float = 1.0
+    """What every part of a step takes over the model's time, as runs of the plan's own family did."""
+    compute: float = 1.0
+    """What computing takes over the model's time, as far as runs of other families have it in common with the plan."""
+
+    def of(self, predicted: StepTime) -> StepTime:
+        """The prediction with it."""
+        if self.family != 1.0:
+            return predicted.scaled(self.family)
+        more = (self.compute - 1) * predicted.compute_seconds
+        if not more:
+            return predicted
+        computing = predicted.compute_seconds + more
+        return replace(predicted, step_seconds=predicted.step_seconds + more, compute_seconds=computing)
+
+    def sentence(self) -> str:
+        """For a plan's notes; empty where it changes nothing."""
+        if self.family != 1.0:
+            return f"the nearest runs made here took {self.family:.2f}x the model's time; counted so"
+        if self.compute == 1.0:
+            return ""
+        return (
+            f"runs of other strategies made here say that computing takes {self.compute:.2f}x the model's; counted so"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experience:
     """The calibration of hardware like this, whose factors the cluster has already, the runs that this machine has
@@ -121,39 +164,55 @@ class Experience:
     calibration: Calibration | None = None
     known: Mapping[Configuration, KnownRun] = field(default_factory=dict)
     oom_records: tuple[OomRecord, ...] = ()
-    # Not an argument: a copy with other runs must work its ratios out anew.
-    _ratios: dict[tuple[object, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # Not an argument: a copy with other runs must work its corrections out anew.
+    _corrections: dict[tuple[Family, int], Correction] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def expected(self, job: Job) -> StepTime:
-        """What a job takes that has not run here: as predicted, times what `ratio` says."""
-        predicted = step_time(job)
-        ratio = self.ratio(job) if self.known else 1.0
-        return predicted if ratio == 1.0 else predicted.scaled(ratio)
+        """What a job takes that has not run here: as predicted, with what runs of the same work say of it."""
+        return self.correction(job).of(step_time(job))
 
-    def ratio(self, job: Job) -> float:
-        """How much longer than predicted the nearest runs of this work took, as a geometric mean: those of the same
-        strategy and offload, else all on as many ranks, if those took longer; 1 without any.
+    def correction(self, job: Job) -> Correction:
+        """What the runs of this work on as many ranks say: those of the same family all of the step, as a geometric
+        mean; else those of others what they share with it, which is the machine's computing.
 
-        A plan that was run must not lose to its neighbours because the model was too hopeful about all of them; nor to
-        another strategy because it was itself better than predicted.
+        Where that was measured or fitted, what a run took beyond its prediction is its own: its communication, and what
+        its engine does. A plan is not held faster because another was better than predicted.
         """
-        configuration = job.configuration
-        key = (configuration.strategy, configuration.offload, configuration.tp * configuration.pp > 1)
-        place = (*key, configuration.world_size)
-        if place not in self._ratios:
-            runs = {known: run for known, run in self.known.items() if known.world_size == configuration.world_size}
-            near = {
-                known: run
-                for known, run in runs.items()
-                if (known.strategy, known.offload, known.tp * known.pp > 1) == key
-            }
-            logs = [
-                math.log(run.step_seconds / step_time(replace(job, configuration=known)).step_seconds)
-                for known, run in (near or runs).items()
-            ]
-            ratio = math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
-            self._ratios[place] = ratio if near else max(1.0, ratio)
-        return self._ratios[place]
+        if not self.known:
+            return NO_CORRECTION
+        family, ranks = family_of(job.configuration), job.configuration.world_size
+        if (family, ranks) not in self._corrections:
+            runs = {one: run for one, run in self.known.items() if one.world_size == ranks}
+            logs = [_beyond(job, one, run)[0] for one, run in runs.items() if family_of(one) == family]
+            if logs:
+                found = Correction(family=math.exp(math.fsum(logs) / len(logs)))
+            else:
+                found = Correction(compute=self._shared(job, runs))
+            self._corrections[family, ranks] = found
+        return self._corrections[family, ranks]
+
+    def _shared(self, job: Job, runs: Mapping[Configuration, KnownRun]) -> float:
+        """What computing takes over the model's time, where nothing but these runs knows of the machine's.
+
+        Communication and engines only add to a step, so it is at most what the run that is least beyond its prediction
+        shows. Of that the most probable figure for machines that differ as they usually do and parts that scatter with
+        heavy tails: a run that took far longer than predicted did so for reasons of its own.
+        """
+        is_fitted = self.calibration is not None and "compute" in self.calibration.names
+        if not runs or is_fitted or job.cluster.rates.matmul is not None:
+            return 1.0
+        from planner.calibration.fit import TAILS, Noise, Prior, fit  # seldom needed: most machines have measured rates
+
+        beyond, share = min(_beyond(job, one, run) for one, run in runs.items())
+        scale = SPREADS[kind_of(job)].inside
+
+        def residuals(values: Sequence[float]) -> list[float]:
+            return [(beyond - math.log(1 + (math.exp(values[0]) - 1) * share)) / scale]
+
+        prior = Prior(name="compute", spread=FACTOR_SPREADS["compute"])
+        return max(1.0, math.exp(fit(residuals, [prior], Noise(spread=1 / TAILS)).values[0]))
 
     def oom_record(self, job: Job, memory: MemoryEstimate) -> OomRecord | None:
         """Return the out-of-memory record that rules a job with this memory out, or None if none does."""
@@ -168,4 +227,11 @@ class Experience:
         return replace(predicted, step_seconds_low=low, step_seconds_high=high)
 
 
+NO_CORRECTION = Correction()
 NO_EXPERIENCE = Experience()
+
+
+def _beyond(job: Job, configuration: Configuration, run: KnownRun) -> tuple[float, float]:
+    """The logarithm of what a run took over its prediction, and the share of computing in that prediction."""
+    predicted = step_time(replace(job, configuration=configuration))
+    return math.log(run.step_seconds / predicted.step_seconds), predicted.compute_seconds / predicted.step_seconds

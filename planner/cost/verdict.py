@@ -12,7 +12,7 @@ from planner.types.plan import MemoryEstimate, StepTime
 from planner.types.workload import Workload
 
 TIGHT_ABOVE = 0.95
-"""Share of the capacity from which the upper bound leaves no room for a longer sample or a newer library."""
+"""Share of the capacity from which what is needed leaves no room for a longer sample or a newer library."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +37,14 @@ def host_limit(workload: Workload, cluster: Cluster) -> int:
 
 
 def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
-    """The upper bound of the device's use against its capacity, then host memory, then NVMe."""
+    """What is needed on the device against its capacity, then host memory, then NVMe.
+
+    It is tight where one real run in twenty would go beyond the capacity, or where hardly anything is left.
+    """
     workload, cluster = job.workload, job.cluster
     device = device_limit(workload, cluster)
     needs = [
-        (memory.device_used_upper_bytes, device, "on the device", "the limit"),
+        (memory.device_needed_bytes, device, "on the device", "the limit"),
         (memory.host_bytes_per_node, host_limit(workload, cluster), "of host memory", "a node"),
         (memory.host_load_bytes_per_node, host_limit(workload, cluster), "of host memory to load the model", "a node"),
         (round(nvme_bytes), cluster.nvme_bytes_per_node, "of NVMe", "a node"),
@@ -55,7 +58,7 @@ def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
     if pressure > 1:
         reason = f"needs up to {format_bytes(need)} {what}, {who} has {format_bytes(limit)}"
         return Judgement(verdict="does_not_fit", pressure=pressure, reason=reason.replace("the limit has", "limit"))
-    tight = memory.device_used_upper_bytes > TIGHT_ABOVE * device
+    tight = memory.device_used_upper_bytes > device or memory.device_needed_bytes > TIGHT_ABOVE * device
     return Judgement(verdict="tight" if tight else "fits", pressure=pressure)
 
 

@@ -65,7 +65,7 @@ def _row(row: Any, position: int, known: dict[str, Any], path: Path) -> dict[str
     facts = ModelFacts(**checked | {"aliases": tuple(checked.get("aliases", ()))})
     counts = count_parameters(facts)
     facts = dataclasses.replace(facts, parameters=counts.total, active_parameters=active_parameters(facts, counts))
-    return _without_defaults(facts)
+    return compact_row(facts)
 
 
 def _part(row: dict[str, Any], key: str, path: Path) -> Any:
@@ -87,7 +87,8 @@ def _from_architecture(entry: dict[str, Any]) -> dict[str, Any]:
     return {"block_class": entry["block_class"], **fused, **dropouts}
 
 
-def _without_defaults(facts: ModelFacts) -> dict[str, Any]:
+def compact_row(facts: ModelFacts) -> dict[str, Any]:
+    """The row without the fields at their defaults, as JSON keeps it."""
     given = {name: getattr(facts, name) for name in _FACTS}
     short = {name: value for name, value in given.items() if value != _default(_FACTS[name]) or name == "aliases"}
     return {

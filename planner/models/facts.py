@@ -148,6 +148,27 @@ class TracedActivations:
     buffers: float = 0.0
 
 
+Growth = tuple[float, float, float]
+"""A constant, and the factors of a sample's length and of its square."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockWork:
+    """The forward pass of one of `repeats` like blocks, or, without a name, of all that is in no block.
+
+    `operations` of products and convolutions, elements of their `operands`, and bytes in fp32 that all other kernels
+    have `moved`, all for a sample; `products_launched` of the `kernels_launched` for a batch.
+    """
+
+    block: str
+    repeats: int
+    operations: Growth
+    operands: Growth
+    moved: Growth
+    products_launched: Growth
+    kernels_launched: Growth
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
     """An architecture in numbers; field names are those of the catalogue `catalogue.yaml`.
@@ -160,7 +181,8 @@ class ModelFacts:
     where it is the encoder's. `fused_qkv` and `fused_gate_up`: one weight holds all of these projections. The dropouts
     are the probabilities active in training by default. `measured_counts` is set where the counts come from a real
     module that these figures do not describe: kind `custom`, or a transformers model with something added. `traced`
-    maps `fp32`, `autocast` and `pure` to what a trace of the module found in that precision.
+    maps `fp32`, `autocast` and `pure` to what a trace of the module found in that precision. `recorded_as` names the
+    form of a model whose blocks were recorded as they are, with their `work`; empty for one that figures describe.
     """
 
     name: str
@@ -250,6 +272,8 @@ class ModelFacts:
     remote_code: bool = False
     note: str = ""
     measured_counts: ParameterCounts | None = None
+    recorded_as: str = ""
+    work: tuple[BlockWork, ...] = ()
     traced: Mapping[str, TracedActivations] = field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:

@@ -7,8 +7,8 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from planner.errors import DsplanError
-from planner.models.catalogue import find_model, knows_model
-from planner.models.facts import BlockCount, MlaFacts, ModelFacts, ParameterCounts, TowerFacts
+from planner.models.catalogue import counts_from_document, find_model, knows_model
+from planner.models.facts import MlaFacts, ModelFacts, TowerFacts
 from planner.models.tasks import facts_for_task
 from planner.vocabulary import Task
 
@@ -47,16 +47,7 @@ def _facts(document: Mapping[str, Any]) -> ModelFacts | None:
             if values.get(name) is not None:
                 values[name] = part(**values[name])
         if values.get("measured_counts") is not None:
-            values["measured_counts"] = _counts(values["measured_counts"])
+            values["measured_counts"] = counts_from_document(values["measured_counts"])
         return ModelFacts(**values)
     except (TypeError, KeyError, DsplanError):
         return None  # of a release that knew other fields
-
-
-def _counts(document: Mapping[str, Any]) -> ParameterCounts:
-    blocks = tuple(BlockCount(**{**block, "shapes": _shapes(block["shapes"])}) for block in document["blocks"])
-    return ParameterCounts(**{**document, "blocks": blocks, "outside": _shapes(document["outside"])})
-
-
-def _shapes(raw: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(shape) for shape in raw)

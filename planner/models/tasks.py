@@ -40,6 +40,8 @@ def default_task(facts: ModelFacts) -> Task:
 
 def possible_tasks(facts: ModelFacts) -> tuple[Task, ...]:
     """The tasks that models of this kind can be trained for, the usual one first."""
+    if facts.recorded_as:
+        return (_TASKS[facts.kind],)
     return TASKS if facts.kind == "custom" else (_TASKS[facts.kind], *_OTHER_TASKS.get(facts.kind, ()))
 
 

@@ -145,6 +145,8 @@ def impossible(request: Request, configuration: Configuration) -> str:
 
 def _indivisible(request: Request, configuration: Configuration) -> str:
     heads, layers = request.facts.num_heads, request.facts.total_layers
+    if request.facts.recorded_as and configuration.tp * configuration.pp > 1:
+        return f"nothing is known of how {request.facts.name} splits into --tp or --pp; use data parallelism"
     if configuration.tp > 1 and heads % configuration.tp:
         return f"--tp {configuration.tp} does not divide the {heads} attention heads of {request.facts.name}"
     if configuration.pp > layers:
@@ -171,7 +173,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     job, configuration = priced.job, priced.job.configuration
     expected = priced.experience.time_of(job, time) if time.step_seconds_low is None else time
     predicted = expected.predicted_step_seconds
-    like_it = _like_it(priced) if predicted is None else ""
+    like_it = priced.experience.correction(job).sentence() if predicted is None else ""
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
     blocked = unrunnable(configuration)
     sections = described(job)
@@ -190,12 +192,6 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
         notes=tuple(note for note in notes if note),
         provenance=provenance(job, priced.memory_source, measured=predicted is not None, like_it=bool(like_it)),
     )
-
-
-def _like_it(priced: Priced) -> str:
-    """What runs of the same work add to the prediction, as a sentence; empty where nothing like it has run."""
-    ratio = priced.experience.ratio(priced.job) if priced.experience.known else 1.0
-    return f"the nearest runs made here took {ratio:.2f}x the model's time; counted so" if ratio != 1.0 else ""
 
 
 def unrunnable(configuration: Configuration) -> str:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 
 from planner import vocabulary as words
 from planner.cost.verdict import device_limit
 from planner.search.estimate import Priced, job_of, price, resident_bytes, timed
-from planner.search.ranking import Timed, order, worth
+from planner.search.ranking import ONE_STRATEGY, Timed, clearly_worse, order, worth
 from planner.search.request import Request
 from planner.search.space import CandidateLayout, configuration_of, micro_batches
 from planner.types.plan import Configuration, StepTime
@@ -45,6 +46,13 @@ class Candidate:
         self.micros = micro_batches(request, layout)
         self._priced: dict[int, Priced] = {}
         self._times: dict[int, StepTime] = {}
+        self._verdicts: tuple[words.Verdict, ...] = ("fits", "tight")
+
+    def with_room(self) -> Candidate:
+        """The same candidate, of which only what has room in memory fits; both share their results."""
+        other = copy(self)
+        other._verdicts = ("fits",)
+        return other
 
     def configuration(self, index: int) -> Configuration:
         """With one of the micro-batches."""
@@ -61,7 +69,11 @@ class Candidate:
         return Timed(priced=priced, time=timed(priced))
 
     def fits(self, index: int) -> bool:
-        return self.priced(index).judgement.verdict != "does_not_fit"
+        return self.priced(index).judgement.verdict in self._verdicts
+
+    def has_run(self, index: int) -> bool:
+        """Whether this machine has run it and it still fits, with room or without: that it does has been shown."""
+        return self.is_known(index) and self.priced(index).judgement.verdict != "does_not_fit"
 
     def is_known(self, index: int) -> bool:
         """Whether this machine has run it, so that what it takes is not what is predicted."""
@@ -189,6 +201,19 @@ def best(group: Sequence[Candidate], objective: words.Objective, limit: float = 
     return found
 
 
+def preferred(group: Sequence[Candidate], objective: words.Objective, limit: float = math.inf) -> Timed | None:
+    """The best configuration of a group, or where that has no room in memory the best one with room, if the two cannot
+    be told apart."""
+    found = best(group, objective, limit)
+    if found is None or found.has_room or objective == "memory":
+        return found
+    near = found.time.step_seconds * (1 + ONE_STRATEGY) if objective == "throughput" else math.inf
+    roomy = best([candidate.with_room() for candidate in group], objective, min(limit, near))
+    if roomy is None or clearly_worse(roomy, found, objective):
+        return found
+    return replace(roomy, passed_over=found)
+
+
 def closest(group: Sequence[Candidate]) -> Priced | None:
     """The configuration that misses by least, of a group in which nothing fits."""
     misses = (priced for family in _families(group) for priced in family.misses())
@@ -217,7 +242,7 @@ def _known(group: Iterable[Candidate]) -> Iterator[Timed]:
     """What this machine has run, with the times that it took."""
     for candidate in group:
         for index in range(len(candidate.micros)):
-            if candidate.is_known(index) and candidate.fits(index):
+            if candidate.has_run(index):
                 yield candidate.timed(index)
 
 

@@ -1,8 +1,8 @@
 """Rank plans that fit, and say why the others lost.
 
 Plans whose predicted times are closer than such predictions err against each other are equally fast as far as can be
-told (`preference`). The simplest of those that cannot be told from the fastest goes first; then the same again among
-the rest.
+told. Of those that cannot be told from the fastest one with room in memory goes first, and of these the simplest
+(`preference`); then the same again among the rest.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hardware_db.units import DAY_SECONDS, format_seconds
+from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.calibration.spread import AGAIN, NINE_OF_TEN
 from planner.cluster.budget import bill_of
+from planner.cost.memory.overhead import BEYOND_NEED
 from planner.cost.timing import step_time
-from planner.cost.verdict import limited_by
+from planner.cost.verdict import device_limit, limited_by
 from planner.search.estimate import Priced, plan_of, unrunnable
 from planner.search.request import Request
 from planner.search.space import inapplicable
 from planner.types.plan import Configuration, Plan, StepTime
 
-# Simplicity of plans, and the difference from which on two predictions count as different.
+# Room in memory and simplicity of plans, and the difference from which on two predictions count as different.
 
 
+ONE_STRATEGY = 0.17
+"""How far the ratio of two predicted step times is from the measured one, at the 90th percentile, where two plans of
+one strategy differ in micro-batch or recomputation: 905 published pairs in 88 groups (`scripts/fit/ratio_spread.py`).
+It counts where one of the two has room in memory and the other has not."""
 SPLIT_OR_WHOLE = 0.15
 """How far the ratio of two predicted step times is from the measured one, at the 90th percentile, where one plan splits
 layers and the other does not: 943 published pairs in 46 groups, each publication left out of the fit
@@ -57,10 +62,9 @@ def simplicity(plan: Named) -> tuple[int, ...]:
 
 
 def slower_threshold(one: Named, other: Named) -> float:
-    """From what share of a step time on one plan counts as slower than another. Plans that are equally simple are
-    ranked by their times alone."""
+    """From what share of a step time on one plan counts as slower than another."""
     if simplicity(one) == simplicity(other):
-        return 0.0
+        return ONE_STRATEGY if one.strategy == other.strategy else NEVER_COMPARED
     only_split = simplicity(one)[1:] == simplicity(other)[1:]
     return SPLIT_OR_WHOLE if only_split else NEVER_COMPARED
 
@@ -76,10 +80,12 @@ class Rejection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """A configuration that fits, with its step time."""
+    """A configuration that fits, with its step time. `passed_over` is a better one of the same group that has no room
+    in memory, which this one has."""
 
     priced: Priced
     time: StepTime
+    passed_over: Timed | None = None
 
     @property
     def configuration(self) -> Configuration:
@@ -93,6 +99,17 @@ class Timed:
     def was_run(self) -> bool:
         """Whether its time is what this machine measured."""
         return self.time.predicted_step_seconds is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it fits as real runs went beyond what is predicted; what ran here has shown that it fits."""
+        return self.was_run or self.priced.judgement.verdict == "fits"
+
+
+def preference(item: Timed) -> tuple[int, ...]:
+    """Smaller goes before larger where times cannot be told apart: room in memory, then simplicity. Plans that are
+    equal in both are ranked by their times alone."""
+    return not item.has_room, *simplicity(item.configuration)
 
 
 def worth(item: Timed, objective: words.Objective) -> float:
@@ -119,13 +136,15 @@ def order(item: Timed, objective: words.Objective) -> tuple[float, ...]:
 
 
 def rank(request: Request, items: Sequence[Timed]) -> list[Timed]:
-    """Best first; a plan that `dsplan run` can run leads unless the request allows otherwise."""
+    """Best first, one of each group; a plan that `dsplan run` can run leads unless the request allows otherwise."""
+    # What was passed over inside its group is what others are compared with as well: thresholds must not add up.
+    items = [*items, *(item.passed_over for item in items if item.passed_over is not None)]
     ranked = _in_order(request, items)
     runnable = [] if request.allow_unrunnable else [item for item in items if not unrunnable(item.configuration)]
     if not runnable:
         return ranked
     leader = _in_order(request, runnable)[0]
-    return [leader, *(item for item in ranked if item is not leader)]
+    return [leader, *_without_group(ranked, leader)]
 
 
 def _in_order(request: Request, items: Sequence[Timed]) -> list[Timed]:
@@ -134,19 +153,23 @@ def _in_order(request: Request, items: Sequence[Timed]) -> list[Timed]:
         return left
     ranked = []
     while left:
-        first = _simplest(left, request.objective)
-        left.remove(first)
+        first = _preferred(left, request.objective)
+        left = _without_group(left, first)
         ranked.append(first)
     return ranked
 
 
-def _simplest(items: Sequence[Timed], objective: words.Objective) -> Timed:
-    """The simplest of those that are not clearly worse than the first, which is the best; or what is as simple and no
-    worse: of some pairs less is known than of others."""
+def _without_group(items: Sequence[Timed], first: Timed) -> list[Timed]:
+    name = group_name(first.configuration)
+    return [item for item in items if group_name(item.configuration) != name]
+
+
+def _preferred(items: Sequence[Timed], objective: words.Objective) -> Timed:
+    """The preferred one of those that are not clearly worse than the first, which is the best; or what is preferred as
+    much and no worse: of some pairs less is known than of others."""
     alike = [item for item in items if not clearly_worse(item, items[0], objective)]
-    found = min(alike, key=lambda item: simplicity(item.configuration))
-    level = simplicity(found.configuration)
-    return next(item for item in items if simplicity(item.configuration) <= level)
+    level = min(map(preference, alike))
+    return next(item for item in items if preference(item) <= level)
 
 
 def clearly_worse(item: Timed, best: Timed, objective: words.Objective) -> bool:
@@ -157,7 +180,7 @@ def clearly_worse(item: Timed, best: Timed, objective: words.Objective) -> bool:
 def worse_threshold(item: Timed, best: Timed, objective: words.Objective) -> float:
     """By how much a plan must be worse than another to count as worse. Memory is predicted well enough to be compared
     as it is; two plans that this machine has run differ by what a run does when it is made again."""
-    if objective == "memory":
+    if objective == "memory" or preference(item) == preference(best):
         return 0.0
     if item.was_run and best.was_run:
         return math.exp(NINE_OF_TEN * math.sqrt(2) * AGAIN) - 1
@@ -235,14 +258,30 @@ def why_first(request: Request, ranked: Sequence[Timed]) -> str:
     reason = f"{group_name(first.configuration)} {_IS_BEST[objective]}"
     if best is not first:
         width = worse_threshold(first, best, objective)
+        name, other = group_name(first.configuration), group_name(best.configuration)
+        why = f"{name} is simpler than {other}" if best.has_room else f"{name} has more room in memory than {other}"
         reason = (
-            f"{group_name(first.configuration)} is simpler than {group_name(best.configuration)}, which is predicted"
-            f" {_ahead(first, best, objective)}; two such plans are told apart from {width:.0%} on"
+            f"{why}, which is predicted {_ahead(first, best, objective)}; two such plans are told apart from"
+            f" {width:.0%} on"
         )
+    if first.passed_over is not None:
+        reason += f"; {_without_room(first, first.passed_over, objective)}"
     if best_of_all not in peers:
         ahead = _ahead(first, best_of_all, objective)
         reason += f"; {group_name(best_of_all.configuration)}, which dsplan run cannot run, is predicted {ahead}"
     return reason
+
+
+def _without_room(first: Timed, fuller: Timed, objective: words.Objective) -> str:
+    """The plan of the first one's group that would be better and has no room."""
+    chosen, memory, job = fuller.configuration, fuller.priced.memory, fuller.priced.job
+    need, limit = memory.device_needed_bytes, device_limit(job.workload, job.cluster)
+    recompute = "no" if chosen.activation_checkpointing == "none" else chosen.activation_checkpointing
+    return (
+        f"with micro-batch {chosen.micro_batch_size} and {recompute} recomputation it is predicted"
+        f" {_ahead(first, fuller, objective)} and needs {format_bytes(need)} of {format_bytes(limit)}, where one run in"
+        f" twenty takes {BEYOND_NEED:.0%} more"
+    )
 
 
 def _ahead(first: Timed, other: Timed, objective: words.Objective) -> str:

@@ -55,7 +55,7 @@ def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple
 def _remedy(change: str, flag: str, priced: Priced) -> Remedy:
     configuration = priced.job.configuration
     offload = "" if configuration.offload == "none" else f", offload {configuration.offload}"
-    used = format_bytes(priced.memory.device_used_upper_bytes)
+    used = format_bytes(priced.memory.device_needed_bytes)
     plan = f"{configuration.strategy}, {configuration.activation_checkpointing} checkpointing{offload}: up to {used}"
     return Remedy(change=change, flag=flag, plan=plan)
 

@@ -14,7 +14,7 @@ from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
 from planner.search.estimate import Priced, plan_of, unrunnable
-from planner.search.evaluate import Candidate, best, closest
+from planner.search.evaluate import Candidate, best, closest, preferred
 from planner.search.pareto import pareto_front
 from planner.search.ranking import (
     Rejection,
@@ -62,8 +62,9 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     limit = request.budget.step_limit(request.workload)
     groups = grouped(request)
     found, late = [], []
+    choose = preferred if request.simplest_first else best
     for group in groups.values():
-        item = best(group, request.objective, limit)
+        item = choose(group, request.objective, limit)
         if item is not None:
             found.append(item)
         elif limit < math.inf and (too_slow := best(group, "throughput")) is not None:

@@ -125,7 +125,8 @@ def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Itera
     """(tp, pp) pairs: tp inside a node and dividing the heads, pp up to the depth, both powers of two."""
     yield 1, 1
     facts, cluster = request.facts, request.cluster
-    if strategy not in MODEL_PARALLEL_STRATEGIES or facts.kind not in ("decoder", "encoder") or cluster.device.is_cpu:
+    splits = facts.kind in ("decoder", "encoder") and not facts.recorded_as
+    if strategy not in MODEL_PARALLEL_STRATEGIES or not splits or cluster.device.is_cpu:
         return
     for tp in _powers_of_two(cluster.gpus_per_node):
         if facts.num_heads % tp or facts.num_kv_heads % min(tp, facts.num_kv_heads):

@@ -83,6 +83,7 @@ def plan_from_dict(raw: object, where: object = "plan") -> Plan:
     configuration = configuration_from_dict(raw.get("plan"), where)
     parts: dict[str, Any] = {name: _part(part, raw.get(name), f"{where}: {name}") for name, part in _PARTS.items()}
     sections: dict[str, Any] = {name: _section(name, raw.get(name), f"{where}: {name}") for name in _SECTIONS}
+    _check_devices(sections["cluster"], configuration, f"{where}: cluster")
     for name, kind in (("verdict", "str"), ("limited_by", "str"), ("runnable", "bool")):
         if name not in raw:
             raise BrokenFile(where, f"lacks {name!r}", _REMEDY)
@@ -169,6 +170,20 @@ def _section(name: str, raw: object, where: str) -> dict[str, Any]:
     if values.get("facts") is not None:
         _check_facts(_mapping(values["facts"], f"{where}.facts"), f"{where}.facts")
     return values
+
+
+def _check_devices(cluster: Mapping[str, Any], configuration: Configuration, where: str) -> None:
+    """Hold the devices of a plan's cluster against its degrees."""
+    gpus, nodes, per_node = (cluster.get(name) for name in ("gpus", "nodes", "gpus_per_node"))
+    if gpus != configuration.world_size:
+        degrees = " x ".join(f"{name} {getattr(configuration, name)}" for name in _DEGREES)
+        problem = f"is {gpus}, and the degrees of the plan ({degrees}) make {configuration.world_size} ranks"
+        raise BrokenFile(f"{where}.gpus", problem, _REMEDY)
+    if nodes and per_node and nodes * per_node != gpus:
+        raise BrokenFile(f"{where}.gpus", f"is {gpus}, and nodes x gpus_per_node is {nodes} x {per_node}", _REMEDY)
+
+
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "pp")
 
 
 def _check_facts(facts: Mapping[str, Any], where: str) -> None:

@@ -60,7 +60,7 @@ WAYS: Mapping[str, Callable[[Request], dict[str, Timed]]] = {"pruned": pruned, "
 
 def ask(way: str, number: int) -> Run:
     """One question in this process."""
-    from tests.planner import exhaustive as every
+    from tests.planner.search import exhaustive as every
 
     model, gpu, gpus, options = QUESTIONS[number]
     request = question(model, gpu, gpus, **options)

@@ -15,7 +15,7 @@ from typing import Any
 
 from hardware_db.datasheets import find_device
 from hardware_db.units import GIB
-from planner.cost.memory.overhead import FRAGMENTATION, FRAGMENTATION_UPPER
+from planner.cost.memory.overhead import BEYOND_NEED, FRAGMENTATION, FRAGMENTATION_UPPER
 from planner.cost.memory.states import elements_on_stage
 from planner.cost.verdict import judge
 from planner.models.catalogue import find_model
@@ -72,12 +72,14 @@ def predicted_bytes(memory: MemoryEstimate, kind: str) -> int:
 def _with(memory: MemoryEstimate, extra: float) -> MemoryEstimate:
     """An estimate with `extra` bytes that stay allocated through every phase."""
     reserved = round(extra * (1 + FRAGMENTATION))
+    needed = round(extra * (1 + FRAGMENTATION_UPPER))
     return replace(
         memory,
         peak_allocated_bytes=memory.peak_allocated_bytes + round(extra),
         peak_reserved_bytes=memory.peak_reserved_bytes + reserved,
         device_used_bytes=memory.device_used_bytes + reserved,
-        device_used_upper_bytes=memory.device_used_upper_bytes + round(extra * (1 + FRAGMENTATION_UPPER)),
+        device_needed_bytes=memory.device_needed_bytes + needed,
+        device_used_upper_bytes=memory.device_used_upper_bytes + round(needed * (1 + BEYOND_NEED)),
     )
 
 

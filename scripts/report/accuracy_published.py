@@ -32,7 +32,7 @@ MISFIT = """
 OUT_OF_MEMORY = """
 ### Runs that ran out of memory
 
-What each would need, with the upper bound that decides, beside what the card has.
+What each would use where there is room, and what it needs at the least, which decides, beside what the card has.
 """
 LEFT_OUT = """
 ### What was left out
@@ -77,13 +77,13 @@ def _misfits(cases: Sequence[Case]) -> Iterator[str]:
 
 
 def _needs(cases: Sequence[Case]) -> Iterator[str]:
-    columns = ("case", "model", "how", "needs GiB", "at most", "has", "printed", "called", "assumed")
+    columns = ("case", "model", "how", "uses GiB", "needs", "has", "printed", "called", "assumed")
     yield from table(columns, (_need(case) for case in cases))
 
 
 def _need(case: Case) -> list[str]:
     memory = case.memory
-    sizes = [memory.device_used_bytes, memory.device_used_upper_bytes, case.job.cluster.capacity_bytes]
+    sizes = [memory.device_used_bytes, memory.device_needed_bytes, case.job.cluster.capacity_bytes]
     printed = gib(case.measured) if case.measured else "-"
     words = [case.verdict.replace("_", " "), case.note or "-"]
     return [case.name, case.model, case.how, *map(gib, sizes), printed, *words]

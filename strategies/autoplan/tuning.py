@@ -1,7 +1,7 @@
 """Tuning: the first steps of an attempt measure its plan; a plan that is predicted faster with that takes over.
 
-The measured steps correct the prediction of every other plan (`Experience.ratio`). Changing the plan means saving and
-starting again, so what is gained in PAYS_BACK_SECONDS must be more than what the start took. A plan that turns out
+The measured steps correct the prediction of every other plan (`Experience.correction`). Changing the plan means saving
+and starting again, so what is gained in PAYS_BACK_SECONDS must be more than what the start took. A plan that turns out
 slower than one that was measured before gives way to that one, and nothing is tried after it. The global batch stays.
 """
 
@@ -22,7 +22,9 @@ from hardware_db.notices import notice
 from hardware_db.probe import probe
 from hardware_db.units import format_seconds
 from planner.calibration.experience import KnownRun
+from planner.cost.timing import step_time
 from planner.errors import DsplanError
+from planner.search.estimate import job_of
 from planner.search.request import Request
 from planner.search.search import describe, recommend
 from planner.types.plan import Plan
@@ -83,9 +85,17 @@ def decide(plan: Plan, step_seconds: float, before: Tuning, request: Request, st
     first = found[0] if found else plan
     if first.configuration == plan.configuration or not _gains(step_seconds, first.time.step_seconds, start_seconds):
         return Decision(tuning=stays)
+    # That steps take longer than predicted is no reason to restart: they may on this machine whatever the plan.
+    if _alone(request, first) > (1 - FASTER_BY) * _alone(request, plan):
+        return Decision(tuning=stays)
     offer = Tried(plan=plan_to_dict(first), step_seconds=first.time.step_seconds)
     follows = replace(stays, following=offer.plan, is_over=False, switches=before.switches + 1)
     return Decision(tuning=follows, switches=True, why=_sentence(plan, step_seconds, offer, measured=False))
+
+
+def _alone(request: Request, plan: Plan) -> float:
+    """Seconds of a step as the model alone predicts it."""
+    return step_time(job_of(request, plan.configuration)).step_seconds
 
 
 def _gains(now: float, then: float, start_seconds: float) -> bool:

@@ -97,9 +97,12 @@ class DistributedTrainer:
         if of_config is None:
             every = _USUAL_INTERVAL if checkpoint_interval is None else checkpoint_interval
             self._checkpoints = CheckpointManager(self.engine, self._checkpoints.directory, every_steps=every)
-        if max_retry_attempts and not self._is_alone:
+        is_supervised = (
+            RUN_DIRECTORY in os.environ
+        )  # by a command that starts ranks again, under a better plan if need be
+        if max_retry_attempts and (is_supervised or not self._is_alone):
             self._attempts = 0
-            if self.engine.is_main and RUN_DIRECTORY not in os.environ:
+            if self.engine.is_main and not is_supervised:
                 _say(
                     f"max_retry_attempts={max_retry_attempts}: a rank cannot try again while others wait for it; start"
                     f" the script with `dsplan run --retries {max_retry_attempts}`"

@@ -121,7 +121,7 @@ def _training(module: nn.Module) -> Iterator[None]:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Reading:
+class Reading:
     """One run over a whole batch, in bytes, elements and operations."""
 
     kept: int = 0
@@ -139,7 +139,7 @@ class _Reading:
     buffers: int = 0
 
 
-def _per_sample(few: _Reading, many: _Reading) -> TracedActivations:
+def _per_sample(few: Reading, many: Reading) -> TracedActivations:
     added = BATCHES[1] - BATCHES[0]
     names = ("kept", "forward", "backward", "block", "boundary", "products", "operations", "operands", "moved")
     slopes = {name: max((getattr(many, name) - getattr(few, name)) / added, 0.0) for name in names}
@@ -155,7 +155,7 @@ def _per_sample(few: _Reading, many: _Reading) -> TracedActivations:
     )
 
 
-def _moments(few: _Reading, many: _Reading) -> tuple[TracedMoment, ...]:
+def _moments(few: Reading, many: Reading) -> tuple[TracedMoment, ...]:
     """Those that can be the largest for some batch and width of gradients."""
     added, found = BATCHES[1] - BATCHES[0], list[TracedMoment]()
     for (small, made), (large, _) in zip(few.moments, many.moments, strict=True):
@@ -168,7 +168,7 @@ def _moments(few: _Reading, many: _Reading) -> tuple[TracedMoment, ...]:
     return tuple(reversed(kept))
 
 
-def _run(module: nn.Module, batch: Any, mode: str, device: Device) -> _Reading:
+def _run(module: nn.Module, batch: Any, mode: str, device: Device) -> Reading:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     dtype = torch.bfloat16 if mode == "pure" else None
     weights = {name: _fake_weight(fake, value, dtype) for name, value in module.named_parameters()}
@@ -180,10 +180,10 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device) -> _Reading:
     if mode == "autocast":
         autocast = torch.autocast("cpu", torch.bfloat16)
     with fake, on_device(device), StorageTracker(buffers.values(), fake=True) as tracker:
-        found = _Reading(buffers=tracker.live_bytes)
+        found = Reading(buffers=tracker.live_bytes)
         tracker.meet(weights.values())
         resting = tracker.live_bytes
-        with _BlockWatch(tracker, repeated_blocks(module), found), _work_counted(found), autocast:
+        with _BlockWatch(tracker, repeated_blocks(module), found), work_counted(found), autocast:
             loss = loss_of(torch.func.functional_call(module, {**weights, **buffers}, *inputs))
         found.kept, found.forward = tracker.live_bytes - resting, tracker.peak_bytes - resting
         gradients = _Gradients(tracker, resting, found)
@@ -214,7 +214,7 @@ class _Gradients:
     A strategy decides what becomes of a gradient; here it is let go of at once.
     """
 
-    def __init__(self, tracker: StorageTracker, resting: int, found: _Reading) -> None:
+    def __init__(self, tracker: StorageTracker, resting: int, found: Reading) -> None:
         self._tracker, self._resting, self._found, self._elements = tracker, resting, found, 0
 
     def made(self, weight: torch.Tensor) -> None:
@@ -230,7 +230,7 @@ class _Gradients:
 class _BlockWatch:
     """Reads the tracker around one repeated block: the second where there is one, since the first may differ."""
 
-    def __init__(self, tracker: StorageTracker, blocks: Sequence[nn.Module], found: _Reading) -> None:
+    def __init__(self, tracker: StorageTracker, blocks: Sequence[nn.Module], found: Reading) -> None:
         self._tracker, self._found = tracker, found
         self._block = blocks[min(1, len(blocks) - 1)] if blocks else None
         self._before = 0
@@ -267,26 +267,26 @@ class _BlockWatch:
 # The work of a forward pass: operations of products and convolutions, and bytes that all other kernels move.
 
 
-def _work_counted(found: _Reading) -> AbstractContextManager[object]:
+def work_counted(found: Reading) -> AbstractContextManager[object]:
     make: Any = _Work
     made: AbstractContextManager[object] = make(found)
     return made
 
 
 class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, found: _Reading) -> None:
+    def __init__(self, found: Reading) -> None:
         initialize: Any = super().__init__
         initialize()
         self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.is_view:
+        if _makes_nothing(func, args, kwargs, result):
             return result
         found = self._found
         touched = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)}
         found.kernels_launched += 1
-        count = flop_registry.get(func._overloadpacket) or _flops_of_cpu_attention(func)
+        count = flop_registry.get(func._overloadpacket) or _COUNTED_HERE.get(func)
         if count is None:
             found.moved += sum(leaf.nbytes for leaf in touched.values())
         else:
@@ -296,13 +296,27 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _flops_of_cpu_attention(func: Any) -> Callable[..., int] | None:
-    """torch's counter knows CUDA's kernels only; a CPU's computes the same."""
-    if func is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return None
+def _makes_nothing(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether an operation is a view of what it was given, or a question about it (its device), and no kernel."""
+    if func._schema.is_mutable:
+        return False
+    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    made = [leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return set(made) <= given
 
-    def count(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_options: Any, **_named: Any) -> int:
-        batch, heads, length, width = query.shape
-        return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
 
-    return count
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_others: Any, **_named: Any) -> int:
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor, *_others: Any, out_val: torch.Tensor, **_named: Any) -> int:
+    """Each row of the left meets one matrix of the right."""
+    return 2 * out_val.numel() * left.shape[-1]
+
+
+# What torch's counter does not know.
+_COUNTED_HERE: Mapping[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
+    **({torch.ops.aten._grouped_mm.default: _grouped_flops} if hasattr(torch.ops.aten, "_grouped_mm") else {}),
+}

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 import transformers
 
-from dsplan import HardwareSelector
+import dsplan
+from dsplan import HardwareSelector, mpi
 from planner.cost.inference import cached_values_per_sequence, possible_counts, serving_on
 from planner.errors import NothingFits
 from strategies.tracing.factory import any_model
@@ -129,3 +131,17 @@ def test_command_lines(cli: Cli, tmp_path: Path) -> None:
     config = next(tmp_path.glob("plan-*/deepspeed/deepspeed.json"))
     assert json.loads(config.read_text())["train_batch_size"] == 64
     assert cli("models").out.count("\n") > 100
+
+
+def test_names_on_the_page_are_there() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/calls.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`dsplan\.([A-Za-z_.]+)", page)) - {"mpi"}
+    assert len(named) >= 8
+    for name in named:
+        found: Any = dsplan
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert callable(found)
+    in_mpi = re.findall(r"^\| `(\w+)\(", page.partition("## On arrays")[2], re.MULTILINE)
+    assert len(in_mpi) == 8
+    assert set(in_mpi) <= set(mpi.__all__)

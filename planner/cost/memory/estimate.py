@@ -102,7 +102,7 @@ def _phases_of(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
 
 
 def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
-    """The estimate that follows from the phases; `margin` is the share of the peak that its upper bound adds."""
+    """The estimate that follows from the phases; `margin` is the share of the peak that is needed besides."""
     return _composed(job, states_of(job, recipe_of(job.configuration)), phases, margin)
 
 
@@ -120,6 +120,7 @@ def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: fl
         device_overhead_bytes=use.beside,
         device_used_bytes=use.used,
         device_used_upper_bytes=use.upper,
+        device_needed_bytes=use.needed,
         host_bytes_per_node=round(host_bytes(job, states, use.used)),
         host_load_bytes_per_node=round(host_load_bytes(job)),
         phases={name: round(ledger.total) for name, ledger in phases.items()},

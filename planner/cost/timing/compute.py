@@ -81,7 +81,8 @@ def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: in
     beside = activation - EXPONENTIAL_PASSES
     element = tokens * rates.element_bytes
     if stack.launches:
-        return rates.elementwise(tokens * stack.moved, tokens * stack.moved / stack.launches)
+        moved = tokens * stack.moved * (rates.element_bytes / 4 if stack.moved_in_fp32 else 1)
+        return rates.elementwise(moved, moved / stack.launches)
     return (
         rates.elementwise(plain * element, 2 * stack.hidden * element)
         + rates.elementwise(beside * inner * element, 2 * inner * element)

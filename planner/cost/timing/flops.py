@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from planner.cost.timing.efficiency import BACKWARD
 from planner.cost.timing.memo import memo_by_identity
-from planner.cost.timing.stacks import KINDS, Matmuls, Stack, measured_stacks, stacks, traced_stacks
+from planner.cost.timing.stacks import KINDS, Matmuls, Stack, measured_stacks, recorded_stacks, stacks, traced_stacks
 from planner.models.facts import ModelFacts
 from planner.types.job import Job
 
@@ -63,6 +63,8 @@ class Geometry:
 
 def job_stacks(job: Job) -> tuple[Stack, ...]:
     """The stacks of a job's model; for a module of unknown architecture those that its parameter counts suggest."""
+    if job.facts.recorded_as:
+        return recorded_stacks(job.facts, job.counts, job.configuration.sequence_length)
     if job.facts.kind in KINDS:
         return stems(job.facts) + stacks(job.facts)
     if job.facts.traced:
@@ -133,7 +135,7 @@ def head_weights(job: Job) -> float:
 def head_tokens(job: Job, shape: Geometry) -> int:
     """Tokens that reach the output projection in one micro-batch: one per sample for classifiers; none where a trace
     counted the head with the rest."""
-    if job.facts.traced:
+    if job.facts.traced or job.facts.recorded_as:
         return 0
     pooled = job.workload.task in ("seq-cls", "image-cls") or job.facts.kind == "vision-text"
     return shape.samples * (1 if pooled else shape.sequence)

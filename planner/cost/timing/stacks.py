@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.cost.timing.memo import memo_by_identity
-from planner.models.facts import ModelFacts, ParameterCounts, TowerFacts
+from planner.models.facts import BlockWork, Growth, ModelFacts, ParameterCounts, TowerFacts
 
 KINDS = frozenset(
     {"decoder", "encoder", "encoder-decoder", "speech-encoder-decoder", "vision", "vision-text", "vision-language"}
@@ -62,7 +62,7 @@ class Stack:
     `relative_keys` are positions that queries and keys are compared with beside each other (DeBERTa), `dispatched`
     elements that go to experts and come back. `last_product` are the weights of a block's last product where nothing
     keeps what comes out of it. Where a trace counted them, `moved` are the bytes that kernels beside products read and
-    write per token, and `launches` the kernels that run in a block.
+    write per token (of a step in fp32, where it says so), and `launches` the kernels that run in a block.
     """
 
     layers: int
@@ -89,6 +89,7 @@ class Stack:
     length_of: LengthOf = "sequence"
     fixed_length: int = 0
     moved: float = 0.0
+    moved_in_fp32: bool = False
     launches: float = 0.0
 
     def length(self, sequence: int, source: int) -> int:
@@ -271,6 +272,33 @@ def traced_stacks(facts: ModelFacts, counts: ParameterCounts) -> tuple[Stack, ..
             moved=work.moved / layers,
             launches=work.kernels_launched / layers,
         ),
+    )
+
+
+def recorded_stacks(facts: ModelFacts, counts: ParameterCounts, length: int) -> tuple[Stack, ...]:
+    """A recorded model at one length: a sample is its token, as of a traced module."""
+    blocks = max(sum(work.repeats for work in facts.work if work.block), 1)
+    return tuple(_recorded(work, length, counts.in_blocks / blocks) for work in facts.work)
+
+
+def _recorded(work: BlockWork, length: int, parameters: float) -> Stack:
+    def at(growth: Growth) -> float:
+        constant, linear, square = growth
+        return max(constant + linear * length + square * length**2, 0.0)
+
+    kernels, stored = max(at(work.products_launched), 1.0), parameters if work.block else 0.0
+    matmuls = Matmuls(
+        active=at(work.operations) / 2, stored=stored, unsplit_width=at(work.operands), split_width=0, kernels=kernels
+    )
+    return Stack(
+        layers=work.repeats,
+        matmuls=matmuls,
+        norms=1 if work.block else 0,
+        length_of="fixed",
+        fixed_length=1,
+        moved=at(work.moved),
+        moved_in_fp32=True,
+        launches=max(at(work.kernels_launched), 1.0),
     )
 
 

@@ -6,11 +6,21 @@ part can be a peak: each as a polynomial in the dimensions of model and batch (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost.memory.activations.dimensions import Dimensions
-from planner.cost.memory.activations.form import BlockForm, Form, Moment, Polynomial, added, scaled, subtracted, value
+from planner.cost.memory.activations.form import (
+    BlockForm,
+    Form,
+    Moment,
+    Polynomial,
+    added,
+    multiplied,
+    scaled,
+    subtracted,
+    value,
+)
 from strategies.tracing.forms.timeline import Storage, Timeline
 
 # Prune the moments of a part to those that are the largest for some model.
@@ -89,7 +99,8 @@ class _Alive:
 class Derivation:
     """Reads a timeline; `labels` name the kind of each block in the order they ran, `elements` turns a storage's shape
     into a polynomial, `points` are sizes at which a moment may be the peak. `asks_for_biases`: under checkpointing what
-    the first block hands on has a gradient, and stays beside what it makes when it is run again."""
+    the first block hands on has a gradient, and stays beside what it makes when it is run again. `counted` says what a
+    number of like storages depends on, where a loop over positions makes one for each."""
 
     def __init__(
         self,
@@ -100,7 +111,9 @@ class Derivation:
         *,
         keeps_grouped: bool = True,
         asks_for_biases: bool = False,
+        counted: Callable[[int], Polynomial] | None = None,
     ) -> None:
+        self._counted = counted
         self._timeline, self._labels, self._decode = timeline, labels, elements
         self._points = points
         self._products_of = (*PRODUCTS, GROUPED_PRODUCT) if keeps_grouped else PRODUCTS
@@ -255,11 +268,25 @@ class Derivation:
 
     def _sum(self, counts: Callable[[Storage], bool]) -> _Alive:
         parts: tuple[list[Polynomial], list[Polynomial], list[Polynomial]] = ([], [], [])
-        for place, storage in enumerate(self._timeline.storages):
-            if not counts(storage):
-                continue
+        for place, number in self._numbered(
+            place for place, each in enumerate(self._timeline.storages) if counts(each)
+        ):
+            storage = self._timeline.storages[place]
+            elements = self._elements[place] if number == {"": 1.0} else multiplied(self._elements[place], number)
             if storage.gradient:
-                parts[2].append(self._elements[place])
+                parts[2].append(elements)
             else:
-                parts[1 if storage.copies_weight else 0].append(scaled(self._elements[place], storage.item_bytes))
+                parts[1 if storage.copies_weight else 0].append(scaled(elements, storage.item_bytes))
         return _Alive(*(added(part) for part in parts))
+
+    def _numbered(self, places: Iterable[int]) -> Iterator[tuple[int, Polynomial]]:
+        """The places of storages, with how many like each there are."""
+        if self._counted is None:
+            yield from ((place, {"": 1.0}) for place in places)
+            return
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for place in places:
+            storage = self._timeline.storages[place]
+            kind = storage.shape, storage.item_bytes, storage.operation, storage.copies_weight, storage.gradient
+            alike.setdefault(kind, []).append(place)
+        yield from ((found[0], self._counted(len(found))) for found in alike.values())

@@ -158,13 +158,13 @@ def _timeline(subject: Subject, variant: Variant) -> Timeline:
     source = symbols.SOURCE if subject.facts.kind == "encoder-decoder" else None
     with fake:
         module.to_empty(device="cpu")
-        _tie(module)
+        tie(module)
         batch = _narrowed(subject.batch_of(symbols.SAMPLES, symbols.LENGTH, source), module)
         with device, unpadded():
-            return _record(subject, batch, autocast, on_cuda=not variant.on_cpu)
+            return record_step(subject, batch, autocast, on_cuda=not variant.on_cpu)
 
 
-def _tie(module: Any) -> None:
+def tie(module: Any) -> None:
     """`to_empty` gives tied weights storages of their own."""
     if hasattr(module, "tie_weights"):
         module.tie_weights()
@@ -179,7 +179,7 @@ def _narrowed(batch: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _record(
+def record_step(
     subject: Subject, batch: dict[str, Any], autocast: AbstractContextManager[object], *, on_cuda: bool
 ) -> Timeline:
     module = subject.module

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import DsplanError
+from planner.models.catalogue import recorded_config
 from planner.models.facts import ModelFacts
 from strategies.tracing.to_hf import decoders, encoders, moe, vision
 from strategies.tracing.to_hf import decoders as common
@@ -105,11 +106,23 @@ def hf_config(facts: ModelFacts, overrides: Mapping[str, object] | None = None) 
     Raises:
         DsplanError: transformers has no such model, or dsplan does not know how to describe it.
     """
+    if facts.recorded_as:
+        recorded = dict(recorded_config(facts.recorded_as))
+        recorded["arguments"] = {**recorded["arguments"], **(overrides or {})}
+        return config_of(recorded)
     model_type = STAND_INS.get(facts.model_type, facts.model_type)
     if model_type not in ARGUMENTS:
         raise DsplanError(f"{facts.name}: no class of transformers is known for model type {facts.model_type!r}")
     config = _transformers().AutoConfig.for_model(model_type, **{**ARGUMENTS[model_type](facts), **(overrides or {})})
     config.architectures = [facts.architecture]
+    return config
+
+
+def config_of(recorded: Mapping[str, Any]) -> Any:
+    """The transformers config of a recorded model: its `model_type`, `architecture` and `arguments`."""
+    arguments = copy.deepcopy(dict(recorded["arguments"]))
+    config = _transformers().AutoConfig.for_model(recorded["model_type"], **arguments)
+    config.architectures = [recorded["architecture"]]
     return config
 
 

@@ -68,7 +68,7 @@ def test_a_malformed_measurement_names_the_field(changes: dict[str, Any], messag
 
 @pytest.mark.parametrize("figure", [-1, math.inf, math.nan, 2**63, 10**400])
 def test_a_figure_out_of_range_names_the_field(figure: float) -> None:
-    with pytest.raises(DsplanError, match=r"measured\.host_bytes is .* it must be from 0"):
+    with pytest.raises(DsplanError, match=r"measured\.host_bytes is .* it must be at least 0 and fit in 64 bits"):
         Measured(host_bytes=figure)  # type: ignore[arg-type]
     with pytest.raises(DsplanError, match=r"rate\.value is "):
         rate(1, value=figure)

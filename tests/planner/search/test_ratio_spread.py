@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.search.ranking import NEVER_COMPARED, SPLIT_OR_WHOLE
+from planner.search.ranking import NEVER_COMPARED, ONE_STRATEGY, SPLIT_OR_WHOLE
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -26,6 +26,13 @@ def test_split_and_whole_layers(lines: dict[str, list[str]]) -> None:
     assert int(pairs) > 500
     assert int(groups) > 20
     assert abs(math.exp(float(p90)) - 1 - SPLIT_OR_WHOLE) < 0.015
+
+
+def test_two_plans_of_one_strategy(lines: dict[str, list[str]]) -> None:
+    pairs, groups, _, p90 = lines["one strategy"]
+    assert int(pairs) > 500
+    assert int(groups) > 20
+    assert abs(math.exp(float(p90)) - 1 - ONE_STRATEGY) < 0.015
 
 
 def test_what_was_never_compared_differs_by_two_single_predictions(lines: dict[str, list[str]]) -> None:

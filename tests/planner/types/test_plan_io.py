@@ -39,6 +39,14 @@ def test_round_trip(tmp_path: Path, plan_dict: dict[str, object]) -> None:
         (("plan", "colour"), "red", "has an unknown key 'colour'"),
         (("memory",), None, "is missing or not a mapping"),
         (("time", "step_seconds"), "fast", "not a number"),
+        (
+            ("cluster", "gpus"),
+            16,
+            "is 16, and the degrees of the plan (dp_replicate 8 x dp_shard 1 x tp 1 x pp 1) make 8",
+        ),
+        (("cluster", "gpus_per_node"), 4, "cluster.gpus: is 8, and nodes x gpus_per_node is 1 x 4"),
+        (("memory", "parameters_bytes"), 10**30, "not a whole number from 0 on that fits in 64 bits; write"),
+        (("time", "step_seconds"), 1e40, "is 1e+40, not a number from 0 to 1e+30; write"),
     ],
 )
 def test_broken_fields_are_named(

@@ -190,14 +190,6 @@ def test_a_run_is_gone_on_with_from_another_directory(
     assert prepare(RunRequest(resume=tmp_path / "run")).spec.script == str(script.resolve())
 
 
-def test_a_plain_script_is_not_begun_again_unless_asked(tmp_path: Path) -> None:
-    script = tmp_path / "plain.py"
-    script.write_text("print(1)")
-    assert prepare(RunRequest(script=script)).spec.supervision.retries == 0
-    asked = RunRequest(script=script, supervision=asked_supervision(retries=2))
-    assert prepare(asked).spec.supervision.retries == 2
-
-
 @pytest.mark.parametrize(("text", "nodes"), [("4", (4, 4)), ("2:8", (2, 8))])
 def test_nodes(text: str, nodes: tuple[int, int]) -> None:
     placement = Placement(**asked_placement(nodes=text))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+import pytest
 
 from dsplan.render.blocks import Table
 from dsplan.render.run_report import markdown, report_blocks, write_report
-from dsplan.render.run_view import ending_line
-from strategies.launch.attempt import AttemptEnded
+from dsplan.render.run_view import RunView, ending_line
+from strategies.launch.attempt import AttemptEnded, OutputLine
 from strategies.launch.failure_causes import Ending
 from strategies.launch.policy import Decision
 from strategies.launch.report import (
@@ -30,7 +33,7 @@ SAVED = Ending(kind="preempted", rank=0, step=12, reason="stopped at step 12 and
 
 
 def _report(directory: Path, outcome: Outcome, *endings: Ending | None) -> RunReport:
-    spec = LaunchSpec(script="train.py", kind="dsplan", processes=2, run_directory=str(directory))
+    spec = LaunchSpec(script="train.py", processes=2, run_directory=str(directory))
     attempts = tuple(
         AttemptReport(
             attempt=number, began=1e9, seconds=5.0, ranks=2, first_step=1, last_step=8, ending=ending,
@@ -54,6 +57,33 @@ def test_an_ending_in_one_line_says_everything_once() -> None:
     assert _line(full, smaller) == "dsplan: rank 0: CUDA out of memory.; the next plan follows"
     failed = Ending(kind="failed", rank=0, step=3, reason="ValueError: bad")
     assert _line(failed, smaller) == "dsplan: rank 0, step 3: failed: ValueError: bad; the next plan follows"
+
+
+REFUSED = Ending(kind="refused", rank=0, reason="config: zero_optimizatio is not known")
+GIVES_UP = Decision(action="give_up", why="no repetition mends this")
+
+
+def test_a_refusal_is_left_to_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rank's word, the end of the attempt and the page's table would say it three times more."""
+    with RunView(ranks=2, out=sys.stdout) as view:
+        view.show(OutputLine(rank=0, stream="stderr", text=f"error: {REFUSED.reason}"))
+        view.show(AttemptEnded(attempt=0, ending=REFUSED, decision=GIVES_UP))
+    shown, said = capsys.readouterr()
+    assert (shown, said) == ("", "")
+    report = _report(tmp_path, outcome_of(REFUSED), REFUSED)
+    assert not [block for block in report_blocks(report, reason_follows=True) if isinstance(block, Table)]
+    assert [block for block in report_blocks(report) if isinstance(block, Table)], "report.md keeps it"
+
+
+def test_an_error_that_ends_nothing_is_shown_in_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    with RunView(ranks=2, out=sys.stdout) as view:
+        for text in ("error: of the script's own", "and then"):
+            view.show(OutputLine(rank=0, stream="stderr", text=text))
+        view.show(OutputLine(rank=1, stream="stderr", text="error: of another rank"))
+        view.show(AttemptEnded(attempt=0, ending=REFUSED, decision=AGAIN))
+    said = capsys.readouterr().err.splitlines()
+    assert said[:3] == ["error: of the script's own", "and then", "[rank 1] error: of another rank"]
+    assert REFUSED.reason in said[3]
 
 
 def test_the_page_lists_what_ran_and_what_happened(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hardware_db.spawn import RankPool
+from strategies.checkpoint.safefile import bytes_of
 from strategies.tracing.storage_tracker import StorageTracker
 from tests.strategies import training_bodies
 from tests.strategies.training_bodies import Recipe
@@ -50,6 +51,19 @@ def test_what_is_first_read_counts_from_then_on() -> None:
         made_elsewhere.t()
         assert tracker.peak_bytes == SQUARE
         assert tracker.live_bytes == SQUARE
+
+
+def test_what_a_checkpoint_was_loaded_into_or_saved_from_counts() -> None:
+    """The bytes of resumed weights and moments were read in place; the run holds them all the same."""
+    loaded = torch.zeros(64, 64)
+    saved = bytes_of(loaded)
+    saved[:4] = b"\x00\x00\x80\x3f"
+    assert loaded[0, 0] == 1.0, "without a copy"
+    with StorageTracker() as tracker:
+        loaded.mul_(2)
+        assert tracker.live_bytes == SQUARE
+    del loaded
+    assert bytes(saved[:4]) == b"\x00\x00\x00\x40", "who looks at the bytes keeps them"
 
 
 def test_resized_storages_are_followed_and_the_method_is_given_back() -> None:

@@ -75,6 +75,8 @@ def block_kinds(facts: ModelFacts, *, windows: bool) -> tuple[tuple[str, int], .
 
     Local and global layers alternate; here all local ones come first, which moves no peak by more than one block.
     """
+    if facts.recorded_as:
+        return tuple((work.block, work.repeats) for work in facts.work if work.block)
     if facts.kind.endswith("encoder-decoder"):
         return ("encoder", facts.encoder_layers or facts.num_layers), ("decoder", facts.decoder_layers)
     if facts.kind == "vision-text" and facts.text is not None and facts.vision is not None:

@@ -100,7 +100,9 @@ _PRESENT = (
 
 
 def structure_of(facts: ModelFacts) -> dict[str, str]:
-    """The structure by field, in words."""
+    """The structure by field, in words; of a recorded model its name, since its form is nobody else's."""
+    if facts.recorded_as:
+        return {"model_type": facts.recorded_as, "kind": facts.kind}
     words = {name: str(getattr(facts, name)) for name in _FIELDS}
     words |= {name: str(bool(getattr(facts, name))) for name in _PRESENT}
     words["heads"] = _heads(facts)

@@ -1,0 +1,184 @@
+"""Measures modules without tokens beside what a trace of them says, into `hardware_db/measurements/modules_cpu.csv`.
+
+    python -m scripts.measure.modules
+
+Each module is planned for from a batch of three samples, as `dsplan.initialize` plans for a script's own, and trained
+for two steps of AdamW on a CPU at three batch sizes; the figure is the peak of live tensor bytes in the second. Needs
+torchvision, timm, transformers and diffusers.
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+import io
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hardware_db.files import replace_text
+from hardware_db.probe import probe
+from planner.cluster.resolve import probed_cluster
+from planner.search.estimate import estimate
+from planner.search.exact import ExactOptions, exact
+from planner.search.request import WorkOptions, make_request
+from strategies.tracing.example import arguments_of
+from strategies.tracing.live import facts_from_module
+from strategies.tracing.module_trace import traced_request, work_of
+from strategies.tracing.step.step import loss_of
+from strategies.tracing.storage_tracker import StorageTracker
+
+TARGET = Path(__file__).parents[2] / "hardware_db" / "measurements" / "modules_cpu.csv"
+SAMPLES = (2, 8, 32)
+SHOWN = 3
+"""Samples of the batch that the plan is made from."""
+
+Make = Callable[[Any], nn.Module]
+BatchOf = Callable[[int], Any]
+
+# The modules, by the package whose code they are.
+
+
+def _wav2vec2(transformers: Any) -> nn.Module:
+    config = transformers.Wav2Vec2Config(
+        hidden_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=768,
+        conv_dim=(128,) * 7,
+        num_conv_pos_embeddings=32,
+        classifier_proj_size=64,
+        layerdrop=0.0,
+        apply_spec_augment=False,
+    )
+    model: nn.Module = transformers.Wav2Vec2ForSequenceClassification(config)
+    return model
+
+
+def _whisper_encoder(transformers: Any) -> nn.Module:
+    config = transformers.WhisperConfig(
+        d_model=128, encoder_layers=3, encoder_attention_heads=4, encoder_ffn_dim=512, max_source_positions=400
+    )
+    model: nn.Module = transformers.models.whisper.modeling_whisper.WhisperEncoder(config)
+    return model
+
+
+def _tabular(torch_itself: Any) -> nn.Module:
+    layers = torch_itself.nn
+    return nn.Sequential(
+        layers.Linear(64, 512),
+        layers.ReLU(),
+        layers.BatchNorm1d(512),
+        layers.Linear(512, 512),
+        layers.ReLU(),
+        layers.Dropout(0.1),
+        layers.Linear(512, 1),
+    )
+
+
+def _unet(diffusers: Any) -> nn.Module:
+    model: nn.Module = diffusers.UNet2DConditionModel(
+        sample_size=32,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=64,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+    return model
+
+
+def _noised(samples: int) -> dict[str, torch.Tensor]:
+    steps = torch.zeros(samples, dtype=torch.long)
+    return {
+        "sample": torch.randn(samples, 4, 32, 32),
+        "timestep": steps,
+        "encoder_hidden_states": torch.randn(samples, 77, 64),
+    }
+
+
+def _heard(samples: int) -> dict[str, torch.Tensor]:
+    return {"input_values": torch.randn(samples, 16000), "labels": torch.zeros(samples, dtype=torch.long)}
+
+
+def _images(side: int) -> BatchOf:
+    return lambda samples: torch.randn(samples, 3, side, side)
+
+
+MODULES: Mapping[str, tuple[str, Make, BatchOf]] = {
+    "ResNet-18, 64 x 64": ("torchvision", lambda package: package.models.resnet18(num_classes=10), _images(64)),
+    "ResNet-50, 128 x 128": ("torchvision", lambda package: package.models.resnet50(), _images(128)),
+    "ViT-tiny, 224 x 224": ("timm", lambda package: package.create_model("vit_tiny_patch16_224"), _images(224)),
+    "ConvNeXt-atto, 128 x 128": ("timm", lambda package: package.create_model("convnext_atto"), _images(128)),
+    "Wav2Vec2, a second of sound": ("transformers", _wav2vec2, _heard),
+    "Whisper's encoder, 8 seconds": ("transformers", _whisper_encoder, lambda samples: torch.randn(samples, 80, 800)),
+    "tabular MLP": ("torch", _tabular, lambda samples: torch.randn(samples, 64)),
+    "UNet2DConditionModel, 32 x 32": ("diffusers", _unet, _noised),
+}
+
+
+def main() -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ("module", "package", "torch", "samples", "predicted_bytes", "measured_bytes"))
+    writer.writeheader()
+    for row in rows():
+        writer.writerow(row)
+        print(
+            f"{row['module']}, {row['samples']}: {row['predicted_bytes'] / row['measured_bytes'] - 1:+.2%}", flush=True
+        )
+    replace_text(TARGET, text.getvalue())
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    for name, (package, make, batch_of) in MODULES.items():
+        module = make(import_module(package)).train()
+        for samples in SAMPLES:
+            yield {
+                "module": name,
+                "package": f"{package} {version(package)}",
+                "torch": torch.__version__,
+                "samples": samples,
+                "predicted_bytes": predicted(module, batch_of(SHOWN), samples),
+                "measured_bytes": measured(module, batch_of(samples)),
+            }
+
+
+def predicted(module: nn.Module, shown: Any, samples: int) -> int:
+    """Bytes allocated at the peak, as planned from a batch of other samples."""
+    facts = facts_from_module(module)
+    task, length = work_of(facts, module, shown)
+    work = WorkOptions(task=task, seq_len=length, global_batch=samples, precision="fp32")
+    request = traced_request(make_request(facts, probed_cluster(probe(), ranks=1), work), module, shown)
+    plan = estimate(*exact(request, ExactOptions(strategy="single", micro_batch=samples)))
+    return plan.memory.peak_allocated_bytes
+
+
+def measured(module: nn.Module, batch: Any) -> int:
+    """Live bytes at the peak of the second step."""
+    positional, named = arguments_of(batch)
+    optimizer = torch.optim.AdamW(module.parameters())
+
+    def step() -> None:
+        loss_of(module(*positional, **named)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    gc.collect()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    inputs = [value for value in (*positional, *named.values()) if isinstance(value, torch.Tensor)]
+    with StorageTracker([*module.parameters(), *module.buffers(), *states, *inputs]) as tracker:
+        step()
+        tracker.restart_peak()
+        step()
+        return tracker.peak_bytes
+
+
+if __name__ == "__main__":
+    main()

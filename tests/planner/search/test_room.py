@@ -1,0 +1,78 @@
+"""Of plans that cannot be told apart one with room in memory goes first; what room is, published runs say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.calibration.experience import Experience, KnownRun
+from planner.cost.memory.overhead import BEYOND_NEED
+from planner.search.evaluate import best
+from planner.search.ranking import NEVER_COMPARED, ONE_STRATEGY, group_name, order
+from planner.search.request import Request
+from planner.search.search import grouped, recommend
+from planner.types.plan import Plan
+from scripts.fit import memory_bound
+from tests.planner.search.exhaustive import everything_that_fits
+from tests.planner.search.questions import question
+
+
+def fastest(request: Request) -> Plan:
+    return recommend(replace(request, simplest_first=False)).plans[0]
+
+
+def test_llama_7b_on_eight_a100s_leaves_room() -> None:
+    request = question("llama-7b", "a100-80gb", 8, seq_len=1024)
+    answer, full = recommend(request), fastest(request)
+    first = answer.plans[0]
+    assert full.memory.device_needed_bytes > 0.9 * request.cluster.capacity_bytes
+    assert (full.verdict, first.verdict) == ("tight", "fits")
+    assert first.memory.device_used_upper_bytes <= request.cluster.capacity_bytes
+    assert first.time.step_seconds < (1 + ONE_STRATEGY) * full.time.step_seconds
+
+
+@pytest.mark.parametrize("model", ["llama-7b", "mixtral-8x7b", "bert-large", "opt-6.7b"])
+@pytest.mark.parametrize("gpu", ["a100-80gb", "rtx4090"])
+def test_room_costs_no_more_than_what_can_be_told_apart(model: str, gpu: str) -> None:
+    request = question(model, gpu, 8, allow_unrunnable=True)
+    first = recommend(request).plans[0]
+    assert first.time.step_seconds <= (1 + NEVER_COMPARED) * fastest(request).time.step_seconds
+
+
+def test_the_best_with_room_is_that_of_an_exhaustive_search() -> None:
+    request = question("opt-6.7b", "a100-80gb", 8)
+    expected = {}
+    for item in sorted(everything_that_fits(request), key=lambda item: order(item, "throughput"), reverse=True):
+        if item.priced.judgement.verdict == "fits":
+            expected[group_name(item.configuration)] = item.configuration
+    groups = {name: [candidate.with_room() for candidate in group] for name, group in grouped(request).items()}
+    found = {name: best(group, "throughput") for name, group in groups.items()}
+    assert {name: item.configuration for name, item in found.items() if item is not None} == expected
+    tight = {name: best(group, "throughput") for name, group in grouped(request).items()}
+    assert any(item is not None and not item.has_room for item in tight.values())
+
+
+def test_the_choice_names_the_plan_without_room() -> None:
+    request = question("opt-6.7b", "a100-80gb", 8, strategies=("fsdp",))
+    answer, full = recommend(request), fastest(request).configuration
+    assert full.micro_batch_size != answer.plans[0].configuration.micro_batch_size
+    assert f"with micro-batch {full.micro_batch_size} and " in answer.choice
+    assert answer.choice.endswith(f"where one run in twenty takes {BEYOND_NEED:.0%} more")
+
+
+def test_what_ran_here_has_room() -> None:
+    request = question("opt-6.7b", "a100-80gb", 8, strategies=("fsdp",))
+    full = fastest(request)
+    known = {full.configuration: KnownRun(step_seconds=full.time.step_seconds, each=(1.0,), created_at="2026-01-01")}
+    answer = recommend(replace(request, experience=Experience(known=known)))
+    assert full.verdict == "tight"
+    assert answer.plans[0].configuration == full.configuration
+
+
+def test_the_bound_is_that_of_published_runs_and_holds_those_it_was_not_fitted_to() -> None:
+    runs = memory_bound.measured()
+    assert memory_bound.bound(runs) - 1 == pytest.approx(BEYOND_NEED, abs=0.005)
+    below, number = memory_bound.covered(memory_bound.left_out(runs))
+    assert number > 150
+    assert below / number >= 0.95
