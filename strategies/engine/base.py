@@ -58,15 +58,17 @@ class Engine(ABC):
 
     `step` is called after every `backward`; it changes the weights once per `gradient_accumulation_steps` calls.
     `module` is the script's own model, `wrapped` what runs it. `observers` are called with what happens; without any,
-    nothing is measured. `counted_peak_bytes` is the most that `memory_timeline` has seen alive. `client_state`, JSON,
-    is what the script wants to find again after a restart: checkpoints that `dsplan run` has the engine save by
-    itself hold it.
+    nothing is measured. `gradient_clipping` is the norm that the next step clips to, 0 for none; it can be set.
+    `counted_peak_bytes` is the most that `memory_timeline` has seen alive. `client_state`, JSON, is what the script
+    wants to find again after a restart: checkpoints that `dsplan run` has the engine save by itself hold it. Where
+    `client_state_source` is set, it makes the state when such a checkpoint is saved.
     """
 
     module: nn.Module
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
     lr_scheduler: Scheduler | None
+    gradient_clipping: float
     checkpointing: CheckpointSection = CheckpointSection()
 
     def __init__(self, plan: Plan, environment: Environment) -> None:
@@ -76,8 +78,10 @@ class Engine(ABC):
         self.observers: list[Observer] = []
         self.counted_peak_bytes: int | None = None
         self.client_state: dict[str, Any] = {}
+        self.client_state_source: Callable[[], dict[str, Any]] | None = None
         self.supervision: Supervision | None = None
         self._may_reduce = True
+        self._boundary: bool | None = None
         global _newest
         _newest = weakref.ref(self)
 
@@ -220,9 +224,18 @@ class Engine(ABC):
     def loss_scale(self) -> float:
         """What the loss is multiplied by before backward, 1 but for fp16."""
 
-    @abstractmethod
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` changes the weights."""
+        return self._is_boundary_by_count() if self._boundary is None else self._boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say from the next forward pass on whether `step` changes the weights; None: every
+        `gradient_accumulation_steps` calls do again.
+
+        For loops that decide by themselves when a step is over. Each loss is still divided by
+        `gradient_accumulation_steps`.
+        """
+        self._boundary = is_boundary
 
     @abstractmethod
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
@@ -341,6 +354,10 @@ class Engine(ABC):
     def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]: ...
 
     @abstractmethod
+    def _is_boundary_by_count(self) -> bool:
+        """Whether `step` has been called `gradient_accumulation_steps` times with its next call."""
+
+    @abstractmethod
     def _states(self) -> States:
         """The module and the optimizer as checkpoints name them."""
 
@@ -383,7 +400,7 @@ class AccumulatingEngine(Engine):
     def loss_scale(self) -> float:
         return self._scale.value
 
-    def is_gradient_accumulation_boundary(self) -> bool:
+    def _is_boundary_by_count(self) -> bool:
         return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
 
     def _progress(self) -> dict[str, Any]:

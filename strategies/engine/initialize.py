@@ -54,6 +54,7 @@ def initialize(
     plan: Plan | str | Path | None = None,
     strategy: words.Strategy | None = None,
     backend: words.Backend | None = None,
+    sample_data: Dataset[Any] | None = None,
     pipeline: bool = False,
 ) -> tuple[Engine, torch.optim.Optimizer, ShardedLoader | None, Scheduler | None]:
     """Place a model under a plan and return (engine, optimizer, dataloader, scheduler); called on every rank.
@@ -75,6 +76,8 @@ def initialize(
             second argument by position it is understood too.
         args: the command line's values, as argparse has them; its `deepspeed_config` or `dsplan_config` is the config.
         pipeline: models are not cut into pipeline stages yet, so that True is refused.
+        sample_data: what the script reads by itself; a plan that is made now looks at its first sample, as it does at
+            that of `training_data`.
 
     Raises:
         DsplanError: what was asked for cannot be planned or run here; one line with the remedy.
@@ -99,7 +102,7 @@ def initialize(
         backend=backend,
         config=script,
         optimizer=optimizer,
-        training_data=training_data,
+        training_data=sample_data if training_data is None else training_data,
         collate=collate_fn,
     )
     settled, is_new = _settle(model, options, environment)

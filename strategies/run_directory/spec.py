@@ -53,7 +53,7 @@ def exit_status_of(kind: EndingKind, error_type: str) -> int:
 ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "lightning", "torch", "plain"]
 """Who trains: `torch` is a script that wraps its model in DDP or FSDP itself; in a `plain` one nobody is seen to,
 though steps are done."""
-SAVING: tuple[ScriptKind, ...] = ("dsplan", "huggingface")
+SAVING: tuple[ScriptKind, ...] = ("dsplan", "huggingface", "lightning")
 """Scripts whose ranks save and stop when they are asked to; others are ended, and may answer SIGTERM themselves."""
 LauncherName = Literal["local", "slurm", "mpi", "deepspeed", "accelerate"]
 LAUNCHER_NAMES: tuple[LauncherName, ...] = get_args(LauncherName)

@@ -151,7 +151,19 @@ class DeepSpeedEngine(Engine):
     def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
         return whole(self.module, self.configuration.zero_stage, keeps_changes=keeps_changes)
 
-    def is_gradient_accumulation_boundary(self) -> bool:
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        super().set_gradient_accumulation_boundary(is_boundary)
+        self._deepspeed.set_gradient_accumulation_boundary(is_boundary)
+
+    @property
+    def gradient_clipping(self) -> float:
+        return float(self._deepspeed.optimizer.clip_grad)
+
+    @gradient_clipping.setter
+    def gradient_clipping(self, norm: float) -> None:
+        self._deepspeed.optimizer.clip_grad = norm
+
+    def _is_boundary_by_count(self) -> bool:
         return bool(self._deepspeed.is_gradient_accumulation_boundary())
 
     def _states(self) -> DeepSpeedStates:

@@ -19,6 +19,7 @@ _WHO: Mapping[ScriptKind, str] = {
     "huggingface": "HF Trainer",
     "accelerate": "accelerate",
     "deepspeed": "DeepSpeed",
+    "lightning": "Lightning",
 }
 _ON_ACCELERATE = ("huggingface", "accelerate")
 _FLAGS = {STRATEGY: "--strategy", BACKEND: "--backend", PLAN: "--plan"}

@@ -74,6 +74,10 @@ PLACES: tuple[Place, ...] = (
         f"{_HERE}.torch_ddp:shard_by_fsdp1",
     ),
     Place("torch.distributed.tensor.parallel.api", "parallelize_module", "torch", f"{_HERE}.torch_ddp:parallelize"),
+    Place("lightning.pytorch.trainer.trainer", "Trainer.__init__", "lightning", f"{_HERE}.lightning:trainer"),
+    Place("pytorch_lightning.trainer.trainer", "Trainer.__init__", "lightning", f"{_HERE}.lightning:trainer"),
+    Place("lightning.fabric.fabric", "Fabric.__init__", "lightning", f"{_HERE}.lightning:fabric_"),
+    Place("lightning_fabric.fabric", "Fabric.__init__", "lightning", f"{_HERE}.lightning:fabric_"),
     Place("torch.optim.optimizer", "", "plain", f"{_HERE}.observer:watch_steps"),
     Place("torch.autograd", "", "plain", f"{_HERE}.observer:watch_backward"),
 )

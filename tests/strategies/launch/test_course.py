@@ -155,7 +155,7 @@ def test_runs_that_cannot_be_gone_on_with(script: Path, tmp_path: Path) -> None:
         prepare(RunRequest())
 
 
-SPEC = {"script": "a", "kind": "dsplan", "processes": 1, "run_directory": "b"}
+SPEC = {"script": "a", "processes": 1, "run_directory": "b"}
 
 
 @pytest.mark.parametrize(
