@@ -1,6 +1,6 @@
 """Parts for other training libraries, each imported when it is first used.
 
-`TrainerCallback` goes into a HF Trainer, `LightningStrategy` into Lightning's Trainer, `FabricStrategy` into its Fabric.
+`TrainerCallback` goes into a HF Trainer, `LightningStrategy` into Lightning's Trainer, `FabricStrategy` into Fabric.
 """
 
 from __future__ import annotations
