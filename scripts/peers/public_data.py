@@ -1,18 +1,22 @@
-"""What public training scripts ask of the Hub, made here: text, tokenizers, small models and data sets under their names.
+"""What public training scripts ask of the Hub, made here: text, tokenizers, small models and data sets.
 
-Nothing is downloaded. The text is the sources of Python's standard library, the weights are random, and every folder has
-the name that a script looks for (`bert-base-cased`, `nyu-mll/glue`), so that it is found beside the script.
+Nothing is downloaded. The text is the sources of Python's standard library, the weights are random, and every folder
+has the name that a script looks for (`bert-base-cased`, `nyu-mll/glue`), so that it is found beside the script.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
+import torch
+from pyarrow import parquet
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     BertConfig,
@@ -26,6 +30,7 @@ from transformers import (
 )
 
 _VOCABULARY = 1000
+_DEMO_WINDOWS = 4242
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>")
 _CHAT = (
     "{% for message in messages %}{{ '<s>' + message['role'] + ': ' + message['content'] + '</s>' }}{% endfor %}"
@@ -40,7 +45,7 @@ def prepare(directory: Path) -> None:
     (directory / "text.txt").write_text(text[:200_000])
     (directory / "text-val.txt").write_text(text[200_000:220_000])
     (directory / "data").mkdir(exist_ok=True)
-    (directory / "data/wikitext-2.txt").write_text(" \n".join(lines * 4))  # Lightning's demo splits 4,000 windows off
+    (directory / "data/wikitext-2.txt").write_text("\n".join(_windows(lines)))
     tokenizer = _tokenizer(directory, text)
     _models(directory, tokenizer)
     draw = random.Random(0)
@@ -49,6 +54,7 @@ def prepare(directory: Path) -> None:
         (directory / metric).mkdir(exist_ok=True)
         (directory / metric / f"{metric}.py").write_text(_METRIC)
     _instructions(directory, lines, draw)
+    _documents(directory, lines)
 
 
 def _lines() -> Iterator[str]:
@@ -57,6 +63,16 @@ def _lines() -> Iterator[str]:
         for line in path.read_text(errors="replace").splitlines():
             if len(line.split()) > 3:
                 yield line.strip()
+
+
+def _windows(lines: list[str]) -> Iterator[str]:
+    """Lines of 4,240 windows of Lightning's demo, which keeps 4,000 from training; few enough words for a CPU."""
+    tokens = 0
+    for line in itertools.cycle(lines[:400]):
+        if tokens >= _DEMO_WINDOWS * 35:
+            return
+        tokens += len(line.split()) + 1  # the demo ends each line with a token
+        yield line
 
 
 def _tokenizer(directory: Path, text: str) -> PreTrainedTokenizerFast:
@@ -79,6 +95,7 @@ def _tokenizer(directory: Path, text: str) -> PreTrainedTokenizerFast:
 
 
 def _models(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    torch.manual_seed(0)
     size = len(tokenizer)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     gpt2 = GPT2Config(vocab_size=size, n_positions=128, n_embd=64, n_layer=2, n_head=2, **ids)
@@ -160,8 +177,24 @@ def _instructions(directory: Path, lines: list[str], draw: random.Random) -> Non
             }
         )
     (directory / "alpaca.json").write_text(json.dumps(alpaca))
+    (directory / "instructions").mkdir(exist_ok=True)
+    (directory / "instructions/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in alpaca))
     for name, rows in (("chats", chats), ("preferences", preferences)):
         folder = directory / name
         folder.mkdir(exist_ok=True)
         for split, part in (("train", rows[:128]), ("test", rows[128:])):
             (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def _documents(directory: Path, lines: list[str]) -> None:
+    """Texts as HelloDeepSpeed reads them (`load_dataset("wikitext", "wikitext-2-v1")`), and shards of nanochat."""
+    wikitext = directory / "wikitext"
+    wikitext.mkdir(exist_ok=True)
+    (wikitext / "train.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines[:2000]))
+    header = "configs:\n- config_name: wikitext-2-v1\n  data_files:\n  - split: train\n    path: train.jsonl\n"
+    (wikitext / "README.md").write_text(f"---\n{header}---\n")
+    shards = directory / "nanochat/base_data_climbmix"
+    shards.mkdir(parents=True, exist_ok=True)
+    texts = [" ".join(lines[start : start + 20]) for start in range(0, len(lines), 20)]
+    for shard, part in enumerate((texts[:-40], texts[-40:])):
+        parquet.write_table(pyarrow.table({"text": part}), shards / f"shard_{shard:05d}.parquet", row_group_size=20)

@@ -1,18 +1,20 @@
-"""Runs training scripts of public projects, unmodified, under `dsplan run`, and writes down what became of each.
+"""Runs training scripts of public projects under `dsplan run`, and writes down what became of each.
 
-    python -m scripts.peers.public_scripts fetch DIR            clone the projects at the commits below, make the data
-    python -m scripts.peers.public_scripts run DIR              every script in every way, into the table of the docs
+    python -m scripts.peers.public_scripts fetch DIR            the projects at their commits, and the data
+    python -m scripts.peers.public_scripts run DIR              every script in every way, into public_scripts.json
     python -m scripts.peers.public_scripts run DIR --only sft --ways zero2 killed
+    python -m scripts.report.public_scripts                     the page of the docs, from public_scripts.json
 
 Nothing of the projects is part of this one. `fetch` needs git and the network, or `--mirrors FOLDER` with clones named
 `owner+name`; models, tokenizers and data are made here (scripts/peers/public_data.py). Ways: free (nothing is asked
-for), ddp, fsdp, zero2, zero3, and killed: a rank is killed with SIGKILL in the middle of a run that saves, and the
-losses are compared with those of the undisturbed run of the same strategy.
+for), ddp, fsdp, zero2, zero3, and killed: a rank is killed with SIGKILL in the middle of a run under zero2 that saves
+(without a strategy where zero2 is refused), and the losses are compared with those of the undisturbed run.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -20,313 +22,110 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
+from hardware_db.errors import DsplanError
 from hardware_db.files import replace_text
 from scripts.peers.public_data import prepare
+from scripts.peers.public_recipes import PROJECTS, RECIPES, Project, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("public_scripts.json")
 WAYS = ("free", "ddp", "fsdp", "zero2", "zero3", "killed")
-RANKS = 2
+LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "lightning")
 TIMEOUT_SECONDS = 300.0
 _KILL_AT = 4
 """The step of the rank that is killed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Project:
-    """A public repository at one commit."""
-
-    name: str
-    """`owner/name` on GitHub."""
-    commit: str
-    """The commit that was run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Edit:
-    """A line of a script that is not what it must be on this machine."""
-
-    file: str
-    """The file, relative to the project."""
-    old: str
-    """What stands there."""
-    new: str
-    """What it is replaced by."""
-    why: str
-    """The reason, for the table."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """A script and how it is called."""
-
-    name: str
-    """The name in the table."""
-    project: str
-    """The key of its project in PROJECTS."""
-    script: str
-    """The file, relative to the project."""
-    library: str
-    """What it trains with."""
-    arguments: tuple[str, ...] = ()
-    """Its arguments; `{out}` is an output folder of the run, `{data}` the folder that it runs in."""
-    edits: tuple[Edit, ...] = ()
-    """What has to be changed for a CPU or for today's versions."""
-    inside: bool = False
-    """Whether it runs in its own folder and not in that of the data."""
-
-
-PROJECTS: Mapping[str, Project] = {
-    "accelerate": Project(name="huggingface/accelerate", commit="16cb6eb8"),
-    "alpaca": Project(name="tatsu-lab/stanford_alpaca", commit="761dc5b"),
-    "deepspeed-examples": Project(name="deepspeedai/DeepSpeedExamples", commit="45b4b715"),
-    "lightning": Project(name="Lightning-AI/pytorch-lightning", commit="7f0c3436cd"),
-    "nanochat": Project(name="karpathy/nanochat", commit="92d63d4"),
-    "nanogpt": Project(name="karpathy/nanoGPT", commit="3adf61e1"),
-    "peft": Project(name="huggingface/peft", commit="5d602fdbf"),
-    "pytorch-examples": Project(name="pytorch/examples", commit="77f55b9"),
-    "transformers": Project(name="huggingface/transformers", commit="v4.57.6"),
-    "trl": Project(name="huggingface/trl", commit="f2cd57710"),
-}
-
-_TRAINER = ("--max_steps", "8", "--logging_steps", "1", "--output_dir", "{out}", "--report_to", "none", "--use_cpu")
-_SAVES = ("--save_strategy", "no")
-_TRL = (
-    "--model_name_or_path",
-    "tiny-llama",
-    "--per_device_train_batch_size",
-    "2",
-    "--bf16",
-    "false",
-    *_TRAINER,
-    *_SAVES,
-)
-_CLM = ("--train_file", "text.txt", "--validation_file", "text-val.txt", "--block_size", "64")
-_EXAMPLES = "examples/pytorch"
-
-RECIPES: tuple[Recipe, ...] = (
-    Recipe(
-        name="transformers run_clm",
-        project="transformers",
-        script=f"{_EXAMPLES}/language-modeling/run_clm.py",
-        library="HF Trainer",
-        arguments=(
-            "--model_name_or_path",
-            "tiny-gpt2",
-            *_CLM,
-            "--do_train",
-            "--per_device_train_batch_size",
-            "2",
-            *_TRAINER,
-            *_SAVES,
-        ),
-    ),
-    Recipe(
-        name="transformers run_glue",
-        project="transformers",
-        script=f"{_EXAMPLES}/text-classification/run_glue.py",
-        library="HF Trainer",
-        arguments=(
-            *("--model_name_or_path", "bert-base-cased", "--train_file", "nyu-mll/glue/train.csv"),
-            *("--validation_file", "nyu-mll/glue/validation.csv", "--do_train", "--max_seq_length", "64"),
-            *("--per_device_train_batch_size", "4", *_TRAINER, *_SAVES),
-        ),
-    ),
-    Recipe(
-        name="transformers run_clm_no_trainer",
-        project="transformers",
-        script=f"{_EXAMPLES}/language-modeling/run_clm_no_trainer.py",
-        library="accelerate",
-        arguments=(
-            *("--model_name_or_path", "tiny-gpt2", *_CLM, "--per_device_train_batch_size", "2"),
-            *("--max_train_steps", "8", "--output_dir", "{out}"),
-        ),
-        edits=(
-            Edit(
-                file=f"{_EXAMPLES}/language-modeling/run_clm_no_trainer.py",
-                old="DistributedType.TPU",
-                new="DistributedType.XLA",
-                why="accelerate 1.15 has no TPU any more",
-            ),
-        ),
-    ),
-    Recipe(
-        name="TRL sft",
-        project="trl",
-        script="trl/scripts/sft.py",
-        library="TRL",
-        arguments=("--dataset_name", "chats", "--max_length", "64", *_TRL),
-    ),
-    Recipe(
-        name="TRL sft, LoRA, packed",
-        project="trl",
-        script="trl/scripts/sft.py",
-        library="TRL, PEFT",
-        arguments=(
-            "--dataset_name",
-            "chats",
-            "--max_length",
-            "64",
-            "--packing",
-            "--use_peft",
-            "--lora_target_modules",
-            "q_proj",
-            "v_proj",
-            *_TRL,
-        ),
-    ),
-    Recipe(
-        name="TRL dpo",
-        project="trl",
-        script="trl/scripts/dpo.py",
-        library="TRL",
-        arguments=("--dataset_name", "preferences", "--max_length", "64", *_TRL),
-    ),
-    Recipe(
-        name="TRL reward",
-        project="trl",
-        script="trl/scripts/reward.py",
-        library="TRL",
-        arguments=("--dataset_name", "preferences", "--max_length", "64", *_TRL),
-    ),
-    Recipe(
-        name="PEFT sft",
-        project="peft",
-        script="examples/sft/train.py",
-        library="TRL, PEFT",
-        arguments=(
-            *(
-                "--dataset_name",
-                "chats",
-                "--splits",
-                "train,test",
-                "--dataset_text_field",
-                "content",
-                "--max_length",
-                "64",
-            ),
-            *("--use_peft_lora", "True", "--lora_target_modules", "q_proj,v_proj", *_TRL),
-        ),
-    ),
-    Recipe(
-        name="alpaca train.py",
-        project="alpaca",
-        script="train.py",
-        library="HF Trainer",
-        arguments=(
-            "--model_name_or_path",
-            "tiny-llama",
-            "--data_path",
-            "alpaca.json",
-            "--per_device_train_batch_size",
-            "2",
-            "--model_max_length",
-            "64",
-            *_TRAINER,
-            *_SAVES,
-        ),
-        edits=(
-            Edit(
-                file="train.py",
-                old="tokenizer=tokenizer, args=",
-                new="processing_class=tokenizer, args=",
-                why="transformers 5 has another name",
-            ),
-            Edit(
-                file="utils.py",
-                old="from openai import openai_object",
-                new="",
-                why="only its data generation needs a client of 2023",
-            ),
-            Edit(file="utils.py", old="import openai\n", new="", why="the same"),
-        ),
-    ),
-    Recipe(
-        name="accelerate nlp_example",
-        project="accelerate",
-        script="examples/nlp_example.py",
-        library="accelerate",
-        arguments=("--cpu",),
-    ),
-    Recipe(
-        name="accelerate complete_nlp_example",
-        project="accelerate",
-        script="examples/complete_nlp_example.py",
-        library="accelerate",
-        arguments=("--cpu", "--output_dir", "{out}"),
-    ),
-    Recipe(
-        name="Lightning transformer",
-        project="lightning",
-        script="examples/pytorch/basics/transformer.py",
-        library="Lightning",
-    ),
-    Recipe(
-        name="Lightning Fabric language_model",
-        project="lightning",
-        script="examples/fabric/language_model/train.py",
-        library="Lightning Fabric",
-    ),
-)
+_EDITED = ".edited"
+"""Stands in a project whose scripts have the recipes' edits."""
 
 
 def fetch(directory: Path, mirrors: Path | None) -> None:
     """Lay every project at its commit below `directory`, with the recipes' edits, and the data beside them."""
     for key, project in track(PROJECTS.items(), description="projects", console=Console(stderr=True)):
-        place = directory / key
-        if (place / ".git").exists():
-            continue
-        source = f"https://github.com/{project.name}"
-        if mirrors is not None:
-            source = str(mirrors / project.name.replace("/", "+") / "repo")
-        _git("clone", "--quiet", "--no-checkout", source, str(place))
-        _git("-C", str(place), "checkout", "--quiet", project.commit, "--", ".")
-    for recipe in RECIPES:
-        for edit in recipe.edits:
-            path = directory / recipe.project / edit.file
-            text = path.read_text()
-            if edit.new not in text:
-                replace_text(path, text.replace(edit.old, edit.new))
+        if not (directory / key).exists():
+            _lay_out(project, directory / key, mirrors)
+        if not (directory / key / _EDITED).exists():
+            _edit(directory / key, [recipe for recipe in RECIPES if recipe.project == key])
     data = directory / "data"
     data.mkdir(parents=True, exist_ok=True)
     prepare(data)
+    _prepare_nanogpt(directory)
+    _prepare_nanochat(directory)
 
 
-def _git(*arguments: str) -> None:
-    subprocess.run(("git", *arguments), check=True)
+def _lay_out(project: Project, place: Path, mirrors: Path | None) -> None:
+    """One commit without its history, and of its folders only those that are needed."""
+    source = f"https://github.com/{project.name}"
+    if mirrors is not None:
+        source = str(mirrors / project.name.replace("/", "+") / "repo")
+    unfinished = place.with_name(f"{place.name}.new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for arguments in (
+        ("init", "--quiet", str(unfinished)),
+        ("-C", str(unfinished), "sparse-checkout", "set", *project.folders),
+        ("-C", str(unfinished), "fetch", "--quiet", "--depth", "1", "--filter=blob:none", source, project.commit),
+        ("-C", str(unfinished), "checkout", "--quiet", "FETCH_HEAD"),
+    ):
+        subprocess.run(("git", *arguments), check=True)
+    unfinished.rename(place)
 
 
-def run(directory: Path, recipe: Recipe, way: str) -> dict[str, Any]:
+def _edit(place: Path, recipes: list[Recipe]) -> None:
+    for recipe in recipes:
+        for edit in recipe.edits:
+            path = place / edit.file
+            text = path.read_text()
+            if edit.old not in text:
+                raise DsplanError(f"{path}: does not hold {edit.old!r}; is it {PROJECTS[recipe.project].commit}?")
+            replace_text(path, text.replace(edit.old, edit.new))
+    (place / _EDITED).touch()
+
+
+def _prepare_nanogpt(directory: Path) -> None:
+    """nanoGPT's own preparation, which leaves a text alone that is there."""
+    folder = directory / "nanogpt/data/shakespeare_char"
+    shutil.copy(directory / "data/text.txt", folder / "input.txt")
+    subprocess.run((sys.executable, "prepare.py"), cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def _prepare_nanochat(directory: Path) -> None:
+    """nanochat's own tokenizer, trained on the data that stands in the place of its shards."""
+    command = (sys.executable, "-m", "scripts.tok_train", "--vocab-size", "512", "--max-chars", "400000")
+    own = {"NANOCHAT_BASE_DIR": str(directory / "data/nanochat"), "PYTHONPATH": str(directory / "nanochat")}
+    place = directory / "nanochat"
+    subprocess.run(command, cwd=place, env={**os.environ, **own}, check=True, stdout=subprocess.DEVNULL)
+
+
+def run(directory: Path, recipe: Recipe, way: str, killed_under: str = "zero2") -> dict[str, Any]:
     """What became of a recipe in one way."""
-    place = directory / "runs" / f"{recipe.name.replace(' ', '-').replace('/', '-')}-{way}"
-    _remove(place)
+    place = _place(directory, recipe, way)
+    shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    strategy = "zero2" if way == "killed" else way
-    command = [sys.executable, "-m", "dsplan", "run", "--json", "--nproc", str(RANKS), "--run-dir", str(place / "run")]
+    strategy = killed_under if way == "killed" else way
+    command = [sys.executable, "-m", "dsplan", "run", "--json", "--run-dir", str(place / "run")]
+    command += ["--nproc", str(recipe.ranks)]
     command += [] if strategy == "free" else ["--strategy", strategy]
     command += ["--checkpoint-steps", "2"] if way == "killed" else []
-    script = directory / recipe.project / recipe.script
-    values = {"out": str(place / "out"), "data": str(directory / "data")}
-    command += [str(script), *(argument.format(**values) for argument in recipe.arguments)]
+    script, work = _work(directory, recipe, place)
+    words = {"out": str(place / "out"), "data": str(directory / "data"), "project": str(directory / recipe.project)}
+    (place / "out").mkdir()
+    command += [str(script), *(argument.format(**words) for argument in recipe.arguments)]
+    killed = False
     with (place / "stdout").open("w") as out, (place / "stderr").open("w") as err:
+        own = {name: value.format(**words) for name, value in recipe.variables.items()}
         process = subprocess.Popen(
-            command,
-            cwd=script.parent if recipe.inside else directory / "data",
-            env=_environment(directory),
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
+            command, cwd=work, env=_environment(directory, own), stdout=out, stderr=err, start_new_session=True
         )
         try:
-            killed = way == "killed" and _kill_a_rank(process, place / "run")
+            killed = way == "killed" and _kill_a_rank(process, place / "run", recipe.ranks - 1)
             process.wait(TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
@@ -337,60 +136,78 @@ def run(directory: Path, recipe: Recipe, way: str) -> dict[str, Any]:
     found = _outcome(place, process.wait())
     if way == "killed":
         found["killed_at"] = _KILL_AT if killed else None
-        found["loss_difference"] = _difference(directory, recipe, place)
+        found["killed_under"] = killed_under
+        found["loss_difference"] = _difference(_place(directory, recipe, killed_under), place, recipe.ranks)
     return found
 
 
-def _environment(directory: Path) -> dict[str, str]:
-    own = {
+def _place(directory: Path, recipe: Recipe, way: str) -> Path:
+    name = recipe.name.replace(", ", "-").replace(" ", "-").replace("/", "-")
+    return directory / "runs" / f"{name}-{way}"
+
+
+def _work(directory: Path, recipe: Recipe, place: Path) -> tuple[Path, Path]:
+    """The script and the folder that it runs in, where it finds its data and what it writes stays with the run."""
+    script = directory / recipe.project / recipe.script
+    work = place / "work"
+    if recipe.inside:
+        shutil.copytree(script.parent, work, ignore=shutil.ignore_patterns(".git"))
+        return work / script.name, work
+    work.mkdir()
+    for item in (directory / "data").iterdir():
+        (work / item.name).symlink_to(item)
+    return script, work
+
+
+def _environment(directory: Path, own: dict[str, str]) -> dict[str, str]:
+    shared = {
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(directory / "hub"),
         "OMP_NUM_THREADS": "1",
         "DSPLAN_DATABASE": str(directory / "runs.sqlite"),
-        "PYTHONPATH": str(ROOT),
         "WANDB_MODE": "disabled",
     }
-    return {**os.environ, **own}
+    path = os.pathsep.join(filter(None, (own.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, **shared, **own, "PYTHONPATH": path}
 
 
-def _kill_a_rank(process: subprocess.Popen[bytes], run_directory: Path) -> bool:
-    """Kill the last rank once it has done its fourth step; whether that came before the end."""
-    metrics = run_directory / f"metrics-rank{RANKS - 1}.jsonl"
+def _kill_a_rank(process: subprocess.Popen[bytes], run_directory: Path, rank: int) -> bool:
+    """Kill a rank once it has done its fourth step; whether that came before the end."""
+    metrics = run_directory / f"metrics-rank{rank}.jsonl"
     ends = time.monotonic() + TIMEOUT_SECONDS
     while process.poll() is None and time.monotonic() < ends:
-        if any(step >= _KILL_AT for step in _losses(metrics)):
-            pid = int((run_directory / f"rank{RANKS - 1}.pid").read_text().split()[0])
-            os.kill(pid, signal.SIGKILL)
+        if any(step >= _KILL_AT for step in _steps(metrics)):
+            os.kill(int((run_directory / f"rank{rank}.pid").read_text().split()[0]), signal.SIGKILL)
             return True
         time.sleep(0.01)
     return False
 
 
-def _losses(metrics: Path) -> dict[int, float]:
+def _steps(metrics: Path) -> dict[int, float | None]:
     """The loss of every step of a rank; of a step that was made again, the last one."""
-    found: dict[int, float] = {}
+    found: dict[int, float | None] = {}
     if metrics.exists():
         for line in metrics.read_text().splitlines():
             try:
                 row = json.loads(line)
             except ValueError:  # being written
                 continue
-            if row.get("event") == "step" and row.get("loss") is not None:
-                found[row["global_step"]] = row["loss"]
+            if row.get("event") == "step":
+                found[row["global_step"]] = row.get("loss")
     return found
 
 
-def _difference(directory: Path, recipe: Recipe, place: Path) -> float | None:
-    """The largest difference of a step's loss from the undisturbed run of the same strategy."""
-    undisturbed = place.with_name(place.name.replace("-killed", "-zero2")) / "run"
-    worst = None
-    for rank in range(RANKS):
-        ours = _losses(place / "run" / f"metrics-rank{rank}.jsonl")
-        theirs = _losses(undisturbed / f"metrics-rank{rank}.jsonl")
-        if not theirs or ours.keys() != theirs.keys():
+def _difference(undisturbed: Path, place: Path, ranks: int) -> float | None:
+    """The largest difference of a step's loss from the undisturbed run of the same strategy, where losses are known."""
+    differences: list[float] = []
+    for rank in range(ranks):
+        ours = _steps(place / "run" / f"metrics-rank{rank}.jsonl")
+        theirs = _steps(undisturbed / "run" / f"metrics-rank{rank}.jsonl")
+        if ours.keys() != theirs.keys():
             return None
-        worst = max([worst or 0.0, *(abs(ours[step] - theirs[step]) for step in ours)])
-    return worst
+        pairs = ((ours[step], theirs[step]) for step in ours)
+        differences += [abs(mine - other) for mine, other in pairs if mine is not None and other is not None]
+    return max(differences, default=None)
 
 
 def _outcome(place: Path, status: int) -> dict[str, Any]:
@@ -421,14 +238,21 @@ def _outcome(place: Path, status: int) -> dict[str, Any]:
     }
 
 
-def _remove(place: Path) -> None:
-    shutil.rmtree(place, ignore_errors=True)
+@contextmanager
+def _results(directory: Path) -> Iterator[dict[str, Any]]:
+    """The results as they stand, written when changed; several runs of this program may take turns."""
+    with (directory / "results.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"scripts": {}}
+        results["versions"] = {name: version(name) for name in LIBRARIES}
+        yield results
+        replace_text(RESULTS, json.dumps(results, indent=1) + "\n")
 
 
 def main() -> None:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("fetch", "run", "table"))
+    parser.add_argument("what", choices=("fetch", "run"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--mirrors", type=Path)
     parser.add_argument("--only", nargs="*", default=())
@@ -437,15 +261,16 @@ def main() -> None:
     directory = asked.directory.absolute()
     if asked.what == "fetch":
         fetch(directory, asked.mirrors)
-    if asked.what == "run":
-        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        chosen = [recipe for recipe in RECIPES if not asked.only or any(word in recipe.name for word in asked.only)]
-        for recipe in chosen:
-            for way in asked.ways:
-                found = run(directory, recipe, way)
-                print(f"{recipe.name} {way}: {json.dumps(found)}", flush=True)
-                results.setdefault(recipe.name, {})[way] = found
-                replace_text(RESULTS, json.dumps(results, indent=1) + "\n")
+        return
+    chosen = [recipe for recipe in RECIPES if not asked.only or any(word in recipe.name for word in asked.only)]
+    for recipe in chosen:
+        for way in asked.ways:
+            with _results(directory) as results:
+                zero2 = results["scripts"].get(recipe.name, {}).get("zero2", {})
+            found = run(directory, recipe, way, "zero2" if zero2.get("outcome") == "completed" else "free")
+            print(f"{recipe.name} {way}: {json.dumps(found)}", flush=True)
+            with _results(directory) as results:
+                results["scripts"].setdefault(recipe.name, {})[way] = found
 
 
 if __name__ == "__main__":
