@@ -106,7 +106,7 @@ def _models(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=512,
         pad_token_id=tokenizer.pad_token_id,
         **ids,
     )

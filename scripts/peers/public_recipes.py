@@ -116,7 +116,8 @@ _CLM_FOLDER = "examples/pytorch/language-modeling"
 _GLUE_FOLDER = "examples/pytorch/text-classification"
 _DISTRIBUTED = "distributed"
 _NEEDS_CUDA = "asks for CUDA whatever the machine has"
-_VERSIONS = "other versions of its libraries"
+_OPENAI = "imports a client of 2023 that its data generation needs, not its training"
+_VERSIONS = "calls a name that its library has no longer"
 
 
 def _any_machine(file: str) -> Edit:
@@ -150,7 +151,7 @@ RECIPES: tuple[Recipe, ...] = (
         library="accelerate",
         arguments=(
             *("--model_name_or_path", "tiny-gpt2", *_CLM, *_BATCH),
-            *("--max_train_steps", "12", "--output_dir", "{out}"),
+            *("--max_train_steps", "12", "--seed", "0", "--output_dir", "{out}"),
         ),
         edits=(
             Edit(
@@ -210,6 +211,7 @@ RECIPES: tuple[Recipe, ...] = (
         arguments=(
             *("--base_model", "tiny-llama", "--data_path", "instructions", "--output_dir", "{out}"),
             *("--batch_size", "4", "--cutoff_len", "64", "--device_map", "cpu", "--dtype", "float32"),
+            *("--seed", "0"),
         ),
     ),
     Recipe(
@@ -217,7 +219,7 @@ RECIPES: tuple[Recipe, ...] = (
         project="alpaca",
         script="train.py",
         library="HF Trainer",
-        arguments=(*(*_LLAMA, "--data_path", "alpaca.json", *_BATCH, "--model_max_length", "64", *_TRAINER, *_SAVES),),
+        arguments=(*(*_LLAMA, "--data_path", "alpaca.json", *_BATCH, "--model_max_length", "256", *_TRAINER, *_SAVES),),
         edits=(
             Edit(
                 file="train.py",
@@ -229,10 +231,10 @@ RECIPES: tuple[Recipe, ...] = (
                 file="utils.py",
                 old="import openai\n",
                 new="",
-                why="its data generation, not its training, needs a client of 2023",
+                why=_OPENAI,
             ),
-            Edit(file="utils.py", old="from openai import openai_object\n", new="", why="the same"),
-            Edit(file="utils.py", old="openai_object.OpenAIObject", new="dict", why="the same"),
+            Edit(file="utils.py", old="from openai import openai_object\n", new="", why=_OPENAI),
+            Edit(file="utils.py", old="openai_object.OpenAIObject", new="dict", why=_OPENAI),
         ),
     ),
     Recipe(
@@ -261,7 +263,7 @@ RECIPES: tuple[Recipe, ...] = (
                 old='torchvision.datasets.CIFAR10(\n        root="./data", train=True, download=True, '
                 "transform=transform\n",
                 new="torchvision.datasets.FakeData(\n        192, (3, 32, 32), 10, transform=transform\n",
-                why="downloads CIFAR-10; drawn images of the same form stand in its place",
+                why="downloads CIFAR-10",
                 lines=2,
             ),
             Edit(
@@ -269,7 +271,7 @@ RECIPES: tuple[Recipe, ...] = (
                 old='torchvision.datasets.CIFAR10(\n        root="./data", train=False, download=True, '
                 "transform=transform\n",
                 new="torchvision.datasets.FakeData(\n        192, (3, 32, 32), 10, transform=transform\n",
-                why="the same",
+                why="downloads CIFAR-10",
                 lines=2,
             ),
         ),
@@ -402,7 +404,12 @@ RECIPES: tuple[Recipe, ...] = (
             *("--eval-tokens=128", "--core-metric-every=-1", "--sample-every=-1"),
         ),
         edits=(
-            Edit(file="scripts/base_train.py", old="import wandb\n", new="", why="logs to a service that is not used"),
+            Edit(
+                file="scripts/base_train.py",
+                old="import wandb\n",
+                new="",
+                why="imports the client of a service that it does not log to",
+            ),
         ),
         ranks=1,
         variables={"NANOCHAT_BASE_DIR": "{data}/nanochat", "PYTHONPATH": "{project}", "TORCHDYNAMO_DISABLE": "1"},
@@ -412,12 +419,19 @@ RECIPES: tuple[Recipe, ...] = (
         project="lightning",
         script="examples/pytorch/basics/transformer.py",
         library="Lightning",
-        arguments=(),
     ),
     Recipe(
         name="Lightning Fabric language_model",
         project="lightning",
         script="examples/fabric/language_model/train.py",
         library="Lightning Fabric",
+        edits=(
+            Edit(
+                file="examples/fabric/language_model/train.py",
+                old="clip_val=0.25",
+                new="max_norm=0.25",
+                why="clips each gradient by value, where dsplan clips by their norm",
+            ),
+        ),
     ),
 )

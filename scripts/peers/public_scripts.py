@@ -41,6 +41,8 @@ RESULTS = Path(__file__).with_name("public_scripts.json")
 WAYS = ("free", "ddp", "fsdp", "zero2", "zero3", "killed")
 LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "lightning")
 TIMEOUT_SECONDS = 300.0
+_REFUSED = 2
+"""The status of a run that cannot be what was asked for."""
 _KILL_AT = 4
 """The step of the rank that is killed."""
 _EDITED = ".edited"
@@ -134,6 +136,8 @@ def run(directory: Path, recipe: Recipe, way: str, killed_under: str = "zero2") 
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
     found = _outcome(place, process.wait())
+    for known in (f"{work}/", f"{directory}/"):  # the line is published, and says nothing of this machine
+        found["reason"] = found["reason"].replace(known, "")
     if way == "killed":
         found["killed_at"] = _KILL_AT if killed else None
         found["killed_under"] = killed_under
@@ -217,13 +221,13 @@ def _outcome(place: Path, status: int) -> dict[str, Any]:
     except ValueError:
         return {
             "status": status,
-            "outcome": "refused" if status == 2 else "failed",
+            "outcome": "refused" if status == _REFUSED else "failed",
             "reason": lines[-1] if lines else "",
         }
     plan, measured = report.get("plan") or {}, report.get("measured") or {}
     return {
         "status": status,
-        "outcome": report["outcome"],
+        "outcome": "refused" if status == _REFUSED else report["outcome"],
         "reason": report["reason"],
         "strategy": (plan.get("plan") or {}).get("strategy"),
         "backend": (plan.get("plan") or {}).get("backend"),
