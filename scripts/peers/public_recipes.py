@@ -54,6 +54,8 @@ class Recipe:
     """Whether it runs in a copy of its own folder and not in the folder of the data."""
     ranks: int = 2
     """How many ranks it can have on a CPU."""
+    is_seeded: bool = True
+    """Whether two runs of it have the same losses."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that it reads, with the same words in braces as the arguments."""
 
@@ -257,6 +259,7 @@ RECIPES: tuple[Recipe, ...] = (
         script="training/cifar/cifar10_deepspeed.py",
         library="DeepSpeed",
         arguments=("--epochs", "1", "--dtype", "bf16"),
+        is_seeded=False,
         edits=(
             Edit(
                 file="training/cifar/cifar10_deepspeed.py",
@@ -325,6 +328,7 @@ RECIPES: tuple[Recipe, ...] = (
         script=f"{_DISTRIBUTED}/ddp-tutorial-series/multigpu_torchrun.py",
         library="DDP",
         arguments=("2", "1"),
+        is_seeded=False,
         inside=True,
         edits=tuple(
             Edit(
@@ -355,6 +359,7 @@ RECIPES: tuple[Recipe, ...] = (
             *("trainer_config.use_amp=false", "trainer_config.data_loader_workers=0"),
         ),
         inside=True,
+        is_seeded=False,
         edits=(
             _any_machine(f"{_DISTRIBUTED}/minGPT-ddp/mingpt/main.py"),
             *(

@@ -141,7 +141,8 @@ def run(directory: Path, recipe: Recipe, way: str, killed_under: str = "zero2") 
     if way == "killed":
         found["killed_at"] = _KILL_AT if killed else None
         found["killed_under"] = killed_under
-        found["loss_difference"] = _difference(_place(directory, recipe, killed_under), place, recipe.ranks)
+        undisturbed = _place(directory, recipe, killed_under)
+        found["loss_difference"] = _difference(undisturbed, place, recipe.ranks) if recipe.is_seeded else None
     return found
 
 
@@ -225,6 +226,7 @@ def _outcome(place: Path, status: int) -> dict[str, Any]:
             "reason": lines[-1] if lines else "",
         }
     plan, measured = report.get("plan") or {}, report.get("measured") or {}
+    attempts = report.get("attempts") or []
     return {
         "status": status,
         "outcome": "refused" if status == _REFUSED else report["outcome"],
@@ -238,7 +240,8 @@ def _outcome(place: Path, status: int) -> dict[str, Any]:
         "measured_bytes": measured.get("peak_allocated_bytes"),
         "predicted_seconds": (plan.get("time") or {}).get("step_seconds"),
         "measured_seconds": measured.get("step_seconds"),
-        "restarts": len(report.get("attempts") or [1]) - 1,
+        "restarts": max(len(attempts) - 1, 0),
+        "resumed_at": attempts[-1]["first_step"] if len(attempts) > 1 else None,
     }
 
 

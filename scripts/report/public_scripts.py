@@ -38,8 +38,9 @@ script trains under the plan that was asked for, not how fast. {unedited} of the
 Each cell has the loss of the first and of the last step, which is the mean over ranks; `free` is a run for which
 nothing was asked, and names the strategy that the planner chose. `refused` is a run that ends with status 2 and one
 line before it trains. `killed` is a run that saves every two steps (`--checkpoint-steps 2`), under zero2 where that is
-not refused, and in which one rank gets SIGKILL after its fourth step: its losses are compared with those of the
-undisturbed run of the same strategy, step by step, and the largest difference is shown.
+not refused, and in which one rank gets SIGKILL after its fourth step. The cell has the first step that was made after
+that, and the largest difference of any step's loss from the undisturbed run of the same strategy, where a script is
+seeded and shows its losses.
 
 {outcomes}
 
@@ -111,9 +112,9 @@ def _outcome(found: Mapping[str, Any], way: str) -> str:
 def _killed(found: Mapping[str, Any]) -> str:
     if found["killed_at"] is None:
         return "ended before it was killed"
-    if found["loss_difference"] is None:
-        return "started again"
-    return "as if undisturbed" if found["loss_difference"] == 0 else f"resumed, {found['loss_difference']:.1g}"
+    step, difference = found["resumed_at"], found["loss_difference"]
+    begins = "began anew" if step == 1 else f"resumed at step {step}"
+    return begins if difference is None else f"{begins}, {difference:.1g}"
 
 
 def _ratios(found: Mapping[str, Any], way: str) -> str:
