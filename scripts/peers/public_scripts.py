@@ -40,11 +40,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("public_scripts.json")
 WAYS = ("free", "ddp", "fsdp", "zero2", "zero3", "killed")
 LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "lightning")
-TIMEOUT_SECONDS = 300.0
+TIMEOUT_SECONDS = 600.0
 _REFUSED = 2
 """The status of a run that cannot be what was asked for."""
 _KILL_AT = 4
 """The step of the rank that is killed."""
+_ROOMS = "rooms"
+"""Holds dsplan as it is installed: without this repository's `scripts`, a name that nanochat's folder has too."""
 _EDITED = ".edited"
 """Stands in a project whose scripts have the recipes' edits."""
 
@@ -169,10 +171,11 @@ def _environment(directory: Path, own: dict[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(directory / "hub"),
         "OMP_NUM_THREADS": "1",
-        "DSPLAN_DATABASE": str(directory / "runs.sqlite"),
+        "DSPLAN_HOME": str(directory / "home"),
         "WANDB_MODE": "disabled",
     }
-    path = os.pathsep.join(filter(None, (own.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH"))))
+    inherited = [item for item in os.environ.get("PYTHONPATH", "").split(os.pathsep) if item != str(ROOT)]
+    path = os.pathsep.join(filter(None, (str(directory / _ROOMS), own.get("PYTHONPATH"), *inherited)))
     return {**os.environ, **shared, **own, "PYTHONPATH": path}
 
 
@@ -269,6 +272,9 @@ def main() -> None:
     if asked.what == "fetch":
         fetch(directory, asked.mirrors)
         return
+    for room in ("dsplan", "planner", "strategies", "hardware_db"):
+        leave = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / room, directory / _ROOMS / room, dirs_exist_ok=True, ignore=leave)
     chosen = [recipe for recipe in RECIPES if not asked.only or any(word in recipe.name for word in asked.only)]
     for recipe in chosen:
         for way in asked.ways:
