@@ -312,6 +312,7 @@ RECIPES: tuple[Recipe, ...] = (
         script=f"{_DISTRIBUTED}/tensor_parallelism/tensor_parallel_example.py",
         library="torch",
         inside=True,
+        is_seeded=False,
         edits=(
             _any_machine(f"{_DISTRIBUTED}/tensor_parallelism/log_utils.py"),
             Edit(

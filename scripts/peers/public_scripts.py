@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -214,7 +215,8 @@ def _difference(undisturbed: Path, place: Path, ranks: int) -> float | None:
         if ours.keys() != theirs.keys():
             return None
         pairs = ((ours[step], theirs[step]) for step in ours)
-        differences += [abs(mine - other) for mine, other in pairs if mine is not None and other is not None]
+        known = [(mine, other) for mine, other in pairs if mine is not None and other is not None]
+        differences += [abs(mine - other) for mine, other in known if math.isfinite(mine - other)]
     return max(differences, default=None)
 
 

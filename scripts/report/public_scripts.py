@@ -37,7 +37,7 @@ script trains under the plan that was asked for, not how fast. {unedited} of the
 
 Each cell has the loss of the first and of the last step, which is the mean over ranks; `free` is a run for which
 nothing was asked, and names the strategy that the planner chose. `refused` is a run that ends with status 2 and one
-line before it trains. `killed` is a run that saves every two steps (`--checkpoint-steps 2`), under zero2 where that is
+line, before it trains or at the call that cannot be; the lines are below the table. `killed` is a run that saves every two steps (`--checkpoint-steps 2`), under zero2 where that is
 not refused, and in which one rank gets SIGKILL after its fourth step. The cell has the first step that was made after
 that, and the largest difference of any step's loss from the undisturbed run of the same strategy, where a script is
 seeded and shows its losses.
@@ -126,10 +126,15 @@ def _ratios(found: Mapping[str, Any], way: str) -> str:
 def _notes(ran: list[Recipe], scripts: Mapping[str, Outcomes]) -> Iterator[str]:
     """What was said by runs that were refused or failed."""
     for recipe in ran:
-        ended = [(found["outcome"], found["reason"], way) for way, found in scripts[recipe.name].items()]
+        ended = [(found["outcome"], _without(way, found["reason"]), way) for way, found in scripts[recipe.name].items()]
         ended = sorted(item for item in ended if item[0] != "completed")
         for (outcome, reason), items in groupby(ended, key=lambda item: item[:2]):
             yield f"- {recipe.name}, {', '.join(way for *_, way in items)}: {outcome}: `{reason}`"
+
+
+def _without(way: str, reason: str) -> str:
+    """The line for any strategy that was asked for."""
+    return reason.replace(f"'{way}'", "NAME").replace(f"--strategy {way}", "--strategy NAME")
 
 
 def _edits(ran: list[Recipe]) -> Iterator[str]:
