@@ -37,10 +37,10 @@ script trains under the plan that was asked for, not how fast. {unedited} of the
 
 Each cell has the loss of the first and of the last step, which is the mean over ranks; `free` is a run for which
 nothing was asked, and names the strategy that the planner chose. `refused` is a run that ends with status 2 and one
-line, before it trains or at the call that cannot be; the lines are below the table. `killed` is a run that saves every two steps (`--checkpoint-steps 2`), under zero2 where that is
-not refused, and in which one rank gets SIGKILL after its fourth step. The cell has the first step that was made after
-that, and the largest difference of any step's loss from the undisturbed run of the same strategy, where a script is
-seeded and shows its losses.
+line, before it trains or at the call that cannot be; the lines are below the table. `killed` is a run that saves every
+two steps (`--checkpoint-steps 2`), under zero2 where that is not refused, and in which one rank gets SIGKILL after its
+fourth step. The cell has the first step that was made after that, and the largest difference of any step's loss from
+the undisturbed run of the same strategy, where a script is seeded and shows its losses. – has not been run.
 
 {outcomes}
 
