@@ -180,11 +180,11 @@ class ScriptParallel(DistributedDataParallel):
             refuse_optimizer(optimizer, self.configuration)
         loop = self._loop = ScriptLoop(self.module, self.configuration, self.environment, optimizers)
         _LOOPS.add(loop)
+        kept: Any = self.module
+        for part in kept.modules():
+            part.register_state_dict_pre_hook(ModelHook(loop.state_dict_starts))
+            part.register_state_dict_post_hook(ModelHook(loop.state_dict_ends))
         if self.configuration.zero_stage == 3:
-            kept: Any = self.module
-            for part in kept.modules():
-                part.register_state_dict_pre_hook(ModelHook(loop.state_dict_starts))
-                part.register_state_dict_post_hook(ModelHook(loop.state_dict_ends))
             kept.register_load_state_dict_pre_hook(ModelHook(loop.load_starts))
             kept.register_load_state_dict_post_hook(ModelHook(loop.load_ends))
 

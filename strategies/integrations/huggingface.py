@@ -248,10 +248,16 @@ def configuration_of(settings: Any, model: torch.nn.Module, *, tokens: int) -> C
         sequence_length=tokens,
         precision="bf16" if settings.bf16 else "fp16" if settings.fp16 else "fp32",
         optimizer=OPTIMIZERS.get(optimizer, "adamw"),
-        activation_checkpointing="full" if getattr(model, "is_gradient_checkpointing", False) else "none",
+        activation_checkpointing="full" if _recomputes(model) else "none",
         offload=offload,
         sync_each_micro_batch=False,
     )
+
+
+def _recomputes(model: torch.nn.Module) -> bool:
+    """transformers 5.23 has a new name for it and warns of the old one."""
+    new = getattr(model, "is_activation_checkpointing", None)
+    return bool(getattr(model, "is_gradient_checkpointing", False) if new is None else new)
 
 
 def _spread(settings: Any) -> tuple[words.Strategy, words.Offload]:

@@ -39,6 +39,8 @@ def test_losses_weights_and_states_are_those_of_ddp(how: str, ranks: RankPool) -
             assert got["evaluated"] == pytest.approx(reference["evaluated"], rel=FP32), strategy
             assert (got["names"], got["rates"]) == (reference["names"], reference["rates"]), strategy
             _assert_close(got["state"], reference["state"], strategy)
+            # What shares a storage is tied to what writes safetensors, and left out.
+            assert not strategy.startswith("zero") or got["parts"] == []
             assert got["optimizer"].keys() == reference["optimizer"].keys(), strategy
             for index, values in reference["optimizer"].items():
                 _assert_close(got["optimizer"][index], values, strategy)
