@@ -26,7 +26,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-SUITE = ("no_sync", "nanoGPT's flag, clipped", "reduced each time, scheduled", "scaled")
+SUITE = ("nanoGPT's flag, clipped", "reduced each time, scheduled")
 
 
 @pytest.mark.parametrize("how", [how if how in SUITE else pytest.param(how, marks=pytest.mark.slow) for how in HOW])
