@@ -35,8 +35,8 @@ def list_measurements(
     from hardware_db.errors import UnknownName
     from hardware_db.files import database_path
     from hardware_db.store import open_store
-    from hardware_db.store.documents import SCHEMA_VERSION, to_document
     from hardware_db.store.repair import set_aside_files
+    from hardware_db.store.transfer import SCHEMA_VERSION, to_document
     from planner.vocabulary import STRATEGIES
 
     if strategy is not None and strategy not in STRATEGIES:
@@ -75,7 +75,7 @@ def show_measurement(
     from dsplan.render.measurements import measurement_blocks
     from dsplan.render.show import show, show_json
     from hardware_db.store import open_store
-    from hardware_db.store.documents import to_document
+    from hardware_db.store.transfer import to_document
 
     with open_store(thorough=True) as store:
         measurement = store.get(id)
@@ -147,7 +147,7 @@ def calibrate(
     from dsplan.render.show import show, show_json
     from hardware_db.probe import probe_hardware
     from hardware_db.store import open_store
-    from planner.calibration.refresh import refresh
+    from planner.calibration.learn import refresh
 
     with open_store(thorough=True) as store:
         refreshed = refresh(store, probe_hardware(), keep=not dry_run)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dsplan.render.blocks import Block, Table, Text, columns
 from hardware_db.measurement import Measurement, RateMeasurement
 from hardware_db.microbench.rate import Point
-from hardware_db.store.documents import to_document
+from hardware_db.store.transfer import to_document
 from hardware_db.units import GB, format_bytes, format_count, format_seconds
 from strategies.bench.session import Work
 

@@ -8,7 +8,7 @@ from typing import Any
 from dsplan.render.blocks import Block, Table, Text, columns
 from hardware_db.measurement import HardwareKind
 from planner.calibration.calibration import Calibration
-from planner.calibration.refresh import Calibrated, Refreshed
+from planner.calibration.learn import Calibrated, Refreshed
 from planner.calibration.spread import NINE_OF_TEN
 
 _MOVED = 0.005

@@ -13,9 +13,9 @@ from planner.cluster.budget import Bill, bill_of
 from planner.search.device_counts import OnDevices
 from planner.search.request import Request
 from planner.search.search import Recommendation
+from planner.types.job import Workload
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
-from planner.types.workload import Workload
 
 # Costs of plans as columns, tables and JSON.
 

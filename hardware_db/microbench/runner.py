@@ -19,10 +19,10 @@ _HOST_LINK = "hardware_db.microbench.memory:host_link"
 _ADAMW = "hardware_db.microbench.memory:cpu_adamw"
 _DISK = "hardware_db.microbench.memory:disk"
 MEASURES: Mapping[str, str] = {
-    "matmul": "hardware_db.microbench.matmul:forward",
-    "matmul_backward": "hardware_db.microbench.matmul:backward",
-    "attention": "hardware_db.microbench.attention:forward",
-    "attention_backward": "hardware_db.microbench.attention:backward",
+    "matmul": "hardware_db.microbench.compute:matmul",
+    "matmul_backward": "hardware_db.microbench.compute:matmul_backward",
+    "attention": "hardware_db.microbench.compute:attention",
+    "attention_backward": "hardware_db.microbench.compute:attention_backward",
     "memory": "hardware_db.microbench.memory:copy",
     "clone": "hardware_db.microbench.memory:clone",
     "elementwise": "hardware_db.microbench.memory:elementwise",

@@ -17,10 +17,9 @@ from planner.cluster.rates import rates_from_measurements
 from planner.models.counting.count import count_parameters
 from planner.models.facts_document import facts_of_plan
 from planner.types.cluster import Cluster
-from planner.types.job import Job
+from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
 from planner.types.plan_io import configuration_from_dict
-from planner.types.workload import Workload
 from planner.vocabulary import Precision
 
 

@@ -10,9 +10,8 @@ import struct
 import sys
 from pathlib import Path
 
-from hardware_db.files import HOME, data_dir, database_path
+from hardware_db.files import HOME, data_dir, database_path, read_text
 from hardware_db.probe.cgroup import cgroup_limits
-from hardware_db.probe.files import read_text
 from hardware_db.probe.machine import Host
 from hardware_db.units import GIB, MIB, format_bytes, format_seconds
 from strategies.doctor.finding import Finding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.models.counting.decoder import count_decoder
+from planner.models.counting.text import count_decoder
 from planner.models.counting.weights import (
     NOTHING,
     Weights,

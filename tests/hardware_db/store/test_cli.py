@@ -16,8 +16,7 @@ from dsplan.__main__ import main
 from hardware_db.files import canonical_json
 from hardware_db.measurement import Measured
 from hardware_db.store import open_store
-from hardware_db.store.documents import to_document
-from hardware_db.store.transfer import read_export
+from hardware_db.store.transfer import read_export, to_document
 from tests.hardware_db.store.records import A100, FROZEN, measurement, plan, rate
 
 EMPTY = "The database is empty: `dsplan run train.py` stores every run, `dsplan db import FILE` adds those of others.\n"
