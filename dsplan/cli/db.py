@@ -30,7 +30,7 @@ def list_measurements(
 ) -> None:
     """The newest runs: memory, time, and the predictions' errors."""
     from dsplan.render.blocks import Text
-    from dsplan.render.measurements import measurement_table
+    from dsplan.render.db_view import measurement_table
     from dsplan.render.show import show, show_json
     from hardware_db.errors import UnknownName
     from hardware_db.files import database_path
@@ -72,7 +72,7 @@ def show_measurement(
     id: Annotated[str, typer.Argument(help="The id of a run, or enough of its first digits.")], json: Json = False
 ) -> None:
     """One run: plan, machine, predicted and measured figures."""
-    from dsplan.render.measurements import measurement_blocks
+    from dsplan.render.db_view import measurement_blocks
     from dsplan.render.show import show, show_json
     from hardware_db.store import open_store
     from hardware_db.store.transfer import to_document
@@ -143,7 +143,7 @@ def calibrate(
 ) -> None:
     """Learn from the stored runs: few factors per kind of hardware, tried on runs that they were not fitted to."""
     from dsplan.render.blocks import Text
-    from dsplan.render.calibrations import calibration_blocks, calibration_json
+    from dsplan.render.db_view import calibration_blocks, calibration_json
     from dsplan.render.show import show, show_json
     from hardware_db.probe import probe_hardware
     from hardware_db.store import open_store
