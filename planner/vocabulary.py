@@ -33,6 +33,11 @@ ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
 FSDP_STRATEGIES: frozenset[str] = frozenset({"fsdp", "fsdp-grad-op", "hsdp"})
 
 
+def backends_of(strategy: str) -> tuple[Backend, ...]:
+    """The backends that can run a strategy."""
+    return ("deepspeed", "native") if strategy in ZERO_STAGES else ("torch",)
+
+
 def default_backend(strategy: str, *, zero: Backend = "deepspeed") -> Backend:
     """The backend that runs a strategy unless another is named: `zero` for ZeRO, torch for the rest."""
     return zero if strategy in ZERO_STAGES else "torch"

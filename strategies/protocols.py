@@ -63,6 +63,7 @@ class TrainingEngine(Protocol):
     part."""
 
     client_state: dict[str, Any]
+    client_state_source: Callable[[], dict[str, Any]] | None
     counted_peak_bytes: int | None
     observers: list[Observer]
 

@@ -33,6 +33,10 @@ class PlanningFlags:
     strategy: Annotated[
         str | None, typer.Option(metavar="NAME", help="Plan within this strategy only, such as fsdp or zero2.")
     ] = None
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Plan for this backend only: torch, deepspeed, or native, our own ZeRO."),
+    ] = None
     run_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where logs and metrics go; by default a new one per run.")
     ] = None
@@ -136,7 +140,7 @@ def run_script(
     from strategies.launch.supervisor import Supervisor
 
     launch = prepare(_request(script, arguments, planning, placement, supervision))
-    for sentence in filter(None, (launch.notice, _behind_the_script(launch.script.path, launch.spec.arguments))):
+    for sentence in filter(None, (launch.notice, _behind_the_script(launch.script, launch.spec.arguments))):
         notice(sentence)
     session = Supervisor(launch.spec, launch.plan, resumes=launch.resumes, resume_from=launch.resume_from)
     with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:
@@ -195,6 +199,7 @@ def _request(
         plan_file=planning.plan,
         processes=planning.nproc,
         strategy=planning.strategy,
+        backend=planning.backend,
         run_directory=planning.run_dir,
         resume=supervision.resume,
         resume_from=supervision.resume_from or "",

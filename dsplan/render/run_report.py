@@ -14,6 +14,7 @@ from dsplan.render.run_view import ending_place, ending_words, is_last_word
 from hardware_db.files import replace_whole
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict
+from strategies.run_directory.claim import claimed_kind
 
 if TYPE_CHECKING:
     from planner.types.plan import Plan
@@ -186,7 +187,8 @@ def _comparison(report: RunReport) -> list[list[str]]:
 
 
 def report_to_dict(report: RunReport, stored: Stored) -> dict[str, object]:
-    """Outcome, measurements, attempts, plan (null where nothing was planned) and where the run was stored."""
+    """Outcome, measurements, attempts, what was seen to train, plan (null where nothing was planned) and where the run
+    was stored."""
     outcome = report.outcome
     measured = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -204,6 +206,7 @@ def report_to_dict(report: RunReport, stored: Stored) -> dict[str, object]:
         "log": None if outcome.log is None else str(outcome.log),
         "measured": measured,
         "attempts": [_attempt(attempt) for attempt in report.attempts],
+        "trained_with": claimed_kind(report.spec.directory),
         "plan": None if report.plan is None else plan_to_dict(report.plan),
         "measurement_id": stored.measurement_id,
     }

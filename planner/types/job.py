@@ -108,7 +108,7 @@ class Described(Protocol):
 
 def described(job: Described) -> dict[str, dict[str, object]]:
     """The sections `model`, `cluster` and `workload` of a plan."""
-    return {"model": _model(job), "cluster": _cluster(job), "workload": _workload(job)}
+    return {"model": _model(job), "cluster": cluster_section(job.cluster), "workload": _workload(job)}
 
 
 def provenance(
@@ -149,8 +149,8 @@ def _model(job: Described) -> dict[str, object]:
     }
 
 
-def _cluster(job: Described) -> dict[str, object]:
-    cluster = job.cluster
+def cluster_section(cluster: Cluster) -> dict[str, object]:
+    """A cluster as the JSON contract has it."""
     return {
         "device": cluster.device.name,
         "vendor": cluster.device.vendor,

@@ -27,15 +27,17 @@ from strategies.config import limits
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun, UnknownName
+from strategies.run_directory import claim
 from strategies.run_directory.state_consensus import current
 from strategies.tracing.example import example_batch
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_request, work_of
-from strategies.variables import STRATEGY
+from strategies.variables import BACKEND, STRATEGY
 
 _ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
 
 
+@claim.own_work()
 def make_plan(model: nn.Module, asked: PlanningOptions, environment: Environment) -> Plan:
     """A plan for the live module on this machine, made on rank 0 and the same on every rank; every rank must call it.
 
@@ -59,6 +61,7 @@ def live_request(
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
     strategy, is_resumed = _wished_strategy(asked, environment), current().is_resumed
+    asked = replace(asked, backend=_wished_backend(asked))
     request = _request(model, asked, environment, strategy)
     request = replace(request, micro_batch=_micro_batch(asked, environment, request.workload.global_batch_size))
     if (strategy or asked.backend) and not any(True for _ in enumerate_candidates(request)):
@@ -147,6 +150,16 @@ def _wished_strategy(asked: PlanningOptions, environment: Environment) -> words.
         name = {0: unsharded, 1: "zero1", 2: "zero2", 3: "zero3"}[asked.config.zero_stage]
     if name is not None and name not in words.STRATEGIES:
         raise UnknownName("strategy", name, words.STRATEGIES, hint=f"choose one of {', '.join(words.STRATEGIES)}")
+    return name
+
+
+def _wished_backend(asked: PlanningOptions) -> words.Backend | None:
+    """`dsplan run --backend`, or `backend=`."""
+    name = os.environ.get(BACKEND)
+    if name is None:
+        return asked.backend
+    if name not in words.BACKENDS:
+        raise UnknownName("backend", name, words.BACKENDS, hint=f"choose one of {', '.join(words.BACKENDS)}")
     return name
 
 

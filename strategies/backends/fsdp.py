@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.types.plan import Configuration
 from strategies.distributed.environment import ensure_group
+from strategies.distributed.gathers import note_gathers
 from strategies.engine.torch_engine import TorchEngine, TorchStrategy
 from strategies.modules.compression import gradient_travel
 from strategies.modules.precision import sharding_policy
@@ -27,6 +28,7 @@ class FullShard(TorchStrategy):
     """Parameters, gradients and optimizer states sharded; blocks are all-gathered when needed and freed after use."""
 
     reshard_after_forward = True
+    _reduce_dtype: torch.dtype | None = None
 
     def engine(self, parts: TrainingParts) -> TorchEngine:
         self._reduce_dtype = gradient_travel(parts).dtype
@@ -34,7 +36,7 @@ class FullShard(TorchStrategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         ensure_group(self.environment)
-        _broadcast_from_rank_0(model, self.environment.device)
+        broadcast_from_rank_0(model, self.environment.device)
         shard = partial(
             fully_shard,
             mesh=self.mesh(),
@@ -47,6 +49,7 @@ class FullShard(TorchStrategy):
         # The root keeps torch's default: it is needed first in backward, so it stays unsharded after forward.
         with _letting_go(model, model):
             shard(model)
+        note_gathers([unit for unit in model.modules() if isinstance(unit, FSDPModule)], _is_sharded)
         return model
 
     def mesh(self) -> DeviceMesh:
@@ -106,6 +109,11 @@ class HybridShard(FullShard):
         return init_device_mesh(self.environment.device.type, degrees, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP would gather some of a module's parameters: those that it has gathered are no DTensors meanwhile."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
 def _take_over(shard: DTensor, whole: torch.Tensor, before: torch.Tensor) -> None:
     """Write rank 0's changes of a whole parameter into its shards, which may be of a wider dtype."""
     here = shard.to_local().detach()  # in host memory where the plan offloads
@@ -131,7 +139,7 @@ def _letting_go(unit: nn.Module, model: nn.Module) -> Iterator[None]:
             parameter.data = parameter.data.new_empty(0)
 
 
-def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
+def broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
     """Give every rank the weights of rank 0, as DDP does; one tensor at a time, so that no device holds them all."""
     for tensor in [*model.parameters(), *model.buffers()]:
         here = tensor.detach().to(device)

@@ -27,8 +27,7 @@ from planner.types.plan_io import plan_to_dict
 from strategies.bench.cases import TrainingCase, request_of
 from strategies.bench.plan import BenchPlan
 from strategies.bench.training import Trainee, measure_point, train_trainee
-from strategies.launch.record import measured_of
-from strategies.telemetry.metrics import read_metrics, summarise
+from strategies.telemetry.metrics import measured_of, read_metrics, summarise
 from strategies.variables import QUIET
 
 # Events of a benchmark, for views.

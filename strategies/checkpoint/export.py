@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,16 +43,34 @@ def export_checkpoint(
         CannotRun: there is no such dtype.
     """
     wanted = _wanted(dtype)
-    path = folder.named_latest(Path(checkpoint))
+    found = _opened(Path(checkpoint))
+    weights = _Weights(found, wanted)
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    with weights:
+        return _write_all(weights, found.content, Path(directory), max_shard_bytes)
+
+
+def read_weights(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The whole weights of a checkpoint by every name that they have in the model, and its `client_state`.
+
+    Raises:
+        BrokenFile: there is no checkpoint, or it is damaged.
+    """
+    found = _opened(Path(checkpoint))
+    with _Weights(found, None) as weights:
+        read = {name: weights.read(name) for name, _, _ in weights.described()}
+    aliases = {alias: read[name] for alias, name in found.content.aliases.items() if name in read}
+    return {**read, **aliases}, found.content.client_state
+
+
+def _opened(checkpoint: Path) -> Opened:
+    path = folder.named_latest(checkpoint)
     if path is None:
         raise BrokenFile(checkpoint, "holds no checkpoint", "name the directory that save_checkpoint wrote to")
     found = open_whole(path)
     if found.content.is_custom:
         raise BrokenFile(path, "was written by a save function of the script's", "export it as that function wrote it")
-    weights = _Weights(found, wanted)
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    with weights:
-        return _write_all(weights, found.content, Path(directory), max_shard_bytes)
+    return found
 
 
 class _Weights:

@@ -1,6 +1,13 @@
-"""The config of a script, as DeepSpeed writes it, understood without DeepSpeed."""
+"""The config of a script, as DeepSpeed writes it, understood without DeepSpeed.
 
-from strategies.config.read import read_config, read_object
+Reading one imports much of the planner, for its limits; the values alone do not, as every rank that only measures
+itself has some of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from strategies.config.values import (
     ActivationSection,
     CheckpointSection,
@@ -14,6 +21,9 @@ from strategies.config.values import (
     TensorboardSection,
     ZeroSection,
 )
+
+if TYPE_CHECKING:
+    from strategies.config.read import read_config, read_object
 
 __all__ = [
     "ActivationSection",
@@ -30,3 +40,11 @@ __all__ = [
     "read_config",
     "read_object",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in ("read_config", "read_object"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from strategies.config import read
+
+    return getattr(read, name)

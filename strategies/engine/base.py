@@ -7,7 +7,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from planner.types.plan import Configuration, Plan
+from planner.vocabulary import FSDP_STRATEGIES
 from strategies.checkpoint.checkpoints import Checkpoints, custom_of
 from strategies.checkpoint.saving import SaveOptions
 from strategies.checkpoint.states import States
@@ -23,7 +24,7 @@ from strategies.config.values import CheckpointSection
 from strategies.distributed.environment import Environment
 from strategies.modules.precision import LossScale
 from strategies.protocols import Observer, Scheduler, TrainingParts
-from strategies.run_directory.heartbeat import beat
+from strategies.run_directory.heartbeat import PULSE, beat
 from strategies.telemetry.timers import Section
 
 if TYPE_CHECKING:
@@ -57,15 +58,17 @@ class Engine(ABC):
 
     `step` is called after every `backward`; it changes the weights once per `gradient_accumulation_steps` calls.
     `module` is the script's own model, `wrapped` what runs it. `observers` are called with what happens; without any,
-    nothing is measured. `counted_peak_bytes` is the most that `memory_timeline` has seen alive. `client_state`, JSON,
-    is what the script wants to find again after a restart: checkpoints that `dsplan run` has the engine save by
-    itself hold it.
+    nothing is measured. `gradient_clipping` is the norm that the next step clips to, 0 for none; it can be set.
+    `counted_peak_bytes` is the most that `memory_timeline` has seen alive. `client_state`, JSON, is what the script
+    wants to find again after a restart: checkpoints that `dsplan run` has the engine save by itself hold it. Where
+    `client_state_source` is set, it makes the state when such a checkpoint is saved.
     """
 
     module: nn.Module
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
     lr_scheduler: Scheduler | None
+    gradient_clipping: float
     checkpointing: CheckpointSection = CheckpointSection()
 
     def __init__(self, plan: Plan, environment: Environment) -> None:
@@ -75,8 +78,10 @@ class Engine(ABC):
         self.observers: list[Observer] = []
         self.counted_peak_bytes: int | None = None
         self.client_state: dict[str, Any] = {}
+        self.client_state_source: Callable[[], dict[str, Any]] | None = None
         self.supervision: Supervision | None = None
         self._may_reduce = True
+        self._boundary: bool | None = None
         global _newest
         _newest = weakref.ref(self)
 
@@ -93,6 +98,11 @@ class Engine(ABC):
         """Whether this is rank 0, which prints and writes for all."""
         return self.environment.is_main
 
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether every forward pass gathers weights from all ranks, so that none may do one alone."""
+        return self.configuration.strategy in (*FSDP_STRATEGIES, "zero3") and self.environment.world_size > 1
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass under the plan's precision."""
         if not self.observers or not self.module.training:
@@ -106,10 +116,11 @@ class Engine(ABC):
     def backward(self, loss: torch.Tensor) -> None:
         """Add this micro-batch's gradients; the loss is divided by the accumulation steps here, not by the caller."""
         if not self.observers:
-            return self._backward(loss)
+            with self._meeting("backward"):
+                return self._backward(loss)
         for observer in self.observers:
             observer.loss_is(loss)
-        with self.profile("backward"):
+        with self.profile("backward"), self._meeting("backward"):
             return self._backward(loss)
 
     def step(self) -> None:
@@ -118,7 +129,8 @@ class Engine(ABC):
         Gradients that are not finite on some rank change nothing on any: the step is skipped and counted.
         """
         acts = self.is_gradient_accumulation_boundary()
-        with self.profile("step") if self.observers and acts else nullcontext():
+        profiled = self.profile("step") if self.observers and acts else nullcontext()
+        with profiled, self._meeting("step") if acts else nullcontext():
             self._step()
         if not acts:
             return
@@ -212,9 +224,18 @@ class Engine(ABC):
     def loss_scale(self) -> float:
         """What the loss is multiplied by before backward, 1 but for fp16."""
 
-    @abstractmethod
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` changes the weights."""
+        return self._is_boundary_by_count() if self._boundary is None else self._boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say from the next forward pass on whether `step` changes the weights; None: every
+        `gradient_accumulation_steps` calls do again.
+
+        For loops that decide by themselves when a step is over. Each loss is still divided by
+        `gradient_accumulation_steps`.
+        """
+        self._boundary = is_boundary
 
     @abstractmethod
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
@@ -230,13 +251,18 @@ class Engine(ABC):
             }
             return {name: found[name].detach().cpu().clone() for name in names if name in found}
 
-    @abstractmethod
-    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+    @contextmanager
+    def whole_parameters(self, *, keeps_changes: bool = False) -> Iterator[None]:
         """Inside, `module.parameters()` are whole on every rank, to read, to generate with, or to change.
 
         They are in the dtype that they compute in. Every rank must enter and leave together; inside, one may run the
         model alone, but for DeepSpeed's stage 3. Changes may be lost unless `keeps_changes`, which takes over rank 0's.
         """
+        with ExitStack() as opened:
+            with PULSE.meeting("whole_parameters"):
+                opened.enter_context(self._whole_parameters(keeps_changes=keeps_changes))
+            with PULSE.apart():
+                yield
 
     def save_checkpoint(
         self,
@@ -271,7 +297,8 @@ class Engine(ABC):
             custom=custom_of(save, self),
         )
         state = self.client_state if client_state is None else client_state
-        path = self._checkpoints.save(Path(directory), state, options)
+        with PULSE.meeting("save_checkpoint"):
+            path = self._checkpoints.save(Path(directory), state, options)
         if self.supervision is not None:
             self.supervision.script_saved(path)
         return path
@@ -307,7 +334,12 @@ class Engine(ABC):
         `dsplan.export_checkpoint` describes the arguments and the files that are returned.
         """
         self._settle()
-        return self._checkpoints.export(Path(directory), dtype, max_shard_bytes)
+        with PULSE.meeting("export"):
+            return self._checkpoints.export(Path(directory), dtype, max_shard_bytes)
+
+    def _meeting(self, kind: str) -> AbstractContextManager[None]:
+        """A part of a step in which every rank takes part as in the forward passes."""
+        return PULSE.meeting(kind) if self.gathers_weights else nullcontext()
 
     def _settle(self) -> None:
         """Complete a checkpoint that was not the script's: that it failed does not end what the script does next."""
@@ -317,6 +349,13 @@ class Engine(ABC):
     @cached_property
     def _checkpoints(self) -> Checkpoints:
         return Checkpoints(self)
+
+    @abstractmethod
+    def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]: ...
+
+    @abstractmethod
+    def _is_boundary_by_count(self) -> bool:
+        """Whether `step` has been called `gradient_accumulation_steps` times with its next call."""
 
     @abstractmethod
     def _states(self) -> States:
@@ -361,7 +400,7 @@ class AccumulatingEngine(Engine):
     def loss_scale(self) -> float:
         return self._scale.value
 
-    def is_gradient_accumulation_boundary(self) -> bool:
+    def _is_boundary_by_count(self) -> bool:
         return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
 
     def _progress(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from strategies.errors import CannotRun
 from strategies.optim.optimizers import fitting
 from strategies.optim.registry import with_named
 from strategies.protocols import OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
+from strategies.run_directory import claim
 from strategies.run_directory.state_consensus import current
 from strategies.supervision.supervision import supervise
 from strategies.telemetry.monitor import RunMonitor
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from strategies.autoplan.tuning import Prospect
 
 
+@claim.use("dsplan")
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | OptimizerFactory | Mapping[str, Any] | str | Path | None = None,
@@ -52,6 +54,7 @@ def initialize(
     plan: Plan | str | Path | None = None,
     strategy: words.Strategy | None = None,
     backend: words.Backend | None = None,
+    sample_data: Dataset[Any] | None = None,
     pipeline: bool = False,
 ) -> tuple[Engine, torch.optim.Optimizer, ShardedLoader | None, Scheduler | None]:
     """Place a model under a plan and return (engine, optimizer, dataloader, scheduler); called on every rank.
@@ -73,6 +76,8 @@ def initialize(
             second argument by position it is understood too.
         args: the command line's values, as argparse has them; its `deepspeed_config` or `dsplan_config` is the config.
         pipeline: models are not cut into pipeline stages yet, so that True is refused.
+        sample_data: what the script reads by itself; a plan that is made now looks at its first sample, as it does at
+            that of `training_data`.
 
     Raises:
         DsplanError: what was asked for cannot be planned or run here; one line with the remedy.
@@ -97,7 +102,7 @@ def initialize(
         backend=backend,
         config=script,
         optimizer=optimizer,
-        training_data=training_data,
+        training_data=sample_data if training_data is None else training_data,
         collate=collate_fn,
     )
     settled, is_new = _settle(model, options, environment)
@@ -112,6 +117,7 @@ def initialize(
         gradient_clipping=script.gradient_clipping,
         script=script,
     )
+    claim.take_over(is_planned=True)
     tuning = _tuning(model, options, environment)
     monitor = _monitor(settled, environment, script.monitor, is_new=is_new)
     engine = find_strategy(settled.configuration, environment).engine(fitting(with_named(parts)))

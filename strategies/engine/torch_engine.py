@@ -14,12 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from strategies.checkpoint.states import WholeStates
+from strategies.distributed.gathers import require_alike
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, cast_model, scale_settings
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.protocols import Scheduler, TrainingParts
+from strategies.run_directory.heartbeat import PULSE
 
 # Gradients of the torch strategies: their norm over all ranks, their scaling, and their sums over micro-batches.
 
@@ -31,6 +33,9 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The 2-norm of all gradients in fp64, a scalar on their device; every rank of sharded ones calls it.
 
     Replicated gradients are the same on every rank already. Sharded ones share one device mesh.
+
+    Raises:
+        Parted: the ranks' calls that gather weights have differed.
     """
     parameters = list(parameters)
     values = [value for value in _values(parameters) if value.numel()]
@@ -41,10 +46,14 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         square = torch.zeros((), dtype=torch.float64)
     sharded = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
     if sharded is not None:
-        square = square.to(sharded.device)
+        met = torch.tensor(float(PULSE.number), dtype=torch.float64, device=sharded.device)
+        sums, ranks = torch.stack((square.to(sharded.device), met)), 1
         for dimension, placement in enumerate(sharded.placements):
             if placement.is_shard():
-                dist.all_reduce(square, group=sharded.device_mesh.get_group(dimension))
+                dist.all_reduce(sums, group=sharded.device_mesh.get_group(dimension))
+                ranks *= sharded.device_mesh.size(dimension)
+        square, total = sums.unbind()
+        require_alike(total.item(), ranks)
     return square.sqrt()
 
 
@@ -188,7 +197,7 @@ class TorchEngine(AccumulatingEngine):
             "optimizer": tensors_in(self.optimizer.state),
         }
 
-    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+    def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
         return self.strategy.whole(self.module, keeps_changes=keeps_changes)
 
     def _states(self) -> WholeStates:

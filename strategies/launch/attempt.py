@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt, memory_kills
 from strategies.launch.launchers.launcher import Launcher, make_launcher
+from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, STOPS, LaunchSpec
 from strategies.telemetry.alerts import Alert
 from strategies.telemetry.follow import AlertFollower, LineFollower
@@ -263,7 +264,7 @@ class Attempt:
         if self._requests.interrupted or asked is None:
             return self._requests.interrupted
         now = time.monotonic()
-        if self._spec.kind not in SAVING or now - asked > self._spec.supervision.grace_seconds:
+        if claimed_kind(self._spec.directory) not in SAVING or now - asked > self._spec.supervision.grace_seconds:
             return True
         if now - self._signalled >= _SIGNAL_SECONDS:
             launcher.signal(signal.SIGUSR1)

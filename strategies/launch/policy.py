@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from strategies.launch.failure_causes import Ending
+from strategies.run_directory.spec import RETRIES
 
 Action = Literal["restart", "next_plan", "switch", "stop", "give_up"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -34,28 +35,34 @@ class Decision:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunContext:
     """The run when an attempt ended: the highest step it ever reached (0: none), whether the attempt got further than
-    every one before, whether a plan is known, which other plans may replace, whether this node resumes where
-    another one was stopped, and the memory of the largest device and of the host in bytes, whichever is more."""
+    every one before, whether a plan is known, which other plans may replace, whether another attempt could resume
+    anything, whether this node resumes where another one was stopped, and the memory of the largest device and of the
+    host in bytes, whichever is more."""
 
     highest_step: int = 0
     progressed: bool = False
     has_plan: bool = False
+    can_resume: bool = True
     stays: bool = False
     memory_bytes: int | None = None
 
 
 class Policy:
     """Decides ending by ending. `retries` endings in a row without progress are followed by another attempt; the
-    pauses are 0, 1, 2, 4 ... 60 seconds."""
+    pauses are 0, 1, 2, 4 ... 60 seconds. With None that depends: a script that has nothing to resume from is not begun
+    again."""
 
-    def __init__(self, retries: int) -> None:
-        self._retries = retries
+    def __init__(self, retries: int | None) -> None:
+        self._asked = retries
+        self._retries = RETRIES if retries is None else retries
         self._used = 0
         self._last: Ending | None = None
 
     def decide(self, ending: Ending, now: RunContext) -> Decision:
         """What follows `ending`."""
         last, self._last = self._last, ending
+        if self._asked is None:
+            self._retries = RETRIES if now.can_resume else 0
         if now.progressed:
             self._used = 0
         if ending.kind == "regrouped" or (ending.kind == "preempted" and now.stays):

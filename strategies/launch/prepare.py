@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import time
@@ -9,7 +10,7 @@ import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from hardware_db.errors import DsplanError
+from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.files import data_dir
 from hardware_db.probe import Machine, probe
 from planner import vocabulary as words
@@ -19,10 +20,10 @@ from planner.search.request import WITHOUT_DEEPSPEED, deepspeed_lacks
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
 from strategies.launch.options import Asked
-from strategies.launch.recognise import Script, check_strategy, recognise
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
-from strategies.run_directory.spec import SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
-from strategies.variables import PLAN, RUN_DIRECTORY, STRATEGY
+from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.spec import SAVING, SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
+from strategies.variables import BACKEND, PLAN, RUN_DIRECTORY, STRATEGY
 
 # Checks of the placement flags, before anything is started.
 
@@ -77,7 +78,8 @@ _MOST_PROCESSES = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """What `dsplan run` was asked: the script with its arguments, and a plan, a number of processes or a strategy.
+    """What `dsplan run` was asked: the script with its arguments, and a plan, a number of processes, a strategy or a
+    backend.
 
     `resume` is the directory of a run to resume, which fills in what is left open: `earlier_processes` is what it
     ran with, `run_id` what its checkpoints are marked with. `resume_from` is the checkpoint to resume from, or `start`;
@@ -89,6 +91,7 @@ class RunRequest:
     plan_file: Path | None = None
     processes: int | None = None
     strategy: str | None = None
+    backend: str | None = None
     run_directory: Path | None = None
     resume: Path | None = None
     resume_from: str = ""
@@ -103,7 +106,7 @@ class Launch:
     """A checked request. `plan` is None when the ranks will plan from the live model, or nothing will."""
 
     spec: LaunchSpec
-    script: Script
+    script: Path
     plan: Plan | None
     resumes: bool = False
     resume_from: str = ""
@@ -116,14 +119,9 @@ class Launch:
     @property
     def notice(self) -> str:
         """What to know before the ranks start; empty where nothing needs saying."""
-        if self.resumes and self.script.kind in ("accelerate", "deepspeed"):
-            return f"{self.script.path} resumes from what its own code loads: dsplan keeps no checkpoint of it"
-        if self.script.kind != "plain":
-            return ""
-        return (
-            f"{self.script.path} calls none of dsplan, HF Trainer, accelerate and DeepSpeed: it runs on"
-            f" {self.spec.processes} ranks as torchrun would run it, and dsplan finds nothing to plan in it"
-        )
+        if self.resumes and claimed_kind(self.spec.directory) not in (None, *SAVING):
+            return f"{self.script} resumes from what its own code loads: dsplan keeps no checkpoint of it"
+        return ""
 
 
 def prepare(request: RunRequest) -> Launch:
@@ -138,19 +136,13 @@ def prepare(request: RunRequest) -> Launch:
         raise ContradictoryRequest("--resume-from says from where --resume resumes a run; add --resume DIR")
     if request.script is None:
         raise DsplanError("SCRIPT is missing; name the Python file that trains your model, or --resume a run")
-    script = recognise(request.script)
-    if request.plan_file is not None and request.strategy is not None:
-        raise ContradictoryRequest("--plan and --strategy cannot both decide; leave one out")
-    if request.strategy is not None and request.strategy not in words.STRATEGIES:
-        raise UnknownName("strategy", request.strategy, words.STRATEGIES, hint="one of " + ", ".join(words.STRATEGIES))
+    check_script(request.script)
+    _check_words(request)
     if importlib.util.find_spec("torch") is None:
         raise DsplanError("torch is not installed here, and a run needs it; pip install 'dsplan[train]'")
     plan = None if request.plan_file is None else load_plan(request.plan_file)
     machine = probe()
     gpus = len(machine.usable_gpus)
-    strategy = plan.configuration.strategy if plan else request.strategy
-    if strategy is not None:
-        check_strategy(script.kind, strategy, gpus=gpus > 0)
     placement = Placement(**request.placement)
     processes = _processes(request, plan, placement, gpus)
     supervision = Supervision(**request.supervision)
@@ -159,30 +151,74 @@ def prepare(request: RunRequest) -> Launch:
         _check_precision(request, plan, machine)
     if placement.launcher == "local" and supervision.checkpoint_directory:
         _check_writable(Path(supervision.checkpoint_directory))
-    spec = _spec(request, script, processes, gpus)
+    spec = _spec(request, request.script, processes, gpus)
     return Launch(
         spec=replace(spec, placement=placement),
-        script=script,
+        script=request.script,
         plan=plan,
         resumes=request.resume is not None,
-        resume_from=_resume_from(request, script),
+        resume_from=_resume_from(request),
     )
 
 
-def _resume_from(request: RunRequest, script: Script) -> str:
+def check_script(path: Path) -> None:
+    """
+    Raises:
+        BrokenFile: the file is missing, is not a file, or is not Python.
+    """
+    if not path.exists():
+        raise BrokenFile(path, "no such script", "name the Python file that trains your model")
+    if not path.is_file():
+        raise BrokenFile(path, "is not a file", "name the Python file that trains your model")
+    try:
+        ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise BrokenFile(path, f"is not Python that this interpreter reads: {reason}{line}") from None
+    except OSError as error:
+        raise BrokenFile(path, f"cannot be read: {error.strerror}") from None
+
+
+def _check_words(request: RunRequest) -> None:
+    """What is asked of the planning, as far as it can be judged before the script is seen to train."""
+    for word, asked, known in (
+        ("strategy", request.strategy, words.STRATEGIES),
+        ("backend", request.backend, words.BACKENDS),
+    ):
+        if asked is None:
+            continue
+        if request.plan_file is not None:
+            raise ContradictoryRequest(f"--plan and --{word} cannot both decide; leave one out")
+        if asked not in known:
+            raise UnknownName(word, asked, known, hint="one of " + ", ".join(known))
+    strategy, backend = request.strategy, request.backend
+    if strategy is None or backend is None:
+        return
+    runs_it = words.backends_of(strategy)
+    if backend not in runs_it:
+        raise ContradictoryRequest(
+            f"--backend {backend} does not run {strategy}; {' or '.join(runs_it)} does, or leave one of them out"
+        )
+
+
+def _resume_from(request: RunRequest) -> str:
     """The checkpoint to resume from, absolute, as ranks may be elsewhere; `start` and empty stay."""
     named = request.resume_from
-    if not named:
+    if not named or request.resume is None:
         return ""
-    if script.kind not in ("dsplan", "huggingface"):
+    kind = claimed_kind(request.resume)
+    if kind is not None and kind not in SAVING:
         raise ContradictoryRequest(
-            f"--resume-from: dsplan loads no checkpoint for {script.path}, whose own code does; leave it out"
+            f"--resume-from: dsplan loads no checkpoint for {request.script}, whose own code does; leave it out"
         )
     if named == BEGIN_ANEW:
         return named
     path = Path(named).absolute()
-    state = "trainer_state.json" if script.kind == "huggingface" else "state.json"
-    if not (path / state).is_file():
+    states = {"huggingface": ("trainer_state.json",), None: ("state.json", "trainer_state.json")}
+    possible = states.get(kind, ("state.json",))
+    if not any((path / state).is_file() for state in possible):
+        state = " or ".join(possible)
         raise DsplanError(f"--resume-from {named}: is no checkpoint ({state} is not there); name one, or {BEGIN_ANEW}")
     return str(path)
 
@@ -246,11 +282,11 @@ def _check_writable(directory: Path) -> None:
         raise DsplanError(f"{directory}: {why}; name a directory that can be written with --checkpoint-dir")
 
 
-def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> LaunchSpec:
+def _spec(request: RunRequest, script: Path, processes: int, gpus: int) -> LaunchSpec:
     directory = request.run_directory or data_dir() / "runs"
     try:
         if request.run_directory is None:
-            directory = run_directory(directory, script.path)
+            directory = run_directory(directory, script)
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = error.strerror or "cannot be made"
@@ -266,22 +302,17 @@ def _spec(request: RunRequest, script: Script, processes: int, gpus: int) -> Lau
         environment[PLAN] = str(request.plan_file.resolve())
     if request.strategy is not None:
         environment[STRATEGY] = request.strategy
+    if request.backend is not None:
+        environment[BACKEND] = request.backend
     return LaunchSpec(
-        script=str(script.path.resolve()),  # found from every directory that it is resumed in
+        script=str(script.resolve()),  # found from every directory that it is resumed in
         arguments=request.arguments,
-        kind=script.kind,
-        accumulates=script.accumulates,
         processes=processes,
         run_directory=str(directory),
         environment=environment,
-        supervision=_supervision(request.supervision, script),
+        supervision=Supervision(**request.supervision),
         run_id=request.run_id or uuid.uuid4().hex,
     )
-
-
-def _supervision(asked: Asked, script: Script) -> Supervision:
-    """A plain script has nothing to resume from, so it is not begun again unless that was asked for."""
-    return Supervision(**({"retries": 0} | asked if script.kind == "plain" else asked))
 
 
 def run_directory(parent: Path, script: Path) -> Path:
@@ -317,15 +348,16 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         raise DsplanError(f"{directory}: holds no run to resume; name the run directory that dsplan run printed")
     check_unfinished(directory)
     earlier = LaunchSpec.load(path)
-    plan, strategy = earlier.environment.get(PLAN), earlier.environment.get(STRATEGY)
-    if request.plan_file is not None or request.strategy is not None:
-        plan = strategy = None
+    plan, strategy, backend = (earlier.environment.get(name) for name in (PLAN, STRATEGY, BACKEND))
+    if (request.plan_file, request.strategy, request.backend) != (None, None, None):
+        plan = strategy = backend = None
     return replace(
         request,
         script=request.script or Path(earlier.script),
         arguments=request.arguments if request.script else earlier.arguments,
         plan_file=Path(plan) if plan else request.plan_file,
         strategy=strategy or request.strategy,
+        backend=backend or request.backend,
         run_directory=directory,
         resume=directory,
         earlier_processes=earlier.processes,

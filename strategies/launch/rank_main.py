@@ -11,13 +11,13 @@ import runpy
 import sys
 import threading
 import traceback
-from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from hardware_db.errors import DsplanError
 from strategies.launch.elastic.place import take_place
-from strategies.run_directory.spec import LaunchSpec, ScriptKind, log_path
+from strategies.launch.hooks import asked, places
+from strategies.run_directory.spec import LaunchSpec, log_path
 from strategies.run_directory.state_consensus import (
     narrow,
     reach_consensus,
@@ -25,13 +25,8 @@ from strategies.run_directory.state_consensus import (
     wait_for_training_ranks,
 )
 from strategies.supervision.failures import described, exit_status, failure_of, write_failure, write_success
+from strategies.supervision.hang_detection import explained
 from strategies.supervision.process import begin
-
-_HOOKS: dict[ScriptKind, str] = {
-    "huggingface": "strategies.launch.hooks.huggingface",
-    "accelerate": "strategies.launch.hooks.accelerate",
-    "deepspeed": "strategies.launch.hooks.deepspeed",
-}
 
 
 def main(spec_path: str) -> int:
@@ -45,6 +40,7 @@ def main(spec_path: str) -> int:
     _redirect(spec.directory, rank)
     os.environ.pop("PYTHONSAFEPATH", None)
     begin(spec, rank)
+    places.install()
     try:
         _run_script(spec)
     except SystemExit as exit_request:
@@ -53,12 +49,12 @@ def main(spec_path: str) -> int:
             _leave_word(spec.directory, rank)
         return status
     except BaseException as error:
-        failure = failure_of(error, spec.directory)
+        failure = explained(failure_of(error, spec.directory), spec.directory)
         write_failure(spec.directory, rank, failure)
-        if failure.expected:
-            print(f"error: {error}", file=sys.stderr)
-        else:
+        if not isinstance(error, DsplanError):
             _print_traceback(error)
+        if failure.expected:
+            print(f"error: {error if isinstance(error, DsplanError) else failure.message}", file=sys.stderr)
         return exit_status(failure)
     _leave_word(spec.directory, rank)
     return 0
@@ -91,13 +87,15 @@ def _run_script(spec: LaunchSpec) -> None:
         if int(os.environ["RANK"]) >= state.ranks:
             return wait_for_training_ranks(store, state)
         narrow(state, os.environ)
-    hook = _HOOKS.get(spec.kind)
     sys.argv = [spec.script, *spec.arguments]
     sys.path[0:0] = [str(Path(spec.script).resolve().parent)]
-    if hook is not None:
-        import_module(hook).install(spec)
     try:
-        runpy.run_path(spec.script, run_name="__main__")
+        try:
+            runpy.run_path(spec.script, run_name="__main__")
+        except SystemExit as exit_request:
+            if exit_request.code:
+                raise
+        asked.refuse_unapplied()
     finally:
         if store is not None and os.environ["RANK"] == "0":
             release_waiting_ranks(store)

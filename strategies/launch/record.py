@@ -10,19 +10,22 @@ from pathlib import Path
 from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.files import database_path
 from hardware_db.fingerprint import fingerprint
-from hardware_db.measurement import Measured, Measurement, Record, RecordError, measure_run
+from hardware_db.measurement import Measurement, Record, RecordError, measure_run
 from hardware_db.measurement import Outcome as StoredOutcome
 from hardware_db.probe import Machine, probe
 from hardware_db.store import open_store
 from hardware_db.store.transfer import from_document, to_document
 from planner.calibration.learn import refresh
+from planner.cluster.probed import probed_cluster
+from planner.types.job import cluster_section
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from strategies.launch.failure_causes import Ending
 from strategies.launch.report import OutcomeName, RunReport, measured_attempt
+from strategies.run_directory.claim import read_claim
 from strategies.run_directory.journal import JOURNAL_FILE, Journal, read_journal
 from strategies.run_directory.spec import STOPS
-from strategies.telemetry.metrics import MeasuredRun
+from strategies.telemetry.metrics import measured_of
 
 _STORED_AS: Mapping[OutcomeName, StoredOutcome] = {
     "completed": "completed",
@@ -31,6 +34,10 @@ _STORED_AS: Mapping[OutcomeName, StoredOutcome] = {
     "interrupted": "interrupted",
     "preempted": "interrupted",
 }
+
+
+UNPLANNED = "unplanned"
+"""Stands in the place of the strategy of a run without a plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,15 +51,16 @@ class Stored:
 def record_run(report: RunReport) -> Stored:
     """Store a run's last attempt with its outcome. A database that cannot be written undoes no training: the reason is
     told."""
-    if report.plan is None:
-        return Stored(measurement_id=None, sentence="not stored in the database: the run had no plan")
+    if report.plan is None and not report.measured.steps:
+        return Stored(measurement_id=None, sentence="not stored in the database: no training step was seen")
     last = report.attempts[-1]
     if last.decision is not None and last.decision.continues:
         return Stored(measurement_id=None, sentence="stored when the last attempt ended")
     machine = probe()
     outcome = _STORED_AS[report.outcome.name]
     try:
-        measurement = _stored(report.plan, machine, outcome, report.spec.directory, last.attempt)
+        document = unplanned(report, machine) if report.plan is None else plan_to_dict(report.plan)
+        measurement = _stored(document, machine, outcome, report.spec.directory, last.attempt)
     except DsplanError as error:
         return Stored(measurement_id=None, sentence=f"not stored in the database: {error}")
     return Stored(
@@ -67,7 +75,7 @@ def record_attempt(plan: Plan, ending: Ending, directory: Path, attempt: int) ->
     A database that cannot be written is reported when the run ends.
     """
     with suppress(DsplanError):
-        _stored(plan, probe(), _ended_as(ending), directory, attempt)
+        _stored(plan_to_dict(plan), probe(), _ended_as(ending), directory, attempt)
 
 
 def recorded_runs(directory: Path) -> tuple[Record, ...]:
@@ -88,9 +96,28 @@ def recorded_runs(directory: Path) -> tuple[Record, ...]:
         raise BrokenFile(journal, str(error), "correct or remove the line; nothing was imported") from error
 
 
-def _stored(plan: Plan, machine: Machine, outcome: StoredOutcome, directory: Path, attempt: int) -> Measurement:
+def unplanned(report: RunReport, machine: Machine) -> dict[str, object]:
+    """What stands in the place of a plan for a run that had none: what was seen of the script, and where it ran.
+
+    Its strategy is none of the planner's, so nothing is ever predicted from it.
+    """
+    seen = read_claim(report.spec.directory)
+    ranks = report.measured.ranks
+    return {
+        "model": {"name": Path(report.spec.script).name, "parameters": seen.parameters if seen else None},
+        "cluster": cluster_section(probed_cluster(machine, ranks=ranks)),
+        "workload": {},
+        "plan": {"strategy": UNPLANNED, "world_size": ranks, "trained_with": seen.kind if seen else None},
+        "memory": {},
+        "time": {},
+    }
+
+
+def _stored(
+    plan: Mapping[str, object], machine: Machine, outcome: StoredOutcome, directory: Path, attempt: int
+) -> Measurement:
     measured = measured_of(measured_attempt(directory, attempt))
-    measurement = measure_run(plan_to_dict(plan), fingerprint(machine), outcome=outcome, measured=measured)
+    measurement = measure_run(plan, fingerprint(machine), outcome=outcome, measured=measured)
     # First here: a database that cannot be written, or is lost, gets the row with `dsplan db import`.
     Journal(directory).append("measured", attempt, measurement=to_document(measurement))
     with open_store() as store:
@@ -116,20 +143,4 @@ def learnt(machine: Machine) -> str:
         f"; step times are now predicted within {lesson.error_after:.0%} instead of {lesson.error_before:.0%}"
         f" (median over {lesson.rows} runs, each left out in turn)"
         for lesson in found
-    )
-
-
-def measured_of(run: MeasuredRun) -> Measured:
-    """The figures of a run as the database keeps them."""
-    return Measured(
-        peak_allocated_bytes=run.peak_allocated_bytes,
-        peak_reserved_bytes=run.peak_reserved_bytes,
-        host_bytes=None if run.peak_rss_bytes is None else run.peak_rss_bytes * run.ranks,
-        step_seconds=run.step_seconds,
-        step_seconds_low=run.step_seconds_low,
-        step_seconds_high=run.step_seconds_high,
-        tokens_per_second=run.tokens_per_second,
-        first_loss=run.first_loss,
-        last_loss=run.last_loss,
-        steps=run.steps,
     )

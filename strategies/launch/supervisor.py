@@ -36,6 +36,7 @@ from strategies.launch.report import (
 )
 from strategies.launch.run_lock import RunLock, launcher_lock
 from strategies.launch.state import RunState
+from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision.lineage import Made
@@ -211,6 +212,7 @@ class Supervisor:
             highest_step=course.highest,
             progressed=course.progressed,
             has_plan=self._may_have_another_plan(),
+            can_resume=self._is_claimed,
             stays=stays,
             memory_bytes=_largest_memory() if ending.kind == "out_of_memory" else None,
         )
@@ -229,10 +231,16 @@ class Supervisor:
             self._state.reject_plan()
         return decision
 
+    @property
+    def _is_claimed(self) -> bool:
+        """Whether somebody trains in the ranks who can resume and plan; a script whose ranks ended before anybody was
+        seen to is begun again only if that was asked for."""
+        return claimed_kind(self._spec.directory) not in (None, "plain")
+
     def _may_have_another_plan(self) -> bool:
         """Whether the ranks may find another plan. One that was ruled out before and is still the newest did not run:
         memory ran out before the ranks had a plan. Of several nodes each may know of one."""
-        if self._spec.kind == "plain" or self._state.has_rejected_plan:
+        if not self._is_claimed or self._state.has_rejected_plan:
             return False
         return self._state.plan is not None or self._spec.placement.most_nodes > 1
 

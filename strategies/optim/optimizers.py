@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES
@@ -115,21 +116,19 @@ class ParameterMove:
         return [translated(item, translate) for item in old]
 
     def optimizer(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Point an optimizer made from the whole parameters at their replacements, groups and settings unchanged.
+        """Point an optimizer made from the whole parameters at their replacements, groups and settings unchanged; of
+        the states that it has, each rank keeps its shard.
 
         Raises:
-            CannotRun: the optimizer has stepped already (its state has the shapes of whole parameters).
+            CannotRun: a parameter is not the model's.
         """
         translate = self._translator(wrapped)
         groups = [[translate(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-        moved = any(
-            new is not old
-            for group, new_group in zip(optimizer.param_groups, groups, strict=True)
-            for old, new in zip(group["params"], new_group, strict=True)
-        )
-        if moved and optimizer.state:
-            raise CannotRun("the optimizer has stepped before initialize; pass a fresh one and use load_checkpoint")
         for group, new_group in zip(optimizer.param_groups, groups, strict=True):
+            for old, new in zip(group["params"], new_group, strict=True):
+                if new is not old and old in optimizer.state:
+                    states = optimizer.state.pop(old)
+                    optimizer.state[new] = {name: _as_shard(value, new) for name, value in states.items()}
             group["params"] = new_group
 
     def _translator(self, wrapped: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -142,6 +141,16 @@ class ParameterMove:
             return replacements[name]
 
         return translate
+
+
+def _as_shard(value: Any, parameter: torch.Tensor) -> Any:
+    is_whole = isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape
+    return sharded_like(value, parameter) if is_whole and isinstance(parameter, DTensor) else value
+
+
+def sharded_like(value: torch.Tensor, shard: DTensor) -> DTensor:
+    """This rank's shard of a tensor that every rank has whole."""
+    return distribute_tensor(value.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
 
 
 def translated(item: Any, translate: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -211,21 +220,26 @@ def fitting(parts: TrainingParts) -> TrainingParts:
         CannotRun: it exists and cannot be stepped, or the model makes gradients that the strategy cannot reduce.
     """
     given, configuration = parts.optimizer, parts.plan.configuration
-    _refuse_sparse_layers(parts.model, configuration)
+    refuse_sparse_layers(parts.model, configuration)
     if isinstance(given, optim.Optimizer):
-        _refuse(given, configuration)
+        refuse_optimizer(given, configuration)
     if given is None or isinstance(given, optim.Optimizer):
         return parts
 
     def made(parameters: Iterable[Any]) -> optim.Optimizer:
         optimizer = given(parameters)
-        _refuse(optimizer, configuration)
+        refuse_optimizer(optimizer, configuration)
         return optimizer
 
     return replace(parts, optimizer=made)
 
 
-def _refuse(optimizer: optim.Optimizer, configuration: Configuration) -> None:
+def refuse_optimizer(optimizer: optim.Optimizer, configuration: Configuration) -> None:
+    """Refuse an optimizer that the configuration's strategy cannot step.
+
+    Raises:
+        CannotRun: names the optimizer, and a strategy that can.
+    """
     name, strategy = type(optimizer).__name__, configuration.strategy
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -240,8 +254,12 @@ def _refuse(optimizer: optim.Optimizer, configuration: Configuration) -> None:
         raise CannotRun(f"optimizer {name} cannot step the flat tensors of backend 'deepspeed'; use {_ELSEWHERE}")
 
 
-def _refuse_sparse_layers(model: nn.Module, configuration: Configuration) -> None:
-    """FSDP2 and DeepSpeed's ZeRO reduce flat dense tensors."""
+def refuse_sparse_layers(model: nn.Module, configuration: Configuration) -> None:
+    """Refuse layers with sparse gradients: FSDP2 and DeepSpeed's ZeRO reduce flat dense tensors.
+
+    Raises:
+        CannotRun: names the layer, and a strategy that can.
+    """
     if configuration.strategy not in FSDP_STRATEGIES and configuration.backend != "deepspeed":
         return
     for name, module in model.named_modules():

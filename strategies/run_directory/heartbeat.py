@@ -5,8 +5,69 @@ One object for the process, because what is counted are the process's own doings
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+# Whose code a frame of the stack runs.
+
+
+_ROOM = Path(__file__).resolve().parents[1]
+_NOT_OWN = (
+    *(_ROOM.parent / room for room in ("dsplan", "strategies", "planner", "hardware_db")),
+    Path(os.__file__).resolve().parent,
+)
+
+
+@cache
+def is_own(filename: str) -> bool:
+    """Whether a file is the script's or of a package beside it, and not of an installed one, of Python or of dsplan."""
+    path = Path(filename)
+    if not path.is_absolute() or {"site-packages", "dist-packages"} & {*path.parts}:
+        return False
+    return not any(path.is_relative_to(folder) for folder in _NOT_OWN)
+
+
+def main_frame() -> FrameType | None:
+    """Where the main thread stands, seen from any thread."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def script_line(frame: FrameType | None) -> str:
+    """The innermost line of the script, from a frame outwards: `train.py, line 12`; empty where there is none."""
+    while frame is not None:
+        if is_own(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+# How far the process has come.
+
+
+_KEPT = 8
+"""Meetings of which another rank can read, equal ones in a row as one: where ranks parted is found among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A call in which every rank takes part: those of a process are numbered, and alike on all ranks."""
+
+    number: int
+    """Counted from 1."""
+    last: int
+    """The number of the last one of the same kind and place in a row."""
+    kind: str
+    """`forward`, `evaluation` (without gradients), `backward`, `step`, or what the script calls."""
+    place: str
+    """The script's line."""
 
 
 class Pulse:
@@ -14,7 +75,8 @@ class Pulse:
 
     `beats` counts every sign of progress, `calls` those that all ranks make alike (micro-batches, passes, steps), by
     which ranks are compared. `step` is the last optimizer step that ended, over all attempts. `waits_for` are the ranks
-    without which this one cannot meet the others.
+    without which this one cannot meet the others. `meetings` are the last calls that every rank makes alike because
+    they gather sharded tensors from all; inside another such call, and `apart`, none is noted.
     """
 
     def __init__(self) -> None:
@@ -24,6 +86,9 @@ class Pulse:
         self.section = ""
         self.rests = 0
         self.waits_for: tuple[int, ...] = ()
+        self.meetings: deque[Meeting] = deque(maxlen=_KEPT)
+        self.depth = 0
+        self._number = 0
 
     def beat(self) -> None:
         """Something moved."""
@@ -52,6 +117,50 @@ class Pulse:
             yield
         finally:
             self.waits_for = ()
+
+    def enter(self, kind: str, *, counts: bool = True) -> None:
+        """A call begins in which every rank takes part, if it `counts`; `leave` ends it."""
+        self.depth += 1
+        if self.depth == 1 and counts:
+            self._number += 1
+            place, before = script_line(main_frame()), self.meetings[-1] if self.meetings else None
+            if before is not None and (before.kind, before.place) == (kind, place):
+                self.meetings[-1] = Meeting(before.number, self._number, kind, place)
+            else:
+                self.meetings.append(Meeting(self._number, self._number, kind, place))
+
+    @property
+    def number(self) -> int:
+        """Meetings so far."""
+        return self._number
+
+    @property
+    def stamp(self) -> int:
+        """A number that messages of one meeting have in common, and no others of its time."""
+        last = self.meetings[-1] if self.meetings else None
+        return 2 * self._number + (last is not None and last.kind in ("forward", "evaluation"))
+
+    def leave(self) -> None:
+        """The call that began last is over."""
+        self.depth -= 1
+
+    @contextmanager
+    def meeting(self, kind: str) -> Iterator[None]:
+        """A call in which every rank takes part."""
+        self.enter(kind)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Weights are whole: what the script calls now, it may call on one rank alone."""
+        depth, self.depth = self.depth, 1000
+        try:
+            yield
+        finally:
+            self.depth = depth
 
 
 PULSE = Pulse()

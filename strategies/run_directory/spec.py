@@ -50,8 +50,10 @@ def exit_status_of(kind: EndingKind, error_type: str) -> int:
 # Where a run's ranks start, and what is done when they end.
 
 
-ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "plain"]
-SAVING: tuple[ScriptKind, ...] = ("dsplan", "huggingface")
+ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "lightning", "torch", "plain"]
+"""Who trains: `torch` is a script that wraps its model in DDP or FSDP itself; in a `plain` one nobody is seen to,
+though steps are done."""
+SAVING: tuple[ScriptKind, ...] = ("dsplan", "huggingface", "lightning")
 """Scripts whose ranks save and stop when they are asked to; others are ended, and may answer SIGTERM themselves."""
 LauncherName = Literal["local", "slurm", "mpi", "deepspeed", "accelerate"]
 LAUNCHER_NAMES: tuple[LauncherName, ...] = get_args(LauncherName)
@@ -89,12 +91,13 @@ class Placement:
 class Supervision:
     """How a run is watched over.
 
-    `retries` attempts in a row may end without progress. Ranks save to `checkpoint_directory` (empty: in the run
-    directory) every `checkpoint_minutes` and every `checkpoint_steps`; None: that one does not count. `hang_seconds`
-    without progress end an attempt; 0: never. A stop that was asked for may take `grace_seconds`.
+    `retries` attempts in a row may end without progress; None: `RETRIES`, or none where nothing can be resumed. Ranks
+    save to `checkpoint_directory` (empty: in the run directory) every `checkpoint_minutes` and every
+    `checkpoint_steps`; None: that one does not count. `hang_seconds` without progress end an attempt; 0: never. A stop
+    that was asked for may take `grace_seconds`.
     """
 
-    retries: int = RETRIES
+    retries: int | None = None
     checkpoint_directory: str = ""
     checkpoint_minutes: float | None = 10.0
     checkpoint_steps: int | None = None
@@ -111,14 +114,12 @@ RESULT_FILE = "result.json"
 class LaunchSpec:
     """One launch on this node: the script with its arguments, its processes, and where they write.
 
-    `accumulates` says whether an accelerate script honours gradient accumulation; `processes` counts the ranks of one
-    node; `environment` is added to the processes' own. `run_id` tells this run's checkpoints from those of others.
+    `processes` counts the ranks of one node; `environment` is added to the processes' own. `run_id` tells this run's
+    checkpoints from those of others. What the script trains with is seen in its ranks (strategies/run_directory/claim).
     """
 
     script: str
     arguments: tuple[str, ...] = ()
-    kind: ScriptKind
-    accumulates: bool = False
     processes: int
     run_directory: str
     environment: dict[str, str] = field(default_factory=dict)

@@ -183,8 +183,10 @@ class AutomaticSaves:
         options = SaveOptions(asynchronous=asynchronous)
         begun = time.time()
         self._is_saving = True
+        source = self._engine.client_state_source
         try:
-            path = self._engine._checkpoints.save(self._place.directory, self._engine.client_state, options)
+            state = self._engine.client_state if source is None else source()
+            path = self._engine._checkpoints.save(self._place.directory, state, options)
         except DsplanError as problem:
             self.failed(problem)
             return None

@@ -6,11 +6,13 @@ import errno
 import json
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from planner.errors import NothingFits
 from strategies.run_directory.attempt_options import AttemptOptions
-from strategies.run_directory.heartbeat import PULSE
+from strategies.run_directory.heartbeat import PULSE, is_own
 from strategies.run_directory.spec import EndingKind, exit_status_of, failure_path, success_path, write_json
 
 _MOST_CHARACTERS = 500
@@ -44,6 +46,21 @@ _LOST = (
     "ncclremoteerror",
 )
 _DISK_FULL = tuple(os.strerror(number).lower() for number in (errno.ENOSPC, errno.EDQUOT))
+# What torch says where a script wants a GPU, or the library that GPUs talk with, and there is none here.
+_GPU_WORDS = {
+    "NCCL": (
+        "nccl built in",
+        "processgroupnccl is only supported with gpus",
+        "no backend type associated with device type cuda",
+    ),
+    "CUDA": (
+        "not compiled with cuda enabled",
+        "no cuda gpus are available",
+        "found no nvidia driver",
+        "torch.cuda.is_available() is false",
+        "no cuda-capable device",
+    ),
+}
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -93,7 +110,30 @@ def kind_of(error: BaseException) -> EndingKind:
 
 def failure_of(error: BaseException, directory: Path) -> Failure:
     """The last word about an exception."""
+    if sentence := _wants_a_gpu(error):
+        return replace(described("refused", error, directory), message=sentence, expected=True)
     return described(kind_of(error), error, directory)
+
+
+def _wants_a_gpu(error: BaseException) -> str:
+    """What to change in a script that has CUDA or NCCL written into it, on a machine without a GPU; else empty."""
+    text = str(error).lower()
+    wants = next((wanted for wanted, words in _GPU_WORDS.items() if _says(text, words)), None)
+    torch = sys.modules.get("torch")
+    if wants is None or torch is None or torch.cuda.is_available():
+        return ""
+    where = own_line(traceback.extract_tb(error.__traceback__)) or "the script"
+    remedy = {
+        "CUDA": "write torch.device('cuda', local_rank) if torch.cuda.is_available() else torch.device('cpu') there",
+        "NCCL": "write init_process_group() without a backend, or with 'gloo', there",
+    }[wants]
+    return f"{where}: asks for {wants}, and torch can use no GPU here; {remedy}, or run where there is one"
+
+
+def own_line(frames: Iterable[traceback.FrameSummary]) -> str:
+    """The innermost line that is nobody's library: `train.py, line 12`; empty where there is none."""
+    lines = [f"{Path(frame.filename).name}, line {frame.lineno}" for frame in frames if is_own(frame.filename)]
+    return lines[-1] if lines else ""
 
 
 def described(kind: EndingKind, error: BaseException, directory: Path) -> Failure:

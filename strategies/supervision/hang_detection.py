@@ -16,7 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,9 +28,10 @@ import psutil
 
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
-from strategies.run_directory.heartbeat import PULSE, Pulse
+from strategies.run_directory import claim
+from strategies.run_directory.heartbeat import PULSE, Meeting, Pulse, main_frame, script_line
 from strategies.run_directory.spec import heartbeat_path, stacks_path
-from strategies.supervision.failures import described, write_failure
+from strategies.supervision.failures import Failure, described, exit_status, write_failure
 
 if TYPE_CHECKING:
     from strategies.supervision.stopping import Board, Stopping
@@ -104,7 +106,9 @@ class Heartbeat:
     """What a rank's watchdog says of it about once a second.
 
     `calls` counts what all ranks do alike; `section` is what the rank is in, empty between the engine's calls;
-    `quiet_seconds` is how long nothing has happened. `number` changes with every heartbeat.
+    `quiet_seconds` is how long nothing has happened. `number` changes with every heartbeat. `meetings` are the last
+    calls that gather sharded tensors from all ranks, of which it is `inside` the last one; `waits_at` is the script's
+    line where it waits for others in another collective, and `has_ended` says that its script is over.
     """
 
     rank: int
@@ -116,6 +120,10 @@ class Heartbeat:
     section: str
     quiet_seconds: float
     time: float
+    meetings: tuple[Meeting, ...] = ()
+    inside: bool = False
+    waits_at: str = ""
+    has_ended: bool = False
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -124,7 +132,8 @@ class Heartbeat:
 def read_heartbeat(text: str | None) -> Heartbeat | None:
     """A heartbeat that `Heartbeat.text` wrote; None for anything else."""
     try:
-        return Heartbeat(**json.loads(text or ""))
+        raw = json.loads(text or "")
+        return Heartbeat(**{**raw, "meetings": tuple(Meeting(**each) for each in raw.pop("meetings", ()))})
     except (ValueError, TypeError):
         return None
 
@@ -136,6 +145,8 @@ class Verdict:
     behind: tuple[int, ...]
     sentence: str
     silent: tuple[int, ...] = ()
+    is_final: bool = False
+    """Whether the script's own calls differ between ranks, which no repetition mends."""
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -146,7 +157,12 @@ def read_verdict(text: str | None) -> Verdict | None:
     if text is None:
         return None
     found = json.loads(text)
-    return Verdict(behind=tuple(found["behind"]), sentence=found["sentence"], silent=tuple(found["silent"]))
+    return Verdict(
+        behind=tuple(found["behind"]),
+        sentence=found["sentence"],
+        silent=tuple(found["silent"]),
+        is_final=found["is_final"],
+    )
 
 
 def judge(
@@ -194,6 +210,94 @@ def _slowest(beats: Mapping[int, Heartbeat], quiet_seconds: float) -> Verdict:
     return Verdict(behind=tuple(behind), sentence=sentence)
 
 
+# Ranks that have parted: some are in a call that gathers sharded tensors from all, and others will never be.
+
+
+def parted(now: Mapping[int, Heartbeat | None], quiet_seconds: float) -> Verdict | None:
+    """The verdict over ranks whose scripts call differently what all must call alike; None where that is not certain.
+
+    It is certain where the same call, by number, is of another kind on another rank. It is as well where a rank waits
+    in a call that others have not begun, and each of these has ended or waits for the others in a collective of its
+    own; all have been quiet for `quiet_seconds` then. A rank that works, loads data, or sleeps may yet come.
+    """
+    beats = {rank: beat for rank, beat in now.items() if beat is not None}
+    if len(beats) < len(now):
+        return None
+    return _unlike(beats) or _alone(beats, quiet_seconds)
+
+
+def _unlike(beats: Mapping[int, Heartbeat]) -> Verdict | None:
+    if not all(beat.meetings for beat in beats.values()):
+        return None
+    begins = max(beat.meetings[0].number for beat in beats.values())
+    ends = min(beat.meetings[-1].last for beat in beats.values())
+    starts = {begins, *(each.number for beat in beats.values() for each in beat.meetings)}
+    called = {
+        number: {rank: _at(number, beat.meetings) for rank, beat in beats.items()}
+        for number in sorted(starts)
+        if begins <= number <= ends
+    }
+    clash = next((own for own in called.values() if len({_family(each) for each in own.values()}) > 1), None)
+    if clash is None:
+        return None
+    # They parted where one of them evaluated and the others trained, if that is still known.
+    first = next(own for own in called.values() if len({each.kind for each in own.values()}) > 1)
+    odd = _odd({rank: each.kind for rank, each in first.items()})
+    others = sorted(set(beats) - set(odd))
+    there = f"{_named(others)} {_does(others, 'is', 'are')} in {_called(first[others[0]])}"
+    return _verdict(odd, first[odd[0]], there)
+
+
+def _at(number: int, meetings: Sequence[Meeting]) -> Meeting:
+    return next(each for each in meetings if each.number <= number <= each.last)
+
+
+def _alone(beats: Mapping[int, Heartbeat], quiet_seconds: float) -> Verdict | None:
+    last = {rank: beat.meetings[-1].last if beat.meetings else 0 for rank, beat in beats.items()}
+    ahead = sorted(rank for rank in beats if last[rank] == max(last.values()) and beats[rank].inside)
+    others = sorted(set(beats) - set(ahead))
+    if not ahead or not others or any(beats[rank].quiet_seconds < quiet_seconds for rank in ahead):
+        return None
+    for rank in others:
+        beat = beats[rank]
+        waits = bool(beat.waits_at) and not beat.inside and beat.quiet_seconds >= quiet_seconds
+        if last[rank] >= last[ahead[0]] or not (beat.has_ended or waits):
+            return None
+    waiting = [rank for rank in others if not beats[rank].has_ended] or others
+    if beats[waiting[0]].has_ended:
+        there = f"{_named(waiting)} {_does(waiting, 'has', 'have')} ended"
+    else:
+        there = f"{_named(waiting)} {_does(waiting, 'waits', 'wait')} at {beats[waiting[0]].waits_at}"
+    return _verdict(ahead, beats[ahead[0]].meetings[-1], there)
+
+
+def _verdict(ranks: list[int], meeting: Meeting, there: str) -> Verdict:
+    sentence = (
+        f"{meeting.place or 'the script'}: {_named(ranks)} {_does(ranks, 'calls', 'call')} {_call_of(meeting)} alone,"
+        f" which gathers sharded tensors from all ranks, and {there}; call it on every rank"
+    )
+    return Verdict(behind=tuple(ranks), sentence=sentence, is_final=True)
+
+
+def _family(meeting: Meeting) -> str:
+    return "forward" if meeting.kind == "evaluation" else meeting.kind
+
+
+def _odd(kinds: Mapping[int, str]) -> list[int]:
+    """The ranks that do what fewest do; of equally many, those that do not train."""
+    counts = Counter(kinds.values())
+    rarest = min(counts, key=lambda kind: (counts[kind], kind in ("forward", "backward", "step"), kind))
+    return sorted(rank for rank, kind in kinds.items() if kind == rarest)
+
+
+def _call_of(meeting: Meeting) -> str:
+    return {"evaluation": "the model without gradients", "forward": "the model"}.get(meeting.kind, meeting.kind)
+
+
+def _called(meeting: Meeting) -> str:
+    return f"{meeting.kind!r}" + (f" at {meeting.place}" if meeting.place else "")
+
+
 def _named(ranks: list[int]) -> str:
     named = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
@@ -215,8 +319,12 @@ _ALONE_SECONDS = 120.0
 _LOOKS_BETWEEN = 3
 _FILED = 5
 """Heartbeats of which one is left in the run directory, for people."""
+_PARTED_SECONDS = 20.0
+"""How long all ranks are quiet before those that wait in different calls have parted; a shorter limit is halved."""
+_WAITING = ("distributed_c10d.py", "zero/collectives.py")
+"""Where the main thread stands that waits in a collective."""
 _LEAVE_SECONDS = 15.0
-_HUNG = "hung"
+_HUNG, _PARTED = "hung", "parted"
 
 
 class Hung(RuntimeError):
@@ -226,17 +334,18 @@ class Hung(RuntimeError):
 class Watchdog(threading.Thread):
     """Watches one rank; `hang_seconds` 0: never calls anything a hang.
 
-    With `only_reports` a hang is reported, with the stacks, and does not end the process: a script that trains
-    nothing may wait as long as it likes.
+    Where nobody has claimed the run, in this attempt or before, a hang is reported, with the stacks, and does not end
+    the process: a script that trains nothing may wait as long as it likes.
     """
 
-    def __init__(self, directory: Path, rank: int, hang_seconds: float, *, only_reports: bool = False) -> None:
+    def __init__(self, directory: Path, rank: int, hang_seconds: float) -> None:
         super().__init__(name="dsplan watchdog", daemon=True)
         self.directory, self.rank, self._hang_seconds = directory, rank, hang_seconds
         self._stacks: IO[str] = open(stacks_path(directory, rank), "a")  # noqa: SIM115 - open until the process ends
         self._activity = Activity(PULSE)
         self._active_at = self._beat_at = time.monotonic()
-        self._only_reports, self._has_reported = only_reports, False
+        self._has_reported = False
+        self._claimed_before = claim.claimed_kind(directory)
         self._number, self._world_size = 0, 1
         self._board: Board | None = None
         self._stopping: Stopping | None = None
@@ -244,6 +353,10 @@ class Watchdog(threading.Thread):
         self._ended = threading.Event()
         self._beat_seconds = min(_BEAT_SECONDS, hang_seconds / 8) if hang_seconds else _BEAT_SECONDS
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
+
+    @property
+    def _only_reports(self) -> bool:
+        return (claim.claimed() or self._claimed_before) in (None, "plain")
 
     def attach(self, board: Board, stopping: Stopping, world_size: int) -> None:
         """The ranks have met: from here on they are watched together."""
@@ -258,6 +371,7 @@ class Watchdog(threading.Thread):
     def end(self) -> None:
         """Stop watching: what Python does at its end may take its time."""
         self._ended.set()
+        self._publish(0.0)
         faulthandler.cancel_dump_traceback_later()
 
     def run(self) -> None:
@@ -279,7 +393,7 @@ class Watchdog(threading.Thread):
         if self._activity.is_there(with_children=looks_further) or was_stopped:
             self._active_at, quiet = now, 0.0
         self._publish(quiet)
-        if not self._hang_seconds:
+        if self._have_parted(quiet) or not self._hang_seconds:
             return
         limit = self._hang_seconds + _LOCK_SECONDS
         faulthandler.dump_traceback_later(limit, file=self._stacks, exit=not self._only_reports)
@@ -288,6 +402,36 @@ class Watchdog(threading.Thread):
             self._give_up(reported)
         elif quiet >= self._limit and (verdict := self._verdict(quiet)) is not None:
             self._give_up(verdict)
+
+    def _have_parted(self, quiet: float) -> bool:
+        """Whether ranks wait for each other in different calls; then the process ends here."""
+        limit = min(_PARTED_SECONDS, self._hang_seconds / 2 or _PARTED_SECONDS)
+        if self._board is None:
+            return False
+        verdict = read_verdict(self._board.get(_PARTED))
+        if verdict is None and quiet >= limit / 4:
+            verdict = parted(self._heartbeats(self._board), limit)
+        if verdict is None:
+            return False
+        if self._board.get(_PARTED) is None:
+            self._board.put(_PARTED, verdict.text())
+        self._give_up(verdict)
+        return True
+
+    def parted_at_once(self) -> Verdict | None:
+        """Why another rank was gone when this one needed it: the verdict where their calls differ, else None."""
+        if self._board is None:
+            return None
+        until = time.monotonic() + _ASIDE_SECONDS
+        while time.monotonic() < until:
+            beats = self._heartbeats(self._board)
+            own = beats.get(self.rank)
+            beats[self.rank] = own and replace(own, meetings=tuple(PULSE.meetings), inside=True, quiet_seconds=0.0)
+            if verdict := read_verdict(self._board.get(_PARTED)) or parted(beats, 0.0):
+                self._board.put(_PARTED, verdict.text())
+                return verdict
+            time.sleep(_POLL_SECONDS)
+        return None
 
     @property
     def _limit(self) -> float:
@@ -306,6 +450,10 @@ class Watchdog(threading.Thread):
             section=PULSE.section,
             quiet_seconds=quiet,
             time=time.time(),
+            meetings=tuple(PULSE.meetings),
+            inside=PULSE.depth > 0,
+            waits_at=_waits_at(),
+            has_ended=self._ended.is_set(),
         )
         text = beat.text()
         if self._number % _FILED == 1:
@@ -352,14 +500,14 @@ class Watchdog(threading.Thread):
     def _end_hung(self, verdict: Verdict) -> NoReturn:
         """Have silent ranks write their stacks, leave the last word, and end, with those that no SIGTERM ends."""
         asked = self._ask_for_stacks(verdict)
-        failure = described("hung", Hung(verdict.sentence), self.directory)
+        failure = described("refused" if verdict.is_final else "hung", Hung(verdict.sentence), self.directory)
         write_failure(self.directory, self.rank, replace(failure, expected=True, behind=verdict.behind))
         time.sleep(_ASIDE_SECONDS)
         for beat in asked:
             # A stopped process takes no SIGTERM, and its launcher would wait for it to.
             with suppress(OSError):
                 os.kill(beat.pid, signal.SIGKILL)
-        os._exit(1)
+        os._exit(exit_status(failure))
 
     def _write_stacks(self, why: str) -> None:
         with suppress(OSError):
@@ -379,16 +527,32 @@ class Watchdog(threading.Thread):
         return asked
 
 
-def begin_watching(directory: Path, rank: int, hang_seconds: float, *, only_reports: bool = False) -> Watchdog:
+def begin_watching(directory: Path, rank: int, hang_seconds: float) -> Watchdog:
     """This process's watchdog, started at the first call."""
     global _watchdog
     if _watchdog is None:
-        _watchdog = Watchdog(directory, rank, hang_seconds, only_reports=only_reports)
+        _watchdog = Watchdog(directory, rank, hang_seconds)
         _watchdog.start()
     return _watchdog
 
 
 _watchdog: Watchdog | None = None
+
+
+def explained(failure: Failure, directory: Path) -> Failure:
+    """A failure for which another rank was gone, as one of the script where the ranks' calls differed before."""
+    verdict = _watchdog.parted_at_once() if _watchdog is not None and failure.kind in ("lost", "failed") else None
+    if verdict is None:
+        return failure
+    return replace(described("refused", Hung(verdict.sentence), directory), expected=True, behind=verdict.behind)
+
+
+def _waits_at() -> str:
+    """The script's line where the main thread waits in a collective; empty where it does not."""
+    frame = main_frame()
+    if frame is None or not frame.f_code.co_filename.endswith(_WAITING):
+        return ""
+    return script_line(frame) or "the end of the script"
 
 
 def _beat(rank: int) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from hardware_db.files import replace_whole
-from strategies.run_directory.spec import STOPPED, EndingKind, LaunchSpec, failure_path, pid_path, success_path
+from strategies.run_directory import claim
+from strategies.run_directory.spec import SAVING, STOPPED, EndingKind, LaunchSpec, failure_path, pid_path, success_path
 from strategies.supervision.failures import Failure, described, write_failure
 from strategies.supervision.hang_detection import Watchdog, begin_watching
 from strategies.supervision.stopping import STOP_SIGNAL, Stopped, Stopping
@@ -23,18 +24,22 @@ _USABLE = 0.8
 def begin(spec: LaunchSpec, rank: int) -> None:
     """Take signals, watch for hangs, and say under which process id this rank is to be found.
 
-    Scripts in which nothing of dsplan sees the end of a step cannot save when they are asked to: these end at once.
+    Scripts in which nothing of dsplan sees the end of a step cannot save when they are asked to, and before somebody
+    has claimed the run there is nothing to save: these end at once. Who saves listens to SIGTERM too.
     """
     directory = spec.directory
     failure_path(directory, rank).unlink(missing_ok=True)
     success_path(directory, rank).unlink(missing_ok=True)
-    if spec.kind in ("dsplan", "huggingface"):
-        STOP_SIGNAL.listen(grace_seconds=_USABLE * spec.supervision.grace_seconds)
-    elif threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, lambda number, frame: _leave_unsaved(spec, rank))
-    begin_watching(directory, rank, spec.supervision.hang_seconds, only_reports=spec.kind == "plain")
+    claim.once_claimed(lambda kind: _listen(spec) if kind in SAVING else None)
+    begin_watching(directory, rank, spec.supervision.hang_seconds)
     with suppress(OSError):
         replace_whole(pid_path(directory, rank), str(os.getpid()))
+
+
+def _listen(spec: LaunchSpec) -> None:
+    STOP_SIGNAL.listen(grace_seconds=_USABLE * spec.supervision.grace_seconds)
 
 
 def _leave_unsaved(spec: LaunchSpec, rank: int) -> None:

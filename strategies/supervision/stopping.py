@@ -51,7 +51,8 @@ class StopSignal:
         self._grace_seconds = 0.0
 
     def listen(self, *, grace_seconds: float) -> None:
-        """Note SIGUSR1, and SIGTERM but under torch elastic, which ends ranks with it.
+        """Note SIGUSR1, and SIGTERM but under torch elastic, which ends ranks with it, and where the script has an
+        answer of its own.
 
         Only a main thread can; elsewhere nothing is changed.
         """
@@ -59,7 +60,7 @@ class StopSignal:
         if threading.current_thread() is not threading.main_thread():
             return
         signal.signal(signal.SIGUSR1, self._note)
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
+        if "TORCHELASTIC_RUN_ID" not in os.environ and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._note)
 
     def ask(self, kind: EndingKind, seconds: float | None = None) -> None:

@@ -114,7 +114,12 @@ class Supervision(Observer):
         if self._engine.is_main:
             passed_over = f"; {resumed.passed_over}" if resumed.passed_over else ""
             notice(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
-            self._begins_data_anew = loader is None
+            self._begins_data_anew = loader is None and not resumed.client_state
+
+    @property
+    def resumed_state(self) -> Mapping[str, Any] | None:
+        """The `client_state` of the checkpoint from which this attempt resumed; None where it began anew."""
+        return None if self._resumed is None else self._resumed.client_state
 
     # What happens in a step.
 

@@ -31,10 +31,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardware_db.notices import notice
 from strategies.run_directory.attempt_options import AttemptOptions
+
+if TYPE_CHECKING:
+    from hardware_db.measurement import Measured
 
 Row = Mapping[str, Any]
 
@@ -50,7 +53,8 @@ STORAGE_TRACKER = "storage-tracker"
 class MeasuredRun:
     """What the `ranks` of a run measured.
 
-    `steps` and losses are those of the final lineage, each step once, however often it was run. The other figures are
+    `steps` and losses are those of the final lineage, each step once, however often it was run; a loss is the mean over
+    the ranks. The other figures are
     those of the last attempt that has steps after warm-up, because attempts may follow different plans:
     `step_seconds` is the median of the first rank's steps after warm-up that no memory tracker slowed down, nine of ten
     of which lie between `step_seconds_low` and `step_seconds_high`;
@@ -132,7 +136,7 @@ def summarise(metrics: Sequence[Sequence[Row]]) -> MeasuredRun:
     seconds = statistics.median(settled) if settled else None
     tail = round(len(settled) * _TAIL)
     settled_ranks = [_after_warm_up(rows) for rows in steps]
-    losses = [row["loss"] for row in course if row.get("loss") is not None]
+    losses = _mean_losses(metrics, course)
     return MeasuredRun(
         steps=len(course),
         ranks=len(metrics),
@@ -147,6 +151,17 @@ def summarise(metrics: Sequence[Sequence[Row]]) -> MeasuredRun:
         peak_reserved_bytes=_largest(steps, "reserved_bytes"),
         peak_rss_bytes=_largest(steps, "rss_bytes"),
     )
+
+
+def _mean_losses(metrics: Sequence[Sequence[Row]], course: Sequence[Row]) -> list[float]:
+    """The losses of the steps of a course, each the mean over the ranks that have one: all but a pipeline's last stage
+    have none."""
+    found: dict[int, list[float]] = {_global_step(row): [] for row in course}
+    for rows in metrics:
+        for row in lineage(rows):
+            if row.get("loss") is not None and _global_step(row) in found:
+                found[_global_step(row)].append(row["loss"])
+    return [statistics.fmean(losses) for losses in found.values() if losses]
 
 
 def with_attempts(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
@@ -192,6 +207,24 @@ def _rate(ranks: Sequence[Sequence[Row]], key: str, seconds: float | None) -> fl
 def _largest(steps: Sequence[Sequence[Row]], key: str) -> int | None:
     values = [row[key] for rows in steps for row in rows if row.get(key)]
     return max(values) if values else None
+
+
+def measured_of(run: MeasuredRun) -> Measured:
+    """The figures of a run as the database keeps them."""
+    from hardware_db.measurement import Measured
+
+    return Measured(
+        peak_allocated_bytes=run.peak_allocated_bytes,
+        peak_reserved_bytes=run.peak_reserved_bytes,
+        host_bytes=None if run.peak_rss_bytes is None else run.peak_rss_bytes * run.ranks,
+        step_seconds=run.step_seconds,
+        step_seconds_low=run.step_seconds_low,
+        step_seconds_high=run.step_seconds_high,
+        tokens_per_second=run.tokens_per_second,
+        first_loss=run.first_loss,
+        last_loss=run.last_loss,
+        steps=run.steps,
+    )
 
 
 # One rank's metrics file, as `strategies/telemetry/metrics.py` describes it.

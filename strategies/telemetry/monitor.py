@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ class RunMonitor(Observer):
     """Writes one rank's metrics while the engine trains. `close` writes the summary; leaving Python does it too.
 
     Steps over all attempts are reported to `step_ended`, or by what `training_starts` was given; else they are counted
-    here. Unless `settings` say no, the machine is looked at in a thread of its own and alerts are written.
+    here. Unless `settings` say no, the machine is looked at in a thread of its own and alerts are written,
+    and given to `on_alert`, from either thread.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class RunMonitor(Observer):
         device: torch.device,
         sequence_length: int,
         settings: MonitorSettings | None = None,
+        on_alert: Callable[[Alert], object] | None = None,
     ) -> None:
+        self._on_alert = on_alert
         chosen = settings or MonitorSettings()
         self._file = MetricsFile(directory, rank)
         self._rows = StepRows(device, sequence_length=sequence_length)
@@ -64,6 +67,10 @@ class RunMonitor(Observer):
     def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
         """A micro-batch begins."""
         self._rows.forward_starts(module, inputs)
+
+    def memory_starts(self, weights: Iterable[torch.Tensor]) -> None:
+        """A step begins whose forward passes nobody reports: measure its memory, of which `weights` are a part."""
+        self._rows.memory_starts(weights)
 
     def loss_is(self, loss: torch.Tensor) -> None:
         """Note a micro-batch's loss; it stays on the device until the step ends."""
@@ -110,6 +117,8 @@ class RunMonitor(Observer):
     def _report(self, alerts: list[Alert]) -> None:
         for alert in alerts:
             self._file.write(alert.to_row())
+            if self._on_alert is not None:
+                self._on_alert(alert)
 
 
 def gpu_uuid(device: torch.device) -> str | None:

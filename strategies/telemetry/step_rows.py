@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,10 +60,14 @@ class StepRows:
         if not self._losses:
             if self._load is None:
                 self._load = time.perf_counter() - self._started
-            self._memory.step_starts(self._steps, module)
+            self.memory_starts(chain(module.parameters(), module.buffers()))
         samples, tokens = _count(inputs, self._sequence_length)
         self._samples += samples
         self._tokens += tokens
+
+    def memory_starts(self, weights: Iterable[torch.Tensor]) -> None:
+        """Begin to measure the memory of a step, in which `weights` are there from the start."""
+        self._memory.step_starts(self._steps, weights)
 
     def loss_is(self, loss: torch.Tensor) -> None:
         """Note a micro-batch's loss; it stays on the device until the step ends."""
@@ -155,7 +160,7 @@ class CudaMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def step_starts(self, step: int, module: torch.nn.Module) -> None:
+    def step_starts(self, step: int, weights: Iterable[torch.Tensor]) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def step_ended(self) -> dict[str, Any]:
@@ -177,9 +182,9 @@ class TrackedMemory:
         self._tracks = tracks
         self._tracker: StorageTracker | None = None
 
-    def step_starts(self, step: int, module: torch.nn.Module) -> None:
+    def step_starts(self, step: int, weights: Iterable[torch.Tensor]) -> None:
         if self._tracks and step == TRACKED_STEP:
-            self._tracker = StorageTracker([*module.parameters(), *module.buffers()])
+            self._tracker = StorageTracker(list(weights))
             self._tracker.__enter__()
 
     def step_ended(self) -> dict[str, Any]:

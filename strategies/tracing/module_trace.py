@@ -281,7 +281,7 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.is_view:
+        if _makes_nothing(func, args, kwargs, result):
             return result
         found = self._found
         touched = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)}
@@ -294,6 +294,15 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found.operations += count(*args, **(kwargs or {}), out_val=result)
             found.operands += sum(leaf.numel() for leaf in touched.values())
         return result
+
+
+def _makes_nothing(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether an operation is a view of what it was given, or a question about it (its device), and no kernel."""
+    if func._schema.is_mutable:
+        return False
+    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    made = [leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return set(made) <= given
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_others: Any, **_named: Any) -> int:

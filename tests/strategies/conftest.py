@@ -25,6 +25,13 @@ def ranks(new_pool: NewPool) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def one_rank(new_pool: NewPool) -> Iterator[RankPool]:
+    """One rank by itself."""
+    with new_pool(1) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def three_ranks(new_pool: NewPool) -> Iterator[RankPool]:
     """Three ranks over gloo: more than one peer, and shapes that divide by nothing."""
     with new_pool(3) as pool:

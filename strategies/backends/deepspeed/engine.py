@@ -22,6 +22,7 @@ from planner.emit.deepspeed import deepspeed_config
 from strategies.backends.deepspeed.states import DeepSpeedStates, scale_of, state_tensors, take_scale, whole
 from strategies.config.names import plain
 from strategies.distributed.environment import Environment, ensure_group
+from strategies.distributed.gathers import note_gathers
 from strategies.engine.base import Engine, Strategy
 from strategies.errors import BackendMissing, CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
@@ -124,6 +125,8 @@ class DeepSpeedEngine(Engine):
         self.wrapped = engine
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
+        if self.gathers_weights:
+            note_gathers([self.module], _is_sharded)
 
     @property
     def global_steps(self) -> int:
@@ -145,10 +148,22 @@ class DeepSpeedEngine(Engine):
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
         return state_tensors(self.module, self._deepspeed.optimizer)
 
-    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+    def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
         return whole(self.module, self.configuration.zero_stage, keeps_changes=keeps_changes)
 
-    def is_gradient_accumulation_boundary(self) -> bool:
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        super().set_gradient_accumulation_boundary(is_boundary)
+        self._deepspeed.set_gradient_accumulation_boundary(is_boundary)
+
+    @property
+    def gradient_clipping(self) -> float:
+        return float(self._deepspeed.optimizer.clip_grad)
+
+    @gradient_clipping.setter
+    def gradient_clipping(self, norm: float) -> None:
+        self._deepspeed.optimizer.clip_grad = norm
+
+    def _is_boundary_by_count(self) -> bool:
         return bool(self._deepspeed.is_gradient_accumulation_boundary())
 
     def _states(self) -> DeepSpeedStates:
@@ -182,6 +197,11 @@ class DeepSpeedEngine(Engine):
 
     def _step(self) -> None:
         self._deepspeed.step()
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether DeepSpeed would gather some of a module's parameters; small ones stay whole."""
+    return any(getattr(getattr(p, "ds_status", None), "name", "") == "NOT_AVAILABLE" for p in module.parameters())
 
 
 def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:

@@ -15,9 +15,16 @@ import torch.distributed as dist
 
 from hardware_db.microbench import collectives
 from strategies.backends.zero.flat_shard import Layout, Ranks
+from strategies.run_directory.heartbeat import PULSE
 
-_GATHER_TAG, _REDUCE_TAG, _EXCHANGE_TAG = 9401, 9402, 9403
-"""Messages of one kind are matched in the order they are sent, which is the same on every rank."""
+_GATHER_TAG, _REDUCE_TAG, _EXCHANGE_TAG = 1, 2, 3
+"""Messages of one kind and meeting are matched in the order they are sent, which is the same on every rank."""
+_STAMPS = 2**24
+
+
+def _tag(kind: int) -> int:
+    """A rank whose script calls something else waits, where its messages would otherwise be taken for others'."""
+    return 4 * (PULSE.stamp % _STAMPS) + kind
 
 
 class Arrival(Protocol):
@@ -119,7 +126,7 @@ class Messages(Collectives):
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
         _copy_own(whole, part, layout)
         runs = _runs(whole, layout)
-        return self._swap([runs[self.ranks.rank]] * len(runs), runs, _GATHER_TAG)
+        return self._swap([runs[self.ranks.rank]] * len(runs), runs, _tag(_GATHER_TAG))
 
     def reduce_scatter(self, buffer: torch.Tensor, layout: Layout) -> Sum:
         first, last = layout.own
@@ -127,10 +134,10 @@ class Messages(Collectives):
         received = buffer.new_empty((len(runs) - 1, last - first))
         rows = [*received]
         rows.insert(self.ranks.rank, runs[self.ranks.rank])
-        return _MessageSum(buffer, runs[self.ranks.rank], received, self._swap(runs, rows, _REDUCE_TAG))
+        return _MessageSum(buffer, runs[self.ranks.rank], received, self._swap(runs, rows, _tag(_REDUCE_TAG)))
 
     def all_to_all(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
-        return self._swap(outgoing, incoming, _EXCHANGE_TAG)
+        return self._swap(outgoing, incoming, _tag(_EXCHANGE_TAG))
 
     def _swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int) -> Arrival:
         """To every other rank its tensor, from every other rank into its place; nothing is sent that is empty."""

@@ -55,7 +55,7 @@ class Latecomers:
             self._asleep = self._outside()
         elif not any(parameter.requires_grad for _, parameter in self._asleep):
             return
-        stepped = {tensor for group in self._pieces.optimizer.param_groups for tensor in group["params"]}
+        stepped = {tensor for group in self._pieces.groups() for tensor in group["params"]}
         come = [
             (n, p) for n, p in self._asleep if p.requires_grad and (p in stepped or self._pieces.of.get(p) in stepped)
         ]
@@ -65,7 +65,7 @@ class Latecomers:
                     f"{name} has a gradient that was not summed over ranks; have it in the optimizer before the first"
                     " backward pass of a step that makes one"
                 )
-        whole = undivided(self._pieces.optimizer, (parameter for _, parameter in come))
+        whole = [p for each in self._pieces.optimizers for p in undivided(each, (p for _, p in come))]
         owners = owners_of(whole, self._sharded_model.context.collectives.ranks.world_size)
         made = self._sharded_model.admit(come, owners)
         self._reducer.take(made)
@@ -202,7 +202,7 @@ class ZeroEngine(AccumulatingEngine):
         )
         sharded_model.follow(self._reducer)
         self.optimizer = optimizer
-        self._pieces = Pieces(sharded_model.trained, context.collectives, optimizer)
+        self._pieces = Pieces(sharded_model.trained, context.collectives, [optimizer])
         self._latecomers = Latecomers(self.module, sharded_model, self._pieces, self._reducer)
         self._stepper = Stepper(optimizer, self._pieces, sharded_model, context.offload.disk)
         if context.offload.copies is not None:
@@ -225,7 +225,7 @@ class ZeroEngine(AccumulatingEngine):
             "optimizer": [*masters, *tensors_in(self.optimizer.state)],
         }
 
-    def whole_parameters(self, *, keeps_changes: bool = False) -> AbstractContextManager[object]:
+    def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
         return self._sharded_model.whole(keeps_changes=keeps_changes)
 
     def _states(self) -> ZeroStates:

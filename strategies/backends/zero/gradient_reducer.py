@@ -32,6 +32,8 @@ class Reducer:
     parameter's own. `collectives_of` gives every bucket its collectives, which may remember what they left out of it.
     `used` holds the parameters that had a gradient since the last `clear`. `when_made` is called with a bucket as soon
     as its gradients are all made, `when_reduced` when their sum is there, or on its way to the `host` that steps it.
+    Gradients are divided by `mean_over` before they travel. `when_unasked` may `begin` where a gradient is made without
+    that: in the backward pass of a loss that the engine has not seen.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class Reducer:
         *,
         accumulate: torch.dtype | None,
         reduce: torch.dtype | None,
+        mean_over: int = 1,
     ) -> None:
         self._fills: list[_Fill] = []
         self._collectives_of, self._accumulate, self._reduce = collectives_of, accumulate, reduce
+        self._mean_over = mean_over
         self._hooked: set[nn.Parameter] = set()
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
         self._on_the_way: deque[tuple[Bucket, Sum]] = deque()
@@ -55,12 +59,15 @@ class Reducer:
         self.used: set[nn.Parameter] = set()
         self.when_made: Listener = lambda bucket: None
         self.when_reduced: Listener = lambda bucket: None
+        self.when_unasked: Callable[[], None] = lambda: None
         self.host: HostGradients | None = None
         self.take(buckets)
 
     def take(self, buckets: Iterable[Bucket]) -> None:
         """Sum the gradients of these buckets too, and of what requires gradients by now in all others."""
-        made = [_Fill(bucket, self._collectives_of(), self._reduce or bucket.dtype) for bucket in buckets]
+        made = [
+            _Fill(bucket, self._collectives_of(), self._reduce or bucket.dtype, self._mean_over) for bucket in buckets
+        ]
         self._fills += reversed(made)
         self._order_is_known = False
         for fill in self._fills:
@@ -105,6 +112,11 @@ class Reducer:
         """Whole gradients of earlier micro-batches, of parameters that have some."""
         return list(self._waiting.values())
 
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Forget a parameter's gradient of micro-batches that were not reduced, and that it was used."""
+        self._waiting.pop(parameter, None)
+        self.used.discard(parameter)
+
     def clear(self) -> None:
         """After a step: forget all gradients."""
         for fill in self._fills:
@@ -114,6 +126,8 @@ class Reducer:
 
     def _arrived(self, fill: _Fill, slot: Slot, parameter: torch.Tensor) -> None:
         """The hook of a parameter: its gradient of this backward pass is complete."""
+        if not self._is_open:
+            self.when_unasked()
         if not self._is_open:
             return  # of another engine's backward pass through this model: the script's to clear, as in plain torch
         self.used.add(slot.parameter)
@@ -178,8 +192,8 @@ class Reducer:
 class _Fill:
     """A bucket that gradients are put into."""
 
-    def __init__(self, bucket: Bucket, collectives: Collectives, dtype: torch.dtype) -> None:
-        self.bucket, self.collectives = bucket, collectives
+    def __init__(self, bucket: Bucket, collectives: Collectives, dtype: torch.dtype, mean_over: int) -> None:
+        self.bucket, self.collectives, self._mean_over = bucket, collectives, mean_over
         self._dtype = dtype
         self._size = bucket.layout.padded if collectives.needs_padding else bucket.layout.elements
         self._buffer: torch.Tensor | None = None
@@ -193,6 +207,8 @@ class _Fill:
         self.missing.discard(slot)
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
+        if gradient is not None and self._mean_over > 1:
+            gradient = gradient.div_(self._mean_over)
         if self.bucket.is_single and gradient is not None and gradient.numel() == self._size:
             self._buffer = gradient.reshape(-1).to(self._dtype)
             return

@@ -8,7 +8,7 @@ and never stepped elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch import nn
 from strategies.backends.zero.collectives import Collectives
 from strategies.backends.zero.flat_shard import Bucket, Slot
 from strategies.checkpoint.states import SCALARS
+from strategies.distributed.gathers import require_alike
 from strategies.errors import CannotRun
 from strategies.optim.optimizers import OPTIMIZERS, needs_whole_tensors, takes_sparse_gradients_only
 from strategies.protocols import TrainingParts
+from strategies.run_directory.heartbeat import PULSE
 
 # Embedding rows that any rank used, for optimizers with sparse steps.
 
@@ -80,10 +82,12 @@ def script_optimizer(parts: TrainingParts, trained: Sequence[Any]) -> torch.opti
 class Pieces:
     """Every parameter's piece on this rank: a leaf tensor that shares the master weights' memory, maybe empty."""
 
-    def __init__(self, buckets: Iterable[Bucket], collectives: Collectives, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, buckets: Iterable[Bucket], collectives: Collectives, optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
         self.buckets: tuple[Bucket, ...] = ()
         self.of: dict[nn.Parameter, torch.Tensor] = {}
-        self.optimizer = optimizer
+        self.optimizers = list(optimizers)
         self._collectives = collectives
         self._elsewhere: set[nn.Parameter] = set()
         self._rows = TouchedRows()
@@ -102,12 +106,25 @@ class Pieces:
                 self.of[slot.parameter] = _piece(bucket, slot)
                 if not bucket.is_divided and not bucket.owns(slot):
                     self._elsewhere.add(slot.parameter)
-        self._exchange(self.optimizer)
+        self._exchange()
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let one more optimizer step pieces.
+
+        Raises:
+            CannotRun: it holds a parameter that is not the model's, or one that it must step whole and cannot.
+        """
+        self.optimizers.append(optimizer)
+        self._exchange()
 
     @property
     def has_grown(self) -> bool:
-        """Whether the optimizer has been given parameters since."""
-        return self._exchanged != sum(len(group["params"]) for group in self.optimizer.param_groups)
+        """Whether an optimizer has been given parameters since."""
+        return self._exchanged != sum(len(group["params"]) for group in self.groups())
+
+    def groups(self) -> Iterator[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return (group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def steps(self, parameter: nn.Parameter) -> bool:
         """Whether this rank steps a piece of a parameter, maybe an empty one, and has its states."""
@@ -147,6 +164,9 @@ class Pieces:
         """The square of the norm of all gradients, and the parameters that any rank used: one small collective.
 
         Not a number, or infinite, where any gradient is.
+
+        Raises:
+            Parted: the ranks' calls that gather weights have differed.
         """
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         flags = [float(slot.parameter in used) for slot in slots]
@@ -154,40 +174,44 @@ class Pieces:
         each = [torch.linalg.vector_norm(gradient, dtype=_at_least_fp32(gradient.dtype)) for gradient in gradients]
         norms = [norm.to(device=device, dtype=torch.float64) for norm in each]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
-        message = torch.cat((square.to(device).reshape(1), torch.tensor(flags, dtype=torch.float64, device=device)))
-        values = self._collectives.all_reduce(message).tolist()
+        told = torch.tensor([float(PULSE.number), *flags], dtype=torch.float64, device=device)
+        sums = self._collectives.all_reduce(torch.cat((square.to(device).reshape(1), told))).tolist()
+        require_alike(sums[1], self._collectives.ranks.world_size)
         self._rows.synchronize(self._collectives)
-        anywhere = {slot.parameter for slot, flag in zip(slots, values[1:], strict=True) if flag}
-        return values[0], anywhere
+        anywhere = {slot.parameter for slot, flag in zip(slots, sums[2:], strict=True) if flag}
+        return sums[0], anywhere
 
     def slots(self) -> Iterable[tuple[Bucket, Slot]]:
         """Every parameter with its bucket."""
         return ((bucket, slot) for bucket in self.buckets for slot in bucket.slots)
 
-    def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put pieces into an optimizer of whole parameters; of its states the part that belongs to the piece."""
+    def _exchange(self) -> None:
+        """Put pieces into optimizers of whole parameters; of their states the part that belongs to the piece."""
         places = {slot.parameter: (bucket, slot) for bucket, slot in self.slots()}
         known, self._exchanged = set(self.of.values()), 0
-        for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                self._exchanged += 1
-                if parameter in places:
-                    bucket, slot = places[parameter]
-                    _require_divisible(optimizer, group, bucket, slot)
-                    group["params"][index] = self._moved(bucket, slot)
-                elif parameter.requires_grad and parameter not in known:  # what is frozen it passes over
-                    raise CannotRun("the optimizer holds a parameter that is not the model's; build it from this model")
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for index, parameter in enumerate(group["params"]):
+                    self._exchanged += 1
+                    if parameter in places:
+                        bucket, slot = places[parameter]
+                        _require_divisible(optimizer, group, bucket, slot)
+                        group["params"][index] = self._moved(optimizer, bucket, slot)
+                    elif parameter.requires_grad and parameter not in known:  # what is frozen it passes over
+                        raise CannotRun(
+                            "the optimizer holds a parameter that is not the model's; build it from this model"
+                        )
 
-    def _moved(self, bucket: Bucket, slot: Slot) -> torch.Tensor:
-        """The piece of a parameter that the optimizer steps from now on, with its part of the states."""
+    def _moved(self, optimizer: torch.optim.Optimizer, bucket: Bucket, slot: Slot) -> torch.Tensor:
+        """The piece of a parameter that an optimizer steps from now on, with its part of the states."""
         piece = self.of[slot.parameter]
-        states = self.optimizer.state.pop(slot.parameter, {})
+        states = optimizer.state.pop(slot.parameter, {})
         if states and self.steps(slot.parameter):
-            self.optimizer.state[piece] = {
-                name: value if name in SCALARS else _cut(value, slot, bucket.own_start(slot), piece)
+            optimizer.state[piece] = {
+                name: value if name in SCALARS else cut(value, slot, bucket.own_start(slot), piece)
                 for name, value in states.items()
             }
-        if takes_sparse_gradients_only(self.optimizer) and slot.parameter.requires_grad:
+        if takes_sparse_gradients_only(optimizer) and slot.parameter.requires_grad:
             self._rows.follow(slot.name, slot.parameter)
         return piece
 
@@ -214,7 +238,7 @@ def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _cut(value: Any, slot: Slot, start: int, piece: torch.Tensor) -> Any:
+def cut(value: Any, slot: Slot, start: int, piece: torch.Tensor) -> Any:
     """The piece's part of an optimizer state that has its parameter's shape; others as they are."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -72,6 +72,10 @@ class ShardedModel:
             for bucket in self.trained:
                 take_over(bucket, bucket.whole, self.context.collectives)
 
+    def copies(self, parameters: set[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """Whole copies of those parameters that are sharded between uses; every rank calls this together."""
+        return {}
+
 
 def unsharded_buckets(named: Sequence[Named], context: ShardingContext) -> list[Bucket]:
     """Buckets whose weights stay whole on every rank while their optimizer states are sharded."""

@@ -7,7 +7,7 @@ begins, so that its weights travel while this one computes. Parameters up to a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,8 +20,9 @@ from strategies.backends.zero.engine import ZeroStrategy
 from strategies.backends.zero.flat_shard import Bucket, Named, Owners
 from strategies.backends.zero.gradient_reducer import Reducer
 from strategies.backends.zero.sharded_model import ShardedModel, buckets_for, unsharded_buckets
-from strategies.backends.zero.unit_all_gather import Members, Unit, members_of
+from strategies.backends.zero.unit_all_gather import Members, State, Unit, members_of
 from strategies.backends.zero.weights import ShardingContext, awaken, load, settle_rest, take_over
+from strategies.distributed.gathers import ModelHook, note_gathers
 
 # Stage 1: optimizer states are sharded; weights are whole, and gradients until the step's only reduction.
 
@@ -73,6 +74,9 @@ class ZeroStage3(ZeroStrategy):
         return ShardedWeights(unsharded, [unit for unit in units if unit.buckets or unit.is_root], context)
 
 
+STAGES: Mapping[int, type[ZeroStrategy]] = {1: ZeroStage1, 2: ZeroStage2, 3: ZeroStage3}
+
+
 def _unit(members: Members, unsharded: set[nn.Parameter], context: ShardingContext) -> Unit:
     """A unit's parameters in buckets: those that are trained, and the frozen ones, which have no gradients."""
     sharded = [(name, parameter) for name, parameter in members.named if parameter not in unsharded]
@@ -99,8 +103,10 @@ class ShardedWeights(ShardedModel):
         self._order: tuple[Unit, ...] = ()  # of the last forward pass, which the next one is expected to follow
         self._seen: list[Unit] = []
         for unit in units:
-            unit.module.register_forward_pre_hook(_Hook(partial(self._before_forward, unit)), prepend=True)
-            unit.module.register_forward_hook(_Hook(partial(self._after_forward, unit)), always_call=True)
+            unit.module.register_forward_pre_hook(ModelHook(partial(self._before_forward, unit)), prepend=True)
+            unit.module.register_forward_hook(ModelHook(partial(self._after_forward, unit)), always_call=True)
+        if any(unit.buckets for unit in units):
+            note_gathers([unit.module for unit in units if unit.buckets or unit.is_root], self._is_sharded)
 
     def admit(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
         """Frozen parameters are sharded already: their bucket is trained from now on, with all that lies in it."""
@@ -148,6 +154,23 @@ class ShardedWeights(ShardedModel):
         finally:
             self._in_backward = pinned
             self._release_all()
+
+    def copies(self, parameters: set[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """Whole weights in host memory, unit after unit; every rank calls this together."""
+        copied: dict[nn.Parameter, torch.Tensor] = {}
+        for unit in self._units:
+            sharded = unit.state is not State.WHOLE
+            unit.need()
+            for bucket in unit.buckets:
+                for slot in bucket.slots:
+                    if slot.parameter in parameters:
+                        copied[slot.parameter] = slot.parameter.detach().to("cpu", copy=True)
+            if sharded:
+                unit.release()
+        return copied
+
+    def _is_sharded(self, module: nn.Module) -> bool:
+        return any(unit.buckets and unit.state is State.SHARDED for unit in self._units)
 
     def _before_forward(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
         if unit.is_root and not self._in_backward:
@@ -202,20 +225,3 @@ class ShardedWeights(ShardedModel):
     def _release_all(self) -> None:
         for unit in self._units:
             unit.release()
-
-
-class _Hook:
-    """A hook of the engine's on its own model: copies of the model, such as moving averages, go without."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nothing,)
-
-
-def _nothing(*arguments: Any) -> None:
-    return None

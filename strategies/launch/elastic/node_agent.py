@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from hardware_db.notices import notice
 from strategies.launch.failure_causes import FIRST, Ending, ending_of, memory_kills
 from strategies.launch.launchers.process import signal_ranks
+from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import RESULT_FILE, SAVING, EndingKind, LaunchSpec, write_json
 
 # The nodes of a round report its end to each other in the store of the rendezvous.
@@ -242,7 +243,7 @@ class NodeAgent(LocalElasticAgent):
         gone = nodes - self._place.present
         if gone > 0:
             return Ending(kind="lost", reason=f"{gone} of {nodes} nodes are not heard of any more")
-        if waiting == 0 or self._launch.kind not in SAVING:
+        if waiting == 0 or claimed_kind(self._launch.directory) not in SAVING:
             return None
         return self._ask_to_save(waiting, now)
 

@@ -6,15 +6,15 @@ with the arguments the script gave, under that environment; ranks and process gr
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
@@ -27,9 +27,11 @@ from planner.emit.common import EmitOptions
 from planner.types.plan import Plan
 from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch, with_batch_size
-from strategies.run_directory.spec import LaunchSpec
+from strategies.launch.hooks.sharded import apply_checkpointing, library_plan, shard_models
+from strategies.run_directory import claim
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import example_batch
+from strategies.variables import RUN_DIRECTORY
 
 # Arguments of Accelerator that would win over the environment.
 _FROM_PLAN = (
@@ -45,46 +47,50 @@ _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 _GIVEN = "_dsplan_given"
 
 
-def install(spec: LaunchSpec) -> None:
-    """Patch `Accelerator` of this process."""
-    plan = settled_plan()
-    start, prepare = Accelerator.__init__, Accelerator.prepare
+_START = "_dsplan_start"
 
-    @functools.wraps(start)
-    def init(self: Any, *positional: Any, **named: Any) -> None:
-        given = inspect.signature(start).bind(self, *positional, **named).arguments
-        given.pop("self")
-        setattr(self, _GIVEN, given)
-        if plan is None:
-            start(self, **given)
-        else:
-            _start_under(plan, self, start, spec)
 
-    @functools.wraps(prepare)
-    def prepare_under_plan(self: Any, *objects: Any, **named: Any) -> Any:
-        model = next((item for item in objects if isinstance(item, torch.nn.Module)), None)
-        if model is None or hasattr(self, "_dsplan_monitor"):
-            return prepare(self, *objects, **named)
-        made = plan
-        if made is None:
-            made = plan_live(_live_job(self, objects, spec))
-            _start_under(made, self, start, spec)
-        batched = [_batched(item, made, spec) for item in objects]
-        self._dsplan_monitor = watch(made, planned=plan is None, device=self.device)
-        result = prepare(self, *batched, **named)
-        self._dsplan_monitor.training_starts()
-        _watch(self, result if isinstance(result, tuple) else (result,), self._dsplan_monitor)
+def init(original: Callable[..., None], accelerator: Any, *positional: Any, **named: Any) -> None:
+    """`Accelerator.__init__`, under the plan where there is one already. It claims nothing yet: a script may have an
+    accelerator for its rank or its prints alone, and train with something else."""
+    plan = settled_plan("accelerate")
+    given = inspect.signature(original).bind(accelerator, *positional, **named).arguments
+    given.pop("self")
+    setattr(accelerator, _GIVEN, given)
+    setattr(accelerator, _START, original)
+    if plan is None:
+        original(accelerator, **given)
+    else:
+        _start_under(plan, accelerator)
+
+
+def prepare(original: Callable[..., Any], accelerator: Any, *objects: Any, **named: Any) -> Any:
+    """`Accelerator.prepare` under the plan, which is made here from the first model unless there is one."""
+    model = next((item for item in objects if isinstance(item, torch.nn.Module)), None)
+    if model is None or hasattr(accelerator, "_dsplan_monitor") or not hasattr(accelerator, _GIVEN):
+        return original(accelerator, *objects, **named)
+    with claim.use("accelerate"):
+        plan = settled_plan("accelerate")
+        accumulates = _accumulates(sys._getframe(1))
+        made = plan or plan_live(_live_job(accelerator, objects, accumulates=accumulates))
+        if plan is None and made is not None:
+            _start_under(made, accelerator)
+        batched = [_batched(item, made, accumulates=accumulates) for item in objects] if made else objects
+        if made is not None:
+            shard_models(accelerator, made)
+            apply_checkpointing(model, made)
+        accelerator._dsplan_monitor = watch(made, planned=plan is None, device=accelerator.device)
+        result = original(accelerator, *batched, **named)
+        accelerator._dsplan_monitor.training_starts()
+        _watch(accelerator, result if isinstance(result, tuple) else (result,), accelerator._dsplan_monitor)
         return result
-
-    patch(Accelerator, "__init__", init)
-    patch(Accelerator, "prepare", prepare_under_plan)
 
 
 def launch_environment(plan: Plan, directory: Path) -> dict[str, str]:
     """What `accelerate launch` sets for this plan, worked out by accelerate's own functions from the emitted config."""
     options = EmitOptions(cpu=not torch.cuda.is_available())
     directory.mkdir(parents=True, exist_ok=True)
-    for name, text in emit(plan, options).items():
+    for name, text in emit(library_plan(plan), options).items():
         (directory / name).write_text(text)
     command = ["--config_file", str(directory / "accelerate.yaml"), "script.py"]
     arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(command))
@@ -97,13 +103,13 @@ def launch_environment(plan: Plan, directory: Path) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(_PREFIXES)}
 
 
-def _start_under(plan: Plan, accelerator: Any, start: Any, spec: LaunchSpec) -> None:
+def _start_under(plan: Plan, accelerator: Any) -> None:
     """Make `accelerator`, or make it anew, in place and under the plan."""
     given: dict[str, Any] = getattr(accelerator, _GIVEN)
     configuration = plan.configuration
     for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_DEEPSPEED", "ACCELERATE_USE_"))]:
         del os.environ[name]
-    os.environ.update(launch_environment(plan, spec.directory / f"accelerate-rank{os.environ['RANK']}"))
+    os.environ.update(launch_environment(plan, Path(os.environ[RUN_DIRECTORY], f"accelerate-rank{os.environ['RANK']}")))
     os.environ["ACCELERATE_USE_CPU"] = str(not torch.cuda.is_available())
     steps = configuration.gradient_accumulation_steps
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(steps)
@@ -113,18 +119,18 @@ def _start_under(plan: Plan, accelerator: Any, start: Any, spec: LaunchSpec) -> 
     say_replaced({name: value for name, value in given.items() if name in _FROM_PLAN}, planned)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    start(accelerator, **kept)
+    getattr(accelerator, _START)(accelerator, **kept)
     setattr(accelerator, _GIVEN, given)
 
 
-def _live_job(accelerator: Any, objects: tuple[Any, ...], spec: LaunchSpec) -> LiveJob:
+def _live_job(accelerator: Any, objects: tuple[Any, ...], *, accumulates: bool) -> LiveJob:
     loader = _training_loader(objects)
     data, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     precision = str(accelerator.mixed_precision)
     optimizer = next((item for item in objects if isinstance(item, torch.optim.Optimizer)), None)
     return LiveJob(
         module=next(item for item in objects if isinstance(item, torch.nn.Module)),
-        kind=spec.kind,
+        kind="accelerate",
         micro_batch_size=getattr(loader, "batch_size", None) or 1,
         gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
         sequence_length=sequence_length(data, collate),
@@ -132,9 +138,39 @@ def _live_job(accelerator: Any, objects: tuple[Any, ...], spec: LaunchSpec) -> L
         precision=precision if precision in ("bf16", "fp16") else "fp32",  # type: ignore[arg-type]
         optimizer=_optimizer_name(optimizer),
         # Without `accumulate` in the script nothing would accumulate, and an unusual loader cannot be cut anew.
-        accumulates=spec.accumulates,
-        fixed_batch=not spec.accumulates or loader is None or with_batch_size(loader, 1) is None,
+        accumulates=accumulates,
+        fixed_batch=not accumulates or loader is None or with_batch_size(loader, 1) is None,
     )
+
+
+def _accumulates(frame: FrameType | None) -> bool:
+    """Whether the code that is on its way to `prepare`, or stands beside it in its modules, names `accumulate`.
+
+    What a loop will call cannot be seen before it runs, and by then the batches are cut. The one file that was started
+    says nothing: the loop may be in a module that it imports. So the loaded code of every module on the stack is asked,
+    function by function, whichever of them will be called.
+    """
+    seen: set[int] = set()
+    while frame is not None:
+        module = frame.f_globals
+        if id(module) not in seen and str(module.get("__name__")).partition(".")[0] not in ("accelerate", "strategies"):
+            seen.add(id(module))
+            if any("accumulate" in code.co_names for code in _codes(frame.f_code, module)):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _codes(running: CodeType, module: Mapping[str, Any]) -> Iterator[CodeType]:
+    """The running code, that of the module's functions and methods, and all that is defined inside any of them."""
+    owners = [value for value in module.values() if getattr(value, "__module__", None) == module.get("__name__")]
+    members = [member for owner in owners if isinstance(owner, type) for member in vars(owner).values()]
+    functions = (getattr(item, "__func__", item) for item in (*owners, *members))
+    waiting = [running, *(code for item in functions if isinstance(code := getattr(item, "__code__", None), CodeType))]
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
 
 
 def _optimizer_name(optimizer: torch.optim.Optimizer | None) -> words.Optimizer:
@@ -151,10 +187,10 @@ def _training_loader(objects: tuple[Any, ...]) -> DataLoader[Any] | None:
     return next((item for item in objects if isinstance(item, DataLoader)), None)
 
 
-def _batched(item: Any, plan: Plan, spec: LaunchSpec) -> Any:
+def _batched(item: Any, plan: Plan, *, accumulates: bool) -> Any:
     """A loader cut into the plan's micro-batches; anything else as it is."""
     size = plan.configuration.micro_batch_size
-    if not isinstance(item, DataLoader) or item.batch_size in (size, None) or not spec.accumulates:
+    if not isinstance(item, DataLoader) or item.batch_size in (size, None) or not accumulates:
         return item
     cut = with_batch_size(item, size)
     if cut is None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from strategies.launch.hooks.live import (
     watch,
 )
 from strategies.launch.hooks.patch import patch
-from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import example_batch
 
@@ -47,34 +45,35 @@ _FROM_PLAN = (
 _OPTIMIZERS: Mapping[str, words.Optimizer] = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
 
 
-def install(spec: LaunchSpec) -> None:
-    """Patch `deepspeed.initialize` of this process."""
-    plan = settled_plan()
-    original = deepspeed.initialize
+def initialize(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+    """`deepspeed.initialize` under the plan, which is made here unless there is one."""
+    plan = settled_plan("deepspeed")
     if not torch.cuda.is_available():
         # Its shared-memory collectives serve inference alone, and would be compiled for a minute before the first step.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-    @functools.wraps(original)
-    def initialize(*positional: Any, **named: Any) -> Any:
-        bound = inspect.signature(original).bind(*positional, **named)
-        arguments = bound.arguments
-        script_config = _script_config(arguments)
-        deepspeed.init_distributed(dist_init_required=arguments.get("dist_init_required"))
-        made = plan or plan_live(_live_job(arguments, script_config, spec))
-        if made.configuration.backend == "deepspeed":
-            require_precision(made.configuration.precision)
-        arguments["config"] = merged_config(script_config, made)
-        arguments["config_params"] = None
-        arguments["args"] = _without_config(arguments.get("args"))
-        say_replaced(script_config, {name: arguments["config"].get(name) for name in _FROM_PLAN})
-        monitor = watch(made, planned=plan is None, device=own_device())
-        engine, *others = original(*bound.args, **bound.kwargs)
-        monitor.training_starts()
-        _watch_engine(engine, monitor)
-        return (engine, *others)
+    bound = inspect.signature(original).bind(*positional, **named)
+    arguments = bound.arguments
+    script_config = _script_config(arguments)
+    deepspeed.init_distributed(dist_init_required=arguments.get("dist_init_required"))
+    made = plan or plan_live(_live_job(arguments, script_config))
+    if made is not None:
+        _apply(made, arguments, script_config)
+    monitor = watch(made, planned=plan is None, device=own_device())
+    engine, *others = original(*bound.args, **bound.kwargs)
+    monitor.training_starts()
+    _watch_engine(engine, monitor)
+    return (engine, *others)
 
-    patch(deepspeed, "initialize", initialize)
+
+def _apply(plan: Plan, arguments: dict[str, Any], script_config: Mapping[str, Any]) -> None:
+    """The arguments of `initialize` with the plan in the script's config."""
+    if plan.configuration.backend == "deepspeed":
+        require_precision(plan.configuration.precision)
+    arguments["config"] = merged_config(script_config, plan)
+    arguments["config_params"] = None
+    arguments["args"] = _without_config(arguments.get("args"))
+    say_replaced(script_config, {name: arguments["config"].get(name) for name in _FROM_PLAN})
 
 
 def merged_config(script_config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def _without_config(args: Any) -> Any:
     return argparse.Namespace(**{**vars(args), "deepspeed_config": None}) if hasattr(args, "deepspeed_config") else args
 
 
-def _live_job(arguments: Mapping[str, Any], config: Mapping[str, Any], spec: LaunchSpec) -> LiveJob:
+def _live_job(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> LiveJob:
     world = int(os.environ["WORLD_SIZE"])
     accumulation = _number(config, "gradient_accumulation_steps")
     micro_batch = _number(config, "train_micro_batch_size_per_gpu")
@@ -115,7 +114,7 @@ def _live_job(arguments: Mapping[str, Any], config: Mapping[str, Any], spec: Lau
     data = arguments.get("training_data")
     return LiveJob(
         module=arguments["model"],
-        kind=spec.kind,
+        kind="deepspeed",
         micro_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
         sequence_length=sequence_length(data, arguments.get("collate_fn")),

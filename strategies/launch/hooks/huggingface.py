@@ -20,21 +20,22 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from hardware_db.notices import notice
-from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.huggingface import training_arguments
-from planner.types.plan import Configuration, Plan
+from planner.types.plan import Plan
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
+from strategies.integrations.huggingface import OPTIMIZERS
 from strategies.launch.hooks.live import LiveJob, plan_live, say_replaced, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
+from strategies.launch.hooks.sharded import library_plan, save_from_all_ranks, shard_models
 from strategies.launch.run_lock import LOCK_FILE
+from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
-from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 from strategies.supervision.autosave import KEPT, Interval, SaveClock
 from strategies.supervision.hang_detection import begin_watching
@@ -52,13 +53,13 @@ from strategies.variables import RUN_DIRECTORY
 _STATE = "trainer_state.json"
 
 
-def supervise(trainer: Any, plan: Plan) -> Callable[[Any], object]:
+def supervise(trainer: Any) -> Callable[[Any], object]:
     """Let a run's options rule a Trainer, and return what is to be called with every micro-batch's loss."""
     directory = Path(os.environ[RUN_DIRECTORY])
     attempt_options = AttemptOptions.load(directory)
     if attempt_options is None:
         return lambda loss: None
-    supervised = _Supervised(plan, attempt_options, directory)
+    supervised = _Supervised(attempt_options, directory)
     trainer.add_callback(supervised)
     original = trainer.train
 
@@ -91,7 +92,6 @@ def _is_first_train() -> bool:
 class _Progress:
     """What the watch over finite losses asks of an engine."""
 
-    configuration: Configuration
     global_steps: int = 0
     gradient_norm: float | None = None
     loss_scale: float = 1.0
@@ -100,9 +100,9 @@ class _Progress:
 class _Supervised(TrainerCallback):  # type: ignore[misc]
     """Does at the end of every step of a Trainer what `Supervision` does for an engine."""
 
-    def __init__(self, plan: Plan, attempt_options: AttemptOptions, directory: Path) -> None:
+    def __init__(self, attempt_options: AttemptOptions, directory: Path) -> None:
         self._options, self._directory = attempt_options, directory
-        self._progress = _Progress(configuration=plan.configuration)
+        self._progress = _Progress()
         self._finite = FiniteWatch(self._progress, sees_gradients=False)
         self._saves_now = False
         self._leaves: Request | None = None
@@ -279,52 +279,61 @@ def _environment(device: Any) -> Environment:
 _LEFT_TO_SCRIPT = frozenset({"optim", "learning_rate", "weight_decay", "max_grad_norm"})
 # Follows from the machine, not from the plan.
 _MACHINE = frozenset({"use_cpu", "ddp_backend"})
-_WRITTEN = "_dsplan_written"
-
-_OPTIMIZERS: Mapping[str, words.Optimizer] = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw-fused",
-    "adamw_bnb_8bit": "adamw-8bit",
-    "adamw_8bit": "adamw-8bit",
-    "sgd": "sgd",
-    "adafactor": "adafactor",
-    "lion_32bit": "lion",
-}
+_WRITTEN, _SETTLED = "_dsplan_written", "_dsplan_settled"
 
 
-def install(spec: LaunchSpec) -> None:
-    """Patch TrainingArguments and Trainer of this process."""
-    plan = settled_plan()
-    settle = TrainingArguments.__post_init__
-    start = Trainer.__init__
-
-    @functools.wraps(settle)
-    def post_init(self: Any) -> None:
-        setattr(self, _WRITTEN, _written(self))
-        if plan is not None:
-            _fill_in(self, plan)
-        settle(self)
-
-    @functools.wraps(start)
-    def init(self: Any, *positional: Any, **named: Any) -> None:
-        bound = inspect.signature(start).bind(self, *positional, **named)
-        arguments = bound.arguments
-        arguments["args"] = settings = arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")
-        made = plan or plan_live(_live_job(arguments, settings, spec))
-        if plan is None:
-            _return_to(settings, getattr(settings, _WRITTEN))
-            _fill_in(settings, made)
-            settle(settings)
-        monitor = watch(made, planned=plan is None, device=settings.device)
-        arguments["callbacks"] = [*(arguments.get("callbacks") or ()), _StepEnd(monitor)]
-        start(*bound.args, **bound.kwargs)
-        _watch_training_steps(self, monitor, supervise(self, made))
-
-    patch(TrainingArguments, "__post_init__", post_init)
-    patch(Trainer, "__init__", init)
+def settle(original: Callable[..., None], settings: Any) -> None:
+    """`TrainingArguments.__post_init__`, or a subclass's, with the plan's settings where there is a plan already."""
+    if hasattr(settings, _WRITTEN):  # a subclass's, which has come to its base's
+        original(settings)
+        return
+    plan = settled_plan("huggingface")
+    if not torch.cuda.is_available():
+        # As ACCELERATE_USE_CPU, which `dsplan run` sets. TRL asks for bf16 everywhere: without this that is refused.
+        settings.use_cpu = True
+    setattr(settings, _WRITTEN, _written(settings))
+    if plan is not None:
+        _fill_in(settings, plan)
+    original(settings)
+    setattr(settings, _SETTLED, _written(settings))
 
 
-def _live_job(arguments: Mapping[str, Any], settings: Any, spec: LaunchSpec) -> LiveJob:
+def _resettle(settings: Any, plan: Plan) -> None:
+    """Settle the arguments once more, with the plan's settings in what the script wrote.
+
+    What was set since then stays: subclasses of Trainer edit their arguments before they come to Trainer itself. The
+    class's own `__post_init__` runs, as those of subclasses work out some settings from others.
+    """
+    # Device and rank are cached on the arguments at their first use.
+    vars(settings).pop("_setup_devices", None)
+    settled = getattr(settings, _SETTLED)
+    for name, value in getattr(settings, _WRITTEN).items():
+        if getattr(settings, name) == settled[name]:
+            setattr(settings, name, dict(value) if isinstance(value, dict) else value)
+    _fill_in(settings, plan)
+    with claim.own_work():  # the plan is filled in already
+        type(settings).__post_init__(settings)
+
+
+def init(original: Callable[..., None], trainer: Any, *positional: Any, **named: Any) -> None:
+    """`Trainer.__init__` under the plan; subclasses come here with the data and the collator that they made."""
+    plan = settled_plan("huggingface")
+    bound = inspect.signature(original).bind(trainer, *positional, **named)
+    arguments = bound.arguments
+    arguments["args"] = settings = arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")
+    made = plan or plan_live(_live_job(arguments, settings))
+    if plan is None and made is not None:
+        _resettle(settings, made)
+    monitor = watch(made, planned=plan is None, device=settings.device)
+    arguments["callbacks"] = [*(arguments.get("callbacks") or ()), _StepEnd(monitor)]
+    original(*bound.args, **bound.kwargs)
+    if made is not None:
+        shard_models(trainer.accelerator, made)
+        save_from_all_ranks(trainer, made)
+    _watch_training_steps(trainer, monitor, supervise(trainer))
+
+
+def _live_job(arguments: Mapping[str, Any], settings: Any) -> LiveJob:
     model = arguments.get("model")
     if model is None and arguments.get("model_init") is not None:
         model = arguments["model_init"]()
@@ -332,13 +341,13 @@ def _live_job(arguments: Mapping[str, Any], settings: Any, spec: LaunchSpec) -> 
     collate = arguments.get("data_collator")
     return LiveJob(
         module=cast("torch.nn.Module", model),
-        kind=spec.kind,
+        kind="huggingface",
         micro_batch_size=settings.per_device_train_batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         sequence_length=sequence_length(data, collate),
         example=example_batch(data, collate),
         precision="bf16" if settings.bf16 else "fp16" if settings.fp16 else "fp32",
-        optimizer=_OPTIMIZERS.get(str(settings.optim.value), "adamw"),
+        optimizer=OPTIMIZERS.get(str(settings.optim.value), "adamw"),
     )
 
 
@@ -346,13 +355,6 @@ def _written(settings: Any) -> dict[str, Any]:
     """The settings as the script wrote them; dictionaries are copied, because `__post_init__` edits them."""
     written = {item.name: getattr(settings, item.name) for item in fields(settings) if item.init}
     return {name: dict(value) if isinstance(value, dict) else value for name, value in written.items()}
-
-
-def _return_to(settings: Any, written: Mapping[str, Any]) -> None:
-    # Device and rank are cached on the arguments at their first use.
-    vars(settings).pop("_setup_devices", None)
-    for name, value in written.items():
-        setattr(settings, name, dict(value) if isinstance(value, dict) else value)
 
 
 def _fill_in(settings: Any, plan: Plan) -> None:
@@ -363,8 +365,9 @@ def _fill_in(settings: Any, plan: Plan) -> None:
         cpu=not torch.cuda.is_available(),
     )
     known = {item.name for item in fields(settings)}
-    wanted: dict[str, Any] = {"deepspeed": None, "fsdp": None, "fsdp_config": None}
-    wanted |= {name: value for name, value in training_arguments(plan, options).items() if name not in _LEFT_TO_SCRIPT}
+    wanted: dict[str, Any] = {"deepspeed": None, "fsdp": None, "fsdp_config": None, "auto_find_batch_size": False}
+    planned = training_arguments(library_plan(plan), options)
+    wanted |= {name: value for name, value in planned.items() if name not in _LEFT_TO_SCRIPT}
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         new = old.replace("gradient", "activation")
         if new in known and old in wanted:
@@ -395,10 +398,11 @@ def _watch_training_steps(trainer: Any, monitor: RunMonitor, loss_is: Callable[[
 
     @functools.wraps(original)
     def training_step(model: Any, inputs: Any, *rest: Any, **named: Any) -> torch.Tensor:
-        monitor.forward_starts(model, ((), inputs))
+        monitor.forward_starts(model, ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {}))
         loss: torch.Tensor = original(model, inputs, *rest, **named)
-        # Trainer divides by the accumulation steps; the monitor takes the mean of whole losses.
-        monitor.loss_is(loss * trainer.args.gradient_accumulation_steps)
+        # Trainer adds up a step's losses, each divided by the micro-batches or the tokens of that step, which is an
+        # incomplete one at the end of an epoch; the monitor takes their mean.
+        monitor.loss_is(loss * trainer.current_gradient_accumulation_steps)
         loss_is(loss)
         return loss
 

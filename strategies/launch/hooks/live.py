@@ -17,6 +17,8 @@ from hardware_db.notices import notice
 from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
+from planner.errors import DsplanError, NothingFits
+from planner.models.facts import ModelFacts
 from planner.search.request import WorkOptions, deepspeed_lacks, make_request
 from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
@@ -28,7 +30,8 @@ from strategies.autoplan.select import unfit
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.rank_check import require_same_model
 from strategies.errors import CannotRun
-from strategies.launch.recognise import accepted
+from strategies.launch.hooks import asked
+from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
 from strategies.run_directory.state_consensus import current
 from strategies.telemetry.monitor import RunMonitor
@@ -63,8 +66,19 @@ class LiveJob:
     accumulates: bool = True
 
 
-def settled_plan() -> Plan | None:
-    """Return the plan that a run resumes with, else that of `dsplan run --plan`, or None if ranks plan themselves."""
+def settled_plan(kind: ScriptKind) -> Plan | None:
+    """Return the plan that a run resumes with, else that of `dsplan run --plan`, or None if ranks plan themselves.
+
+    Raises:
+        CannotRun: a script of this kind cannot run it.
+    """
+    plan = _settled()
+    if plan is not None:
+        asked.require_plan(kind, plan, gpus=torch.cuda.is_available())
+    return plan
+
+
+def _settled() -> Plan | None:
     state = current()
     if state.plan is not None:
         return state.plan
@@ -84,26 +98,56 @@ def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) ->
     Data without token ids has no such length (None); `example_batch` makes of it what is planned for.
     """
     samples = first_samples(dataset)
-    shown = [collate(samples)] if collate is not None and samples else samples
-    return max((longest_tokens(item) for item in shown), default=0) or None
+    if collate is None or not samples:
+        return max(map(longest_tokens, samples), default=0) or None
+    batch = collate(samples)
+    return -(-longest_tokens(batch) // _samples_in_a_row(batch, len(samples))) or None
 
 
-def plan_live(job: LiveJob) -> Plan:
+def _samples_in_a_row(batch: Any, samples: int) -> int:
+    """1 for a collator that pads; all of them for one that packs, which puts them one behind the other."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return samples if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[0] == 1 else 1
+
+
+@claim.own_work()
+def plan_live(job: LiveJob) -> Plan | None:
     """The plan for a script's model on this machine, the same on every rank; every rank must call this together.
 
+    None where there is nothing to plan from and nothing was asked for: the script then runs as it is, and rank 0 says
+    why.
+
     Raises:
-        DsplanError: the model cannot be read or differs between ranks, or nothing fits; the same on every rank.
+        DsplanError: the model differs between ranks, nothing fits, or what was asked for cannot be planned; the same on
+            every rank.
     """
+    gpus = torch.cuda.is_available()
+    asked.require_possible(job.kind, os.environ.get(STRATEGY), gpus=gpus)
     require_same_model(job.module)
     measured = machine_rates(fingerprint(probe()), own_device())
-    return on_rank_zero(lambda: _plan(job, measured))
+    return on_rank_zero(lambda: _plan_if_possible(job, measured))
+
+
+def _plan_if_possible(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan | None:
+    if asked.asked() or current().is_resumed:
+        return _plan(job, measured)
+    if job.sequence_length is None and job.example is None:
+        say("no plan: the script has shown no data to plan for; it runs as it is, measured")
+        return None
+    try:
+        return _plan(job, measured)
+    except NothingFits:
+        raise
+    except DsplanError as problem:
+        say(f"no plan: {problem}; the script runs as it is, measured")
+        return None
 
 
 def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     ranks = int(os.environ["WORLD_SIZE"])
     cluster = probed_cluster(probe(), ranks=ranks)
     facts = facts_from_module(job.module)
-    task, length = work_of(facts, job.module, job.example, job.sequence_length)
+    task, length = work_of(facts, job.module, job.example, _longest(job, facts))
     options = WorkOptions(
         task=task,
         seq_len=length,
@@ -111,19 +155,29 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         precision=job.precision,
         optimizer=job.optimizer,
     )
-    asked, possible = os.environ.get(STRATEGY), accepted(job.kind, gpus=torch.cuda.is_available())
-    if lacks := deepspeed_lacks(cluster.device, job.precision):  # such scripts have no other ZeRO
-        if asked in words.ZERO_STAGES:
+    gpus = torch.cuda.is_available()
+    chosen, possible = os.environ.get(STRATEGY), asked.possible(job.kind, gpus=gpus)
+    zero = asked.zero_backend(job.kind, gpus=gpus)
+    if zero == "deepspeed" and (lacks := deepspeed_lacks(cluster.device, job.precision)):
+        if chosen in words.ZERO_STAGES:
             raise CannotRun(f"{lacks}; train in fp32 or bf16, or choose ddp")
         possible = tuple(name for name in possible if name not in words.ZERO_STAGES)
-    strategies = tuple(name for name in possible if asked in (None, name))
-    request = make_request(facts, cluster, options, strategies=strategies, top=1)
+    strategies = tuple(name for name in possible if chosen in (None, name))
+    request = make_request(facts, cluster, options, strategies=strategies, top=1, zero_backend=zero)
     request = traced_request(request, job.module, job.example)
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
     if current().is_resumed and not any(True for _ in enumerate_candidates(request)):
         request = replace(request, strategies=possible)
     return best_plan(with_measured_rates(request, measured))
+
+
+def _longest(job: LiveJob, facts: ModelFacts) -> int | None:
+    """Tokens of a sample; as many as the model has positions for if the script has shown no data yet, which is said."""
+    if job.sequence_length is not None or job.example is not None or not facts.max_position_embeddings:
+        return job.sequence_length
+    say(f"no data is shown before the first step: planned for {facts.max_position_embeddings} tokens, the model's most")
+    return facts.max_position_embeddings
 
 
 def _global_batch(job: LiveJob, ranks: int) -> int:
@@ -136,19 +190,21 @@ def _global_batch(job: LiveJob, ranks: int) -> int:
     return own
 
 
-def watch(plan: Plan, *, planned: bool, device: torch.device) -> RunMonitor:
-    """A monitor that writes this rank's metrics, headed by the plan where it was made here."""
+def watch(plan: Plan | None, *, planned: bool, device: torch.device) -> RunMonitor:
+    """A monitor that writes this rank's metrics, headed by the plan where it was made here; from here on who claimed
+    the run measures it."""
     monitor = RunMonitor(
         Path(os.environ[RUN_DIRECTORY]),
         rank=int(os.environ["RANK"]),
         device=device,
-        sequence_length=plan.configuration.sequence_length,
+        sequence_length=0 if plan is None else plan.configuration.sequence_length,
     )
+    claim.take_over(is_planned=plan is not None)
     state = current()
     is_new = planned or (plan is state.plan and not state.is_given)
     if state.tunes:
         say("--tune is for scripts that call dsplan.initialize: nothing is tuned here")
-    if is_new and os.environ["LOCAL_RANK"] == "0":
+    if plan is not None and is_new and os.environ["LOCAL_RANK"] == "0":
         monitor.plan_made(plan_to_dict(plan))
     return monitor
 

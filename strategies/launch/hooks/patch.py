@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, DataLoader
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
-def patch(owner: object, name: str, replacement: Callable[..., Any]) -> None:
+def patch(owner: object, name: str, replacement: object) -> None:
     """Put `replacement` where `owner.name` was; the caller keeps the original and calls it."""
     setattr(owner, name, replacement)
 
@@ -18,6 +18,8 @@ def patch(owner: object, name: str, replacement: Callable[..., Any]) -> None:
 
 def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any] | None:
     """Return the same data in the same order in batches of `batch_size`, or None if the script batches it itself."""
+    from torch.utils.data import BatchSampler, DataLoader  # some hooks are put while torch is being imported
+
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return None
     return DataLoader(

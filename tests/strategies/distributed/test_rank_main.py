@@ -46,7 +46,6 @@ def laid_out(directory: Path, launcher: LauncherName) -> Run:
     script.write_text(f"open({str(directory / 'ran')!r}, 'w')\n")
     spec = LaunchSpec(
         script=str(script),
-        kind="plain",
         processes=2,
         run_directory=str(directory),
         placement=Placement(launcher=launcher),

@@ -155,7 +155,7 @@ def test_runs_that_cannot_be_gone_on_with(script: Path, tmp_path: Path) -> None:
         prepare(RunRequest())
 
 
-SPEC = {"script": "a", "kind": "dsplan", "processes": 1, "run_directory": "b"}
+SPEC = {"script": "a", "processes": 1, "run_directory": "b"}
 
 
 @pytest.mark.parametrize(
@@ -188,14 +188,6 @@ def test_a_run_is_gone_on_with_from_another_directory(
     prepare(RunRequest(script=Path(script.name), run_directory=tmp_path / "run")).spec.save()
     monkeypatch.chdir("/")
     assert prepare(RunRequest(resume=tmp_path / "run")).spec.script == str(script.resolve())
-
-
-def test_a_plain_script_is_not_begun_again_unless_asked(tmp_path: Path) -> None:
-    script = tmp_path / "plain.py"
-    script.write_text("print(1)")
-    assert prepare(RunRequest(script=script)).spec.supervision.retries == 0
-    asked = RunRequest(script=script, supervision=asked_supervision(retries=2))
-    assert prepare(asked).spec.supervision.retries == 2
 
 
 @pytest.mark.parametrize(("text", "nodes"), [("4", (4, 4)), ("2:8", (2, 8))])

@@ -144,13 +144,13 @@ def test_an_interrupted_run_stops_every_rank_and_is_stored(tmp_path: Path, monke
         assert [row.outcome for row in store.list()] == ["interrupted"]
 
 
-def test_a_plain_script_is_run_and_said_to_be_plain(tmp_path: Path) -> None:
+def test_a_script_that_trains_nothing_is_run(tmp_path: Path) -> None:
     source = "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\nsys.exit(0)\n"
     finished = run("--nproc", "1", _script(tmp_path, source), "--nproc", "7", cwd=tmp_path)
     assert finished.status == 0
     assert "0 1 ['--nproc', '7']" in finished.out
     assert "--nproc after the script is the script's" in finished.err
-    assert "finds nothing to plan" in finished.err
+    assert "no training step was seen" in finished.out
 
 
 def test_the_exit_text_of_a_script_is_the_reason(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_journal_that_cannot_be_written_is_reported_once(tmp_path: Path, capsy
 
 
 def test_a_page_that_cannot_be_written_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = LaunchSpec(script="train.py", kind="dsplan", processes=1, run_directory=str(tmp_path))
+    spec = LaunchSpec(script="train.py", processes=1, run_directory=str(tmp_path))
     report = RunReport(spec=spec, outcome=COMPLETED, measured=summarise([]), plan=None)
     with _no_space():
         _keep_page(report, "stored")

@@ -33,7 +33,7 @@ SAVED = Ending(kind="preempted", rank=0, step=12, reason="stopped at step 12 and
 
 
 def _report(directory: Path, outcome: Outcome, *endings: Ending | None) -> RunReport:
-    spec = LaunchSpec(script="train.py", kind="dsplan", processes=2, run_directory=str(directory))
+    spec = LaunchSpec(script="train.py", processes=2, run_directory=str(directory))
     attempts = tuple(
         AttemptReport(
             attempt=number, began=1e9, seconds=5.0, ranks=2, first_step=1, last_step=8, ending=ending,

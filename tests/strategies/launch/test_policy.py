@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from strategies.launch.failure_causes import Ending
@@ -36,6 +38,13 @@ def test_progress_fills_the_budget_and_resets_the_pause() -> None:
 
 def test_no_retries() -> None:
     assert Policy(0).decide(_ending("killed"), FURTHER).action == "give_up"
+
+
+def test_what_cannot_be_resumed_is_not_begun_again_unless_asked() -> None:
+    stuck = replace(STUCK, can_resume=False)
+    assert Policy(None).decide(_ending("killed"), stuck).action == "give_up"
+    assert Policy(None).decide(_ending("killed"), STUCK).action == "restart"
+    assert Policy(2).decide(_ending("killed"), stuck).action == "restart"
 
 
 @pytest.mark.parametrize("kind", ["failed", "not_finite"])

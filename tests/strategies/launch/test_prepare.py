@@ -20,6 +20,9 @@ from planner.types.plan_io import save_plan
 from strategies.launch import prepare as prepare_module
 from strategies.launch.options import asked_supervision
 from strategies.launch.prepare import RunRequest, prepare
+from strategies.run_directory.claim import CLAIM_FILE
+from strategies.run_directory.spec import write_json
+from strategies.variables import BACKEND
 
 CPU = Device(name="cpu", vendor="cpu", architecture="x86")
 
@@ -105,18 +108,39 @@ def test_an_unknown_strategy_offers_the_known(script: Path) -> None:
     assert "nearest: zero2" in _refusal(RunRequest(script=script, strategy="zero22"))
 
 
+def test_a_backend(script: Path, tmp_path: Path) -> None:
+    assert "one of torch, deepspeed, native" in _refusal(RunRequest(script=script, backend="nativ"))
+    contradiction = _refusal(RunRequest(script=script, strategy="zero3", backend="torch"))
+    assert contradiction == "--backend torch does not run zero3; deepspeed or native does, or leave one of them out"
+    plan = _plan_file(tmp_path, _plan())
+    assert "--plan and --backend cannot both decide" in _refusal(
+        RunRequest(script=script, plan_file=plan, backend="torch")
+    )
+    launch = prepare(RunRequest(script=script, backend="native", run_directory=tmp_path / "run"))
+    launch.spec.save()
+    assert launch.spec.environment[BACKEND] == "native"
+    again = prepare(RunRequest(resume=tmp_path / "run"))
+    assert again.spec.environment[BACKEND] == "native"
+
+
 @pytest.mark.parametrize(
-    ("source", "strategy"),
+    ("content", "says"),
     [
-        ("from accelerate import Accelerator\nAccelerator()", "fsdp"),
-        ("from transformers import Trainer\nTrainer()", "zero3"),
-        ("import deepspeed\ndeepspeed.initialize()", "fsdp"),
+        (b"x = (", "line 1"),
+        (b"\x00", "not Python"),
+        (b"# coding: nonsense\n", "not Python"),
+        (b"\xff\xfe", "not Python"),
     ],
 )
-def test_a_strategy_that_the_library_cannot_run_here(source: str, strategy: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(source)
-    assert f"cannot run {strategy} without a GPU" in _refusal(RunRequest(script=script, strategy=strategy))
+def test_what_is_not_python_is_one_line(content: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_bytes(content)
+    assert says in _refusal(RunRequest(script=path))
+
+
+def test_missing_script_and_folder(tmp_path: Path) -> None:
+    assert "no such script" in _refusal(RunRequest(script=tmp_path / "nope.py"))
+    assert "is not a file" in _refusal(RunRequest(script=tmp_path))
 
 
 def test_no_torch(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,11 +185,13 @@ def test_where_to_resume_from(script: Path, tmp_path: Path) -> None:
     again = prepare(request)
     assert (again.resume_from, again.spec.run_id) == ("start", launch.spec.run_id)
     named = replace(request, resume_from=str(tmp_path / "step-00000004"))
+    assert "is no checkpoint (state.json or trainer_state.json is not there)" in _refusal(named)
+    write_json(tmp_path / "run" / CLAIM_FILE, {"kind": "dsplan"})
     assert "is no checkpoint (state.json is not there); name one, or start" in _refusal(named)
     (tmp_path / "step-00000004").mkdir()
     (tmp_path / "step-00000004" / "state.json").write_text("{}")
     assert prepare(named).resume_from == str(tmp_path / "step-00000004")
-    script.write_text("from accelerate import Accelerator\nAccelerator()")
+    write_json(tmp_path / "run" / CLAIM_FILE, {"kind": "accelerate"})
     assert "dsplan loads no checkpoint for" in _refusal(request)
     assert "dsplan keeps no checkpoint of it" in prepare(RunRequest(resume=tmp_path / "run")).notice
 

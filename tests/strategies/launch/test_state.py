@@ -37,7 +37,7 @@ def _plans() -> tuple[Plan, ...]:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> LaunchSpec:
-    return LaunchSpec(script="train.py", kind="dsplan", processes=2, run_directory=str(tmp_path))
+    return LaunchSpec(script="train.py", processes=2, run_directory=str(tmp_path))
 
 
 def test_only_a_plan_that_ran_is_ruled_out(spec: LaunchSpec) -> None:

@@ -133,7 +133,7 @@ def test_a_run_is_gone_on_with_after_a_kill_and_after_a_stop(tmp_path: Path) -> 
     assert "checkpoints.jsonl is gone and does not name the checkpoints of step" in err
     assert "dsplan: resumed at step" in err
     assert f"and saved; resume with dsplan run --resume {directory}" in out
-    assert read_journal(directory)[-1]["outcome"] == "preempted"
+    assert [row["outcome"] for row in read_journal(directory) if row["event"] == "end"] == ["preempted"]
 
     last = run("--resume", directory, cwd=tmp_path)
     assert last.status == 0, last.err

@@ -29,7 +29,6 @@ the job to be terminated. The first process to do so was:
 def launcher(directory: Path, **placement: Any) -> ProcessLauncher:
     spec = LaunchSpec(
         script="train.py",
-        kind="dsplan",
         processes=2,
         run_directory=str(directory),
         placement=Placement(**placement),

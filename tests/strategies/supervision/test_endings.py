@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import runpy
 import threading
 import time
 from pathlib import Path
@@ -154,3 +155,16 @@ def test_the_first_request_counts() -> None:
     assert isinstance(asked.request, Request)
     assert asked.request.kind == "switch"
     assert asked.request.deadline > time.monotonic() + 1.0
+
+
+def test_what_wants_a_gpu_is_a_refusal_that_names_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def main():\n    raise AssertionError('Torch not compiled with CUDA enabled')\nmain()\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(AssertionError) as caught:
+        runpy.run_path(str(script))
+    failure = failure_of(caught.value, tmp_path)
+    assert (failure.kind, failure.expected, exit_status(failure)) == ("refused", True, 2)
+    assert failure.message.startswith("train.py, line 2: asks for CUDA, and torch can use no GPU here; ")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert failure_of(caught.value, tmp_path).kind == "failed"

@@ -161,7 +161,10 @@ def test_a_process_alone_that_sleeps_is_ended_with_its_stacks(tmp_path: Path) ->
     body = """
         import sys, time
         from pathlib import Path
+        from strategies.run_directory import claim
         from strategies.supervision import hang_detection
+        with claim.use("dsplan"):
+            pass
         hang_detection._ALONE_SECONDS = 0.0
         hang_detection._ASIDE_SECONDS = 0.0
         hang_detection.begin_watching(Path(sys.argv[1]), 0, 1.0)

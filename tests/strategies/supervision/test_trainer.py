@@ -51,8 +51,7 @@ def _asked(run: Path, resume_from_checkpoint: Any = None, **options: Any) -> Any
     later = {"checkpoint_directory": "c", "attempt": 1, "resumes": True, "reached": 9, "may_begin_anew": False}
     AttemptOptions(**{**later, **options}).save(run)
     trainer = _Trainer(run / "out")
-    plan: Any = None
-    hook.supervise(trainer, plan)
+    hook.supervise(trainer)
     trainer.train(resume_from_checkpoint)
     return trainer.asked[0]
 
@@ -103,9 +102,8 @@ def test_only_the_first_training_of_a_process_continues(monkeypatch: pytest.Monk
     (saved / "trainer_state.json").write_text("{}")
     lineage.note(tmp_path, lineage.Made(path=str(saved), step=5, attempt=0, by="huggingface"))
     first, second = _Trainer(tmp_path / "out"), _Trainer(tmp_path / "out")
-    plan: Any = None
     for trainer in (first, second):
-        hook.supervise(trainer, plan)
+        hook.supervise(trainer)
     first.train()
     first.train()
     second.train()

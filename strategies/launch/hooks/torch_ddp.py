@@ -1,0 +1,266 @@
+"""Scripts that spread their model by torch's own classes: DDP, whose place the plan's strategy takes, and FSDP.
+
+What was asked for is applied where the script wraps its model, since sharding needs no batch to be known. The script
+keeps its micro-batch, accumulation, precision and optimizer: they are seen in the first step, and what they should
+cost is predicted after it. Where nothing was asked for, DDP stays.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hardware_db.errors import DsplanError
+from hardware_db.fingerprint import fingerprint
+from hardware_db.probe import probe
+from hardware_db.units import format_bytes
+from planner import vocabulary as words
+from planner.cluster.resolve import probed_cluster
+from planner.models.facts import ModelFacts
+from planner.search.estimate import estimate
+from planner.search.request import WorkOptions, make_request
+from planner.types.plan import Configuration, Plan
+from planner.types.plan_io import plan_to_dict
+from strategies.autoplan.live import with_measured_rates
+from strategies.autoplan.rates import machine_rates
+from strategies.distributed.consensus import on_rank_zero
+from strategies.distributed.environment import Environment, join
+from strategies.errors import CannotRun
+from strategies.integrations.ddp_script import ScriptParallel, configuration_for, follow_script, observe
+from strategies.launch.hooks import asked as asked_for
+from strategies.launch.hooks import observer
+from strategies.launch.hooks.live import say, settled_plan
+from strategies.protocols import Observer
+from strategies.run_directory import claim
+from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.run_directory.heartbeat import PULSE, script_line
+from strategies.supervision.hang_detection import begin_watching
+from strategies.supervision.stopping import Stopping, open_board
+from strategies.telemetry.monitor import RunMonitor
+from strategies.tracing.live import facts_from_module
+from strategies.tracing.step import checkpointing
+from strategies.variables import RUN_DIRECTORY, STRATEGY
+
+_REMEDIES: tuple[words.Strategy, ...] = ("zero2", "fsdp", "zero3")
+
+
+def wrap(original: Callable[..., None], wrapper: Any, module: nn.Module, *positional: Any, **named: Any) -> None:
+    """`DistributedDataParallel.__init__`: the strategy that was asked for, in the place of DDP."""
+    plan = settled_plan("torch")
+    asked = plan.configuration if plan is not None else _named_configuration()
+    facts = facts_from_module(module)
+    if asked is None or asked.strategy in ("single", "ddp"):
+        original(wrapper, module, *positional, **named)
+        asked = configuration_for("ddp", int(os.environ["WORLD_SIZE"]))
+    else:
+        place = script_line(sys._getframe())
+        kind = type(wrapper)
+        if kind is not DistributedDataParallel:
+            raise CannotRun(
+                f"{place}: {kind.__name__} is a class of its own over DDP, whose place strategy"
+                f" {asked.strategy!r} cannot take; use ddp"
+            )
+        if asked.activation_checkpointing != "none":
+            checkpointing.checkpoint_activations(module, asked.activation_checkpointing)
+        follow_script()
+        wrapper.__class__ = ScriptParallel
+        wrapper.__init__(module, *positional, **named, configuration=asked)
+        say(
+            f"{asked.strategy} takes the place of DDP at {place}; micro-batch, accumulation, precision and optimizer"
+            " stay the script's own, and so do saving and loading"
+        )
+    _measure(wrapper, facts, asked)
+
+
+def shard(original: Callable[..., Any], module: Any, *positional: Any, **named: Any) -> Any:
+    """`fully_shard`: measured as fsdp, which is all that such a script can run."""
+    _refuse_another("fsdp", "shards its model itself")
+    facts = facts_from_module(module) if isinstance(module, nn.Module) else None
+    result = original(module, *positional, **named)
+    if facts is not None:
+        _measure(module, facts, configuration_for("fsdp", int(os.environ["WORLD_SIZE"])))
+    return result
+
+
+def shard_by_fsdp1(original: Callable[..., None], wrapper: Any, module: nn.Module, *rest: Any, **named: Any) -> None:
+    """`FullyShardedDataParallel.__init__`, likewise; it wraps parts of the model by itself on its way."""
+    _refuse_another("fsdp", "shards its model itself")
+    facts = facts_from_module(module)
+    original(wrapper, module, *rest, **named)
+    _measure(wrapper, facts, configuration_for("fsdp", int(os.environ["WORLD_SIZE"])))
+
+
+def parallelize(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+    """`parallelize_module`: tensor parallelism of the script's own."""
+    _refuse_another("", "splits its layers itself by parallelize_module")
+    return original(*positional, **named)
+
+
+def _refuse_another(own: str, what: str) -> None:
+    plan = settled_plan("torch")
+    asked = plan.configuration.strategy if plan is not None else os.environ.get(STRATEGY)
+    if asked and asked != own:
+        remedy = f"leave --strategy out, or name {own}" if own else "leave --strategy out"
+        place = script_line(sys._getframe())
+        raise CannotRun(f"{place}: the script {what}, so strategy {asked!r} cannot be applied; {remedy}")
+
+
+def _named_configuration() -> Configuration | None:
+    """What `--strategy` names; None where nothing was asked for."""
+    named: Any = os.environ.get(STRATEGY)
+    asked_for.require_possible("torch", named, gpus=torch.cuda.is_available())
+    return configuration_for(named, int(os.environ["WORLD_SIZE"])) if named else None
+
+
+# The first step shows what the script trains with; then its cost is predicted, beside what is measured.
+
+
+@dataclass(kw_only=True, slots=True)
+class _Seen:
+    """What the first step has shown."""
+
+    micro_batch: int = 0
+    accumulation: int = 0
+    sequence_length: int = 1
+    precision: words.Precision = "fp32"
+
+
+class FirstStep(Observer):
+    """Sees the micro-batches of the first step and has the plan made of them; then it does nothing."""
+
+    def __init__(self, module: nn.Module, facts: ModelFacts, asked: Configuration, monitor: RunMonitor) -> None:
+        self._module, self._facts, self._asked, self._monitor = module, facts, asked, monitor
+        self._seen = _Seen()
+        self._is_over = self._has_loss = False
+
+    def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
+        PULSE.call()
+        if self._is_over:
+            return
+        seen, tensors = (
+            self._seen,
+            [item for item in (*inputs[0], *inputs[1].values()) if isinstance(item, torch.Tensor)],
+        )
+        if not tensors:
+            return
+        first = tensors[0]
+        seen.micro_batch, seen.accumulation = (
+            max(seen.micro_batch, first.shape[0] if first.dim() else 1),
+            seen.accumulation + 1,
+        )
+        if first.dim() == 2 and not first.is_floating_point():
+            seen.sequence_length = max(seen.sequence_length, first.shape[1])
+        seen.precision = _precision(first.device.type, self._module)
+
+    def loss_is(self, loss: torch.Tensor) -> None:
+        self._has_loss = True
+
+    def backward_starts(self, root: torch.Tensor) -> None:
+        """A backward pass begins from a scalar: the loss, where the model itself returns none."""
+        if not self._has_loss:
+            self._monitor.loss_is(root)
+
+    def step_ended(self) -> None:
+        PULSE.step += 1
+        PULSE.call()
+        if self._is_over:
+            return
+        self._is_over = True
+        try:
+            plan = self._predicted()
+        except DsplanError as problem:
+            say(f"no prediction for this script: {problem}")
+            return
+        if os.environ["LOCAL_RANK"] == "0":
+            self._monitor.plan_made(plan_to_dict(plan))
+        self._monitor.training_starts()
+
+    def _predicted(self) -> Plan:
+        """The plan of what the script does, the same on every rank; every rank calls this together."""
+        if not self._seen.micro_batch:
+            raise CannotRun("its model was given no tensors")
+        measured = machine_rates(fingerprint(probe()), next(self._module.parameters()).device)
+        plan, remedy = on_rank_zero(lambda: self._plan(measured))
+        if remedy:
+            say(remedy)
+        return plan
+
+    def _plan(self, measured: Any) -> tuple[Plan, str]:
+        ranks, seen = int(os.environ["WORLD_SIZE"]), self._seen
+        total = seen.micro_batch * seen.accumulation * ranks
+        work = WorkOptions(seq_len=seen.sequence_length, global_batch=total, precision=seen.precision)
+        request = with_measured_rates(
+            make_request(self._facts, probed_cluster(probe(), ranks=ranks), work, zero_backend="native"), measured
+        )
+        chosen = replace(
+            self._asked,
+            micro_batch_size=seen.micro_batch,
+            gradient_accumulation_steps=seen.accumulation,
+            global_batch_size=total,
+            sequence_length=seen.sequence_length,
+            precision=seen.precision,
+        )
+        plan = estimate(request, chosen)
+        if plan.verdict != "does_not_fit" or chosen.strategy != "ddp":
+            return plan, ""
+        for name in _REMEDIES:
+            other = configuration_for(name, ranks)
+            fields = {key: getattr(other, key) for key in ("strategy", "backend", "dp_replicate", "dp_shard")}
+            if estimate(request, replace(chosen, **fields)).verdict != "does_not_fit":
+                needs = format_bytes(plan.memory.device_used_bytes)
+                return plan, f"ddp is predicted to need {needs}, which does not fit here; --strategy {name} would"
+        return plan, "ddp is predicted not to fit here, and no other strategy is"
+
+
+def _precision(device: str, module: nn.Module) -> words.Precision:
+    """What a forward pass computes in: autocast's dtype, else the weights'."""
+    if torch.is_autocast_enabled(device):
+        return "fp16" if torch.get_autocast_dtype(device) == torch.float16 else "bf16"
+    return "bf16-pure" if next(module.parameters()).dtype == torch.bfloat16 else "fp32"
+
+
+class _Measured:
+    """The outermost module that the script has wrapped so far, which stands for the model."""
+
+    module: nn.Module | None = None
+    monitor: RunMonitor | None = None
+    stops: tuple[Callable[[], None], ...] = ()
+
+
+def _measure(module: nn.Module, facts: ModelFacts, asked: Configuration) -> None:
+    """Write the metrics of a script's loop over a module: one for each run, so a second model is not measured."""
+    known, device = _Measured, next(module.parameters()).device
+    if known.module is not None and known.module not in set(module.modules()):
+        return say("a second model that the script wraps is not measured")
+    claim.take_over(is_planned=True)
+    if known.monitor is None:
+        rank, directory = int(os.environ["RANK"]), Path(os.environ[RUN_DIRECTORY])
+        known.monitor = RunMonitor(directory, rank=rank, device=device, sequence_length=0)
+        _watch_together(directory, replace(join(), device=device))
+    for stop in known.stops:
+        stop()
+    first = FirstStep(module, facts, asked, known.monitor)
+    unfollow = observer.when_backward_starts(first.backward_starts)
+    known.module, known.stops = module, (observe(module, known.monitor), observe(module, first), unfollow)
+    known.monitor.training_starts()
+    return None
+
+
+def _watch_together(directory: Path, environment: Environment) -> None:
+    """Let the ranks' watchdogs know of each other; every rank calls this together."""
+    options = AttemptOptions.load(directory)
+    if options is None:
+        return
+    board = open_board(directory, environment)
+    watch = begin_watching(directory, environment.rank, options.hang_seconds)
+    watch.attach(board, Stopping(board, environment.rank, environment.world_size), environment.world_size)
+    atexit.register(watch.end)

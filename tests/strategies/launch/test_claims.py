@@ -1,0 +1,201 @@
+"""Hooks stand in modules once these are imported; the outermost user of a library claims the run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from strategies.errors import CannotRun
+from strategies.launch.hooks import asked, places
+from strategies.launch.hooks.accelerate import _accumulates
+from strategies.launch.hooks.places import Place
+from strategies.run_directory import claim
+from strategies.run_directory.claim import Claim, read_claim
+from strategies.run_directory.spec import ScriptKind
+from strategies.variables import BACKEND, PLAN, RUN_DIRECTORY, STRATEGY
+
+# Two libraries, of which the outer one trains with the inner one, and the hooks of both.
+MODULES = {
+    "inner_library": "class Wrapper:\n    def __init__(self, model):\n        self.model = model\n",
+    "outer_library": "import inner_library\ndef train(model):\n    return inner_library.Wrapper(model).model\n",
+    "library_hooks": (
+        "SEEN = []\n"
+        "def train(original, model):\n    SEEN.append('train')\n    return original(model)\n"
+        "def wrap(original, self, model):\n    SEEN.append('wrap')\n    original(self, model)\n"
+        "def imported(module):\n    SEEN.append(module.__name__)\n"
+    ),
+}
+PLACES = (
+    Place("inner_library", "Wrapper.__init__", "torch", "library_hooks:wrap"),
+    Place("outer_library", "train", "accelerate", "library_hooks:train"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (PLAN, STRATEGY, BACKEND):
+        monkeypatch.delenv(name, raising=False)
+    claim.forget()
+    yield
+    claim.forget()
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path with MODULES, none of which is imported, and no hooks left behind."""
+    for name, source in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield tmp_path
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _seen() -> list[str]:
+    seen: list[str] = _module("library_hooks").SEEN
+    return seen
+
+
+def test_the_outermost_user_claims_and_what_it_uses_passes_through(library: Path) -> None:
+    places.install(PLACES)
+    assert "library_hooks" not in sys.modules
+    outer = _module("outer_library")
+    assert "library_hooks" not in sys.modules  # an import alone costs nothing
+    assert outer.train(7) == 7
+    assert (_seen(), claim.claimed()) == (["train"], "accelerate")
+    _module("inner_library").Wrapper(8)
+    assert outer.train(9) == 9
+    assert (_seen(), claim.claimed()) == (["train", "train"], "accelerate")
+
+
+def test_who_is_used_alone_claims(library: Path) -> None:
+    places.install(PLACES)
+    assert _module("inner_library").Wrapper(8).model == 8
+    assert (_seen(), claim.claimed()) == (["wrap"], "torch")
+
+
+def test_modules_that_are_there_already_get_their_hooks(library: Path) -> None:
+    inner = _module("inner_library")
+    places.install(PLACES)
+    inner.Wrapper(8)
+    assert _seen() == ["wrap"]
+
+
+def test_a_place_without_a_name_gets_the_module(library: Path) -> None:
+    places.install([Place("inner_library", "", "plain", "library_hooks:imported")])
+    assert "library_hooks" not in sys.modules
+    module: ModuleType = _module("inner_library")
+    assert _seen() == ["inner_library"]
+    assert module.__spec__ is not None
+    assert type(module.__spec__.loader) is SourceFileLoader
+    assert "exec_module" not in vars(module.__spec__.loader)
+
+
+def test_a_module_that_is_not_there_is_missed_as_before(library: Path) -> None:
+    places.install([Place("no_such_library", "train", "torch", "library_hooks:train")])
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        _module("no_such_library")
+
+
+def test_the_places_are_where_the_libraries_have_them() -> None:
+    for place in places.PLACES:
+        try:
+            found: Any = importlib.import_module(place.module)
+        except ImportError:
+            pytest.skip(f"{place.module} is not installed")
+        for part in filter(None, place.name.split(".")):
+            found = getattr(found, part)
+        module, _, name = place.hook.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_a_claim_is_kept_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_DIRECTORY, str(tmp_path))
+    assert read_claim(tmp_path) is None
+    kinds: list[ScriptKind] = []
+    claim.once_claimed(kinds.append)
+    with claim.own_work(), claim.use("torch") as is_outermost:
+        assert not is_outermost
+    claim.note_unplanned(12)
+    assert read_claim(tmp_path) == Claim(kind="plain", parameters=12)
+    with claim.use("huggingface") as is_outermost, claim.use("accelerate") as is_inside:
+        assert (is_outermost, is_inside) == (True, False)
+    assert read_claim(tmp_path) == Claim(kind="huggingface")
+    assert kinds == ["huggingface"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "backend", "gpus", "says"),
+    [
+        ("huggingface", "zero3", None, False, "HF Trainer cannot run zero3 without a GPU; it can run single, ddp"),
+        ("huggingface", "zero3", None, True, ""),
+        ("huggingface", "hsdp", None, True, "HF Trainer cannot run hsdp on GPUs"),
+        ("accelerate", "fsdp", None, False, "accelerate cannot run fsdp without a GPU"),
+        ("deepspeed", "fsdp", None, False, "DeepSpeed cannot run fsdp without a GPU"),
+        ("deepspeed", "zero2", None, False, ""),
+        ("huggingface", "zero3", "native", True, "HF Trainer cannot run zero3 on GPUs with backend native; its "),
+        ("accelerate", None, "deepspeed", False, "accelerate cannot run anything without a GPU with backend deepspeed"),
+        ("accelerate", None, "deepspeed", True, ""),
+        ("torch", "zero1", "native", False, ""),
+    ],
+)
+def test_what_a_library_can_run(
+    kind: ScriptKind, strategy: str | None, backend: str | None, gpus: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend:
+        monkeypatch.setenv(BACKEND, backend)
+    said = ""
+    try:
+        asked.require_possible(kind, strategy, gpus=gpus)
+    except CannotRun as refusal:
+        said = str(refusal)
+    assert said.startswith(says)
+    assert bool(said) is bool(says)
+
+
+def test_what_was_asked_and_not_applied_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked.refuse_unplanned_step()
+    asked.refuse_unapplied()
+    monkeypatch.setenv(STRATEGY, "zero3")
+    monkeypatch.setenv(BACKEND, "native")
+    with pytest.raises(CannotRun, match=r"zero3 --backend native cannot be applied: test_claims.py, line \d+"):
+        asked.refuse_unplanned_step()
+    with pytest.raises(CannotRun, match="was not applied: the script ended without training anything"):
+        asked.refuse_unapplied()
+    claim.take_over(is_planned=True)
+    asked.refuse_unplanned_step()
+    asked.refuse_unapplied()
+
+
+CALLS = "def main(look):\n    return look()\n"
+INSIDE = "def main(look):\n    def loop(a):\n        a.accumulate(1)\n    return look()\n"
+LOOPS = {
+    "in the module that calls": (CALLS + "def loop(a):\n    a.accumulate(1)\n", True),
+    "in a method": (CALLS + "class T:\n    def fit(self, a):\n        a.accumulate(1)\n", True),
+    "in the function itself": (INSIDE, True),
+    "nowhere": (CALLS, False),
+}
+
+
+@pytest.mark.parametrize("where", LOOPS)
+def test_whether_the_code_around_prepare_accumulates(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, expected = LOOPS[where]
+    (tmp_path / "loop_module.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = _module("loop_module").main(lambda: _accumulates(sys._getframe(1)))
+    sys.modules.pop("loop_module")
+    assert found is expected
