@@ -29,9 +29,8 @@ def list_measurements(
     json: Json = False,
 ) -> None:
     """The newest runs: memory, time, and the predictions' errors."""
-    from dsplan.render.blocks import Text
     from dsplan.render.db_view import measurement_table
-    from dsplan.render.show import show, show_json
+    from dsplan.render.show import Text, show, show_json
     from hardware_db.errors import UnknownName
     from hardware_db.files import database_path
     from hardware_db.store import open_store
@@ -142,9 +141,8 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Learn from the stored runs: few factors per kind of hardware, tried on runs that they were not fitted to."""
-    from dsplan.render.blocks import Text
     from dsplan.render.db_view import calibration_blocks, calibration_json
-    from dsplan.render.show import show, show_json
+    from dsplan.render.show import Text, show, show_json
     from hardware_db.probe import probe_hardware
     from hardware_db.store import open_store
     from planner.calibration.learn import refresh

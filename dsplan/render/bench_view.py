@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dsplan.render.blocks import Block, Table, Text, columns
+from dsplan.render.show import Block, Table, Text, columns
 from hardware_db.measurement import Measurement, RateMeasurement
-from hardware_db.microbench.rate import Point
+from hardware_db.microbench.grid import Point
 from hardware_db.store.transfer import to_document
 from hardware_db.units import GB, format_bytes, format_count, format_seconds
 from strategies.bench import session

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from dsplan.render.blocks import Bar, Block, Cell, Table, Text, columns
-from dsplan.render.show import show, show_json
+from dsplan.render.show import Bar, Block, Cell, Table, Text, columns, show, show_json
 from hardware_db.device import Device, Link, NodeType
 from hardware_db.probe.machine import Disk, Gpu, GpuPair, Host, Machine, Nic, Software
 from hardware_db.units import format_bytes, format_count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from hardware_db.microbench.rate import DTYPES, Point, Rate
+from hardware_db.microbench.grid import DTYPES, Point, Rate
 from hardware_db.microbench.timer import Budget, time_calls
 
 

@@ -9,8 +9,7 @@ from importlib import import_module
 import torch
 
 from hardware_db.errors import DsplanError
-from hardware_db.microbench.grid import CPU, GPU, quick_points
-from hardware_db.microbench.rate import Point, Rate, Refusal
+from hardware_db.microbench.grid import CPU, GPU, Point, Rate, Refusal, quick_points
 from hardware_db.microbench.timer import Budget, ranks_at_work
 
 _COLLECTIVE = "hardware_db.microbench.collectives:bus_bandwidth"

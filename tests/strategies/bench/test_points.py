@@ -10,8 +10,19 @@ import pytest
 import torch
 
 from hardware_db.microbench import collectives, compute, memory, timer
-from hardware_db.microbench.grid import COLLECTIVES, CPU, GPU, HOST_LINKS, KINDS, all_points, quick_points
-from hardware_db.microbench.rate import Point, Rate, as_measurement, point_of
+from hardware_db.microbench.grid import (
+    COLLECTIVES,
+    CPU,
+    GPU,
+    HOST_LINKS,
+    KINDS,
+    Point,
+    Rate,
+    all_points,
+    as_measurement,
+    point_of,
+    quick_points,
+)
 from hardware_db.microbench.runner import MEASURES, measure
 from hardware_db.microbench.timer import Budget, Timing, time_calls
 from hardware_db.units import KIB, MIB
