@@ -34,7 +34,7 @@ from strategies.backends.fsdp import FullShard, broadcast_from_rank_0
 from strategies.backends.zero.script_loop import ScriptLoop, tensors_in_output
 from strategies.distributed.environment import join
 from strategies.distributed.gathers import ModelHook
-from strategies.distributed.same_model import require_same_model
+from strategies.distributed.rank_check import require_same_model
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
 from strategies.optim.optimizers import ParameterMove, refuse_optimizer, refuse_sparse_layers, sharded_like

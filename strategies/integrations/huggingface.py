@@ -22,6 +22,7 @@ from hardware_db.errors import DsplanError
 from hardware_db.files import database_path
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import measure_run
+from hardware_db.notices import notice
 from hardware_db.probe import probe
 from hardware_db.store import open_store
 from hardware_db.units import format_bytes, format_seconds
@@ -213,11 +214,11 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def _alert(self, alert: Alert) -> None:
         self.alerts.append(alert)
-        print(f"dsplan: rank {self._environment.rank}: {alert.message}", flush=True)
+        notice(f"rank {self._environment.rank}: {alert.message}", stream="stdout")
 
     def _print(self, sentence: str) -> None:
         if self._environment.is_main:
-            print(f"dsplan: {sentence}", flush=True)
+            notice(sentence, stream="stdout")
 
 
 def _beside(predicted: float | None, measured: float | None, spell: Callable[[Any], str]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cluster.cluster_file import KEYS
+from planner.cluster.resolve import KEYS
 from tests.dsplan.cli import Cli
 
 ROOT = Path(__file__).parents[2]

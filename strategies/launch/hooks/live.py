@@ -29,7 +29,7 @@ from strategies.autoplan.live import with_measured_rates
 from strategies.autoplan.rates import machine_rates
 from strategies.autoplan.select import unfit
 from strategies.distributed.consensus import on_rank_zero
-from strategies.distributed.same_model import require_same_model
+from strategies.distributed.rank_check import require_same_model
 from strategies.errors import CannotRun
 from strategies.launch.hooks import asked
 from strategies.run_directory import claim
