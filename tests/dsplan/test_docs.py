@@ -20,7 +20,14 @@ ROOMS = ("dsplan", "strategies", "planner", "hardware_db", "scripts", "tests")
 
 
 @pytest.mark.parametrize(
-    "script", ["generate.cli_reference", "report.recommendation_table", "report.accuracy_report", "report.zero_report"]
+    "script",
+    [
+        "generate.cli_reference",
+        "report.recommendation_table",
+        "report.accuracy_report",
+        "report.zero_report",
+        "report.public_scripts",
+    ],
 )
 def test_generated_pages_are_fresh(script: str) -> None:
     done = subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,13 @@ def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) ->
     Data without token ids has no such length (None); `example_batch` makes of it what is planned for.
     """
     samples = first_samples(dataset)
-    if collate is None or not samples:
+    batch = None
+    if collate is not None and samples:
+        # The script's own code, which may raise anything: Trainer drops columns of samples before it collates them.
+        with suppress(Exception):
+            batch = collate(samples)
+    if batch is None:
         return max(map(longest_tokens, samples), default=0) or None
-    batch = collate(samples)
     return -(-longest_tokens(batch) // _samples_in_a_row(batch, len(samples))) or None
 
 
