@@ -1,4 +1,7 @@
-"""Fit calibration factors to the runs of one kind of hardware, and prove them on runs that were left out."""
+"""What stored runs teach about one kind of hardware.
+
+They become jobs that can be priced again; calibration factors are fitted to them, and proved on runs left out.
+"""
 
 from __future__ import annotations
 

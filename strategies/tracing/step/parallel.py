@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES
@@ -134,11 +135,32 @@ def sharding_counted(storages: Storages, watch: Callable[[Sequence[nn.Parameter]
         setattr(group, name, counted(name))
     parameter.init_unsharded_param = init_unsharded_param
     try:
-        yield
+        with _shapes_apart():
+            yield
     finally:
         parameter.init_unsharded_param = initialize
         for name, original in originals.items():
             setattr(group, name, original)
+
+
+@contextlib.contextmanager
+def _shapes_apart() -> Iterator[None]:
+    """DTensor works out shapes by running an operation on whole fake tensors, which a real step never has; it takes
+    them from the fake mode that is on, where nothing tells them from the step's own."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagator: Any = ShardingPropagator
+    original = propagator._propagate_tensor_meta_non_cached
+
+    def apart(self: Any, schema: Any) -> Any:
+        with _disable_current_modes():
+            return original(self, schema)
+
+    propagator._propagate_tensor_meta_non_cached = apart
+    try:
+        yield
+    finally:
+        propagator._propagate_tensor_meta_non_cached = original
 
 
 def _internals() -> tuple[Any, Any]:

@@ -161,6 +161,16 @@ def test_sharding_divides_states_and_gathers_weights() -> None:
     assert many.phases["backward"]["buffers"] == pytest.approx(few.phases["backward"]["buffers"], rel=0.05)
 
 
+def test_weights_without_gradients_change_nothing_in_a_sharded_step() -> None:
+    """DTensor works out the shapes of a step that it has not seen, which leaves out what has no gradient."""
+    subject, unused = llama(), 4096 * 64
+    subject.module.unused = nn.Linear(64, 4096, bias=False, device="meta")
+    configuration = configuration_of(strategy="fsdp", ranks=8)
+    traced = trace_step(job_of(find_model("llama-3-8b"), configuration, "A100-80GB"), subject).phases["step"]
+    with_gradients = pytest.approx(traced["parameters"] - 4 * unused // 8, rel=0.05)  # small shards are rounded up
+    assert (traced["gradients"], traced["temporaries"]) == (with_gradients, with_gradients)
+
+
 def test_more_micro_batches_change_nothing_after_the_second() -> None:
     facts, subject = find_model("llama-3-8b"), llama()
     two, four = (
