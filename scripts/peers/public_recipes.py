@@ -196,6 +196,13 @@ RECIPES: tuple[Recipe, ...] = (
         arguments=("--dataset_name", "preferences", *_TRL),
     ),
     Recipe(
+        name="TRL kto",
+        project="trl",
+        script="trl/scripts/kto.py",
+        library="TRL",
+        arguments=("--dataset_name", "preferences", *_TRL),
+    ),
+    Recipe(
         name="PEFT sft",
         project="peft",
         script="examples/sft/train.py",
