@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from dsplan.goal import Goal
-from dsplan.question import Question, estimated
+from dsplan.question import Goal, Question, estimated
 from planner.errors import NothingFits
 from planner.search import search
 from planner.search.exact import ExactOptions
@@ -17,7 +16,7 @@ from strategies.tracing.cache.ask import silent
 def recommend(**asked: Any) -> search.Recommendation:
     """Ranked plans: `recommend(model="opt-6.7b", gpus=8).plans[0]`.
 
-    Takes the fields of `Question` and of `dsplan.goal.Goal`, such as `objective`, `top` and `price`.
+    Takes the fields of `Question` and of `dsplan.question.Goal`, such as `objective`, `top` and `price`.
 
     Raises:
         DsplanError: the model, the hardware or a number is not one that can be planned with.

@@ -1,6 +1,6 @@
-"""The `dsplan` command: a table of commands, each loaded from its own file when it is called.
+"""The `dsplan` command: a table of commands, each loaded from its file when it is called.
 
-A module of this package offers one command, either as a function named after it or as a `typer.Typer` named `app`.
+A module of this package offers commands, each as a function named after it, or several as a `typer.Typer` named `app`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dsplan.cli.complaints import complaint
 from dsplan.cli.flags import read_strictly
 from hardware_db.errors import DsplanError, UnknownName
+from planner.limits import Limit
 
 COMMANDS: dict[str, str] = {
     "probe": "dsplan.cli.catalogues:probe",
     "doctor": "dsplan.cli.doctor:doctor",
     "models": "dsplan.cli.catalogues:models",
     "devices": "dsplan.cli.catalogues:devices",
-    "estimate": "dsplan.cli.estimate:estimate",
-    "recommend": "dsplan.cli.recommend:recommend",
-    "explain": "dsplan.cli.emit:explain",
-    "emit": "dsplan.cli.emit:emit",
+    "estimate": "dsplan.cli.plans:estimate",
+    "recommend": "dsplan.cli.plans:recommend",
+    "explain": "dsplan.cli.plans:explain",
+    "emit": "dsplan.cli.plans:emit",
     "run": "dsplan.cli.run:run",
     "bench": "dsplan.cli.bench:bench",
     "db": "dsplan.cli.db:app",
@@ -109,3 +109,48 @@ def _single_command_app(function: Any) -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command()(function)
     return app
+
+
+# Error messages for flags that cannot be used, each with the problem, the place and the remedy.
+
+
+def complaint(error: Any) -> str:
+    """One line for a usage error of typer, which exports its class under no name."""
+    where = error.ctx.command_path if error.ctx else "dsplan"
+    return f"{_problem(error)}; see {where} --help"
+
+
+def _problem(error: Any) -> str:
+    parameter = getattr(error, "param", None)
+    if parameter is None:
+        return _model_without_flag(error) or str(error.format_message()).rstrip(".")
+    flag = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.human_readable_name
+    if not error.message:
+        return f"{flag} is missing; give it a value"
+    given, separator, _ = str(error.message).partition(" is not ")
+    wanted = _wanted(parameter)
+    if not separator or not wanted or ";" in error.message:
+        return f"{flag}: {str(error.message).rstrip('.')}"
+    return f"{flag} is {given}; {wanted}"
+
+
+def _model_without_flag(error: Any) -> str:
+    """What to write in place of `dsplan recommend opt-6.7b`; empty for any other complaint."""
+    message = str(error.format_message())
+    extra = message.rpartition(" (")[2].rstrip(").").split()
+    takes_model = error.ctx is not None and any(known.name == "model" for known in error.ctx.command.params)
+    if not takes_model or "unexpected extra argument" not in message or not extra:
+        return ""
+    return f"{extra[0]} stands alone; name the model with --model {extra[0]}"
+
+
+def _wanted(parameter: Any) -> str:
+    """What a flag takes, as an instruction; empty where its type does not tell."""
+    choices = getattr(parameter.type, "choices", None)
+    if choices:
+        return f"give one of {', '.join(choices)}"
+    least, most = getattr(parameter.type, "min", None), getattr(parameter.type, "max", None)
+    if least is not None and most is not None:
+        return f"give {Limit(least=least, most=most, fraction='float' in parameter.type.name)}"
+    kinds = {"float": "give a number", "integer": "give a whole number", "int": "give a whole number"}
+    return kinds.get(parameter.type.name, "")

@@ -53,8 +53,7 @@ def bench(
     Every result is stored at once, so a benchmark that was stopped resumes where it was. Later predictions use it.
     """
     from dsplan.benchmarking import BenchQuestion, plan_of, run_plan
-    from dsplan.render.bench_report import report_blocks, report_to_dict
-    from dsplan.render.bench_view import BenchView
+    from dsplan.render.bench_view import BenchView, report_blocks, report_to_dict
     from dsplan.render.show import show, show_json
     from strategies.bench.plan import save_bench_plan
 

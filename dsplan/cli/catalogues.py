@@ -52,7 +52,7 @@ def probe(json: JsonFlag = False) -> None:
 
     With free memory, other processes on the GPUs, and what holds them back.
     """
-    from dsplan.render import machine as render
+    from dsplan.render import catalogues as render
     from dsplan.render.show import show, show_json
     from hardware_db.probe import probe as look
 

@@ -29,14 +29,13 @@ def list_measurements(
     json: Json = False,
 ) -> None:
     """The newest runs: memory, time, and the predictions' errors."""
-    from dsplan.render.blocks import Text
-    from dsplan.render.measurements import measurement_table
-    from dsplan.render.show import show, show_json
+    from dsplan.render.db_view import measurement_table
+    from dsplan.render.show import Text, show, show_json
     from hardware_db.errors import UnknownName
     from hardware_db.files import database_path
     from hardware_db.store import open_store
-    from hardware_db.store.documents import SCHEMA_VERSION, to_document
     from hardware_db.store.repair import set_aside_files
+    from hardware_db.store.transfer import SCHEMA_VERSION, to_document
     from planner.vocabulary import STRATEGIES
 
     if strategy is not None and strategy not in STRATEGIES:
@@ -72,10 +71,10 @@ def show_measurement(
     id: Annotated[str, typer.Argument(help="The id of a run, or enough of its first digits.")], json: Json = False
 ) -> None:
     """One run: plan, machine, predicted and measured figures."""
-    from dsplan.render.measurements import measurement_blocks
+    from dsplan.render.db_view import measurement_blocks
     from dsplan.render.show import show, show_json
     from hardware_db.store import open_store
-    from hardware_db.store.documents import to_document
+    from hardware_db.store.transfer import to_document
 
     with open_store(thorough=True) as store:
         measurement = store.get(id)
@@ -142,12 +141,11 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Learn from the stored runs: few factors per kind of hardware, tried on runs that they were not fitted to."""
-    from dsplan.render.blocks import Text
-    from dsplan.render.calibrations import calibration_blocks, calibration_json
-    from dsplan.render.show import show, show_json
+    from dsplan.render.db_view import calibration_blocks, calibration_json
+    from dsplan.render.show import Text, show, show_json
     from hardware_db.probe import probe_hardware
     from hardware_db.store import open_store
-    from planner.calibration.refresh import refresh
+    from planner.calibration.learn import refresh
 
     with open_store(thorough=True) as store:
         refreshed = refresh(store, probe_hardware(), keep=not dry_run)

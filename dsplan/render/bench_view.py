@@ -1,15 +1,25 @@
-"""A benchmark while it goes: a progress bar on a terminal, a line per result in a pipe."""
+"""A benchmark while it goes, and what it found, as tables and as JSON."""
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dsplan.render.bench_report import result_words, work_words
+from dsplan.render.show import Block, Table, Text, columns
+from hardware_db.measurement import Measurement, RateMeasurement
+from hardware_db.microbench.grid import Point
+from hardware_db.store.transfer import to_document
+from hardware_db.units import GB, format_bytes, format_count, format_seconds
 from strategies.bench import session
+from strategies.bench.session import Work
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+    from dsplan.benchmarking import BenchReport
 
 
 class BenchView:
@@ -42,7 +52,7 @@ class BenchView:
         """Draw one event."""
         if self._progress is not None:
             self._draw(self._progress, event)
-        elif self._lines and (text := _line(event)):
+        elif self._lines and (text := _progress_line(event)):
             print(text, file=self._out, flush=True)
 
     def _draw(self, progress: Progress, event: session.Event) -> None:
@@ -57,10 +67,10 @@ class BenchView:
         else:
             progress.advance(self._task)
             if isinstance(event, session.Refused):
-                progress.console.print(_line(event))
+                progress.console.print(_progress_line(event))
 
 
-def _line(event: session.Event) -> str:
+def _progress_line(event: session.Event) -> str:
     if isinstance(event, session.Begun):
         return f"{event.total} to measure, {event.stored} of them stored already"
     if isinstance(event, session.Measured):
@@ -70,3 +80,127 @@ def _line(event: session.Event) -> str:
     if isinstance(event, session.Waiting):
         return "waiting for another dsplan bench"
     return ""
+
+
+SCHEMA_VERSION = 1
+
+
+def report_to_dict(report: BenchReport) -> dict[str, object]:
+    """Every new record, and how much of the plan is done."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "device": report.plan.device,
+        "fingerprint": report.fingerprint,
+        "database": str(report.database),
+        "wanted": len(report.plan.points) + len(report.plan.training),
+        "stored_before": report.stored,
+        "measured_by_others": report.found,
+        "measured": [to_document(event.record) for event in report.measured],
+        "refused": [{"work": work_words(event.work), "reason": event.reason} for event in report.refused],
+        "left": report.left,
+        "learnt": report.learnt,
+        "seconds": report.seconds,
+    }
+
+
+def report_blocks(report: BenchReport) -> list[Block]:
+    """The new rates by operation, the new runs beside their predictions, and what is still to be done."""
+    records = [event.record for event in report.measured]
+    rates = [record for record in records if isinstance(record, RateMeasurement)]
+    runs = [record for record in records if isinstance(record, Measurement)]
+    blocks: list[Block] = []
+    if rates:
+        blocks.append(_rate_table(rates))
+    if runs:
+        blocks.append(_run_table(runs))
+    blocks += [
+        Text(text=f"not measured: {work_words(event.work)}: {event.reason}", style="warning")
+        for event in report.refused
+    ]
+    blocks.append(Text(text=_summary(report)))
+    if report.learnt:
+        blocks.append(Text(text=report.learnt))
+    if report.left:
+        blocks.append(
+            Text(text=f"time is up: {report.left} are left; the next `dsplan bench` continues", style="warning")
+        )
+    return blocks
+
+
+def _rate_table(rates: Iterable[RateMeasurement]) -> Table:
+    """Lowest and highest of each operation over its sizes, and how much its samples usually differ."""
+    groups: dict[tuple[str, str, int], list[RateMeasurement]] = defaultdict(list)
+    for rate in rates:
+        groups[rate.operation.replace("_", " "), rate.dtype, rate.ranks].append(rate)
+    rows = []
+    for (operation, dtype, ranks), found in groups.items():
+        low, high = min(found, key=lambda rate: rate.value), max(found, key=lambda rate: rate.value)
+        spread = statistics.median(rate.spread or 0.0 for rate in found)
+        lowest, highest = (rate_words(rate.value, rate.unit) for rate in (low, high))
+        rows.append([operation, dtype or "-", str(ranks), str(len(found)), lowest, highest, f"{spread:.0%}"])
+    headings = columns("operation", "dtype", ">ranks", ">points", ">lowest", ">highest", ">spread")
+    return Table(columns=headings, rows=rows, title="rates")
+
+
+def _run_table(runs: Iterable[Measurement]) -> Table:
+    headings = columns("model", "strategy", ">ranks", ">step", ">predicted", ">ratio")
+    return Table(columns=headings, rows=[_run_row(run) for run in runs], title="training")
+
+
+def _run_row(run: Measurement) -> list[str]:
+    measured, predicted = run.measured.step_seconds, run.predicted.step_seconds
+    cluster = run.plan["cluster"]
+    ranks = str(cluster["gpus"]) if isinstance(cluster, dict) else "-"
+    if measured is None or run.outcome != "completed":
+        return [run.model, run.strategy, ranks, run.outcome.replace("_", " "), "-", "-"]
+    beside = ["-", "-"] if not predicted else [format_seconds(predicted), f"{measured / predicted:.2f}"]
+    return [run.model, run.strategy, ranks, format_seconds(measured), *beside]
+
+
+def _summary(report: BenchReport) -> str:
+    parts = [f"{len(report.measured)} measured in {format_seconds(report.seconds)}"]
+    if report.stored:
+        parts.append(f"{report.stored} were stored before (--again measures them anew)")
+    if report.found:
+        parts.append(f"{report.found} were measured by another dsplan bench meanwhile")
+    if report.refused:
+        parts.append(f"{len(report.refused)} could not be measured")
+    return f"{'; '.join(parts)}; database {report.database}"
+
+
+# Pieces of a benchmark and their results, in a few words each.
+
+
+def work_words(work: Work) -> str:
+    """`matmul fp32 512x512x512, 2 ranks` or a training run in one line."""
+    if not isinstance(work, Point):
+        return str(work)
+    parts = [work.operation.replace("_", " "), work.dtype, "x".join(str(extent) for extent in work.shape)]
+    parts.append(format_bytes(work.size) if work.size else "")
+    return f"{' '.join(part for part in parts if part)}, {work.ranks} {'rank' if work.ranks == 1 else 'ranks'}"
+
+
+def result_words(record: RateMeasurement | Measurement) -> str:
+    """What came of it, with the spread of its repeats."""
+    if isinstance(record, RateMeasurement):
+        return f"{rate_words(record.value, record.unit)}{_spread(record.spread)}"
+    if record.outcome != "completed" or record.measured.step_seconds is None:
+        return record.outcome.replace("_", " ")
+    promised = record.predicted.step_seconds
+    beside = "" if promised is None else f", predicted {format_seconds(promised)}"
+    return f"{format_seconds(record.measured.step_seconds)} per step{beside}"
+
+
+def rate_words(value: float, unit: str) -> str:
+    """A rate with a unit that keeps three digits: `76.6 GFLOP/s`, `1.4 GB/s`, `170 us`."""
+    if unit == "s":
+        return format_seconds(value)
+    if unit == "bytes/s":
+        return f"{value / GB:.3g} GB/s"
+    if unit == "FLOP/s":
+        return f"{value / 1e12:.3g} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.3g} GFLOP/s"
+    return f"{format_count(value)} {unit}"
+
+
+def _spread(spread: float | None) -> str:
+    return "" if spread is None else f" (samples differ by {spread:.0%})"

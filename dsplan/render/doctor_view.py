@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsplan.render.blocks import Block, Style, Table, Text, columns
+from dsplan.render.show import Block, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_seconds
 from strategies.doctor.finding import Diagnosis, Finding, Level, LinkTime
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from dsplan.render.blocks import Bar, Block, Cell, Style, Table, Text, columns
+from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_count, format_seconds, three_digits, time_unit
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
 

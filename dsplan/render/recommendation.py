@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dsplan.render.blocks import Bar, Block, Cell, Table, Text, columns
 from dsplan.render.plan_view import describe, dims_text, header, interval_text, limit_bytes, offload_text, verdict_line
+from dsplan.render.show import Bar, Block, Cell, Table, Text, columns
 from hardware_db.units import DAY_SECONDS, format_seconds, gib, three_digits
 from planner.cluster.budget import Bill, bill_of
 from planner.search.device_counts import OnDevices
 from planner.search.request import Request
 from planner.search.search import Recommendation
+from planner.types.job import Workload
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
-from planner.types.workload import Workload
 
 # Costs of plans as columns, tables and JSON.
 

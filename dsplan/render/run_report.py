@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsplan.render.blocks import Bar, Block, Cell, Column, Table, Text, columns
 from dsplan.render.run_view import ending_place, ending_words, is_last_word
+from dsplan.render.show import Bar, Block, Cell, Column, Table, Text, columns
 from hardware_db.files import replace_whole
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict

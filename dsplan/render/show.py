@@ -1,4 +1,4 @@
-"""Prints an answer: through rich on a terminal, as plain text or JSON elsewhere."""
+"""An answer as blocks, lines of text and tables with bars, and its printing: through rich on a terminal, else plain."""
 
 from __future__ import annotations
 
@@ -6,19 +6,77 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from dsplan.render.blocks import Bar, Block, Cell, Table
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text as RichText
+
+Style: TypeAlias = Literal["", "heading", "good", "warning", "bad", "faint"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """A share between 0 and 1, drawn `width` characters wide; above 1 it is drawn full."""
+
+    share: float
+    width: int = 10
+
+    @property
+    def filled(self) -> int:
+        return round(min(max(self.share, 0.0), 1.0) * self.width)
+
+
+Cell: TypeAlias = "str | Bar"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+    style: Style = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column's heading; figures are aligned on the right, and a narrow terminal leaves optional columns out."""
+
+    name: str
+    right: bool = False
+    optional: bool = False
+
+
+def columns(*names: str) -> tuple[Column, ...]:
+    """Columns by heading; a leading `>` aligns one on the right, a leading `?` makes it optional: `columns("model",
+    ">layers", "?>positions")`."""
+    return tuple(Column(name.lstrip("?>"), right=">" in name[:2], optional=name.startswith("?")) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows under column headings; every row has one cell for each column."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+
+
+Block: TypeAlias = "Text | Table"
+
 
 # Blocks as plain ASCII-framed text, for pipes and files.
 
 
 def plain_text(blocks: Iterable[Block]) -> str:
     """The blocks as text that ends in a newline; tables are as wide as their content."""
-    return "".join(f"{_table(block) if isinstance(block, Table) else block.text}\n" for block in blocks)
+    return "".join(f"{_plain_table(block) if isinstance(block, Table) else block.text}\n" for block in blocks)
 
 
-def _table(table: Table) -> str:
-    cells = [[column.name for column in table.columns], *([_cell(cell) for cell in row] for row in table.rows)]
+def _plain_table(table: Table) -> str:
+    cells = [[column.name for column in table.columns], *([_plain_cell(cell) for cell in row] for row in table.rows)]
     widths = [max(len(row[index]) for row in cells) for index in range(len(table.columns))]
     lines = [_line(row, widths, table) for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
@@ -33,7 +91,7 @@ def _line(row: Sequence[str], widths: Sequence[int], table: Table) -> str:
     return "  ".join(aligned).rstrip()
 
 
-def _cell(cell: Cell) -> str:
+def _plain_cell(cell: Cell) -> str:
     return "#" * cell.filled + "." * (cell.width - cell.filled) if isinstance(cell, Bar) else cell
 
 
@@ -67,8 +125,6 @@ def _spinner(shown: contextlib.ExitStack, text: str) -> Callable[[str], None]:
 def show(blocks: Sequence[Block]) -> None:
     """Print blocks to stdout. Rich is imported only for a terminal: a pipe neither needs it nor waits for it."""
     if sys.stdout.isatty():
-        from dsplan.render.pretty import print_blocks
-
         print_blocks(blocks)
     else:
         sys.stdout.write(plain_text(blocks))
@@ -77,3 +133,82 @@ def show(blocks: Sequence[Block]) -> None:
 def show_json(value: object) -> None:
     """Print one JSON document to stdout; a figure that is not a number in JSON's sense is a bug and raises."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+# Blocks on a terminal, through rich.
+
+
+_STYLES = {"": "", "heading": "bold", "good": "green", "warning": "yellow", "bad": "red", "faint": "dim"}
+
+_WIDE = 100
+
+
+def print_blocks(blocks: Iterable[Block]) -> None:
+    """Print to stdout, folded to the terminal's width."""
+    from rich.console import Console
+    from rich.text import Text as RichText
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    for block in blocks:
+        if isinstance(block, Table):
+            if block.title:
+                console.print()
+            shown, left_out = _narrowed(block, console.width)
+            console.print(_rich_table(shown, console))
+            if left_out:
+                console.print(RichText(f"a wider terminal also shows {', '.join(left_out)}", style="dim"))
+        else:
+            console.print(RichText(block.text, style=_STYLES[block.style]))
+
+
+def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
+    """The table without as many of its last optional columns as are too wide for the terminal, and their names."""
+    widths = [
+        max([len(column.name), *(_width(row[index]) for row in table.rows)])
+        for index, column in enumerate(table.columns)
+    ]
+    gap = 2 if width >= _WIDE else 1
+    kept = list(range(len(table.columns)))
+    for index in reversed(range(len(table.columns))):
+        if sum(widths[column] + gap for column in kept) - gap <= width:
+            break
+        if table.columns[index].optional:
+            kept.remove(index)
+    left_out = [column.name for index, column in enumerate(table.columns) if index not in kept]
+    rows = [[row[index] for index in kept] for row in table.rows]
+    return Table(columns=[table.columns[index] for index in kept], rows=rows, title=table.title), left_out
+
+
+def _rich_table(table: Table, console: Console) -> RichTable:
+    from rich import box
+    from rich.table import Table as RichTable
+
+    unicode = console.encoding.startswith("utf")
+    drawn = RichTable(
+        title=table.title or None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1 if console.width >= _WIDE else 0, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    for index, column in enumerate(table.columns):
+        drawn.add_column(column.name, justify="right" if column.right else "left", no_wrap=index == 0)
+    for row in table.rows:
+        drawn.add_row(*(_rich_cell(cell, unicode=unicode) for cell in row))
+    return drawn
+
+
+def _width(cell: Cell) -> int:
+    return cell.width if isinstance(cell, Bar) else len(cell)
+
+
+def _rich_cell(cell: Cell, *, unicode: bool) -> RichText:
+    from rich.text import Text as RichText
+
+    if not isinstance(cell, Bar):
+        return RichText(cell)
+    full, empty = ("█", "░") if unicode else ("#", ".")
+    colour = "red" if cell.share > 1 else "yellow" if cell.share > 0.9 else "green"
+    return RichText(full * cell.filled, style=colour) + RichText(empty * (cell.width - cell.filled), style="dim")

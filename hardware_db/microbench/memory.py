@@ -11,7 +11,7 @@ from torch.nn.functional import gelu
 
 from hardware_db.errors import DsplanError
 from hardware_db.files import data_dir
-from hardware_db.microbench.rate import DTYPES, Point, Rate
+from hardware_db.microbench.grid import DTYPES, Point, Rate
 from hardware_db.microbench.timer import Budget, time_calls
 
 

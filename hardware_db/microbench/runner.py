@@ -9,8 +9,7 @@ from importlib import import_module
 import torch
 
 from hardware_db.errors import DsplanError
-from hardware_db.microbench.grid import CPU, GPU, quick_points
-from hardware_db.microbench.rate import Point, Rate, Refusal
+from hardware_db.microbench.grid import CPU, GPU, Point, Rate, Refusal, quick_points
 from hardware_db.microbench.timer import Budget, ranks_at_work
 
 _COLLECTIVE = "hardware_db.microbench.collectives:bus_bandwidth"
@@ -19,10 +18,10 @@ _HOST_LINK = "hardware_db.microbench.memory:host_link"
 _ADAMW = "hardware_db.microbench.memory:cpu_adamw"
 _DISK = "hardware_db.microbench.memory:disk"
 MEASURES: Mapping[str, str] = {
-    "matmul": "hardware_db.microbench.matmul:forward",
-    "matmul_backward": "hardware_db.microbench.matmul:backward",
-    "attention": "hardware_db.microbench.attention:forward",
-    "attention_backward": "hardware_db.microbench.attention:backward",
+    "matmul": "hardware_db.microbench.compute:matmul",
+    "matmul_backward": "hardware_db.microbench.compute:matmul_backward",
+    "attention": "hardware_db.microbench.compute:attention",
+    "attention_backward": "hardware_db.microbench.compute:attention_backward",
     "memory": "hardware_db.microbench.memory:copy",
     "clone": "hardware_db.microbench.memory:clone",
     "elementwise": "hardware_db.microbench.memory:elementwise",

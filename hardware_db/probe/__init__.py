@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import platform
-from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from hardware_db.probe.host import probe_host
-from hardware_db.probe.machine import (
-    Disk,
-    Gpu,
-    GpuPair,
-    GpuProcess,
-    Host,
-    Machine,
-    MigDevice,
-    Nic,
-    Software,
-)
-from hardware_db.probe.nvml import probe_nvidia
-from hardware_db.probe.other_gpus import probe_amd, probe_apple
-from hardware_db.probe.software import with_visibility
+if TYPE_CHECKING:
+    from hardware_db.probe.machine import (
+        Disk,
+        Gpu,
+        GpuPair,
+        GpuProcess,
+        Host,
+        Machine,
+        MigDevice,
+        Nic,
+        Software,
+    )
 
 __all__ = [
     "Disk",
@@ -37,8 +33,16 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'hardware_db.probe' has no attribute {name!r}")
+    return getattr(import_module("hardware_db.probe.machine"), name)  # a rank that reads its cgroup needs none of them
+
+
 def probe() -> Machine:
     """This machine with the versions of its software."""
+    from dataclasses import replace
+
     from hardware_db.probe.software import probe_software  # package metadata is slow to import
 
     machine = probe_hardware()
@@ -49,6 +53,15 @@ def probe() -> Machine:
 
 def probe_hardware() -> Machine:
     """This machine as planning needs it: GPUs, topology and host, of the software only the driver."""
+    import os
+    import platform
+
+    from hardware_db.probe.host import probe_host
+    from hardware_db.probe.machine import Machine, Software
+    from hardware_db.probe.nvml import probe_nvidia
+    from hardware_db.probe.other_gpus import probe_amd, probe_apple
+    from hardware_db.probe.software import with_visibility
+
     host = probe_host()
     answer = probe_nvidia()
     gpus, pairs = answer.gpus, answer.pairs

@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
+from hardware_db.files import children, read_int, read_text
 from hardware_db.probe.cgroup import cgroup_limits
-from hardware_db.probe.files import children, read_int, read_text
 from hardware_db.probe.machine import Disk, Host, Nic
 from hardware_db.units import KIB
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.datasheets import devices
-from hardware_db.probe.files import children, read_int, read_text
+from hardware_db.files import children, read_int, read_text
 from hardware_db.probe.machine import Gpu, GpuPair, Host
 from hardware_db.units import GIB, MIB
 

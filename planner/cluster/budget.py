@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from planner.types.job import Workload
 from planner.types.plan import Configuration
-from planner.types.workload import Workload
 
 DAY = 86_400.0
 HOUR = 3_600.0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from hardware_db.curve import Curve, curve_of
 from hardware_db.measurement import RateMeasurement
 from planner import vocabulary as words
 from planner.cost.timing.collectives import COLLECTIVES, crossings
-from planner.types.cluster import Rates
+from planner.types.cluster import Curve, Rates, curve_of
 
 # The type matrix products run in under each precision; fp32 autocast does not exist.
 _COMPUTE_DTYPE: Mapping[words.Precision, str] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "bf16-pure": "bf16"}

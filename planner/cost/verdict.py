@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from hardware_db.units import format_bytes
 from planner import vocabulary as words
 from planner.types.cluster import Cluster
-from planner.types.job import Job
+from planner.types.job import Job, Workload
 from planner.types.plan import MemoryEstimate, StepTime
-from planner.types.workload import Workload
 
 TIGHT_ABOVE = 0.95
 """Share of the capacity from which what is needed leaves no room for a longer sample or a newer library."""

@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hardware_db.datasheets.compile import read_yaml
+from hardware_db.datasheets.compile import check_row, read_yaml
 from hardware_db.datasheets.loader import name_index
-from hardware_db.datasheets.schema import check_row
 from planner.errors import BrokenFile
 from planner.models.counting.count import active_parameters, count_parameters
 from planner.models.facts import MlaFacts, ModelFacts, TowerFacts

@@ -16,7 +16,7 @@ from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
 from planner.types.cluster import Cluster
-from planner.types.workload import Workload
+from planner.types.job import Workload
 
 SAMPLES_PER_GPU = 8
 """Global batch per GPU that is planned for when none is asked."""

@@ -33,8 +33,7 @@ from planner.types.plan_io import plan_to_dict
 from scripts.measure.memory_grid import FULL, Case
 from scripts.measure.memory_rows import question
 from scripts.measure.time_grid import MODELS
-from strategies.bench.measure_times import TimedStep
-from strategies.bench.measured_run import Subject, build_model, text_batches, time_subject
+from strategies.bench.measured_run import Subject, TimedStep, build_model, text_batches, time_subject
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {**FULL, **MODELS}
 Run = tuple[str, str, Mapping[str, Any]]

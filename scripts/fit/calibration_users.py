@@ -15,8 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.calibration.learn import errors, fitted
-from planner.calibration.rows import Row
+from planner.calibration.learn import Row, errors, fitted
 from planner.cost.timing import step_time
 from planner.types.cluster import SHIPPED, Factors
 from planner.types.job import Job

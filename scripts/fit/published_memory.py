@@ -24,8 +24,8 @@ from planner.models.facts import ModelFacts
 from planner.search.estimate import price
 from planner.search.request import Request
 from planner.types.cluster import Cluster
+from planner.types.job import Workload
 from planner.types.plan import Configuration, MemoryEstimate
-from planner.types.workload import Workload
 from planner.vocabulary import Verdict
 
 MEASUREMENTS = Path(__file__).resolve().parents[2] / "hardware_db" / "measurements"

@@ -20,9 +20,8 @@ from hardware_db.datasheets import find_device, find_link
 from planner.cost.code_bases import Implementation
 from planner.models.facts import BlockCount, ModelFacts, ParameterCounts
 from planner.types.cluster import Cluster
-from planner.types.job import Job
+from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
-from planner.types.workload import Workload
 from scripts.fit.published_code import code_of
 
 MEASUREMENTS = Path(__file__).resolve().parents[2] / "hardware_db" / "measurements"

@@ -31,8 +31,7 @@ from planner.types.plan_io import plan_to_dict
 from planner.vocabulary import ZERO_STAGES, Task
 from scripts.measure.memory_grid import CPU_GRID, Case, gpu_grid
 from scripts.measure.memory_rows import compared, question
-from strategies.bench.measure_memory import StepMemory
-from strategies.bench.measured_run import Subject, device_used_bytes, measure_subject
+from strategies.bench.measured_run import StepMemory, Subject, device_used_bytes, measure_subject
 from strategies.distributed.gloo import quiet
 
 RUN_SECONDS = 300.0

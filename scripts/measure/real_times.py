@@ -10,11 +10,9 @@ from pathlib import Path
 
 from hardware_db.measured_rows import SHIPPED, TimeRun, read_time_runs
 from hardware_db.measurement import RateMeasurement
-from hardware_db.microbench.grid import CPU, GPU, Scale, quick_points
-from hardware_db.microbench.rate import point_of
+from hardware_db.microbench.grid import CPU, GPU, Scale, point_of, quick_points
 from hardware_db.probe import Host
-from planner.calibration.learn import fitted, learn, with_factors
-from planner.calibration.rows import Row
+from planner.calibration.learn import Row, fitted, learn, with_factors
 from planner.cluster.probed import cpu_cluster
 from planner.cluster.rates import rates_from_measurements
 from planner.cost.timing import step_time

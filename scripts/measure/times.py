@@ -33,8 +33,7 @@ from scripts.measure.memory import Place, place_of
 from scripts.measure.memory_grid import Case
 from scripts.measure.memory_rows import question
 from scripts.measure.time_grid import cpu_grid, gpu_grid
-from strategies.bench.measure_times import TimedStep, mean_over_ranks
-from strategies.bench.measured_run import Subject, time_subject
+from strategies.bench.measured_run import Subject, TimedStep, mean_over_ranks, time_subject
 
 RUN_SECONDS = 300.0
 

@@ -6,7 +6,7 @@ import torch
 
 from hardware_db.fingerprint import Fingerprint
 from hardware_db.measurement import RateMeasurement
-from hardware_db.microbench.rate import Point, as_measurement, point_of
+from hardware_db.microbench.grid import Point, as_measurement, point_of
 from hardware_db.microbench.runner import quick_rates, wanted_points
 from hardware_db.microbench.timer import ranks_at_work
 from hardware_db.store import ask_store

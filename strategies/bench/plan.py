@@ -12,8 +12,7 @@ from hardware_db.errors import BrokenFile, DsplanError, UnknownName
 from hardware_db.files import replace_text
 from hardware_db.from_json import WrongValue, from_json
 from hardware_db.handed_in import read_yaml, shown
-from hardware_db.microbench.grid import CPU, GPU, KINDS, Block, Scale, all_points, quick_points, unmeasurable
-from hardware_db.microbench.rate import Point
+from hardware_db.microbench.grid import CPU, GPU, KINDS, Block, Point, Scale, all_points, quick_points, unmeasurable
 from planner import limits
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts

@@ -15,7 +15,7 @@ from hardware_db.errors import BrokenFile
 from hardware_db.files import HOME, data_dir
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, measure_run, plan_key
-from hardware_db.microbench.rate import Point, Refusal, as_measurement, point_of
+from hardware_db.microbench.grid import Point, Refusal, as_measurement, point_of
 from hardware_db.probe import Machine
 from hardware_db.spawn import RankError, RankPool
 from hardware_db.store import Store

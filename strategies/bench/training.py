@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hardware_db.microbench.rate import Point, Rate, Refusal
+from hardware_db.microbench.grid import Point, Rate, Refusal
 from planner.types.plan_io import plan_from_dict
 from planner.vocabulary import Task
 from strategies.bench.measured_run import batch_for, build_model

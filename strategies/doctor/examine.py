@@ -12,9 +12,8 @@ from hardware_db.probe import probe
 from hardware_db.probe.machine import Machine
 from strategies.distributed.launcher_env import read_process_variables
 from strategies.doctor.finding import Diagnosis, Finding, sorted_findings, tokens
-from strategies.doctor.limits import limit_findings
+from strategies.doctor.machine import limit_findings, software_findings
 from strategies.doctor.network import network_findings
-from strategies.doctor.software import software_findings
 
 
 def examine(directories: Sequence[Path] = ()) -> Diagnosis:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
-from hardware_db.probe.files import read_text
+from hardware_db.files import read_text
 from strategies.distributed.network import Interface, addresses, interfaces
 from strategies.doctor.finding import Finding
 

@@ -22,7 +22,7 @@ from strategies.config.values import MonitorSettings
 from strategies.data.loader import Collate, LoaderSettings, ShardedLoader
 from strategies.distributed.environment import Environment, join
 from strategies.distributed.excepthook import install_excepthook
-from strategies.distributed.same_model import require_same_model
+from strategies.distributed.rank_check import require_same_model
 from strategies.engine.base import Engine
 from strategies.engine.observers import watch
 from strategies.engine.registry import find_strategy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from strategies.config import read_config
 from strategies.engine.base import Engine
 from strategies.engine.checkpoint_manager import CheckpointManager, require_parts
@@ -278,4 +278,4 @@ def _loss_of_model(engine: Engine, batch: Any) -> torch.Tensor:
 
 
 def _say(line: str) -> None:
-    print(f"dsplan: {line}", file=sys.stderr, flush=True)
+    notice(line)

@@ -34,7 +34,7 @@ from strategies.backends.fsdp import FullShard, broadcast_from_rank_0
 from strategies.backends.zero.script_loop import ScriptLoop, tensors_in_output
 from strategies.distributed.environment import join
 from strategies.distributed.gathers import ModelHook
-from strategies.distributed.same_model import require_same_model
+from strategies.distributed.rank_check import require_same_model
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
 from strategies.optim.optimizers import ParameterMove, refuse_optimizer, refuse_sparse_layers, sharded_like
@@ -180,11 +180,11 @@ class ScriptParallel(DistributedDataParallel):
             refuse_optimizer(optimizer, self.configuration)
         loop = self._loop = ScriptLoop(self.module, self.configuration, self.environment, optimizers)
         _LOOPS.add(loop)
+        kept: Any = self.module
+        for part in kept.modules():
+            part.register_state_dict_pre_hook(ModelHook(loop.state_dict_starts))
+            part.register_state_dict_post_hook(ModelHook(loop.state_dict_ends))
         if self.configuration.zero_stage == 3:
-            kept: Any = self.module
-            for part in kept.modules():
-                part.register_state_dict_pre_hook(ModelHook(loop.state_dict_starts))
-                part.register_state_dict_post_hook(ModelHook(loop.state_dict_ends))
             kept.register_load_state_dict_pre_hook(ModelHook(loop.load_starts))
             kept.register_load_state_dict_post_hook(ModelHook(loop.load_ends))
 

@@ -22,6 +22,7 @@ from hardware_db.errors import DsplanError
 from hardware_db.files import database_path
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import measure_run
+from hardware_db.notices import notice
 from hardware_db.probe import probe
 from hardware_db.store import open_store
 from hardware_db.units import format_bytes, format_seconds
@@ -213,11 +214,11 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def _alert(self, alert: Alert) -> None:
         self.alerts.append(alert)
-        print(f"dsplan: rank {self._environment.rank}: {alert.message}", flush=True)
+        notice(f"rank {self._environment.rank}: {alert.message}", stream="stdout")
 
     def _print(self, sentence: str) -> None:
         if self._environment.is_main:
-            print(f"dsplan: {sentence}", flush=True)
+            notice(sentence, stream="stdout")
 
 
 def _beside(predicted: float | None, measured: float | None, spell: Callable[[Any], str]) -> str:
@@ -247,10 +248,16 @@ def configuration_of(settings: Any, model: torch.nn.Module, *, tokens: int) -> C
         sequence_length=tokens,
         precision="bf16" if settings.bf16 else "fp16" if settings.fp16 else "fp32",
         optimizer=OPTIMIZERS.get(optimizer, "adamw"),
-        activation_checkpointing="full" if getattr(model, "is_gradient_checkpointing", False) else "none",
+        activation_checkpointing="full" if _recomputes(model) else "none",
         offload=offload,
         sync_each_micro_batch=False,
     )
+
+
+def _recomputes(model: torch.nn.Module) -> bool:
+    """transformers 5.23 has a new name for it and warns of the old one."""
+    new = getattr(model, "is_activation_checkpointing", None)
+    return bool(getattr(model, "is_gradient_checkpointing", False) if new is None else new)
 
 
 def _spread(settings: Any) -> tuple[words.Strategy, words.Offload]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hardware_db.notices import notice
 from planner import vocabulary as words
 from planner.types.plan import Plan
 from strategies.config import read_config, read_object
@@ -234,7 +235,7 @@ class Ranks:
 
     def _say(self, sentence: str) -> None:
         if self.global_rank == 0:
-            print(f"dsplan: {sentence}", flush=True)
+            notice(sentence, stream="stdout")
 
     def _has_peers(self) -> bool:
         return dist.is_initialized() and self.world_size > 1

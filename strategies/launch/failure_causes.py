@@ -71,6 +71,8 @@ _ECHO_WORDS = (
     "timed out waiting",
     "heartbeat monitor",
 )
+_MISMATCH_WORDS = "collective mismatch"
+"""What gloo says before it aborts a rank whose message has another size than the one it waits for."""
 _CONNECTION_ERRORS = ("ConnectionError", *(kind.__name__ for kind in ConnectionError.__subclasses__()))
 FIRST: tuple[EndingKind, ...] = (
     "regrouped",
@@ -226,6 +228,12 @@ def _silent(directory: Path, rank: int, code: int, *, memory_killed: bool) -> En
     reason = f"killed by signal {-code}" if code < 0 else _last_line(log) or f"exit status {code}"
     if code == -signal.SIGKILL and memory_killed:
         kind, reason = "out_of_memory", "killed by the kernel: the host, or the job's share of it, is out of memory"
+    elif code == -signal.SIGABRT and _MISMATCH_WORDS in _last_line(log):
+        kind = "refused"
+        reason = (
+            "it met another rank in another collective; the model, its state_dict() and its evaluation have to be "
+            "called on all ranks, which all have a part of it"
+        )
     elif any(word in reason.lower() for word in _OUT_OF_MEMORY_WORDS):
         kind = "out_of_memory"
     return Ending(kind=kind, rank=rank, reason=reason, log=log, exit_status=code)

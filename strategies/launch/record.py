@@ -14,8 +14,8 @@ from hardware_db.measurement import Measurement, Record, RecordError, measure_ru
 from hardware_db.measurement import Outcome as StoredOutcome
 from hardware_db.probe import Machine, probe
 from hardware_db.store import open_store
-from hardware_db.store.documents import from_document, to_document
-from planner.calibration.refresh import refresh
+from hardware_db.store.transfer import from_document, to_document
+from planner.calibration.learn import refresh
 from planner.cluster.probed import probed_cluster
 from planner.types.job import cluster_section
 from planner.types.plan import Plan

@@ -254,7 +254,9 @@ def _at(number: int, meetings: Sequence[Meeting]) -> Meeting:
 
 def _alone(beats: Mapping[int, Heartbeat], quiet_seconds: float) -> Verdict | None:
     last = {rank: beat.meetings[-1].last if beat.meetings else 0 for rank, beat in beats.items()}
-    ahead = sorted(rank for rank in beats if last[rank] == max(last.values()) and beats[rank].inside)
+    # A call that met another collective of the same size has come back, and its rank waits in the next one.
+    stuck = {rank for rank, beat in beats.items() if beat.inside or beat.waits_at}
+    ahead = sorted(rank for rank in stuck if last[rank] == max(last.values()))
     others = sorted(set(beats) - set(ahead))
     if not ahead or not others or any(beats[rank].quiet_seconds < quiet_seconds for rank in ahead):
         return None

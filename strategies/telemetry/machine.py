@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 
 from hardware_db.probe.cgroup import cgroup_limits
-from hardware_db.probe.nvml import driver_library_loads
 from strategies.config.values import MonitorSettings
 
 # This process's memory, read in microseconds.
@@ -118,6 +117,8 @@ class GpuReader:
     """One GPU's figures from NVML; those that its driver refuses are left out, and asked for no more."""
 
     def __init__(self, uuid: str) -> None:
+        from hardware_db.probe.nvml import driver_library_loads
+
         self._questions: dict[str, Callable[[], float]] = {}
         if not driver_library_loads():
             return

@@ -31,11 +31,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hardware_db.measurement import Measured
 from hardware_db.notices import notice
 from strategies.run_directory.attempt_options import AttemptOptions
+
+if TYPE_CHECKING:
+    from hardware_db.measurement import Measured
 
 Row = Mapping[str, Any]
 
@@ -209,6 +211,8 @@ def _largest(steps: Sequence[Sequence[Row]], key: str) -> int | None:
 
 def measured_of(run: MeasuredRun) -> Measured:
     """The figures of a run as the database keeps them."""
+    from hardware_db.measurement import Measured
+
     return Measured(
         peak_allocated_bytes=run.peak_allocated_bytes,
         peak_reserved_bytes=run.peak_reserved_bytes,

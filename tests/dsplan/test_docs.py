@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cluster.cluster_file import KEYS
+from planner.cluster.resolve import KEYS
 from tests.dsplan.cli import Cli
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,14 @@ ROOMS = ("dsplan", "strategies", "planner", "hardware_db", "scripts", "tests")
 
 
 @pytest.mark.parametrize(
-    "script", ["generate.cli_reference", "report.recommendation_table", "report.accuracy_report", "report.zero_report"]
+    "script",
+    [
+        "generate.cli_reference",
+        "report.recommendation_table",
+        "report.accuracy_report",
+        "report.zero_report",
+        "report.public_scripts",
+    ],
 )
 def test_generated_pages_are_fresh(script: str) -> None:
     done = subprocess.run(
@@ -45,8 +52,15 @@ def test_files_that_pages_name_exist(page: Path) -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-ELSEWHERE = {"train.py", "stage_1_and_2.py", "stage3.py", "partitioned_param_coordinator.py", "zero_to_fp32.py"}
-"""A reader's own script, and files of DeepSpeed."""
+ELSEWHERE = {
+    "main.py",
+    "train.py",
+    "stage_1_and_2.py",
+    "stage3.py",
+    "partitioned_param_coordinator.py",
+    "zero_to_fp32.py",
+}
+"""A reader's own scripts, and files of DeepSpeed."""
 
 
 def test_files_that_pages_name_without_their_folder_exist() -> None:

@@ -9,11 +9,9 @@ from typing import get_args
 import pytest
 
 import dsplan
-from dsplan.render.blocks import Bar, Block, Table, Text, columns
 from dsplan.render.catalogues import devices_table, models_table, nodes_table
-from dsplan.render.pretty import print_blocks
 from dsplan.render.recommendation import recommendation_blocks
-from dsplan.render.show import plain_text
+from dsplan.render.show import Bar, Block, Table, Text, columns, plain_text, print_blocks
 from hardware_db.datasheets import devices, node_types
 from planner import vocabulary
 from planner.models.catalogue import models

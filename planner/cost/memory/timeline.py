@@ -15,7 +15,7 @@ from planner.cost.memory.activations.instants import Instant, instants_of
 from planner.cost.memory.ddp import ReplicaBuffers
 from planner.cost.memory.fsdp import FsdpBuffers, fsdp_buffers
 from planner.cost.memory.ledger import Ledger, States
-from planner.cost.memory.optimizer_step import step_temporaries
+from planner.cost.memory.states import step_temporaries
 from planner.cost.memory.zero.deepspeed import zero_buffers
 from planner.cost.memory.zero.native import NativeZeroBuffers
 from planner.cost.precision import Recipe

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hardware_db.curve import Curve
 from planner.cost.timing.efficiency import DeviceRates
 from planner.cost.timing.layout import Layout
+from planner.types.cluster import Curve
 from planner.types.job import Job
 
 STEP_BYTES = {

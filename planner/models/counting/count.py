@@ -6,10 +6,14 @@ at all; `docs/how-to/adding-a-model.md` lists the three places where publishers 
 
 from __future__ import annotations
 
-from planner.models.counting.decoder import count_decoder
-from planner.models.counting.encoder import count_encoder
-from planner.models.counting.encoder_decoder import count_encoder_decoder
-from planner.models.counting.vision import count_vision, count_vision_language, count_vision_text
+from planner.models.counting.architectures import (
+    count_decoder,
+    count_encoder,
+    count_encoder_decoder,
+    count_vision,
+    count_vision_language,
+    count_vision_text,
+)
 from planner.models.counting.weights import expert_parameters
 from planner.models.facts import BlockCount, ModelFacts, ParameterCounts
 

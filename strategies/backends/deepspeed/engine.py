@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from hardware_db.files import provide_torch_extensions
+from hardware_db.notices import notice
 from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from strategies.backends.deepspeed.states import DeepSpeedStates, scale_of, state_tensors, take_scale, whole
@@ -284,11 +284,7 @@ def expect_compilation(operator: str, environment: Environment) -> None:
             " for ever; remove it"
         )
     if environment.is_main and not (directory / f"{operator}.so").exists():
-        print(
-            f"dsplan: DeepSpeed compiles {operator} before the first step, once; that takes a minute or more",
-            file=sys.stderr,
-            flush=True,
-        )
+        notice(f"DeepSpeed compiles {operator} before the first step, once; that takes a minute or more")
 
 
 def _is_open_somewhere(path: Path) -> bool:

@@ -270,7 +270,11 @@ class ScriptLoop:
         """Before a state dict of the model, or of a part of it, which begins with those of its own parts."""
         if self._nested == 0 and not keep_vars:
             with PULSE.meeting("state_dict"):
-                self._copies = self.sharded_model.copies(set(module.parameters()))
+                own = set(module.parameters())
+                # Weights that lie side by side in one storage are taken for tied ones by what writes safetensors.
+                self._copies = self.sharded_model.copies(own) or {
+                    parameter: parameter.detach().clone() for parameter in own if parameter in self.pieces.of
+                }
         self._nested += 1
 
     def state_dict_ends(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

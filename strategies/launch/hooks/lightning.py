@@ -33,6 +33,19 @@ def fabric_(original: Callable[..., None], made: Any, *positional: Any, **named:
     """`Fabric.__init__` over dsplan's strategy."""
     library = _library(made, "Fabric", FABRICS.values())
     _start(original, made, positional, named, library=library, kind=fabric.strategy_class(library))
+    _launch_when_used(made)
+
+
+def _launch_when_used(made: Any) -> None:
+    """A script that does not call `launch` is meant for `fabric run`, whose ranks are started as these are."""
+    validate = made._validate_launched
+
+    def launched() -> None:
+        if not made._launched:
+            made.launch()
+        validate()
+
+    made._validate_launched = launched
 
 
 def _start(

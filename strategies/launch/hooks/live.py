@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from strategies.autoplan.live import with_measured_rates
 from strategies.autoplan.rates import machine_rates
 from strategies.autoplan.select import unfit
 from strategies.distributed.consensus import on_rank_zero
-from strategies.distributed.same_model import require_same_model
+from strategies.distributed.rank_check import require_same_model
 from strategies.errors import CannotRun
 from strategies.launch.hooks import asked
 from strategies.run_directory import claim
@@ -98,9 +99,13 @@ def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) ->
     Data without token ids has no such length (None); `example_batch` makes of it what is planned for.
     """
     samples = first_samples(dataset)
-    if collate is None or not samples:
+    batch = None
+    if collate is not None and samples:
+        # The script's own code, which may raise anything: Trainer drops columns of samples before it collates them.
+        with suppress(Exception):
+            batch = collate(samples)
+    if batch is None:
         return max(map(longest_tokens, samples), default=0) or None
-    batch = collate(samples)
     return -(-longest_tokens(batch) // _samples_in_a_row(batch, len(samples))) or None
 
 

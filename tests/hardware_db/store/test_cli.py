@@ -16,8 +16,7 @@ from dsplan.__main__ import main
 from hardware_db.files import canonical_json
 from hardware_db.measurement import Measured
 from hardware_db.store import open_store
-from hardware_db.store.documents import to_document
-from hardware_db.store.transfer import read_export
+from hardware_db.store.transfer import read_export, to_document
 from tests.hardware_db.store.records import A100, FROZEN, measurement, plan, rate
 
 EMPTY = "The database is empty: `dsplan run train.py` stores every run, `dsplan db import FILE` adds those of others.\n"
@@ -58,7 +57,7 @@ def test_an_empty_database_says_how_to_fill_it(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.usefixtures("filled")
 def test_list_is_aligned_text_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsplan.render.measurements.utc_now", lambda: "2026-06-01T00:00:00.000000Z")
+    monkeypatch.setattr("dsplan.render.db_view.utc_now", lambda: "2026-06-01T00:00:00.000000Z")
     assert _out(capsys, "list") == (
         "id        UTC          model     strategy  outcome    peak, error  step, error\n"
         "--------  -----------  --------  --------  ---------  -----------  -----------\n"
@@ -71,7 +70,7 @@ def test_list_is_aligned_text_in_a_pipe(capsys: pytest.CaptureFixture[str], monk
 def test_list_shows_the_date_alone_of_older_years(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsplan.render.measurements.utc_now", lambda: "2027-01-01T00:00:00.000000Z")
+    monkeypatch.setattr("dsplan.render.db_view.utc_now", lambda: "2027-01-01T00:00:00.000000Z")
     assert "00000000  2026-01-31  opt-125m" in _out(capsys, "list")
 
 

@@ -14,8 +14,7 @@ import pytest
 from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.measurement import Measured, Predicted
 from hardware_db.store import MemoryStore, Store
-from hardware_db.store.documents import from_document, to_document
-from hardware_db.store.transfer import export_text, import_file
+from hardware_db.store.transfer import export_text, from_document, import_file, to_document
 from tests.hardware_db.store.records import FROZEN_RATE, FROZEN_RUN, LAPTOP, measurement, rate
 
 RECORDS = (

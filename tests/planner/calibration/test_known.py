@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hardware_db.curve import Curve
 from hardware_db.fingerprint import Versions
 from hardware_db.store import MemoryStore, open_store
 from planner.search.estimate import estimate, price, timed
 from planner.search.recall import recalled, recalled_from
 from planner.search.request import Request
-from planner.types.cluster import NOTHING_MEASURED, Rates
+from planner.types.cluster import NOTHING_MEASURED, Curve, Rates
 from planner.types.plan import Configuration, Plan, StepTime
 from planner.vocabulary import Strategy
 from scripts.fit import one_run

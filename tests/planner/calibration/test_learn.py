@@ -14,9 +14,7 @@ from hardware_db.fingerprint import Versions
 from hardware_db.measurement import Measurement, calibration_record
 from hardware_db.store import MemoryStore
 from planner.calibration.calibration import Calibration, hardware_kind
-from planner.calibration.learn import FEWEST, learn
-from planner.calibration.refresh import refresh
-from planner.calibration.rows import Rebuilder
+from planner.calibration.learn import FEWEST, Rebuilder, learn, refresh
 from planner.models.resolve import resolve_model
 from planner.search.estimate import estimate, timed
 from planner.search.estimate import price as priced

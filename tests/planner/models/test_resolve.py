@@ -13,7 +13,7 @@ import pytest
 from hardware_db.units import parse_count
 from planner.errors import ContradictoryRequest, DsplanError
 from planner.models.counting.count import count_parameters
-from planner.models.sizes import model_of_size
+from planner.models.resolve import model_of_size
 from planner.models.tasks import default_sequence_length, default_task
 from strategies.tracing import to_hf as builder
 from strategies.tracing.factory import any_model

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hardware_db.microbench.rate import Point
+from hardware_db.microbench.grid import Point
 from strategies.bench.plan import BenchPlan, save_bench_plan
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hardware_db.fingerprint import Fingerprint, MachineIdentity, Versions
-from hardware_db.microbench.rate import Point
+from hardware_db.microbench.grid import Point
 from hardware_db.probe import Machine
 from hardware_db.probe.machine import Host, Software
 

@@ -12,12 +12,11 @@ import pytest
 
 from dsplan.__main__ import main
 from dsplan.benchmarking import BenchReport
-from dsplan.render.bench_report import rate_words, report_blocks, report_to_dict, result_words, work_words
-from dsplan.render.bench_view import BenchView
+from dsplan.render.bench_view import BenchView, rate_words, report_blocks, report_to_dict, result_words, work_words
 from dsplan.render.show import plain_text
 from hardware_db.measurement import Measured as MeasuredFigures
 from hardware_db.measurement import Measurement, measure_run
-from hardware_db.microbench.rate import Point, Rate, as_measurement
+from hardware_db.microbench.grid import Point, Rate, as_measurement
 from planner.cluster.resolve import probed_cluster
 from planner.search.estimate import estimate
 from planner.types.plan_io import plan_to_dict

@@ -9,21 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from hardware_db.microbench import (
-    attention,
-    collectives,
-    matmul,
-    memory,
-    timer,
+from hardware_db.microbench import collectives, compute, memory, timer
+from hardware_db.microbench.grid import (
+    COLLECTIVES,
+    CPU,
+    GPU,
+    HOST_LINKS,
+    KINDS,
+    Point,
+    Rate,
+    all_points,
+    as_measurement,
+    point_of,
+    quick_points,
 )
-from hardware_db.microbench import (
-    memory as optimizer,
-)
-from hardware_db.microbench import (
-    memory as storage,
-)
-from hardware_db.microbench.grid import COLLECTIVES, CPU, GPU, HOST_LINKS, KINDS, all_points, quick_points
-from hardware_db.microbench.rate import Point, Rate, as_measurement, point_of
 from hardware_db.microbench.runner import MEASURES, measure
 from hardware_db.microbench.timer import Budget, Timing, time_calls
 from hardware_db.units import KIB, MIB
@@ -41,7 +40,7 @@ def half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
         operation()
         return Timing(seconds=0.5, repeats=7, spread=0.25)
 
-    for module in (attention, collectives, matmul, memory, optimizer, storage):
+    for module in (collectives, compute, memory):
         monkeypatch.setattr(module, "time_calls", pretend)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hardware_db.errors import DsplanError
-from hardware_db.microbench.rate import point_of
+from hardware_db.microbench.grid import point_of
 from hardware_db.store import open_store
 from tests.strategies.bench.command import ended, plan_file, start_bench
 from tests.strategies.bench.samples import launches

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hardware_db.microbench.grid import COLLECTIVES
-from hardware_db.microbench.rate import Point, Rate, Refusal
+from hardware_db.microbench.grid import COLLECTIVES, Point, Rate, Refusal
 from hardware_db.probe import probe
 from hardware_db.spawn import RankPool
 from hardware_db.store import open_store

@@ -9,7 +9,7 @@ import pytest
 
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement
-from hardware_db.microbench.rate import Point, Rate, Refusal, as_measurement
+from hardware_db.microbench.grid import Point, Rate, Refusal, as_measurement
 from hardware_db.spawn import RankError
 from hardware_db.store import MemoryStore
 from planner.cluster.resolve import probed_cluster

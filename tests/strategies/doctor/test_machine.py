@@ -13,9 +13,18 @@ from hardware_db.units import GIB
 from strategies.distributed.network import Interface, interfaces
 from strategies.doctor.examine import examine
 from strategies.doctor.finding import Finding, merged, sorted_findings
-from strategies.doctor.limits import disk, filesystem, limit_findings, locked_memory, open_files, shared_memory
+from strategies.doctor.machine import (
+    disk,
+    filesystem,
+    gpus,
+    limit_findings,
+    locked_memory,
+    open_files,
+    shared_memory,
+    slow_settings,
+    versions,
+)
 from strategies.doctor.network import gloo_choice, nccl_choice, network_findings
-from strategies.doctor.software import gpus, slow_settings, versions
 from strategies.launch.elastic.place import interface_of
 
 LO, DOCKER = Interface(name="lo", address="127.0.0.1"), Interface(name="docker0", address="172.17.0.1")

@@ -113,7 +113,9 @@ def train(loop: Loop) -> dict[str, Any]:
     model.eval()
     with torch.no_grad():
         evaluated = model(*batch_of(7)).item()
-    state = {name: value.detach().clone() for name, value in raw_model.state_dict().items()}
+    saved = raw_model.state_dict()
+    parts = [name for name, value in saved.items() if value.untyped_storage().nbytes() != value.nbytes]
+    state = {name: value.detach().clone() for name, value in saved.items()}
     outer = list(model.state_dict())
     optimizer_state = optimizer.state_dict()["state"]
     states = {index: {k: v.clone() for k, v in values.items()} for index, values in optimizer_state.items()}
@@ -122,6 +124,7 @@ def train(loop: Loop) -> dict[str, Any]:
         "norms": norms,
         "evaluated": evaluated,
         "state": state,
+        "parts": parts,
         "names": outer,
         "optimizer": states,
         "rates": [group["lr"] for group in optimizer.param_groups],

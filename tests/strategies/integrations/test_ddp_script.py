@@ -26,7 +26,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-SUITE = ("no_sync", "nanoGPT's flag, clipped", "reduced each time, scheduled", "scaled")
+SUITE = ("nanoGPT's flag, clipped", "reduced each time, scheduled")
 
 
 @pytest.mark.parametrize("how", [how if how in SUITE else pytest.param(how, marks=pytest.mark.slow) for how in HOW])
@@ -39,6 +39,8 @@ def test_losses_weights_and_states_are_those_of_ddp(how: str, ranks: RankPool) -
             assert got["evaluated"] == pytest.approx(reference["evaluated"], rel=FP32), strategy
             assert (got["names"], got["rates"]) == (reference["names"], reference["rates"]), strategy
             _assert_close(got["state"], reference["state"], strategy)
+            # What shares a storage is tied to what writes safetensors, and left out.
+            assert not strategy.startswith("zero") or got["parts"] == []
             assert got["optimizer"].keys() == reference["optimizer"].keys(), strategy
             for index, values in reference["optimizer"].items():
                 _assert_close(got["optimizer"][index], values, strategy)

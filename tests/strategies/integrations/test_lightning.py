@@ -88,6 +88,7 @@ def test_resumes_under_any_strategy_where_it_was(ranks: RankPool, tmp_path: Path
             assert all((own["weights"][name] - weight).abs().max() < 1e-5 for name, weight in other["weights"].items())
 
 
+@pytest.mark.slow
 def test_resumes_on_another_number_of_ranks(ranks: RankPool, one_rank: RankPool, tmp_path: Path) -> None:
     """One rank with batches as large as those of two together sees the same samples in each step."""
     first, second = ranks.run(bodies.saved, asked("zero2"), str(tmp_path), 3, True)

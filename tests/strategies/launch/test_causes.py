@@ -9,7 +9,7 @@ import pytest
 
 from strategies.launch.failure_causes import ending_of, forget_last_attempt, memory_kills, with_stacks_kept
 from strategies.launch.policy import Policy, RunContext
-from strategies.run_directory.spec import RESULT_FILE, EndingKind, failure_path, success_path, write_json
+from strategies.run_directory.spec import RESULT_FILE, EndingKind, failure_path, log_path, success_path, write_json
 
 ECHO = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3012"
 
@@ -49,6 +49,25 @@ def test_peers_that_only_lost_each_other_are_lost(tmp_path: Path) -> None:
     _result(tmp_path, {0: 1})
     _said(tmp_path, 0, "failed", ECHO)
     assert ending_of(tmp_path, 1).kind == "lost"
+
+
+MISMATCH = "  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 42 vs 40. \
+Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?\n"
+
+
+@pytest.mark.parametrize(("last_line", "kind"), [(MISMATCH, "refused"), ("free(): invalid pointer\n", "killed")])
+def test_a_rank_that_gloo_aborts_in_another_collective_is_not_started_again(
+    last_line: str, kind: EndingKind, tmp_path: Path
+) -> None:
+    _result(tmp_path, {0: -6, 1: -15})
+    log = log_path(tmp_path, 0, "stderr")
+    log.parent.mkdir(exist_ok=True)
+    log.write_text(last_line)
+    ending = ending_of(tmp_path, 1)
+    assert (ending.kind, ending.rank) == (kind, 0)
+    assert ("called on all ranks" in ending.reason) is (kind == "refused")
+    decision = Policy(3).decide(ending, RunContext(highest_step=8, progressed=True))
+    assert (decision.action == "restart") is (kind == "killed")
 
 
 @pytest.mark.parametrize(

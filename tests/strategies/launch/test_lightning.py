@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hardware_db.spawn import RankPool
 from tests.strategies.launch.command import run
@@ -46,6 +47,7 @@ def test_the_plans_strategy_takes_the_place_of_the_scripts(ranks: RankPool) -> N
             "is_the_scripts_own": [False, True, False],
             "devices": [2, 2, 2],
             "sizes": [2, 2, 2],
+            "shared": [1.0, 1.0],
         }
 
 
@@ -70,4 +72,5 @@ def taken_place() -> dict[str, list[Any]]:
         "is_the_scripts_own": [item.strategy is own for item in made],
         "devices": [item.strategy.num_processes for item in made],
         "sizes": [item.world_size for item in made],
+        "shared": made[-1].all_gather(torch.ones(1)).flatten().tolist(),  # in a script that does not call `launch`
     }

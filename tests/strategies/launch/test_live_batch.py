@@ -92,3 +92,19 @@ def test_a_plan_is_made_of_a_batch_of_the_scripts_own(
     plan = live._plan(job, ())
     assert (plan.configuration.sequence_length, plan.workload["task"]) == (planned, task)
     assert plan.provenance["memory"] == "traced"
+
+
+def _pads(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    return {"input_ids": torch.zeros(len(samples), longest + 2, dtype=torch.long)}
+
+
+def _cannot_take_text(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+
+
+@pytest.mark.parametrize(("collate", "tokens"), [(None, 5), (_pads, 7), (_cannot_take_text, 5)])
+def test_tokens_are_counted_although_a_collator_cannot_take_the_samples_as_they_are(collate: Any, tokens: int) -> None:
+    """Trainer drops the columns that a model does not take before its collator sees them."""
+    samples = [{"text": "a", "input_ids": [1, 2, 3]}, {"text": "b", "input_ids": [1, 2, 3, 4, 5]}]
+    assert live.sequence_length(samples, collate) == tokens

@@ -12,23 +12,48 @@ from tests.strategies.launch.command import EXAMPLES, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("trainer_script.py")
+ACCELERATE = Path(__file__).with_name("accelerate_script.py")
 
 
-def _losses(directory: Path, word: str) -> tuple[dict[str, float], list[str]]:
+def _losses(directory: Path, strategy: str, word: str) -> tuple[dict[str, float], list[str]]:
     """The losses of all steps, and how attempts ended that did not complete."""
-    output = directory / word
-    finished = run("--strategy", "ddp", "--json", directory / SCRIPT.name, str(output), word, cwd=directory)
+    output = directory / f"{strategy}-{word}"
+    finished = run(
+        "--nproc", "2", "--strategy", strategy, "--json", directory / SCRIPT.name, str(output), word, cwd=directory
+    )
     assert finished.status == 0, finished.err
     endings = [attempt["ending"]["kind"] for attempt in finished.json["attempts"] if attempt["ending"]]
     return json.loads(output.with_suffix(".losses").read_text()), endings
 
 
-def test_a_killed_trainer_makes_the_steps_of_one_that_was_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+def test_a_killed_trainer_makes_the_steps_of_one_that_was_left_alone(tmp_path: Path, strategy: str) -> None:
     pytest.importorskip("transformers")
     for file in (SCRIPT, EXAMPLES / "stdlib_text.py"):
         shutil.copy(file, tmp_path)
-    expected, endings = _losses(tmp_path, "quiet")
+    expected, endings = _losses(tmp_path, strategy, "quiet")
     assert (len(expected), endings) == (10, [])
-    found, endings = _losses(tmp_path, "faulty")
+    found, endings = _losses(tmp_path, strategy, "faulty")
     assert endings == ["killed"]
     assert found == expected
+    if strategy != "ddp":
+        assert list(expected.values()) == pytest.approx(list(_losses(tmp_path, "ddp", "quiet")[0].values()), abs=2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "zero3"])
+def test_accelerate_trains_saves_and_loads_its_state(tmp_path: Path, strategy: str) -> None:
+    pytest.importorskip("accelerate")
+    for file in (ACCELERATE, EXAMPLES / "stdlib_text.py"):
+        shutil.copy(file, tmp_path)
+    found = {}
+    for name in ("ddp", strategy):
+        output = tmp_path / name
+        output.mkdir()
+        for words in ([], ["resume"]):
+            command = ("--nproc", "2", "--strategy", name, "--json", tmp_path / ACCELERATE.name, str(output), *words)
+            finished = run(*command, cwd=tmp_path)
+            assert finished.status == 0, finished.err
+            assert finished.json["plan"]["plan"]["strategy"] == name
+        found[name] = json.loads((output / "losses.json").read_text())
+        assert json.loads((output / "resumed.json").read_text()) == pytest.approx(found[name], abs=1e-6)
+    assert found[strategy] == pytest.approx(found["ddp"], abs=1e-5)

@@ -39,6 +39,7 @@ WAITS = {"waits_at": "t.py, line 20"}
         ({"inside": True, "quiet_seconds": 2.0}, WAITS, ""),
         ({"inside": False, "quiet_seconds": 60.0}, WAITS, ""),  # it works on what it has gathered
         ({"inside": True}, {**WAITS, "inside": True}, ""),
+        (WAITS, WAITS, "t.py, line 12: rank 0 calls the model without gradients alone"),  # it met another collective
     ],
 )  # fmt: skip
 def test_a_rank_is_alone_in_a_call_only_if_no_other_can_come(own: Any, other: Any, says: str) -> None:

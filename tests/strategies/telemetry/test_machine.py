@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
+from hardware_db.probe import nvml
 from strategies.config.values import MonitorSettings, Threshold
-from strategies.telemetry import machine
 from strategies.telemetry.detectors import Watch
 from strategies.telemetry.machine import MachineReader
 
@@ -21,7 +21,7 @@ class FakeGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reasons, self.refused, self.asked = 0, set[str](), list[str]()
-        monkeypatch.setattr(machine, "driver_library_loads", lambda: True)
+        monkeypatch.setattr(nvml, "driver_library_loads", lambda: True)
         monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
         answers = {
             "nvmlDeviceGetHandleByUUID": lambda: "handle",

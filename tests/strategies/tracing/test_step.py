@@ -18,9 +18,8 @@ from planner.models.catalogue import find_model
 from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts
 from planner.models.from_hf.config import facts_from_config
-from planner.types.job import Job
+from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
-from planner.types.workload import Workload
 from strategies.distributed.gloo import quiet
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_facts

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
-from planner.cost.memory.optimizer_step import flat_step_temporaries
+from planner.cost.memory.states import flat_step_temporaries
 from planner.cost.memory.units import rounded
 from planner.cost.memory.zero.partition import flat_partition, tensor_partitions
 from planner.cost.precision import Recipe

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
-from planner.cost.memory.optimizer_step import tensor_step_temporaries
+from planner.cost.memory.states import tensor_step_temporaries
 from planner.cost.memory.units import trained_shards_of, trained_units_of, units_of
 from planner.cost.memory.zero.offload import offload_split, weights_are_whole, window_bytes
 from planner.cost.memory.zero.partition import steps_whole_tensors

@@ -16,7 +16,7 @@ from planner.models.from_hf.config import facts_from_config
 from planner.search.estimate import price
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import WorkOptions, make_request
-from planner.types.workload import Workload
+from planner.types.job import Workload
 from strategies.tracing.storage_tracker import StorageTracker
 
 SAMPLES, LENGTH = 4, 256

@@ -12,9 +12,8 @@ from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts
 from planner.models.tasks import default_sequence_length, default_task
 from planner.types.cluster import Cluster
-from planner.types.job import Job
+from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
-from planner.types.workload import Workload
 
 SHARDED = ("fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3")
 FIRST_OF_TYPE = {facts.model_type: facts for facts in reversed(models())}

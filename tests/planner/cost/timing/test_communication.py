@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware_db.curve import Curve, constant_rate
 from hardware_db.device import Link
 from planner.cost.timing.collectives import (
     COLLECTIVE_LAUNCH_SECONDS,
@@ -23,7 +22,7 @@ from planner.cost.timing.collectives import (
     neighbour_seconds,
 )
 from planner.cost.timing.layout import SLOWDOWN, exposed_seconds
-from planner.types.cluster import Cluster, Rates
+from planner.types.cluster import Cluster, Curve, Rates, constant_rate
 from tests.planner.cost.timing.cases import cluster
 
 MEASURED = Path(__file__).parents[4] / "hardware_db" / "measurements" / "all_reduce_nvlink.csv"

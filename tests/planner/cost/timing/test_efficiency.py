@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 
-from hardware_db.curve import Curve, constant_rate
 from hardware_db.datasheets import devices, find_device
 from hardware_db.device import Device
 from planner.cost.code_bases import TRANSFORMERS
@@ -19,7 +18,7 @@ from planner.cost.timing.efficiency import (
     compute_dtype,
     device_rates,
 )
-from planner.types.cluster import Rates
+from planner.types.cluster import Curve, Rates, constant_rate
 from planner.vocabulary import PRECISIONS
 from tests.planner.cost.timing.cases import cluster
 

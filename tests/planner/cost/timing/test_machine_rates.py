@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hardware_db.curve import Curve, constant_rate, curve_of
 from hardware_db.fingerprint import Fingerprint, MachineIdentity, Versions
 from hardware_db.measurement import RateMeasurement, new_id, utc_now
 from planner.cluster.rates import rates_from_measurements
-from planner.types.cluster import Rates
+from planner.types.cluster import Curve, Rates, constant_rate, curve_of
 
 LAPTOP = Fingerprint(machine=MachineIdentity(cpu="some", cores=2), versions=Versions())
 SERVER = Fingerprint(machine=MachineIdentity(device="H100", device_count=8), versions=Versions())

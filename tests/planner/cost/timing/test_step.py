@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware_db.curve import constant_rate
 from planner.cost.code_bases import TRANSFORMERS, Implementation
 from planner.cost.timing import step_time, throughput
 from planner.cost.timing.layout import layout
 from planner.models.catalogue import find_model, models
 from planner.models.facts import ModelFacts
-from planner.types.cluster import Factors, Rates
+from planner.types.cluster import Factors, Rates, constant_rate
 from planner.types.job import Job
 from planner.types.plan import StepTime
 from tests.planner.cost.timing.cases import FIRST_OF_TYPE, SHARDED, cluster, make_job, on

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hardware_db.curve import constant_rate
 from hardware_db.device import Device
 from planner.cost.code_bases import TRANSFORMERS, Implementation
 from planner.cost.timing import step_time
@@ -16,7 +15,7 @@ from planner.cost.timing.efficiency import device_rates
 from planner.cost.timing.layout import SERIAL_SLOWDOWN, SLOWDOWN, beside, layout
 from planner.cost.timing.offload import NVME_BYTES_PER_S, _native_disk_seconds
 from planner.cost.timing.pipeline import stages
-from planner.types.cluster import Rates
+from planner.types.cluster import Rates, constant_rate
 from planner.types.job import Job
 from tests.planner.cost.timing.cases import cluster, make_job, on
 

@@ -1,0 +1,182 @@
+"""`dsplan recommend`, `estimate`, `explain` and `emit`: plans ranked, priced, explained, written as configs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsplan.cli.flags import (
+    ConfigurationFlags,
+    ExactFlag,
+    HardwareFlags,
+    JsonFlag,
+    ModelFlags,
+    RankingFlags,
+    WorkFlags,
+    with_flags,
+)
+
+if TYPE_CHECKING:
+    from planner.types.plan import Plan
+
+
+@with_flags
+def estimate(
+    model: ModelFlags,
+    hardware: HardwareFlags,
+    work: WorkFlags,
+    configuration: ConfigurationFlags,
+    exact: ExactFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Memory and time of one configuration. Exit status 1 if it does not fit."""
+    from dsplan.question import Question, estimated
+    from dsplan.render.plan_view import plan_blocks
+    from dsplan.render.show import progress, show, show_json
+    from planner.search.exact import ExactOptions
+    from planner.types.plan_io import plan_to_dict
+
+    question = Question(**asdict(model), **asdict(hardware), **asdict(work))
+    options = ExactOptions(**asdict(configuration), global_batch=work.global_batch)
+    with progress() as report:
+        request, plan = estimated(question, options, report if exact else None)
+    if json:
+        show_json(plan_to_dict(plan))
+    else:
+        show(plan_blocks(plan, request.defaults))
+    raise typer.Exit(plan.verdict == "does_not_fit")
+
+
+@with_flags
+def recommend(
+    model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, ranking: RankingFlags, json: JsonFlag = False
+) -> None:
+    """Ranked plans for a model on your hardware. Exit status 1 if nothing fits."""
+    from dsplan.question import Goal, Question
+    from dsplan.render.recommendation import recommendation_blocks, recommendation_to_dict
+    from dsplan.render.show import show, show_json
+    from planner.search.search import recommend as search
+
+    question = Question(**asdict(model), **asdict(hardware), **asdict(work))
+    goal = Goal(**{name: value for name, value in asdict(ranking).items() if name != "out"})
+    answer = search(question.request(**goal.ranking()), with_front=goal.pareto)
+    if ranking.out is not None:
+        write_plans(answer.plans, ranking.out)
+    if json:
+        show_json(recommendation_to_dict(answer))
+    else:
+        show(recommendation_blocks(answer))
+        if ranking.out is not None and answer.plans:
+            typer.echo(f"{len(answer.plans)} plans and their configs are in {ranking.out}")
+    raise typer.Exit(not answer.plans)
+
+
+def explain(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `dsplan recommend --out` wrote.")],
+    json: JsonFlag = False,
+) -> None:
+    """Where bytes and seconds of a plan go. Also why the others lost."""
+    from dsplan.render.plan_view import plan_blocks
+    from dsplan.render.recommendation import alternatives_table
+    from dsplan.render.show import show, show_json
+    from planner.types.plan_io import load_plan, plan_to_dict
+
+    found = load_plan(plan)
+    if json:
+        show_json(plan_to_dict(found))
+    else:
+        show([*plan_blocks(found), *alternatives_table(found)])
+
+
+def emit(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `dsplan recommend --out` wrote.")],
+    format: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="deepspeed, accelerate, huggingface, torchrun, slurm, mpi or kubernetes.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the files there; by default the first one is printed.")
+    ] = None,
+    nvme_path: Annotated[
+        str, typer.Option(metavar="DIR", help="Where a plan with NVMe offload swaps to on every node.")
+    ] = "/local_nvme",
+    json: JsonFlag = False,
+) -> None:
+    """Write a plan as the config or launch script of another tool."""
+    from dsplan.render.show import show_json
+    from planner.emit import EmitOptions, script_duties
+    from planner.emit import emit as emit_plan
+    from planner.types.plan_io import load_plan
+
+    found, options = load_plan(plan), EmitOptions(nvme_path=nvme_path)
+    files = emit_plan(found, format, options)
+    if out is not None:
+        write_files(files, out)
+    if json:
+        show_json({"format": format, "files": files, "script": list(script_duties(found, format, options))})
+        return
+    if out is None:
+        typer.echo(next(iter(files.values())), nl=False)
+    else:
+        typer.echo("\n".join(str(out / name) for name in files))
+    if duties := script_duties(found, format, options):
+        typer.echo("The plan holds for a script that", err=True)
+    for duty in duties:
+        typer.echo(f"  - {duty}", err=True)
+
+
+# Plans and their configs as files of one directory.
+
+
+def write_plans(plans: Sequence[Plan], directory: Path) -> None:
+    """`plan-1.yaml` and in `plan-1/FORMAT/` its configs, and so on down the ranking.
+
+    A format that has no form of a plan (FSDP as a DeepSpeed config) is left out.
+
+    Raises:
+        BrokenFile: the directory or a file cannot be written.
+    """
+    from planner.emit import FORMATS
+    from planner.emit import emit as emit_plan
+    from planner.errors import ContradictoryRequest
+    from planner.types.plan_io import save_plan
+
+    for rank, plan in enumerate(plans, start=1):
+        _make(directory)
+        save_plan(plan, directory / f"plan-{rank}.yaml")
+        for format in FORMATS:
+            # ContradictoryRequest is how a format says that it has no form of this plan.
+            with contextlib.suppress(ContradictoryRequest):
+                write_files(emit_plan(plan, format), directory / f"plan-{rank}" / format)
+
+
+def write_files(files: Mapping[str, str], directory: Path) -> None:
+    """Files by name into a directory, which is made if need be; each is replaced in one step.
+
+    Raises:
+        BrokenFile: the directory or a file cannot be written.
+    """
+    from hardware_db.files import replace_text
+
+    _make(directory)
+    for name, text in files.items():
+        replace_text(directory / name, text)
+
+
+def _make(directory: Path) -> None:
+    from hardware_db.errors import BrokenFile
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        remedy = "give --out a directory you can write to"
+        raise BrokenFile(directory, f"cannot be made ({error.strerror})", remedy) from error
