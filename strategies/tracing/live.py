@@ -37,7 +37,7 @@ def facts_from_module(module: nn.Module, *, name: str = "") -> ModelFacts:
     measured = counts_from_module(module, described)
     if described is None:
         return _custom(module, name or type(module).__name__, measured)
-    if measured.total == described.parameters:
+    if measured.total == described.parameters and measured.trains_all:
         return described
     active = described.active_parameters + measured.total - described.parameters
     return replace(described, parameters=measured.total, active_parameters=active, measured_counts=measured)
@@ -61,8 +61,8 @@ def counts_from_module(module: nn.Module, described: ModelFacts | None = None) -
 def _described(module: nn.Module, name: str) -> ModelFacts | None:
     config = getattr(module, "config", None)
     to_dict = getattr(config, "to_dict", None)
-    if not callable(to_dict) or not all(parameter.requires_grad for parameter in module.parameters()):
-        return None  # layers whose weights are frozen keep other activations
+    if not callable(to_dict) or _freezes_layers(module):
+        return None
     values = {**to_dict(), "architectures": [type(module).__name__]}
     if any(head.out_features == values.get("vocab_size") for head in _linears(module)):
         # Loading a checkpoint that stores a head of its own (flan-t5) unties what the config says is tied.
@@ -71,6 +71,13 @@ def _described(module: nn.Module, name: str) -> ModelFacts | None:
         return facts_from_config(values, name or str(values.get("_name_or_path") or type(module).__name__))
     except (UnknownName, BrokenFile):
         return None  # a model_type or a variant that is only known from the module itself
+
+
+def _freezes_layers(module: nn.Module) -> bool:
+    """Whether layers keep other activations than a config says, since some of their weights are frozen; a table keeps
+    the same (Pegasus has frozen ones by itself)."""
+    layers = (part for part in module.modules() if not isinstance(part, nn.Embedding))
+    return not all(weight.requires_grad for part in layers for weight in part.parameters(recurse=False))
 
 
 def _stacks(module: nn.Module, block_classes: list[str]) -> list[_Stack]:

@@ -195,6 +195,15 @@ def test_what_is_planned_for_frozen_weights_is_what_a_trace_shows(strategy: str)
     )
 
 
+def test_a_frozen_table_leaves_a_model_what_its_config_says() -> None:
+    module: Any = subject_of(find_model("gpt2"), layers=2).module
+    positions = module.transformer.wpe.requires_grad_(False)
+    facts = facts_from_module(module)
+    assert (facts.kind, facts.model_type) == ("decoder", "gpt2")
+    assert facts.measured_counts is not None
+    assert facts.parameters - facts.measured_counts.trained.total == positions.weight.numel()
+
+
 def test_more_micro_batches_change_nothing_after_the_second() -> None:
     facts, subject = find_model("llama-3-8b"), llama()
     two, four = (
