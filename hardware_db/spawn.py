@@ -253,18 +253,27 @@ def _call(job: bytes) -> Any:
     path, call = pickle.loads(job)
     sys.path[:] = path
     function, arguments = pickle.loads(call)
+    _use_one_thread()
     return function(*arguments)
+
+
+def _use_one_thread() -> None:
+    """Undoes what accelerate and Lightning did in the call before, which take all cores where the variable is unset."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _join_group(rank: int, settings: PoolSettings, folder: str) -> None:
     size = str(settings.world_size)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.update(settings.variables)
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
-    torch.set_num_threads(1)
+    _use_one_thread()
     if settings.backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -93,17 +90,6 @@ class Tiny(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
 
 
-def with_the_pools_threads(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Lightning gives every rank more threads where OMP_NUM_THREADS is unset, and leaves them to the next test."""
-
-    @functools.wraps(body)
-    def run(*positional: Any, **named: Any) -> Any:
-        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": str(torch.get_num_threads())}):
-            return body(*positional, **named)
-
-    return run
-
-
 def loader(*, batch_size: int = PER_RANK, shuffle: bool = False, samples: int = SAMPLES) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(VOCABULARY, (samples, LENGTH + 1), generator=generator)
@@ -126,7 +112,6 @@ def whole(strategy: Any, module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.float() for name, value in whole_state(getattr(strategy, "engine", None), module).items()}
 
 
-@with_the_pools_threads
 def fit(asked: dict[str, Any] | None, options: dict[str, Any], module: dict[str, Any]) -> dict[str, Any]:
     """Train under `LightningStrategy(**asked)`, None for Lightning's DDP; what there is to compare."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -139,7 +124,6 @@ def fit(asked: dict[str, Any] | None, options: dict[str, Any], module: dict[str,
     return {**found, "step": made.global_step}
 
 
-@with_the_pools_threads
 def saved(asked: dict[str, Any], directory: str, steps: int, calm: bool = False) -> dict[str, Any]:
     """Train for twice `steps` with checkpoints every `steps`; what an undisturbed run leaves, and their paths."""
     keeps = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=steps, save_top_k=-1)
@@ -161,7 +145,6 @@ def saved(asked: dict[str, Any], directory: str, steps: int, calm: bool = False)
     }
 
 
-@with_the_pools_threads
 def resumed(asked: dict[str, Any], path: str, steps: int, calm: bool = False) -> dict[str, Any]:
     """Go on from a checkpoint of whichever strategy, with the samples of two ranks in each batch of all."""
     strategy = LightningStrategy(**asked)
@@ -171,7 +154,6 @@ def resumed(asked: dict[str, Any], path: str, steps: int, calm: bool = False) ->
     return {"losses": model.losses, "weights": whole(strategy, model), "step": made.global_step}
 
 
-@with_the_pools_threads
 def evaluated(path: str) -> dict[str, Any]:
     """Test, validate and predict without training, from a checkpoint; and read the weights as Lightning does."""
     model = Tiny(dropout=0.3)
@@ -186,7 +168,6 @@ def loaded(path: str) -> dict[str, torch.Tensor]:
     return dict(Tiny.load_from_checkpoint(path).state_dict())
 
 
-@with_the_pools_threads
 def refused(asked: dict[str, Any], options: dict[str, Any], module: dict[str, Any]) -> str:
     """The line that a Trainer ends with."""
     try:
@@ -196,7 +177,6 @@ def refused(asked: dict[str, Any], options: dict[str, Any], module: dict[str, An
     return ""
 
 
-@with_the_pools_threads
 def fabric_loop(asked: dict[str, Any] | None, accumulation: int, path: str = "", steps: int = 6) -> dict[str, Any]:
     """The same loop under `FabricStrategy(**asked)`, None for Fabric's DDP; saved after half of the steps."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -228,7 +208,6 @@ def fabric_loop(asked: dict[str, Any] | None, accumulation: int, path: str = "",
     return {"losses": losses, "norms": norms, "weights": whole(fabric.strategy, original)}
 
 
-@with_the_pools_threads
 def fabric_resumed(asked: dict[str, Any], path: str) -> dict[str, Any]:
     """The step and the weights that another strategy finds."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
