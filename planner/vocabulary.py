@@ -6,13 +6,30 @@ from typing import Literal, get_args
 
 Strategy = Literal["single", "ddp", "fsdp", "fsdp-grad-op", "hsdp", "zero1", "zero2", "zero3"]
 Backend = Literal["torch", "deepspeed", "native"]
-Precision = Literal["fp32", "bf16", "fp16", "bf16-pure"]
-Optimizer = Literal["adamw", "adamw-fused", "adamw-forloop", "adamw-8bit", "sgd", "adafactor", "lion"]
+Precision = Literal["fp32", "bf16", "fp16", "bf16-pure", "fp8", "fp4"]
+Fp8Recipe = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+Optimizer = Literal[
+    "adamw",
+    "adamw-fused",
+    "adamw-forloop",
+    "adamw-8bit",
+    "adamw-8bit-paged",
+    "adamw-4bit",
+    "adamw-fp8",
+    "sgd",
+    "adafactor",
+    "lion",
+    "muon",
+]
+Loss = Literal["plain", "chunked", "fused"]
+Method = Literal["full", "lora", "qlora", "dora"]
+LoadDtype = Literal["fp32", "bf16", "fp16", "int8", "nf4"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Attention = Literal["sdpa", "eager", "flash"]
 Checkpointing = Literal["none", "full", "selective"]
 Compression = Literal["none", "fp16", "bf16", "int8"]
 Offload = Literal["none", "optimizer", "all", "nvme"]
-Task = Literal["causal-lm", "masked-lm", "seq-cls", "seq2seq", "image-cls", "custom"]
+Task = Literal["causal-lm", "masked-lm", "seq-cls", "seq2seq", "image-cls", "custom", "dpo", "reward"]
 Save = Literal["none", "sharded", "full"]
 Objective = Literal["throughput", "memory", "cost"]
 Verdict = Literal["fits", "tight", "does_not_fit"]
@@ -21,12 +38,17 @@ Provenance = Literal["measured", "traced", "calibrated", "datasheet"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+FP8_RECIPES: tuple[Fp8Recipe, ...] = get_args(Fp8Recipe)
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 TASKS: tuple[Task, ...] = get_args(Task)
+LOSSES: tuple[Loss, ...] = get_args(Loss)
+METHODS: tuple[Method, ...] = get_args(Method)
+LOAD_DTYPES: tuple[LoadDtype, ...] = get_args(LoadDtype)
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 SAVES: tuple[Save, ...] = get_args(Save)
 
 ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "zero3": 3}

@@ -82,6 +82,26 @@ class WorkFlags:
         words.Save,
         typer.Option(help="Count saving too: every rank its own part (sharded), or all weights on rank 0 (full)."),
     ] = "none"
+    code: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Whose modules run: transformers, torchtitan, megatron and others.")
+    ] = "transformers"
+    compile: Annotated[bool, typer.Option("--compile", help="Blocks are under torch.compile.")] = False
+    loss: Annotated[
+        words.Loss, typer.Option(help="How logits become a loss: all at once, in chunks, or fused, without logits.")
+    ] = "plain"
+    method: Annotated[words.Method, typer.Option(help="All weights, or adapters beside frozen ones.")] = "full"
+    lora_rank: Annotated[int | None, number(limits.SAMPLES, "Rank of the adapters.")] = None
+    lora_targets: Annotated[
+        str | None, typer.Option(metavar="WHAT", help="attention, all-linear, or a pattern of module names.")
+    ] = None
+    train_only: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Train only weights whose names match; the rest is frozen.")
+    ] = None
+    load_dtype: Annotated[
+        words.LoadDtype | None, typer.Option(help="What weights are loaded as; by default what the precision says.")
+    ] = None
+    fp8_recipe: Annotated[words.Fp8Recipe | None, typer.Option(help="How fp8 and fp4 products are scaled.")] = None
+    ema: Annotated[bool, typer.Option("--ema", help="Keep an exponential moving average of the weights.")] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +127,18 @@ class ConfigurationFlags:
     ] = False
     tp: Annotated[int, number(limits.GPUS, "Tensor-parallel degree.")] = 1
     pp: Annotated[int, number(limits.GPUS, "Pipeline-parallel degree.")] = 1
+    cp: Annotated[int, number(limits.GPUS, "Context-parallel degree: ranks that split every sequence.")] = 1
+    ep: Annotated[int, number(limits.GPUS, "Expert-parallel degree: ranks the experts are spread over.")] = 1
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="tp ranks split the sequence between their products; on where tp > 1 and the code does it.",
+        ),
+    ] = None
+    pp_schedule: Annotated[words.Schedule, typer.Option(help="Order of a pipeline's forwards and backwards.")] = "1f1b"
+    virtual_stages: Annotated[int, number(limits.GPUS, "Stages per rank of an interleaved pipeline.", "V")] = 1
+    checkpoint_every: Annotated[int, number(limits.GPUS, "Checkpoint every K-th block.", "K")] = 1
 
 
 ExactFlag = Annotated[

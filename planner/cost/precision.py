@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from planner.types.job import Job
 from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES, ZERO_STAGES, Compression
 
@@ -37,9 +38,13 @@ STATE_BYTES = {
     "adamw-fused": 8.0,
     "adamw-forloop": 8.0,
     "adamw-8bit": 2.0 + 2 * 4 / 256,
+    "adamw-8bit-paged": 2.0 + 2 * 4 / 256,
+    "adamw-4bit": 1.0 + 2 * 4 / 128,
+    "adamw-fp8": 2.0 + 2 * 4 / 256,
     "sgd": 0.0,
     "adafactor": 0.0,
     "lion": 4.0,
+    "muon": 4.0,
 }
 
 
@@ -64,8 +69,9 @@ class Recipe:
     autocast: bool
 
 
-def recipe_of(configuration: Configuration) -> Recipe:
+def recipe_of(job: Job) -> Recipe:
     """The recipe that a backend follows for a precision (docs/explanation/strategies.md, "What a precision means")."""
+    configuration = job.configuration
     if configuration.backend == "native":
         return _native_recipe(configuration)
     recipe = _recipe(configuration)

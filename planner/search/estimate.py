@@ -67,7 +67,7 @@ def timed(priced: Priced) -> StepTime:
 
 def resident_bytes(job: Job) -> float:
     """Weights, gradients and optimizer states on the device, all there when a backward pass ends."""
-    states = states_of(job, recipe_of(job.configuration))
+    states = states_of(job, recipe_of(job))
     return states.parameters + states.gradients + states.optimizer
 
 
@@ -82,7 +82,7 @@ def _nvme_bytes(job: Job) -> float:
     """What one node keeps on its disks."""
     if job.configuration.offload != "nvme":
         return 0.0
-    return states_of(job, recipe_of(job.configuration)).nvme * job.cluster.gpus_per_node
+    return states_of(job, recipe_of(job)).nvme * job.cluster.gpus_per_node
 
 
 def estimate(request: Request, configuration: Configuration) -> Plan:
@@ -113,7 +113,8 @@ def impossible(request: Request, configuration: Configuration) -> str:
     gpus, strategy, offload = request.cluster.gpus, configuration.strategy, configuration.offload
     if configuration.world_size != gpus:
         return (
-            f"dp {configuration.dims.data_parallel} x tp {configuration.tp} x pp {configuration.pp} ="
+            f"dp {configuration.dims.data_parallel} x tp {configuration.tp} x pp {configuration.pp}"
+            f"{f' x cp {configuration.cp}' if configuration.cp > 1 else ''} ="
             f" {configuration.world_size} is not the {gpus} GPUs asked for"
         )
     if strategy == "single" and gpus > 1:

@@ -29,6 +29,12 @@ class ExactOptions:
     activations_on_host: bool = False
     tp: int = 1
     pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool | None = None
+    pp_schedule: words.Schedule = "1f1b"
+    virtual_stages: int = 1
+    checkpoint_every: int = 1
 
 
 def exact(request: Request, options: ExactOptions) -> tuple[Request, Configuration]:
@@ -52,6 +58,12 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
         dp_shard=shard,
         tp=options.tp,
         pp=options.pp,
+        cp=options.cp,
+        ep=options.ep,
+        pp_schedule=options.pp_schedule,
+        virtual_stages=options.virtual_stages,
+        sequence_parallel=options.tp > 1 if options.sequence_parallel is None else options.sequence_parallel,
+        checkpoint_every=options.checkpoint_every,
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
         global_batch_size=batch,
@@ -72,10 +84,12 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
 
 def _degrees(request: Request, strategy: words.Strategy, options: ExactOptions) -> tuple[int, int]:
     """dp_replicate and dp_shard of the GPUs that tp and pp leave."""
-    cluster, split = request.cluster, options.tp * options.pp
+    cluster, split = request.cluster, options.tp * options.pp * options.cp
     if cluster.gpus % split:
+        cp = f" x --cp {options.cp}" if options.cp > 1 else ""
         raise ContradictoryRequest(
-            f"--tp {options.tp} x --pp {options.pp} = {split} does not divide {cluster.gpus} GPUs; change one of them"
+            f"--tp {options.tp} x --pp {options.pp}{cp} = {split} does not divide {cluster.gpus} GPUs;"
+            " change one of them"
         )
     ranks = cluster.gpus // split
     if strategy == "hsdp":

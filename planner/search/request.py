@@ -20,6 +20,8 @@ from planner.types.job import Workload
 
 SAMPLES_PER_GPU = 8
 """Global batch per GPU that is planned for when none is asked."""
+DEFAULT_LORA_RANK = 8
+"""Of adapters where none is asked: PEFT's own default (`LoraConfig.r`)."""
 WITHOUT_DEEPSPEED = "use backend native, whose ZeRO shards the same, or precision fp32 or bf16"
 """What to do where DeepSpeed has not got a precision."""
 
@@ -40,6 +42,16 @@ class WorkOptions:
     eval_batch: int | None = None
     eval_keep: int | None = None
     save: words.Save = "none"
+    code: str = "transformers"
+    compile: bool = False
+    loss: words.Loss = "plain"
+    method: words.Method = "full"
+    lora_rank: int | None = None
+    lora_targets: str | None = None
+    train_only: str | None = None
+    load_dtype: words.LoadDtype | None = None
+    fp8_recipe: words.Fp8Recipe | None = None
+    ema: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +98,7 @@ _LIMITS = {
     "global_batch": limits.SAMPLES,
     "eval_batch": limits.SAMPLES,
     "eval_keep": limits.SAMPLES,
+    "lora_rank": limits.SAMPLES,
 }
 
 
@@ -115,12 +128,34 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         evaluation_batch_size=options.eval_batch or 0,
         evaluation_steps_kept=_steps_kept(options),
         save=options.save,
+        code=options.code,
+        compile=options.compile,
+        loss=options.loss,
+        method=options.method,
+        **_adapters(options, defaults),
+        train_only=options.train_only or "",
+        load_dtype=options.load_dtype,
+        fp8_recipe=options.fp8_recipe,
+        ema=options.ema,
     )
     ranking["zero_backend"] = _zero_backend(ranking.get("zero_backend"), cluster.device, workload.precision, defaults)
     request = Request(
         facts=facts, counts=count_parameters(facts), workload=workload, cluster=cluster, defaults=tuple(defaults)
     )
     return replace(request, **ranking)
+
+
+def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
+    """Rank and targets of adapters."""
+    given = {"lora_rank": options.lora_rank, "lora_targets": options.lora_targets}
+    said = {name: value for name, value in given.items() if value is not None}
+    if options.method == "full":
+        for name in said:
+            raise ContradictoryRequest(f"--{name.replace('_', '-')} is for --method lora, qlora or dora; name one")
+        return {}
+    if options.lora_rank is None:
+        defaults.append(f"adapters of rank {DEFAULT_LORA_RANK} (--lora-rank)")
+    return {"lora_rank": DEFAULT_LORA_RANK, **said}
 
 
 def _task(facts: ModelFacts, options: WorkOptions) -> words.Task:

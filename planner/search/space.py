@@ -32,8 +32,14 @@ class CandidateLayout:
     dp_shard: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp_schedule: words.Schedule = "1f1b"
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
     checkpointing: words.Checkpointing = "none"
     offload: words.Offload = "none"
+    checkpoint_every: int = 1
     offload_ratio: float = 1.0
     sync_each_micro_batch: bool = True
 
@@ -158,6 +164,12 @@ def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int
         dp_shard=layout.dp_shard,
         tp=layout.tp,
         pp=layout.pp,
+        cp=layout.cp,
+        ep=layout.ep,
+        pp_schedule=layout.pp_schedule,
+        virtual_stages=layout.virtual_stages,
+        sequence_parallel=layout.sequence_parallel,
+        checkpoint_every=layout.checkpoint_every,
         micro_batch_size=micro_batch,
         gradient_accumulation_steps=workload.global_batch_size // (layout.data_parallel * micro_batch),
         global_batch_size=workload.global_batch_size,

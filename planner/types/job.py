@@ -25,6 +25,12 @@ class Workload:
     (HF Trainer's `eval_accumulation_steps`; without it, every step of the evaluation), 0 where only the loss is kept.
     `save` says whether a checkpoint is assembled on rank 0 (`full`) or every rank writes its own part (`sharded`).
 
+    What runs: `code` names whose modules (see `planner.cost.code_bases`), `compile` says that blocks are under
+    torch.compile, `loss` how logits become a loss. `method` is how weights are trained, with the rank of the adapters
+    and what they are put on; `train_only` is a pattern of the names of what is trained, empty for all. `load_dtype` is
+    what weights are loaded as, None for what the precision says; `fp8_recipe` how 8-bit and 4-bit products are scaled,
+    None for others; with `ema` an average of the weights is kept.
+
     Raises:
         ContradictoryRequest: a number is not positive or a word is not in the vocabulary.
     """
@@ -41,9 +47,19 @@ class Workload:
     evaluation_batch_size: int = 0
     evaluation_steps_kept: int = 0
     save: words.Save = "none"
+    code: str = "transformers"
+    compile: bool = False
+    loss: words.Loss = "plain"
+    method: words.Method = "full"
+    lora_rank: int = 8
+    lora_targets: str = "all-linear"
+    train_only: str = ""
+    load_dtype: words.LoadDtype | None = None
+    fp8_recipe: words.Fp8Recipe | None = None
+    ema: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "global_batch_size"):
+        for name in ("sequence_length", "global_batch_size", "lora_rank"):
             if getattr(self, name) < 1:
                 raise ContradictoryRequest(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("evaluation_batch_size", "evaluation_steps_kept"):
@@ -59,9 +75,15 @@ class Workload:
             ("optimizer", words.OPTIMIZERS),
             ("attention", words.ATTENTIONS),
             ("save", words.SAVES),
+            ("loss", words.LOSSES),
+            ("method", words.METHODS),
+            ("load_dtype", (None, *words.LOAD_DTYPES)),
+            ("fp8_recipe", (None, *words.FP8_RECIPES)),
         ):
             if getattr(self, name) not in allowed:
-                raise ContradictoryRequest(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+                raise ContradictoryRequest(
+                    f"{name} {getattr(self, name)!r} is not one of {', '.join(filter(None, allowed))}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +99,8 @@ class Job:
     @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens one rank sees in one forward pass (decoder side of encoder-decoders)."""
-        return self.configuration.micro_batch_size * self.configuration.sequence_length
+        configuration = self.configuration
+        return configuration.micro_batch_size * configuration.sequence_length // configuration.cp
 
     @property
     def eager_attention(self) -> bool:
@@ -179,4 +202,14 @@ def _workload(job: Described) -> dict[str, object]:
         "evaluation_batch_size": workload.evaluation_batch_size,
         "evaluation_steps_kept": workload.evaluation_steps_kept,
         "save": workload.save,
+        "code": workload.code,
+        "compile": workload.compile,
+        "loss": workload.loss,
+        "method": workload.method,
+        "lora_rank": workload.lora_rank if workload.method != "full" else None,
+        "lora_targets": workload.lora_targets if workload.method != "full" else None,
+        "train_only": workload.train_only,
+        "load_dtype": workload.load_dtype,
+        "fp8_recipe": workload.fp8_recipe,
+        "ema": workload.ema,
     }

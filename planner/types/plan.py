@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
@@ -16,24 +17,33 @@ class ParallelDims:
     """Degrees whose product is the world size.
 
     `dp_replicate` ranks hold copies of the same shard, `dp_shard` ranks share one copy of the states, `tp` ranks split
-    every layer, `pp` ranks split the stack of layers.
+    every layer, `pp` ranks split the stack of layers, `cp` ranks split every sequence. `ep` is no factor of its
+    own: the experts of a mixture are spread over `ep` of the ranks that dp_shard, cp and tp make.
 
     Raises:
-        ContradictoryRequest: a degree is below 1 or the product is not `world_size`.
+        ContradictoryRequest: a degree is below 1, the product is not `world_size`, or `ep` does not divide its ranks.
     """
 
     dp_replicate: int = 1
     dp_shard: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
+    ep: int = 1
     world_size: int
 
     def __post_init__(self) -> None:
-        product = self.dp_replicate * self.dp_shard * self.tp * self.pp
-        if min(self.dp_replicate, self.dp_shard, self.tp, self.pp) < 1 or product != self.world_size:
+        degrees = (self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp)
+        if min(*degrees, self.ep) < 1 or prod(degrees) != self.world_size:
+            cp = f" x cp {self.cp}" if self.cp != 1 else ""
             raise ContradictoryRequest(
-                f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x tp {self.tp} x pp {self.pp} = {product}"
-                f" is not the world size {self.world_size}"
+                f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{cp} x tp {self.tp} x pp {self.pp}"
+                f" = {prod(degrees)} is not the world size {self.world_size}"
+            )
+        if self.dp_shard * self.cp * self.tp % self.ep:
+            raise ContradictoryRequest(
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} x cp {self.cp} x tp {self.tp} ="
+                f" {self.dp_shard * self.cp * self.tp} ranks; use a degree that does"
             )
 
     @property
@@ -52,7 +62,9 @@ class Configuration:
     `sync_each_micro_batch` says that FSDP reduces gradients in every micro-batch, so that none are kept whole; False is
     what `no_sync` (and HF Trainer) does: one reduction per step, at 4 bytes per parameter and rank more.
     `offload_ratio` is the share of what `offload` names that leaves the device. `gradient_compression` is how gradients
-    travel between ranks; `activations_on_host` keeps in host memory what checkpointing starts again from.
+    travel between ranks; checkpointing takes one in `checkpoint_every` blocks; `virtual_stages` is how many stages of
+    an interleaved pipeline a rank has; with `sequence_parallel` the tp ranks split the sequence between their products.
+    `activations_on_host` keeps in host memory what checkpointing starts again from.
 
     Raises:
         ContradictoryRequest: a word is unknown, or micro-batch x accumulation x data-parallel ranks is not the global
@@ -65,6 +77,11 @@ class Configuration:
     dp_shard: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp_schedule: words.Schedule = "1f1b"
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
     micro_batch_size: int
     gradient_accumulation_steps: int
     global_batch_size: int
@@ -73,6 +90,7 @@ class Configuration:
     optimizer: words.Optimizer
     attention: words.Attention = "sdpa"
     activation_checkpointing: words.Checkpointing = "none"
+    checkpoint_every: int = 1
     offload: words.Offload = "none"
     offload_ratio: float = 1.0
     sync_each_micro_batch: bool = True
@@ -108,13 +126,24 @@ class Configuration:
 
     @property
     def world_size(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.tp * self.pp
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
 
     @property
     def dims(self) -> ParallelDims:
         return ParallelDims(
-            dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp, pp=self.pp, world_size=self.world_size
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            ep=self.ep,
+            world_size=self.world_size,
         )
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether ranks share the work on one sample, so that data parallelism is not all there is."""
+        return self.tp * self.pp * self.cp * self.ep > 1
 
     @property
     def uses_host(self) -> bool:
@@ -133,12 +162,13 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "precision": words.PRECISIONS,
     "optimizer": words.OPTIMIZERS,
     "attention": words.ATTENTIONS,
+    "pp_schedule": words.SCHEDULES,
     "activation_checkpointing": words.CHECKPOINTINGS,
     "offload": words.OFFLOADS,
     "gradient_compression": words.COMPRESSIONS,
 }
 _COUNTS = (
-    *("dp_replicate", "dp_shard", "tp", "pp"),
+    *("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "virtual_stages", "checkpoint_every"),
     *("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "sequence_length"),
 )
 

@@ -183,7 +183,7 @@ def _check_devices(cluster: Mapping[str, Any], configuration: Configuration, whe
         raise BrokenFile(f"{where}.gpus", f"is {gpus}, and nodes x gpus_per_node is {nodes} x {per_node}", _REMEDY)
 
 
-_DEGREES = ("dp_replicate", "dp_shard", "tp", "pp")
+_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
 def _check_facts(facts: Mapping[str, Any], where: str) -> None:

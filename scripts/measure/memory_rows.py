@@ -96,4 +96,4 @@ def _host_tensors(job: Job) -> float:
     """What offload moved to the host, which on a CPU is the same memory."""
     if not job.cluster.device.is_cpu:
         return 0.0
-    return states_of(job, recipe_of(job.configuration)).host
+    return states_of(job, recipe_of(job)).host

@@ -93,7 +93,7 @@ def test_bad_flags(cli: Cli, line: str, words: tuple[str, ...]) -> None:
         ),
         (
             f"{RECOMMEND} --precision bf17",
-            "--precision is 'bf17'; give one of fp32, bf16, fp16, bf16-pure; see dsplan recommend --help",
+            "--precision is 'bf17'; give one of fp32, bf16, fp16, bf16-pure, fp8, fp4; see dsplan recommend --help",
         ),
         ("explain", "PLAN is missing; give it a value; see dsplan explain --help"),
         (

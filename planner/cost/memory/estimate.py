@@ -78,7 +78,7 @@ PHASES = ("forward", "loss", "backward", "step")
 
 def memory_estimate(job: Job) -> MemoryEstimate:
     """Bytes on the busiest rank in the steady state, by category and phase, and what the process uses beyond them."""
-    recipe = recipe_of(job.configuration)
+    recipe = recipe_of(job)
     states = states_of(job, recipe)
     phases = _phases_of(job, recipe, states)
     margin = closed_form_margin(job, max(phases.values(), key=lambda ledger: ledger.total))
@@ -87,7 +87,7 @@ def memory_estimate(job: Job) -> MemoryEstimate:
 
 def phases_of(job: Job) -> dict[str, Ledger]:
     """What is alive on the busiest rank at the peak of each phase; `eval` and `save` only where they were asked for."""
-    recipe = recipe_of(job.configuration)
+    recipe = recipe_of(job)
     return _phases_of(job, recipe, states_of(job, recipe))
 
 
@@ -103,11 +103,11 @@ def _phases_of(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
 
 def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
     """The estimate that follows from the phases; `margin` is the share of the peak that is needed besides."""
-    return _composed(job, states_of(job, recipe_of(job.configuration)), phases, margin)
+    return _composed(job, states_of(job, recipe_of(job)), phases, margin)
 
 
 def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
-    nominal = nominal_states_of(job, recipe_of(job.configuration))
+    nominal = nominal_states_of(job, recipe_of(job))
     peak_phase = max(phases, key=lambda name: phases[name].total)
     categories = phases[peak_phase].rounded()
     allocated = sum(categories.values())

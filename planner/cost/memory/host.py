@@ -40,7 +40,7 @@ def host_bytes(job: Job, states: States, device_used: float) -> float:
     ranks = job.cluster.gpus_per_node
     if job.cluster.device.is_cpu:
         return ranks * device_used
-    recipe = recipe_of(job.configuration)
+    recipe = recipe_of(job)
     saving = saving_of(job, recipe, states)
     saving_bytes = saving.host_of_rank_0 + (ranks - 1) * saving.host_of_others
     parked = sum(count * pinned(size) for count, size in parked_inputs(job, recipe))

@@ -83,7 +83,7 @@ def differs(job: Job) -> bool:
     It counts as it is, with a note: most differences move little, and a bound wide enough for the rest would refuse
     every sixth published run that ran.
     """
-    return bool(figures_of(job, recipe_of(job.configuration)).differences)
+    return bool(figures_of(job, recipe_of(job)).differences)
 
 
 def device_use(job: Job, allocated: float, margin: float) -> DeviceUse:

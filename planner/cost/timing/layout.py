@@ -94,7 +94,7 @@ def layout(job: Job) -> Layout:
     shards = configuration.dp_shard if sharded else 1
     replicas = configuration.dp_replicate * configuration.dp_shard // shards
     tp = configuration.tp
-    recipe = recipe_of(configuration)
+    recipe = recipe_of(job)
     return Layout(
         layers=layers,
         share_of_layers=layers / total_layers,

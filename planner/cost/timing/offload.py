@@ -103,7 +103,7 @@ def offload_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) ->
 def _parked_cost(job: Job, hideout: float, rates: DeviceRates) -> tuple[float, float]:
     """Checkpointed inputs on their way to the host and back in every micro-batch: the compute that is left to hide
     other copies, and seconds that stay visible."""
-    size = sum(count * each for count, each in parked_inputs(job, recipe_of(job.configuration)))
+    size = sum(count * each for count, each in parked_inputs(job, recipe_of(job)))
     both = sum(link_seconds(job.cluster, size, to_host=away) for away in (True, False))
     seconds = job.configuration.gradient_accumulation_steps * both
     slowdown = SERIAL_SLOWDOWN if rates.serial else SLOWDOWN
@@ -156,7 +156,7 @@ def _native_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) ->
 
 def _native_disk_seconds(job: Job, away: float) -> float:
     """Masters and moments, read and written once a step by all ranks of a node."""
-    states = stored_bytes(job, recipe_of(job.configuration)) * away * job.cluster.gpus_per_node
+    states = stored_bytes(job, recipe_of(job)) * away * job.cluster.gpus_per_node
     return _read_seconds(job, states) + _write_seconds(job, states)
 
 

@@ -108,7 +108,7 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
 def _corrected(job: Job, closed: Mapping[str, Ledger], seen: Mapping[str, Ledger]) -> dict[str, Ledger]:
     """Closed forms whose activations are off as much as their largest ones are off those of a trace."""
     largest: dict[str, float] = {}
-    for instant in instants_of(job, recipe_of(job.configuration)):
+    for instant in instants_of(job, recipe_of(job)):
         alive = bytes_at(instant.activations, job.configuration.micro_batch_size)
         largest[instant.phase] = max(largest.get(instant.phase, 0.0), alive)
     corrected = dict(closed)

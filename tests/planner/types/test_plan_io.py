@@ -42,7 +42,7 @@ def test_round_trip(tmp_path: Path, plan_dict: dict[str, object]) -> None:
         (
             ("cluster", "gpus"),
             16,
-            "is 16, and the degrees of the plan (dp_replicate 8 x dp_shard 1 x tp 1 x pp 1) make 8",
+            "is 16, and the degrees of the plan (dp_replicate 8 x dp_shard 1 x cp 1 x tp 1 x pp 1) make 8",
         ),
         (("cluster", "gpus_per_node"), 4, "cluster.gpus: is 8, and nodes x gpus_per_node is 1 x 4"),
         (("memory", "parameters_bytes"), 10**30, "not a whole number from 0 on that fits in 64 bits; write"),

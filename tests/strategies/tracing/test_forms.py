@@ -107,7 +107,7 @@ def test_a_block_of_llama_keeps_what_its_code_says() -> None:
     Of the heads' widths q, k, v and attention's output; of the MLP's width gate, its SiLU, up, and their product, in
     two bytes each."""
     job = job_of("llama-3-8b", "bf16-pure", "none", 1, 1)
-    (block,) = figures_of(job, recipe_of(job.configuration)).blocks
+    (block,) = figures_of(job, recipe_of(job)).blocks
     width, keys, mlp, heads = 4096, 1024, 14336, 32
     statistics = 2 * 4 + heads * 4
     expected = 16 * width + 4 * width + 4 * keys + 8 * mlp + statistics

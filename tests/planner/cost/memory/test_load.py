@@ -65,7 +65,7 @@ def test_the_peak_while_a_model_is_placed(
     # Gloo's threads free what ZeRO-3 gathers, and the profiler does not see threads that were there before it.
     body = load_bodies.peak_of_storages if strategy == "zero3" else load_bodies.peak_of_allocations
     job = price(request, configuration).job
-    recipe = recipe_of(configuration)
+    recipe = recipe_of(job)
     predicted = load_ledger(job, recipe, states_of(job, recipe)).total
     assert predicted == pytest.approx(_peak(pool, body, str(plan)), rel=0.02)
 

@@ -28,7 +28,7 @@ def test_a_full_save_of_shards_holds_the_largest_tensor_twice_and_all_of_it_on_r
     asked = make_request(facts_from_config(load_bodies.CONFIG, "small-llama"), cluster, WorkOptions(seq_len=64))
     request, configuration = exact(asked, ExactOptions(strategy="fsdp"))
     job = price(replace(request, workload=replace(request.workload, save="full")), configuration).job
-    recipe = recipe_of(configuration)
+    recipe = recipe_of(job)
     saving = saving_of(job, recipe, states_of(job, recipe))
     assert held_elsewhere == 0
     assert saving.host_of_rank_0 == pytest.approx(held, rel=0.01)

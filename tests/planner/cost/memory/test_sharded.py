@@ -79,7 +79,7 @@ def configuration_of(**options: Any) -> Configuration:
 
 def planned_peaks(sizes: Sizes, configuration: Configuration) -> dict[str, float]:
     job = _job(sizes, configuration)
-    recipe = recipe_of(configuration)
+    recipe = recipe_of(job)
     states = states_of(job, recipe)
     buffers = buffers_of(job, recipe, states)
     always = Ledger(parameters=states.parameters, optimizer=states.optimizer)

@@ -63,11 +63,11 @@ def job(strategy: str, *, ranks: int = RANKS, gpu: str = "A100-SXM4-80GB", **how
 
 def at(subject: Job, **moment: Any) -> Any:
     instant = Instant(**{"phase": "backward", "unit": "block", "activations": 0.0, "cast": 0.0, **moment})
-    return zero_buffers(subject, recipe_of(subject.configuration)).at(instant)
+    return zero_buffers(subject, recipe_of(subject)).at(instant)
 
 
 def own(subject: Job, phase: str) -> Any:
-    moments = zero_buffers(subject, recipe_of(subject.configuration)).own_moments()
+    moments = zero_buffers(subject, recipe_of(subject)).own_moments()
     return max((ledger for name, ledger in moments if name == phase), key=lambda ledger: ledger.total)
 
 
@@ -142,7 +142,7 @@ def test_stage_3_keeps_gradients_and_gathers_what_is_to_come() -> None:
 def test_offload_leaves_a_buffer_on_the_device_and_masters_moments_and_gradients_on_the_host() -> None:
     subject = job("zero2", offload="optimizer")
     assert own(subject, "step").total == 2 * V * H
-    states = states_of(subject, recipe_of(subject.configuration))
+    states = states_of(subject, recipe_of(subject))
     part = WHOLE / RANKS
     assert states.host == pytest.approx((4 + 8 + 4 + 2) * part + 2 * V * H, rel=1e-3)
     assert (states.optimizer, states.gradients) == (0, 0)
@@ -150,5 +150,5 @@ def test_offload_leaves_a_buffer_on_the_device_and_masters_moments_and_gradients
 
 def test_pure_bf16_keeps_a_bf16_master() -> None:
     subject = job("zero2", precision="bf16-pure")
-    states = states_of(subject, recipe_of(subject.configuration))
+    states = states_of(subject, recipe_of(subject))
     assert states.optimizer == pytest.approx((2 + 2 + 2) * WHOLE / RANKS, rel=1e-3)
