@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost.code_bases import TRANSFORMERS, Implementation
+from planner.cost.precision import scaled_products
 from planner.cost.timing.data_parallel import Communication, data_parallel
 from planner.cost.timing.efficiency import DeviceRates, compute_dtype, device_rates
 from planner.cost.timing.flops import model_flops
@@ -34,7 +35,7 @@ def step_time(job: Job, code: Implementation = TRANSFORMERS) -> StepTime:
     measured.
     """
     steps = job.configuration.gradient_accumulation_steps
-    rates = device_rates(job.cluster, job.configuration.precision, code)
+    rates = device_rates(job.cluster, job.configuration.precision, code, scaled_products(job))
     where = layout(job)
     pipeline = stages(job, rates)
     busiest = max(pipeline, key=lambda stage: stage.total)
