@@ -62,9 +62,7 @@ def unit_bytes(
     padded = local.elements * shards
     alone, casts = shards == 1, gather != recipe.weight
     if offloads:
-        all_gather_input = local.bytes(gather) + (
-            rounded(max(local.sizes, default=0) * recipe.weight) if casts else 0
-        )
+        all_gather_input = local.bytes(gather) + (rounded(max(local.sizes, default=0) * recipe.weight) if casts else 0)
     elif casts:
         all_gather_input = rounded((max(local.sizes, default=0) if alone else local.elements) * gather)
     else:

@@ -121,19 +121,18 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
         replace(
             block,
             kept=plus(block.kept, each),
-            **{name: [_moved(peak, each) for peak in getattr(block, name)] for name in _KEEPING},
+            backward=_moved(block.backward, each),
+            recomputed=_moved(block.recomputed, each),
+            replayed=_moved(block.replayed, each),
         )
         for block in figures.blocks
     ]
     return replace(figures, blocks=blocks)
 
 
-_KEEPING = ("backward", "recomputed", "replayed")
-"""Moments with what the block itself kept."""
-
-
-def _moved(peak: Peak, amount: Amount) -> Peak:
-    return Peak(plus(peak.activations, amount), peak.cast, peak.gradients)
+def _moved(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
+    """Moments with `amount` more of activations."""
+    return [Peak(plus(peak.activations, amount), peak.cast, peak.gradients) for peak in peaks]
 
 
 def buffer_bytes(job: Job, recipe: Recipe) -> float:
