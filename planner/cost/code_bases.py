@@ -58,6 +58,9 @@ LLM_FOUNDRY = Implementation(attention_share=0.55)
 """MPT in llm-foundry, whose benchmark script runs FlashAttention in Triton (`--attn_impl triton`): FlashAttention-2 is
 1.3 to 2.5 times as fast (arXiv 2307.08691, recalled); the share is that of their geometric mean."""
 
-MEGATRON = Implementation(score_bytes=14.0, hides_reductions=False, stops_early=False)
-"""Megatron-DeepSpeed: scale, mask and softmax fused in 16 bit, gradients reduced after the backward. Counted, not
-fitted, but counted after its rows had been seen."""
+MEGATRON = Implementation(
+    composite_activation_passes=2.0, dropout_passes=0.5, score_bytes=14.0, hides_reductions=False, stops_early=False
+)
+"""Megatron-DeepSpeed: scale, mask and softmax fused in 16 bit, gradients reduced after the backward; bias and GELU are
+one kernel (`fused_bias_gelu.py`), bias, dropout and residual another, where dropout adds only its mask
+(`bias_dropout_fusion`); both are on by default. Counted, not fitted, but counted after its rows had been seen."""
