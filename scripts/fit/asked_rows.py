@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hardware_db.files import replace_text
+from scripts.fit.published_code import BY_SOURCE
 from scripts.fit.published_rows import MEASUREMENTS, document_of
 
 PATH = MEASUREMENTS / "published_asked.csv"
@@ -47,25 +48,17 @@ class NotAskable(Exception):
 
 
 CODES = {
-    "llmfoundry": "llm-foundry",
-    "torchtitan": "torchtitan",
-    "torchao": "torchtitan",
     "torchtune": "torch",
     "fms_fsdp": "torch",
-    "internevo": "internevo",
-    "alpa": "alpa",
-    "bigscience": "megatron-deepspeed",
+    **BY_SOURCE,
     "deepspeed_zero": "megatron-deepspeed",
     "bmtrain": "megatron-deepspeed",
-    "libai": "megatron",
     "megatron": "megatron",
-    "dgxc": "nemo",
-    "nemo": "nemo",
     "litgpt": "litgpt",
 }
-"""Whose modules a source ran, by the start of its name; any other ran transformers'."""
+"""Whose modules a source ran, by the start of its name, the longer before the shorter; any other ran transformers'."""
 
-NAMED = {"transformers, deepspeed": "transformers", "transformers": "transformers", "megatron": "megatron-deepspeed"}
+NAMED = {"transformers, deepspeed": "transformers-2021", "megatron": "megatron-deepspeed"}
 """What `published_memory.csv` says of single rows, where it differs from the source's."""
 
 DEVICES = {
@@ -73,8 +66,8 @@ DEVICES = {
     ("A100", "40"): "A100-SXM4-40GB",
     ("A100", ""): "A100-SXM4-80GB",
     ("H100", "80"): "H100-SXM5-80GB",
-    ("H100", "96"): "H100-SXM5-80GB",
-    ("H100", "94"): "H100-SXM5-80GB",
+    ("H100", "96"): "H100-SXM5-96GB",
+    ("H100", "94"): "H100-SXM5-96GB",
     ("H100", ""): "H100-SXM5-80GB",
     ("B200", ""): "B200-SXM-180GB",
     ("B300", ""): "B300-SXM-288GB",
@@ -125,7 +118,11 @@ NO_PLAN = (
 """Sources whose other rows the earlier files left out for good: no flag would help."""
 
 GATED = ("llama", "mistral", "yi-", "qwen", "internlm", "tiny", "swiglu", "openbuddy", "baichuan")
-LINKS = {  # what nemo, Megatron-Bridge and dgxc run on: DGX H100 has 8 x 400 Gb/s (assumed)
+LINKS = {
+    "H100-SXM5-96GB": {
+        "inter_link": "ib-ndr",
+        "nics_per_node": 8,
+    },  # what nemo, Megatron-Bridge and dgxc run on: DGX H100 has 8 x 400 Gb/s (assumed)
     "H100-SXM5-80GB": {"inter_link": "ib-ndr", "nics_per_node": 8},
     "A100-SXM4-80GB": {"inter_link": "ib-hdr", "nics_per_node": 8},
 }
@@ -231,12 +228,15 @@ def plan_flags(row: Row) -> Flags:
 def cluster_of(row: Row) -> dict[str, Any]:
     """A cluster file: of a row of either earlier file."""
     gpus, per_node = int(row["gpus"]), int(row["gpus_per_node"])
+    device = row["device"]
+    if row.get("capacity_gib") == "95.0" or row.get("power_watts") == "500":
+        device = "H100-SXM5-96GB"
     given: dict[str, Any] = {
-        "gpu": row["device"],
+        "gpu": device,
         "nodes": -(-gpus // per_node),
         "gpus_per_node": min(gpus, per_node),
     }
-    if row.get("capacity_gib"):
+    if row.get("capacity_gib") and device == row["device"]:
         given["capacity_gb"] = round(float(row["capacity_gib"]) * 1.073741824, 3)
     if row.get("intra_link") and gpus > 1:
         given["intra_link"] = row["intra_link"]
@@ -455,8 +455,6 @@ def cluster_of_collection(row: Row, device: str) -> dict[str, Any]:
     if device.startswith("GB") and gpus > 4:  # one NVLink domain of up to 72 GPUs
         per_node = next(size for size in (72, 64, 48, 36, 32, 16, 8, 4) if gpus % size == 0 and size <= gpus)
     given: dict[str, Any] = {"gpu": device, "nodes": gpus // per_node, "gpus_per_node": per_node}
-    if row["gpu_mem_gb"] in ("96", "94"):
-        given["capacity_gb"] = 102.005
     if given["nodes"] > 1 and device in LINKS:
         given |= LINKS[device]
     return given
@@ -499,7 +497,7 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
                 name, config, cluster, flags, assumed = beyond(row, reasons.get(source, ""))
             if known is not None:
                 assumed = known["assumed"]
-                out["code"] = NAMED.get(known["code"], out["code"])
+                out["code"] = NAMED.get(known["code"], out["code"]) if source.startswith("big") else out["code"]
         except NotAskable as reason:
             yield out | {"why_not": str(reason)}
             continue
