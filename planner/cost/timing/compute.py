@@ -169,8 +169,7 @@ def _converted(stack: Stack, scaled: ScaledProducts) -> float:
     if not (hidden and stack.matmuls.active):
         return 1.0
     layers = ((attention, hidden), (keys, hidden), (keys, hidden), (hidden, attention))
-    left = 0.0
-    left += sum(outputs * inputs for outputs, inputs in layers if not scaled.takes(outputs, inputs))
+    left: float = sum(outputs * inputs for outputs, inputs in layers if not scaled.takes(outputs, inputs))
     if not stack.dispatched:
         width = stack.mlp_width
         left += (2 if stack.gated else 1) * hidden * width * (not scaled.takes(width, hidden))
