@@ -105,13 +105,17 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeType:
-    """A machine as it is bought or rented: accelerators, links, host, and where one is published, its price."""
+    """A machine as it is bought or rented: accelerators, links, host, and where one is published, its price.
+
+    `usual_nodes` is how many are meant by its name where nothing else is said: the trays of a rack.
+    """
 
     name: str
     aliases: tuple[str, ...] = ()
     provider: str
     gpu: str
     gpus_per_node: int
+    usual_nodes: int = 1
     intra_link: str | None = None
     inter_link: str | None = None
     inter_node_gbit: float | None = None
