@@ -7,8 +7,9 @@ in every dtype: bf16 for `bf16-pure`, fp32 for the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+from planner.cost.code_bases import CodeBase, code_base
 from planner.types.job import Job
 from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES, ZERO_STAGES, Compression
@@ -70,13 +71,26 @@ class Recipe:
 
 
 def recipe_of(job: Job) -> Recipe:
-    """The recipe that a backend follows for a precision (docs/explanation/strategies.md, "What a precision means")."""
+    """The recipe that a backend follows for a precision (docs/explanation/strategies.md, "What a precision means"), or
+    the one of the code base where it trains replicas and ZeRO's stages by an engine of its own."""
     configuration = job.configuration
+    code = code_base(job.workload.code)
+    if has_own_states(code, configuration):
+        return Recipe(**asdict(code.states[configuration.precision]), state=STATE_BYTES[configuration.optimizer])
     if configuration.backend == "native":
         return _native_recipe(configuration)
     recipe = _recipe(configuration)
     narrow = configuration.gradient_compression in ("fp16", "bf16") and configuration.strategy in FSDP_STRATEGIES
     return replace(recipe, reduce=2) if narrow else recipe
+
+
+def has_own_states(code: CodeBase, configuration: Configuration) -> bool:
+    """Whether a code base's own engine holds the states of a configuration, rather than torch's or DeepSpeed's."""
+    return configuration.precision in code.states and configuration.strategy in OWN_ENGINES
+
+
+OWN_ENGINES = ("single", "ddp", "zero1")
+"""What Megatron and nanotron train by an optimizer of their own: replicas, and states sharded over them."""
 
 
 def _recipe(configuration: Configuration) -> Recipe:
