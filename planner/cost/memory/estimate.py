@@ -13,7 +13,7 @@ from planner.cost.memory.load import load_ledger, saving_of
 from planner.cost.memory.overhead import closed_form_margin, device_use, library_workspace
 from planner.cost.memory.states import elements_on_stage, nominal_states_of, states_of
 from planner.cost.memory.timeline import largest_moments
-from planner.cost.precision import Recipe, recipe_of
+from planner.cost.precision import Recipe, recipe_of, stored_precision
 from planner.types.job import Job
 from planner.types.plan import MemoryEstimate
 
@@ -135,7 +135,7 @@ def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: fl
 
 def _accumulated(job: Job) -> float:
     """Whole gradients that a code base keeps beside those its engine reduces."""
-    width = code_base(job.workload.code).accumulator.get(job.configuration.precision, 0)
+    width = code_base(job.workload.code).accumulator.get(stored_precision(job.configuration), 0)
     return width * elements_on_stage(job.counts.trained, job.configuration) if width else 0.0
 
 
