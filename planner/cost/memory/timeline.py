@@ -160,7 +160,7 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
     return (
         (recipe.compute, recipe.residual, recipe.autocast, recipe.gather, recipe.scaled),
         (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing, chosen.activations_on_host),
-        (chosen.tp, chosen.pp, chosen.sequence_parallel, chosen.strategy in ("single", "ddp")),
+        (chosen.tp, chosen.pp, chosen.strategy in ("single", "ddp")),
         (job.workload.code, job.workload.compile, job.workload.loss),
     )
 

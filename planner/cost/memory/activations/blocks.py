@@ -2,9 +2,9 @@
 
 A block is written as the operations of its forward, each with what it keeps for its backward. Walking them forwards and
 backwards gives what `planner.cost.memory.activations.form` keeps of a traced module: bytes kept, and the moments that
-can be a peak. Every tensor says by its symbols how it is divided: `a`, `g`, `f`, `V`, `m`, `x` are a tensor-parallel
-rank's own, `s` its context-parallel rank's positions, `z` as many, or under sequence parallelism its tensor-parallel
-rank's part of them (what lies between products: norms, residuals, dropout).
+can be a peak. How a tensor is divided over ranks follows from its symbols, as it does for traced forms
+(`form.per_rank`): what has a width that tensor parallelism splits has all positions of its rank, what lies between
+products (norms, residuals, dropout) a part of them under sequence parallelism.
 
 Sources: autograd saves what the derivative's formula names (torch `tools/autograd/derivatives.yaml`); what a compiler
 keeps is what torch's min-cut partitioner keeps of a LlamaDecoderLayer and a GPT2Block (torch 2.13): inputs of products,
@@ -164,10 +164,10 @@ class _Writer:
         self._sizes: dict[str, Polynomial] = {"x": self._stream()}
 
     def _stream(self) -> Polynomial:
-        return {"b h z": self._residual}
+        return {"b h s": self._residual}
 
     def _between(self, width: float) -> Polynomial:
-        return {"b h z": width}
+        return {"b h s": width}
 
     def _add(self, operation: Operation, **sizes: Polynomial) -> None:
         self._operations.append(operation)
@@ -205,9 +205,9 @@ class _Writer:
         """A norm; a compiler that would keep the sum before the second one keeps `instead` what was added to it."""
         scale, statistics = f"{name} scale", f"{name} input"
         if self._facts.norm != "rmsnorm":
-            self._sizes[scale] = {"b z": 8}
+            self._sizes[scale] = {"b s": 8}
         else:
-            self._sizes[scale] = {"b z": 4}
+            self._sizes[scale] = {"b s": 4}
         composite = self._traits.norm == "composite" and self._facts.norm == "rmsnorm"
         own = instead if instead and self._traits.sums == "recomputed" else source
         if composite and self._residual != 4:
@@ -236,26 +236,9 @@ class _Writer:
         return name
 
     def _linear(self, source: str, name: str, size: Polynomial, weights: Polynomial) -> None:
-        """A product, which keeps its input: under sequence parallelism the all-gathered one, or its own part of it."""
-        gathered: Polynomial = ZERO
-        if source in ("n1", "n2"):
-            whole: Polynomial = {"b h s": self._width, "b h z": -self._width}
-            if self._traits.keeps_sequence_shards:
-                gathered = whole
-            elif f"{source} gathered" not in self._sizes:
-                self._sizes[f"{source} gathered"] = whole
-        keeps = (source, f"{source} gathered") if f"{source} gathered" in self._sizes else (source,)
+        """A product, which keeps its input."""
         self._add(
-            Operation(
-                reads=(source,),
-                makes=(name,),
-                keeps=keeps,
-                weights=weights,
-                product=True,
-                working=gathered,
-                working_back=gathered,
-            ),
-            **{name: size},
+            Operation(reads=(source,), makes=(name,), keeps=(source,), weights=weights, product=True), **{name: size}
         )
 
     def _attend(self) -> None:
@@ -389,12 +372,12 @@ class _Writer:
     def _experts(self, source: str) -> None:
         """Routed experts over copies of their tokens, and what all tokens pass besides."""
         width = self._width
-        self._sizes["routes"] = {"E b z": 8}
+        self._sizes["routes"] = {"E b s": 8}
         self._add(
             Operation(reads=(source,), makes=("chosen",), keeps=(source, "routes"), weights={"E h": 1}, product=True),
-            chosen={"E b z": 4},
+            chosen={"E b s": 4},
         )
-        copies = {"b h k z": width}
+        copies = {"b h k s": width}
         self._add(Operation(reads=(source, "chosen"), makes=("copies",)), copies=copies)
         self._feed_forward("copies", "expert out", "b k", "m", "s", copies, " of experts")
         parts = ["expert out"]
@@ -447,15 +430,15 @@ def code_form(facts: ModelFacts, traits: Traits, mode: str, attention: str, *, a
     so that a tied head's does not wait for its table's."""
     block = traits.block or BlockTraits()
     width, residual = WIDTHS[mode]
-    stream = {"b h z": float(residual)}
+    stream = {"b h s": float(residual)}
     held = {"V h": float(residual if mode == "autocast" else width)} if _waits(facts, adds_in_place) else ZERO
     ending = {"b h s": float(width)}
     if block.norm == "composite" and facts.norm == "rmsnorm":
-        ending = added((ending, {"b h z": 4.0 + width}))
+        ending = {"b h s": 4.0 + 2 * width}
     loss = traits.loss or LogitBytes(forward=(1, 8), backward=(0, 12))
     head_cast = {"V h": 2.0} if mode == "autocast" else ZERO
     tokens = {"b s": 20.0}
-    dropped = {"b h z": 1.0} if facts.hidden_dropout else ZERO
+    dropped = {"b h s": 1.0} if facts.hidden_dropout else ZERO
     return Form(
         blocks=code_blocks(facts, block, mode, attention, held),
         buffers=ZERO,
@@ -486,7 +469,7 @@ def code_blocks(
     facts: ModelFacts, traits: BlockTraits, mode: str, attention: str, held: Polynomial = ZERO
 ) -> dict[str, BlockForm]:
     """The kinds of blocks of a decoder, by the names that `dimensions.block_kinds` gives them."""
-    boundary = {"b h z": float(WIDTHS[mode][1])}
+    boundary = {"b h s": float(WIDTHS[mode][1])}
 
     def form(*, routed: bool) -> BlockForm:
         writer = _Writer(facts, traits, mode, attention)

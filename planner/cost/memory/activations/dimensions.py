@@ -3,7 +3,6 @@
 | symbol | meaning | symbol | meaning |
 |---|---|---|---|
 | b | samples of a micro-batch | s | positions of the (last) decoder or only stack |
-| z | positions between products: `s`, or a tensor-parallel rank's part under sequence parallelism | | |
 | t | positions of an encoder, or of an image | h | hidden width |
 | a, g, d | attention heads, key heads, head width | r | repeats: query heads per key head |
 | f, F | feed-forward width, a decoder's own | V, P | vocabulary, positions |

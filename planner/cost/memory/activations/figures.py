@@ -78,7 +78,6 @@ class _Question:
     on_cpu: bool
     tp: int
     length: int
-    between: float
     source: int
     code: str
     compiled: bool
@@ -100,7 +99,6 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
             job.cluster.device.is_cpu,
             configuration.tp,
             configuration.sequence_length,
-            configuration.sequence_length / (configuration.tp if configuration.sequence_parallel else 1),
             job.source_length,
             job.workload.code,
             job.workload.compile,
@@ -230,7 +228,7 @@ def _lengths(facts: ModelFacts, question: _Question) -> dict[str, float]:
         source = facts.vision.image_tokens
         if facts.text is not None:
             length = min(length, facts.text.max_position_embeddings or length)
-    return {"s": length, "t": source, "z": length * question.between / question.length}
+    return {"s": length, "t": source}
 
 
 def _figures(form: Form, blocks: list[BlockFigures], sizes: Dimensions, differences: int) -> Figures:
