@@ -51,6 +51,10 @@ the runs of one as far as the widest kind. Processors are those of 60 runs on on
 (scripts/measure/real_times.py): with the rates of `dsplan bench` and of a first run together, which hold 95 % and 87 %
 of the runs, and without any rate."""
 
+OF_CODE: Mapping[str, float] = {}
+"""Times the spread outside of code bases that at least three publications speak for: the ninth decile of how far each
+of them was off, over what its kinds of plans are (scripts/fit/code_intervals.py)."""
+
 FACTOR_SPREADS: Mapping[str, float] = {
     "compute": 0.28,
     "attention": 0.15,
@@ -85,9 +89,19 @@ def kind_of(job: Job) -> Kind:
     return "node" if cluster.nodes == 1 else "nodes"
 
 
+def spread_of(job: Job) -> Spread:
+    """How far a job is off: by the kind of plan, wider or narrower where the code base is known for it."""
+    kind = kind_of(job)
+    spread = SPREADS[kind]
+    if job.cluster.device.is_cpu:
+        return spread
+    outside = spread.outside * OF_CODE.get(job.workload.code, 1.0)
+    return replace(spread, outside=max(outside, spread.inside))
+
+
 def interval(job: Job, seconds: float, calibration: Calibration | None) -> tuple[float, float]:
     """Between which seconds nine of ten runs of a job should lie that is predicted to take `seconds`."""
-    spread = SPREADS[kind_of(job)]
+    spread = spread_of(job)
     half = NINE_OF_TEN * (spread.outside if calibration is None else _left(job, spread, calibration))
     return seconds * math.exp(-half), seconds * math.exp(half)
 
