@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost.code_bases import code_base
+from planner.cost.precision import scaled_products
 from planner.cost.timing.data_parallel import Communication, data_parallel
 from planner.cost.timing.efficiency import DeviceRates, compute_dtype, device_rates
 from planner.cost.timing.flops import model_flops
@@ -31,7 +32,7 @@ def step_time(job: Job) -> StepTime:
     """Seconds of one optimizer step in the steady state, on the busiest rank, by the modules that the job runs."""
     steps = job.configuration.gradient_accumulation_steps
     traits = code_base(job.workload.code).traits(compiled=job.workload.compile)
-    rates = device_rates(job.cluster, job.configuration.precision, traits.time)
+    rates = device_rates(job.cluster, job.configuration.precision, traits.time, scaled_products(job))
     where = layout(job)
     pipeline = stages(job, rates)
     busiest = max(pipeline, key=lambda stage: stage.total)
