@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import buffer_bytes
 from planner.cost.memory.host import host_bytes, host_load_bytes
 from planner.cost.memory.ledger import Ledger, States
 from planner.cost.memory.load import load_ledger, saving_of
 from planner.cost.memory.overhead import closed_form_margin, device_use, library_workspace
-from planner.cost.memory.states import nominal_states_of, states_of
+from planner.cost.memory.states import elements_on_stage, nominal_states_of, states_of
 from planner.cost.memory.timeline import largest_moments
-from planner.cost.precision import Recipe, recipe_of
+from planner.cost.precision import Recipe, recipe_of, stored_precision
 from planner.types.job import Job
 from planner.types.plan import MemoryEstimate
 
@@ -132,9 +133,20 @@ def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: fl
     )
 
 
+def _accumulated(job: Job) -> float:
+    """Whole gradients that a code base keeps beside those its engine reduces."""
+    width = code_base(job.workload.code).accumulator.get(stored_precision(job.configuration), 0)
+    return width * elements_on_stage(job.counts.trained, job.configuration) if width else 0.0
+
+
 def _phases_of_step(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     """The largest moment of each phase of the step."""
     weights = states.parameters + buffer_bytes(job, recipe)
-    always = Ledger(parameters=weights, optimizer=states.optimizer, temporaries=library_workspace(job))
+    always = Ledger(
+        parameters=weights,
+        gradients=_accumulated(job),
+        optimizer=states.optimizer,
+        temporaries=library_workspace(job),
+    )
     largest = largest_moments(job, recipe, states)
     return {phase: always + largest[phase] for phase in PHASES}

@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import le
 
+from planner.cost.code_bases import code_base
+from planner.cost.memory.activations.blocks import CHUNKS, WIDTHS, code_blocks, code_form, fused_rows, with_loss
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
 from planner.cost.memory.activations.form import BlockForm, Form, Moment, find_form, per_sample, structure_of
 from planner.cost.memory.ledger import NOTHING, Amount, plus
 from planner.cost.precision import Recipe, ScaledProducts
 from planner.models.facts import ModelFacts, TracedActivations
 from planner.types.job import Job
+from planner.vocabulary import Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,9 @@ class _Question:
     tp: int
     length: int
     source: int
+    code: str
+    compiled: bool
+    loss: Loss
 
 
 def figures_of(job: Job, recipe: Recipe) -> Figures:
@@ -94,6 +100,9 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
             configuration.tp,
             configuration.sequence_length,
             job.source_length,
+            job.workload.code,
+            job.workload.compile,
+            job.workload.loss,
         ),
     )
     return figures if recipe.scaled is None else _with_scaled_inputs(figures, job, recipe.scaled)
@@ -151,6 +160,45 @@ def precision_mode(recipe: Recipe) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
+    sizes = model_dimensions(facts, question.tp) | _lengths(facts, question)
+    form, differences = _form_of(facts, question)
+    blocks = [_block(name, count, block, sizes) for name, count, block in _stacks(facts, form)]
+    figures = _figures(form, blocks, sizes, differences)
+    return _classifying(figures, form, sizes | {"V": facts.num_labels}) if _classifies(facts) else figures
+
+
+def _form_of(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
+    """The form of the code that runs, and how far its structure is from the model's. Code bases other than transformers
+    are written out for decoders; other kinds of models go by transformers' modules."""
+    code = code_base(question.code)
+    traits = code.traits(compiled=question.compiled)
+    written = has_written_form(facts, question.code, compiled=question.compiled)
+    if written and code.eager.block is not None:
+        form, differences = (
+            code_form(facts, traits, question.mode, question.attention, adds_in_place=code.whole_gradients),
+            0,
+        )
+    else:
+        form, differences = _traced_form(facts, question)
+        if written and traits.block is not None:
+            held = {"V h": float(WIDTHS[question.mode][1])} if facts.tie_word_embeddings else {}
+            blocks = code_blocks(facts, traits.block, question.mode, question.attention, held)
+            form, differences = replace(form, blocks=blocks), 0
+    if question.loss == "plain" or not facts.vocab_size:
+        return form, differences
+    width = WIDTHS[question.mode][0]
+    rows = fused_rows(question.length, facts.vocab_size, facts.hidden_size) if question.loss == "fused" else 1 / CHUNKS
+    weight = 4 if question.mode != "pure" else 2
+    return with_loss(form, question.loss, width=width, weight=weight, rows=rows), differences
+
+
+def has_written_form(facts: ModelFacts, code: str, *, compiled: bool) -> bool:
+    """Whether the code base's own blocks are counted, rather than transformers' eager ones."""
+    is_decoder = facts.kind == "decoder" and not facts.recorded_as and not facts.sliding_window
+    return is_decoder and code_base(code).traits(compiled=compiled).block is not None
+
+
+def _traced_form(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
     windows = question.attention == "sdpa" and 0 < facts.sliding_window < question.length
     attentions = _attentions(question.attention, windows=windows)
     devices = ("cpu", "cuda") if question.on_cpu else ("cuda",)
@@ -158,10 +206,7 @@ def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
     found = find_form(structure_of(facts), variants)
     if found is None:
         raise LookupError(f"no memory form for {facts.model_type}")
-    sizes = model_dimensions(facts, question.tp) | _lengths(facts, question)
-    blocks = [_block(name, count, form, sizes) for name, count, form in _stacks(facts, found.form)]
-    figures = _figures(found.form, blocks, sizes, found.differences)
-    return _classifying(figures, found.form, sizes | {"V": facts.num_labels}) if _classifies(facts) else figures
+    return found.form, found.differences
 
 
 def _stacks(facts: ModelFacts, form: Form) -> Iterator[tuple[str, int, BlockForm]]:
