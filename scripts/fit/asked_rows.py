@@ -183,7 +183,8 @@ def starcoder2(row: Row) -> dict[str, Any]:
 
 def dropout_of(source: str) -> float:
     """Megatron-LM trains with 0.1 unless told otherwise."""
-    return 0.1 if source.startswith(("bigscience", "deepspeed_zero", "bmtrain", "vtrain")) else 0.0
+    own = ("bigscience", "deepspeed_zero", "bmtrain", "vtrain", "megatron_golden")
+    return 0.1 if source.startswith(own) else 0.0
 
 
 # Rows that an earlier collection read.
@@ -313,7 +314,8 @@ def model_of(row: Row, notes: Row) -> tuple[str, dict[str, Any]]:
         return name, llama(full)
     if stem.startswith("nemotron"):
         return name, starcoder2(full)
-    return name, gpt2({**full, "tied": "no" if notes.get("untied_emb") == "1" else "yes"}, dropout=0.0)
+    tied = "no" if notes.get("untied_emb") == "1" else "yes"
+    return name, gpt2({**full, "tied": tied}, dropout=dropout_of(row["source_id"]))
 
 
 def source_is_tiny(row: Row) -> bool:
@@ -382,7 +384,8 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
     if source.startswith(("qwen", "swift", "litgpt", "torchtune", "fsdp_qlora")):
         flags["optimizer"] = "adamw"
     attention = row["attention"] if row["attention"] in ("flash", "sdpa", "eager") else ""
-    flags["attention"] = attention or ("flash" if source.startswith(("megatron", "nemo", "dgxc")) else "sdpa")
+    fused = "eager" if source.startswith("megatron_golden") else "flash"
+    flags["attention"] = attention or (fused if source.startswith(("megatron", "nemo", "dgxc")) else "sdpa")
     checkpointing = row["activation_checkpointing"]
     if checkpointing.startswith("selective:layer"):
         flags |= {"checkpointing": "full", "checkpoint_every": int(checkpointing.removeprefix("selective:layer"))}
