@@ -13,6 +13,7 @@ from typing import Any, Literal
 from hardware_db.errors import BrokenFile, UnknownName
 from hardware_db.handed_in import read_yaml
 from planner.models.facts import ModelFacts
+from planner.vocabulary import STRATEGIES, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +132,8 @@ class CodeBase:
     eager: Traits
     compiled: Traits | None = None
     """None where the code has no use for torch.compile, or is compiled as it is."""
+    strategies: tuple[Strategy, ...] = STRATEGIES
+    """What it spreads states by."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks split the sequence between their products unless told otherwise."""
     states: Mapping[str, StateBytes] = field(default_factory=dict)
@@ -207,6 +210,8 @@ def _made(name: str, row: Mapping[str, Any]) -> CodeBase:
     """The code base of a row that was checked when it was compiled."""
     compiled = row.get("compiled")
     plain = {key: row[key] for key in row.keys() - {*_GROUPS, "compiled", "states", "like"}}
+    if "strategies" in plain:
+        plain["strategies"] = tuple(plain["strategies"])
     states = {precision: StateBytes(**widths) for precision, widths in row.get("states", {}).items()}
     return CodeBase(
         name=name, eager=_traits(row), compiled=_traits(compiled) if compiled else None, states=states, **plain
@@ -287,6 +292,7 @@ class _Row:
     block: BlockTraits | None = None
     loss: LogitBytes | None = None
     compiled: _Way | None = None
+    strategies: tuple[Strategy, ...] = STRATEGIES
     sequence_parallel: bool = False
     states: Mapping[str, StateBytes] = field(default_factory=dict)
     accumulator: Mapping[str, int] = field(default_factory=dict)

@@ -84,7 +84,7 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
 
 
 def _splits_sequence(request: Request, options: ExactOptions) -> bool:
-    """What was asked, else whether tp ranks of the code that runs split the sequence between their products."""
+    """As asked; else where there are tensor-parallel ranks and the code does it unless told otherwise."""
     if options.sequence_parallel is not None:
         return options.sequence_parallel
     return options.tp > 1 and code_base(request.workload.code).sequence_parallel

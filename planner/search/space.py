@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import product
 
 from planner import vocabulary as words
+from planner.cost.code_bases import code_base
 from planner.search.estimate import compresses, offloads_of
 from planner.search.request import Request
 from planner.types.plan import Configuration
@@ -51,6 +52,9 @@ class CandidateLayout:
 def inapplicable(request: Request, strategy: words.Strategy) -> str:
     """Why a strategy is not considered on this cluster; empty when it is."""
     cluster = request.cluster
+    code = code_base(request.workload.code)
+    if strategy not in code.strategies:
+        return f"{code.name} has no {strategy}"
     if request.strategies is not None and strategy not in request.strategies:
         return "not installed or not asked for"
     if strategy == "single" and cluster.gpus > 1:
