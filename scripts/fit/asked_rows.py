@@ -50,13 +50,16 @@ class NotAskable(Exception):
 CODES = {
     "torchtune": "torch",
     "fms_fsdp": "torch",
+    "nemo_automodel": "torch",
     **BY_SOURCE,
+    "megatron_bridge": "nemo",
     "deepspeed_zero": "megatron-deepspeed",
     "bmtrain": "megatron-deepspeed",
     "megatron": "megatron",
     "litgpt": "litgpt",
 }
-"""Whose modules a source ran, by the start of its name, the longer before the shorter; any other ran transformers'."""
+"""Whose modules a source ran, by the start of its name, the longer before the shorter; any other ran transformers'.
+Megatron-Bridge is what NeMo trains with today; Automodel shards Hugging Face's models, with fused kernels, by FSDP2."""
 
 NAMED = {"transformers, deepspeed": "transformers-2021", "megatron": "megatron-deepspeed"}
 """What `published_memory.csv` says of single rows, where it differs from the source's."""
