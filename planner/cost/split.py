@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from planner.cost.code_bases import code_base
 from planner.models.facts import ModelFacts
 from planner.types.job import Job
 from planner.types.plan import Configuration
@@ -95,7 +96,6 @@ AttentionExchange = Literal["all-gather", "ring", "all-to-all"]
 sent around a ring beside the attention of what is there (Transformer Engine's `p2p`, Megatron-LM's default), or heads
 exchanged for tokens before and after it (DeepSpeed-Ulysses, arXiv 2309.14509)."""
 _RINGS = frozenset({"megatron", "nemo", "nanotron"})
-_KEEPS_SEQUENCE_SHARDS = frozenset({"megatron", "nemo"})
 _FP32_OUTPUT = 2
 """Elements of 16 bits that one of the partial output takes while it is merged in fp32."""
 
@@ -109,7 +109,8 @@ def attention_exchange(job: Job) -> AttentionExchange:
 
 def keeps_sequence_shards(job: Job) -> bool:
     """Whether a column-parallel product keeps its rank's part of the input and all-gathers it again in backward."""
-    return job.workload.code in _KEEPS_SEQUENCE_SHARDS
+    block = code_base(job.workload.code).traits(compiled=job.workload.compile).block
+    return block is not None and block.keeps_sequence_shards
 
 
 def attention_widths(facts: ModelFacts, tp: int) -> tuple[float, float]:
