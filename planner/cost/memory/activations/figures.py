@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import le
-from typing import Any
 
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
 from planner.cost.memory.activations.form import (
@@ -148,19 +147,22 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
     less = hidden * (2 - copies[0] * scaled.saved) + routed * (2 - copies[1] * scaled.saved)
     less += width * (2 - scaled.saved) - scaled.saved * facts.num_heads * facts.head_dim / tp
     each = (0.0, -scaled.blocks * less * chosen.sequence_length / chosen.cp)
-    blocks = []
-    for block in figures.blocks:
-        moved: dict[str, Any] = {name: [_moved(peak, each) for peak in getattr(block, name)] for name in _KEEPING}
-        blocks.append(replace(block, kept=plus(block.kept, each), **moved))
+    blocks = [
+        replace(
+            block,
+            kept=plus(block.kept, each),
+            backward=_moved(block.backward, each),
+            recomputed=_moved(block.recomputed, each),
+            replayed=_moved(block.replayed, each),
+        )
+        for block in figures.blocks
+    ]
     return replace(figures, blocks=blocks)
 
 
-_KEEPING = ("backward", "recomputed", "replayed")
-"""Moments with what the block itself kept."""
-
-
-def _moved(peak: Peak, amount: Amount) -> Peak:
-    return Peak(plus(peak.activations, amount), peak.cast, peak.gradients)
+def _moved(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
+    """Moments with `amount` more of activations."""
+    return [Peak(plus(peak.activations, amount), peak.cast, peak.gradients) for peak in peaks]
 
 
 def buffer_bytes(job: Job, recipe: Recipe) -> float:
@@ -269,19 +271,15 @@ def _with_exchanges(figures: Figures, exchanges: _Exchanges) -> Figures:
         replace(
             block,
             kept=plus(block.kept, (0.0, exchanges.kept)),
-            forward=_more(block.forward, exchanges.kept + exchanges.forward),
-            recomputed=_more(block.recomputed, exchanges.kept + exchanges.forward),
-            replayed=_more(block.replayed, exchanges.kept + exchanges.forward),
-            backward=_more(block.backward, exchanges.kept + exchanges.backward),
+            forward=_moved(block.forward, (0.0, exchanges.kept + exchanges.forward)),
+            recomputed=_moved(block.recomputed, (0.0, exchanges.kept + exchanges.forward)),
+            replayed=_moved(block.replayed, (0.0, exchanges.kept + exchanges.forward)),
+            backward=_moved(block.backward, (0.0, exchanges.kept + exchanges.backward)),
         )
         for block in figures.blocks
     ]
-    loss, loss_backward = (_more(peaks, exchanges.head) for peaks in (figures.loss, figures.loss_backward))
+    loss, loss_backward = (_moved(peaks, (0.0, exchanges.head)) for peaks in (figures.loss, figures.loss_backward))
     return replace(figures, blocks=blocks, loss=loss, loss_backward=loss_backward)
-
-
-def _more(peaks: Sequence[Peak], grows: float) -> list[Peak]:
-    return [Peak(plus(peak.activations, (0.0, grows)), peak.cast, peak.gradients) for peak in peaks]
 
 
 def _stacks(facts: ModelFacts, form: Form) -> Iterator[tuple[str, int, BlockForm]]:
