@@ -183,8 +183,8 @@ def _context_degrees(request: Request, ranks: int) -> tuple[int, ...]:
 
 
 def _expert_degrees(request: Request, strategy: words.Strategy, tp: int, pp: int, cp: int) -> tuple[int, ...]:
-    """Over how many ranks experts are spread: powers of two that divide both, and none with tp where the code splits
-    no sequence between its products."""
+    """Over how many ranks experts are spread: powers of two that divide both, those of a node at the least, whose links
+    are the fastest; and none with tp where the code splits no sequence between its products."""
     facts, cluster = request.facts, request.cluster
     plain = strategy not in MODEL_PARALLEL_STRATEGIES or cluster.device.is_cpu
     if plain or not facts.is_moe or facts.kind != "decoder" or facts.recorded_as:
@@ -194,7 +194,9 @@ def _expert_degrees(request: Request, strategy: words.Strategy, tp: int, pp: int
     shards = _split(request, strategy, cluster.gpus // (tp * pp * cp))[1]
     ranks = shards * cp * tp
     degrees = _powers_of_two(min(ranks, facts.num_experts))
-    return tuple(ep for ep in degrees if facts.num_experts % ep == 0 and ranks % ep == 0)
+    possible = [ep for ep in degrees if facts.num_experts % ep == 0 and ranks % ep == 0]
+    least = min(cluster.gpus_per_node, possible[-1])
+    return (1, *(ep for ep in possible if ep >= max(least, 2)))
 
 
 def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], ...]:

@@ -213,6 +213,10 @@ def one_forward_one_backward(
     that are left. A stage waits for its neighbour's result and `hop` seconds for its way. Once the schedule has
     settled the rest is the schedule's period times their number.
     """
+    last = forwards[-1] + backwards[-1]
+    if len(set(forwards[:-1])) == len(set(backwards[:-1])) == 1 and forwards[0] + backwards[0] + 2 * hop <= last:
+        # Equal stages before a last one that never waits: the rest is the way there and back.
+        return sum(forwards[:-1]) + sum(backwards[:-1]) + 2 * (len(forwards) - 1) * hop + micro_batches * last
     simulated = min(micro_batches, max(AT_LEAST, SETTLED * len(forwards)))
     seconds = _simulated(forwards, backwards, simulated, hop)
     if simulated < micro_batches:
