@@ -178,7 +178,8 @@ class Family:
     def split(self) -> tuple[object, ...]:
         """What it has in common with the same family over fewer devices."""
         layout = self._members[0].layout
-        return layout.strategy, layout.tp, layout.pp, layout.offload, layout.offload_ratio, layout.sync_each_micro_batch
+        degrees = layout.tp, layout.pp, layout.cp, layout.ep, layout.virtual_stages, layout.pp_schedule
+        return layout.strategy, *degrees, layout.offload, layout.offload_ratio, layout.sync_each_micro_batch
 
     def within(self, seconds: float) -> Iterator[Timed]:
         """Ever faster configurations that fit and take at most so many seconds a step."""
