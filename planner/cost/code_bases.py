@@ -24,7 +24,7 @@ class Implementation:
     `score_bytes` is the traffic of one attention score that is not fused away, `loss_bytes` of one logit from cast to
     gradient, `attention_share` the rate of its fused attention over that of the kernels that were measured,
     `hopper_attention_share` that on Hopper besides (FlashAttention-3 and cuDNN's kernels over FlashAttention-2),
-    `tuned_product_share` the rate of its 16-bit products on Hopper and Blackwell over those that the ceilings are of,
+    `tuned_product_share` the rate of its products on Hopper and Blackwell over those that the ceilings are of,
     `hidden_tensor_parallel` which share of tensor parallelism's collectives runs beside the products that need them.
     `skips_masked` says whether fused attention leaves out the masked half of a causal product, `hides_reductions`
     whether gradients are reduced behind the backward, `reduces_whole` whether ZeRO-1 and 2 all-reduce gradients rather

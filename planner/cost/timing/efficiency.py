@@ -278,12 +278,12 @@ def device_rates(
         serial=device.is_cpu,
         multiprocessors=multiprocessors(device),
         scaled=scaled,
-        scaled_flops=_scaled_flops(device, precision, factors) if scaled else 0.0,
+        scaled_flops=_scaled_flops(device, precision, factors) * _product_share(device, code) if scaled else 0.0,
     )
 
 
 def _product_share(device: Device, code: Implementation) -> float:
-    """How fast a code base's 16-bit products are on a device, over those that its ceiling is of."""
+    """How fast a code base's products are on a device, over those that its ceilings are of."""
     return code.tuned_product_share if device.architecture in ("hopper", "blackwell") else 1.0
 
 
