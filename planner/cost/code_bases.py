@@ -136,8 +136,6 @@ class CodeBase:
     """By precision: bytes per parameter of whole gradients beside those that are reduced."""
     whole_gradients: bool = False
     """Whether gradients lie in one buffer that is there from the first step on, which autograd adds to."""
-    steps_in_place: bool = False
-    """Whether the optimizer's step makes nothing beside its states."""
     scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
     """Whose linear layers multiply in 8 and 4 bits."""
     dropout: float | None = None
@@ -255,6 +253,8 @@ def checked_row(row: object, known: Mapping[str, Mapping[str, Any]], where: obje
     if like is None and known and not {"title", "runs_with", "loads"} <= row.keys():
         raise BrokenFile(where, "has no `like: NAME` and not all of title, runs_with and loads", _REMEDY)
     full = {**(known[like] if like else {}), **{key: value for key, value in row.items() if key != "like"}}
+    if like and isinstance(row.get("sources"), dict):
+        full["sources"] = {**known[like].get("sources", {}), **row["sources"]}
     nested = {key: value for key, value in full.items() if key not in _GROUPS}
     nested["eager"] = {key: full[key] for key in _GROUPS if key in full}
     try:
