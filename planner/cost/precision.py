@@ -8,7 +8,7 @@ in every dtype: bf16 for `bf16-pure`, fp32 for the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hardware_db.device import Device
@@ -96,7 +96,7 @@ def recipe_of(job: Job) -> Recipe:
     code = code_base(job.workload.code)
     if has_own_states(code, configuration):
         widths = code.states[stored_precision(configuration)]
-        recipe = Recipe(**asdict(widths), state=STATE_BYTES[configuration.optimizer])
+        recipe = Recipe(**widths, state=STATE_BYTES[configuration.optimizer], autocast=False)
     elif configuration.backend == "native":
         return _native_recipe(configuration)
     else:

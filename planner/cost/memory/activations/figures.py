@@ -10,7 +10,6 @@ from itertools import product
 from operator import le
 
 from planner.cost.code_bases import code_base
-from planner.cost.memory.activations.blocks import CHUNKS, WIDTHS, code_blocks, code_form, fused_rows, with_loss
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
 from planner.cost.memory.activations.form import (
     BlockForm,
@@ -209,26 +208,35 @@ def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
 def _form_of(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
     """The form of the code that runs, and how far its structure is from the model's. Code bases other than transformers
     are written out for decoders; other kinds of models go by transformers' modules."""
-    code = code_base(question.code)
-    traits = code.traits(compiled=question.compiled)
     written = has_written_form(facts, question.code, compiled=question.compiled)
-    if written and code.eager.block is not None:
-        form, differences = (
-            code_form(facts, traits, question.mode, question.attention, adds_in_place=code.whole_gradients),
-            0,
-        )
+    plain = question.loss == "plain" or not facts.vocab_size
+    if plain and not written:
+        return _traced_form(facts, question)
+    return _written_form(facts, question, blocks=written, loss="plain" if plain else question.loss)
+
+
+def _written_form(facts: ModelFacts, question: _Question, *, blocks: bool, loss: Loss) -> tuple[Form, int]:
+    """The form with blocks or a loss that were written down; what is neither is as it was traced."""
+    from planner.cost.memory.activations import blocks as known  # takes milliseconds, and few ask
+
+    code, (width, residual) = code_base(question.code), known.WIDTHS[question.mode]
+    traits = code.traits(compiled=question.compiled)
+    if blocks and code.eager.block is not None:
+        in_place = code.whole_gradients
+        form, differences = known.code_form(facts, traits, question.mode, question.attention, adds_in_place=in_place), 0
     else:
         form, differences = _traced_form(facts, question)
-        if written and traits.block is not None:
-            held = {"V h": float(WIDTHS[question.mode][1])} if facts.tie_word_embeddings else {}
-            blocks = code_blocks(facts, traits.block, question.mode, question.attention, held)
-            form, differences = replace(form, blocks=blocks), 0
-    if question.loss == "plain" or not facts.vocab_size:
+        if blocks and traits.block is not None:
+            held = {"V h": float(residual)} if facts.tie_word_embeddings else {}
+            own = known.code_blocks(facts, traits.block, question.mode, question.attention, held)
+            form, differences = replace(form, blocks=own), 0
+    if loss == "plain":
         return form, differences
-    width = WIDTHS[question.mode][0]
-    rows = fused_rows(question.length, facts.vocab_size, facts.hidden_size) if question.loss == "fused" else 1 / CHUNKS
+    rows = 1 / known.CHUNKS
+    if loss == "fused":
+        rows = known.fused_rows(question.length, facts.vocab_size, facts.hidden_size)
     weight = 4 if question.mode != "pure" else 2
-    return with_loss(form, question.loss, width=width, weight=weight, rows=rows), differences
+    return known.with_loss(form, loss, width=width, weight=weight, rows=rows), differences
 
 
 def has_written_form(facts: ModelFacts, code: str, *, compiled: bool) -> bool:
