@@ -19,7 +19,8 @@ from copy import copy
 from dataclasses import replace
 
 from planner import vocabulary as words
-from planner.cost.verdict import device_limit
+from planner.cost.memory.host import host_load_bytes
+from planner.cost.verdict import device_limit, host_limit
 from planner.search.estimate import Priced, job_of, price, resident_bytes, timed, unrunnable
 from planner.search.ranking import ONE_STRATEGY, Timed, clearly_worse, order, worth
 from planner.search.request import Request
@@ -161,9 +162,12 @@ class Family:
         return self._members[0].bound()
 
     def is_hopeless(self) -> bool:
-        """Whether weights, gradients and optimizer states alone do not fit."""
+        """Whether weights, gradients and optimizer states alone do not fit, or a node has no room to load the model."""
         first = self._members[0]
         job = job_of(first.request, first.configuration(0))
+        limit = host_limit(job.workload, job.cluster)
+        if limit and host_load_bytes(job) > limit:
+            return True
         return resident_bytes(job) > device_limit(job.workload, job.cluster)
 
     def fits_somehow(self) -> bool:
