@@ -14,6 +14,7 @@ from planner.cost.memory.host import loads_once
 from planner.cost.memory.load import MADE_BYTES
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, differs
 from planner.cost.memory.states import states_of
+from planner.cost.memory.units import shards_of, shards_over, units_of
 from planner.cost.precision import EAGER_CAST_BYTES, recipe_of, scaled_products
 from planner.cost.timing import step_time, throughput
 from planner.cost.verdict import Judgement, judge, limited_by
@@ -324,8 +325,28 @@ def _remarks(priced: Priced) -> list[str]:
         copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(MADE_BYTES * job.counts.total)} each"
         way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
         remarks.append(f"a node has no room to load {copies}: counted for one, as {way} makes it")
+    remarks += _experts_dealt_out_whole(job)
     asked, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes
     if asked is not None and asked > capacity:
         usable = f"the {format_bytes(capacity)} usable on one {device.name}, which stay the limit"
         remarks.append(f"--max-memory-gb {asked / GB:g} is more than {usable}")
     return remarks
+
+
+def _experts_dealt_out_whole(job: Job) -> list[str]:
+    """What a rank holds more than its share of experts, because FSDP2 shards dimension 0 of tensors that hold all."""
+    chosen, experts = job.configuration, job.facts.num_experts
+    ranks = chosen.expert_shards
+    local = experts // chosen.ep
+    if chosen.strategy not in words.FSDP_STRATEGIES or not job.facts.is_moe or shards_over(job).evenly:
+        return []
+    held, share = shards_of(job).experts, units_of(job).experts / ranks
+    if local >= ranks or held <= share:
+        return []
+    weight = recipe_of(job).weight
+    offered = "" if chosen.ep > 1 else ", and --ep spreads experts before that"
+    return [
+        f"FSDP2 deals out whole experts (it shards dimension 0): {local} over {ranks} ranks, so that some ranks hold"
+        f" {format_bytes(weight * held)} of expert weights where an even share is {format_bytes(weight * share)};"
+        f" torchtitan (--code torchtitan) cuts single experts{offered}"
+    ]
