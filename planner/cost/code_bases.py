@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from hardware_db.errors import BrokenFile, UnknownName
 from hardware_db.handed_in import read_yaml
@@ -22,7 +22,10 @@ class Implementation:
 
     Passes are elements read or written per element of the tensor, in the compute dtype, by one forward.
     `score_bytes` is the traffic of one attention score that is not fused away, `loss_bytes` of one logit from cast to
-    gradient, `attention_share` the rate of its fused attention over that of the kernels that were measured.
+    gradient, `attention_share` the rate of its fused attention over that of the kernels that were measured,
+    `hopper_attention_share` that on Hopper besides (FlashAttention-3 and cuDNN's kernels over FlashAttention-2),
+    `tuned_product_share` the rate of its products on Hopper and Blackwell over those that the ceilings are of,
+    `hidden_tensor_parallel` which share of tensor parallelism's collectives runs beside the products that need them.
     `skips_masked` says whether fused attention leaves out the masked half of a causal product, `hides_reductions`
     whether gradients are reduced behind the backward, `reduces_whole` whether ZeRO-1 and 2 all-reduce gradients rather
     than reduce-scatter them, `broadcasts_partitions` whether they send updated parameters rank by rank,
@@ -43,6 +46,9 @@ class Implementation:
     score_bytes: float = 24.0
     loss_bytes: float = 30.0
     attention_share: float = 1.0
+    hopper_attention_share: float = 1.0
+    tuned_product_share: float = 1.0
+    hidden_tensor_parallel: float = 0.0
     skips_masked: bool = True
     hides_reductions: bool = True
     reduces_whole: bool = True
@@ -82,17 +88,15 @@ class BlockTraits:
     """Kept per score of attention that is not fused, in 16 bit; dropout's mask and output are left out without it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogitBytes:
+class LogitBytes(TypedDict):
     """What is alive of the logits at the loss and at its backward: copies in the compute dtype, and bytes besides."""
 
     forward: tuple[float, float]
     backward: tuple[float, float]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateBytes:
-    """Widths of what whole replicas and ZeRO hold in one precision; `planner.cost.precision.Recipe` names them."""
+class StateBytes(TypedDict):
+    """Widths of what replicas and sharded states hold in one precision; `planner.cost.precision.Recipe` names them."""
 
     weight: int
     gradient: int
@@ -101,7 +105,6 @@ class StateBytes:
     residual: int
     gather: int
     reduce: int
-    autocast: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +142,6 @@ class CodeBase:
     """By precision: bytes per parameter of whole gradients beside those that are reduced."""
     whole_gradients: bool = False
     """Whether gradients lie in one buffer that is there from the first step on, which autograd adds to."""
-    steps_in_place: bool = False
-    """Whether the optimizer's step makes nothing beside its states."""
     scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
     """Whose linear layers multiply in 8 and 4 bits."""
     dropout: float | None = None
@@ -164,7 +165,7 @@ class CodeBase:
 _CATALOGUE = Path(__file__).with_suffix(".json")
 _WRITTEN = Path(__file__).with_suffix(".yaml")
 _REMEDY = "docs/explanation/code-bases.md has the keys of a code base's file"
-_GROUPS: Mapping[str, type] = {"time": Implementation, "block": BlockTraits, "loss": LogitBytes}
+_GROUPS = ("time", "block", "loss")
 _DEFAULT = "transformers"
 
 
@@ -206,21 +207,17 @@ def _rows() -> Mapping[str, Mapping[str, Any]]:
 def _made(name: str, row: Mapping[str, Any]) -> CodeBase:
     """The code base of a row that was checked when it was compiled."""
     compiled = row.get("compiled")
-    plain = {key: row[key] for key in row.keys() - {*_GROUPS, "compiled", "states", "like"}}
+    plain = {key: row[key] for key in row.keys() - {*_GROUPS, "compiled", "like"}}
     if "strategies" in plain:
         plain["strategies"] = tuple(plain["strategies"])
-    states = {precision: StateBytes(**widths) for precision, widths in row.get("states", {}).items()}
-    return CodeBase(
-        name=name, eager=_traits(row), compiled=_traits(compiled) if compiled else None, states=states, **plain
-    )
+    return CodeBase(name=name, eager=_traits(row), compiled=_traits(compiled) if compiled else None, **plain)
 
 
 def _traits(row: Mapping[str, Any]) -> Traits:
-    loss = row.get("loss")
     return Traits(
         time=Implementation(**row.get("time", {})),
         block=BlockTraits(**row["block"]) if row.get("block") is not None else None,
-        loss=LogitBytes(forward=tuple(loss["forward"]), backward=tuple(loss["backward"])) if loss else None,
+        loss=row.get("loss"),
     )
 
 
@@ -257,44 +254,23 @@ def checked_row(row: object, known: Mapping[str, Mapping[str, Any]], where: obje
     if not isinstance(row, dict):
         raise BrokenFile(where, "is not a mapping of traits", _REMEDY)
     like = row.get("like")
-    if like is not None and like not in known:
+    if like is not None and (not isinstance(like, str) or like not in known):
         raise BrokenFile(where, f"is like {like!r}, which is none of {', '.join(known)}", _REMEDY)
     if like is None and known and not {"title", "runs_with", "loads"} <= row.keys():
         raise BrokenFile(where, "has no `like: NAME` and not all of title, runs_with and loads", _REMEDY)
     full = {**(known[like] if like else {}), **{key: value for key, value in row.items() if key != "like"}}
+    if like and isinstance(row.get("sources"), dict):
+        full["sources"] = {**known[like].get("sources", {}), **row["sources"]}
+    nested = {key: value for key, value in full.items() if key not in _GROUPS}
+    nested["eager"] = {key: full[key] for key in _GROUPS if key in full}
     try:
-        from_json(_Row, full)
+        from_json(CodeBase, {"name": like or "", **nested})
     except WrongValue as problem:
-        raise BrokenFile(where, str(problem), _REMEDY) from None
+        said = str(problem).removeprefix("eager.")
+        for ours, theirs in (("are name,", "are like,"), (" eager,", f" {', '.join(_GROUPS)},")):
+            said = said.replace(ours, theirs)
+        raise BrokenFile(where, said, _REMEDY) from None
+    for place, widths in full.get("states", {}).items():
+        if unknown := widths.keys() - StateBytes.__annotations__.keys():
+            raise BrokenFile(where, f"states.{place}.{min(unknown)} is not a key", _REMEDY)
     return full
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Way:
-    """The keys of `compiled`."""
-
-    time: Implementation = field(default_factory=Implementation)
-    block: BlockTraits | None = None
-    loss: LogitBytes | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
-    """The keys of a row."""
-
-    title: str
-    runs_with: str
-    loads: Literal["whole", "sharded"]
-    time: Implementation = field(default_factory=Implementation)
-    block: BlockTraits | None = None
-    loss: LogitBytes | None = None
-    compiled: _Way | None = None
-    strategies: tuple[Strategy, ...] = STRATEGIES
-    sequence_parallel: bool = False
-    states: Mapping[str, StateBytes] = field(default_factory=dict)
-    accumulator: Mapping[str, int] = field(default_factory=dict)
-    whole_gradients: bool = False
-    steps_in_place: bool = False
-    scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
-    dropout: float | None = None
-    sources: Mapping[str, str] = field(default_factory=dict)

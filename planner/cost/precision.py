@@ -8,7 +8,7 @@ in every dtype: bf16 for `bf16-pure`, fp32 for the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hardware_db.device import Device
@@ -96,7 +96,7 @@ def recipe_of(job: Job) -> Recipe:
     code = code_base(job.workload.code)
     if has_own_states(code, configuration):
         widths = code.states[stored_precision(configuration)]
-        recipe = Recipe(**asdict(widths), state=STATE_BYTES[configuration.optimizer])
+        recipe = Recipe(**widths, state=STATE_BYTES[configuration.optimizer], autocast=False)
     elif configuration.backend == "native":
         return _native_recipe(configuration)
     else:
@@ -176,7 +176,7 @@ def _native_recipe(configuration: Configuration) -> Recipe:
     width = 4 if precision == "fp32" else 2
     mixed = precision in MIXED_PRECISIONS
     narrow = precision == "bf16-pure" and configuration.optimizer != "adamw-8bit"
-    is_cut = configuration.zero_stage == 3 and configuration.dp_shard > 1 and configuration.offload == "none"
+    is_cut = configuration.zero_stage == 3 and configuration.state_shards > 1 and configuration.offload == "none"
     return Recipe(
         weight=4 if mixed and is_cut else width,
         gradient=4 if mixed and configuration.gradient_accumulation_steps > 1 else width,

@@ -17,7 +17,7 @@ from hardware_db.datasheets import find_device
 from hardware_db.units import GIB
 from planner.cost.code_bases import facts_for_code
 from planner.cost.memory.overhead import FRAGMENTATION, FRAGMENTATION_UPPER, beyond_need
-from planner.cost.memory.states import elements_on_stage
+from planner.cost.memory.units import units_of
 from planner.cost.verdict import judge
 from planner.models.catalogue import find_model
 from planner.models.counting.count import count_parameters
@@ -80,7 +80,7 @@ class PublishedRun:
     def predicted(self) -> tuple[MemoryEstimate, Verdict]:
         """What dsplan says of the run, with what the document says that the run kept beyond it."""
         priced = price(self.request, self.configuration)
-        extra = self.extra_bytes_per_parameter * elements_on_stage(priced.job.counts, priced.job.configuration)
+        extra = self.extra_bytes_per_parameter * units_of(priced.job).elements
         memory = _with(priced.memory, extra, beyond_need(priced.job)) if extra else priced.memory
         return memory, judge(priced.job, memory).verdict
 
@@ -93,7 +93,7 @@ def predicted_bytes(memory: MemoryEstimate, kind: str) -> int:
 
 
 def _with(memory: MemoryEstimate, extra: float, beyond: float) -> MemoryEstimate:
-    """An estimate with `extra` bytes that stay allocated through every phase; the bound lies `beyond` what they need."""
+    """An estimate with `extra` bytes that stay allocated through every phase; the bound lies `beyond` their need."""
     reserved = round(extra * (1 + FRAGMENTATION))
     needed = round(extra * (1 + FRAGMENTATION_UPPER))
     return replace(

@@ -23,6 +23,9 @@ from planner.vocabulary import Loss
 
 WIDTHS = {"autocast": (2, 4), "pure": (2, 2), "fp32": (4, 4)}
 """Bytes of what products compute in, and of the residual stream, by precision mode."""
+COPIED: LogitBytes = {"forward": (1, 8), "backward": (0, 12)}
+"""torch's cross-entropy of fp32 logits: the logits, their fp32 copy and its log-softmax; then that, its gradient and
+the logits' gradient."""
 CHUNKS = 8
 """Chunks of the tokens whose logits are made one after the other (torchtitan `ChunkedLossWrapper.Config.num_chunks`,
 torchtune `LinearCrossEntropyLoss`, both 8)."""
@@ -435,7 +438,8 @@ def code_form(facts: ModelFacts, traits: Traits, mode: str, attention: str, *, a
     ending = {"b h s": float(width)}
     if block.norm == "composite" and facts.norm == "rmsnorm":
         ending = {"b h s": 4.0 + 2 * width}
-    loss = traits.loss or LogitBytes(forward=(1, 8), backward=(0, 12))
+    loss = traits.loss or COPIED
+    forward, backward = (_logits(copies, width) for copies in (loss["forward"], loss["backward"]))
     head_cast = {"V h": 2.0} if mode == "autocast" else ZERO
     tokens = {"b s": 20.0}
     dropped = {"b h s": 1.0} if facts.hidden_dropout else ZERO
@@ -443,11 +447,9 @@ def code_form(facts: ModelFacts, traits: Traits, mode: str, attention: str, *, a
         blocks=code_blocks(facts, block, mode, attention, held),
         buffers=ZERO,
         before=Moment(activations=added((stream, dropped, {"b s": 16.0})), cast=ZERO, gradients=ZERO),
-        loss=(
-            Moment(activations=added((ending, tokens, _logits(loss.forward, width))), cast=head_cast, gradients=ZERO),
-        ),
+        loss=(Moment(activations=added((ending, tokens, forward)), cast=head_cast, gradients=ZERO),),
         loss_backward=(
-            Moment(activations=added((ending, _logits(loss.backward, width))), cast=head_cast, gradients=ZERO),
+            Moment(activations=added((ending, backward)), cast=head_cast, gradients=ZERO),
             Moment(
                 activations=added((ending, {"V b s": float(width), "b h s": float(width)})),
                 cast=head_cast,
@@ -508,8 +510,8 @@ def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float) -
     ends = tuple(moment for moment in form.loss_backward if "V b s" not in moment.activations)
     if loss == "chunked":
         copies = {"b h s": float(width + 4)}
-        forward = added((beside, copies, _share(_logits((1, 8), width), rows)))
-        backward = added((beside, copies, _share(_logits((0, 12), width), rows), {"b h s": width * rows}))
+        forward = added((beside, copies, _share(_logits(COPIED["forward"], width), rows)))
+        backward = added((beside, copies, _share(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
         made: Polynomial = {"V h": 1}
         return replace(
             form,
