@@ -4,9 +4,10 @@ runs stay in them.
     python -m scripts.fit.code_intervals
 
 A run's score is how far it is off, over the half width that its kind of plan has
-(`planner.calibration.spread.SPREADS`), or over what it is said to need. A code base's factor is the ninth decile of the scores of its publications, each of
-which counts once, beside all other publications, which count as `OTHERS` together: one publication says little of the
-next. For the coverage each publication is left out in turn, and its runs are held against the factor of the others.
+(`planner.calibration.spread.SPREADS`), or over what it is said to need. A code base's factor is the ninth decile of the
+scores of its publications, each of which counts once, beside all other publications, which count as `OTHERS` together:
+one publication says little of the next.
+For the coverage each publication is left out in turn, and its runs are held against the factor of the others.
 """
 
 from __future__ import annotations
