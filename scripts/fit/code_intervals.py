@@ -25,6 +25,8 @@ from scripts.fit.asked import Asked, kept
 from scripts.report.accuracy_asked import GRID, answered
 
 SHARE = 0.9
+ELSEWHERE = " elsewhere"
+"""Marks runs on devices that the usual widths were not compared with."""
 FEWEST_PUBLICATIONS, FEWEST_RUNS = 2, 20
 """What is enough."""
 
@@ -60,7 +62,7 @@ def time_scores() -> list[Score]:
     stated = {asked.code for asked, _ in pairs if asked.reading == "stated"}
     return [
         Score(
-            code=asked.code,
+            code=f"{asked.code}{ELSEWHERE if kind_of_asked(asked) == 'unmeasured' else ''}",
             publication=asked.publication,
             value=abs(math.log(answer.tokens_per_s_per_gpu / asked.tokens_per_s_per_gpu))
             / (NINE_OF_TEN * SPREADS[kind_of_asked(asked)].outside),
@@ -113,11 +115,11 @@ def coverage(scores: Sequence[Score], share: float, usual: float) -> Mapping[str
 
 def report(title: str, scores: Sequence[Score], share: float, usual: float) -> Iterator[str]:
     known = factors(scores, share)
-    yield f"{title:20} {'factor':>6} {'publications':>12} {'runs':>5}  left out, inside"
+    yield f"{title:28} {'factor':>6} {'publications':>12} {'runs':>5}  left out, inside"
     for code, (runs, inside) in coverage(scores, share, usual).items():
         publications = len({score.publication for score in scores if score.code == code})
         value = f"{known[code]:.2f}" if code in known else "-"
-        yield f"{code:20} {value:>6} {publications:12} {runs:5}  {inside:.0%}"
+        yield f"{code:28} {value:>6} {publications:12} {runs:5}  {inside:.0%}"
 
 
 if __name__ == "__main__":
