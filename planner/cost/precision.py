@@ -176,7 +176,7 @@ def _native_recipe(configuration: Configuration) -> Recipe:
     width = 4 if precision == "fp32" else 2
     mixed = precision in MIXED_PRECISIONS
     narrow = precision == "bf16-pure" and configuration.optimizer != "adamw-8bit"
-    is_cut = configuration.zero_stage == 3 and configuration.dp_shard > 1 and configuration.offload == "none"
+    is_cut = configuration.zero_stage == 3 and configuration.state_shards > 1 and configuration.offload == "none"
     return Recipe(
         weight=4 if mixed and is_cut else width,
         gradient=4 if mixed and configuration.gradient_accumulation_steps > 1 else width,

@@ -14,6 +14,7 @@ from planner.cost.memory.host import loads_once
 from planner.cost.memory.load import MADE_BYTES
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, differs
 from planner.cost.memory.states import states_of
+from planner.cost.memory.units import shards_of, shards_over, units_of
 from planner.cost.precision import recipe_of
 from planner.cost.timing import step_time, throughput
 from planner.cost.verdict import Judgement, judge, limited_by
@@ -153,12 +154,71 @@ def impossible(request: Request, configuration: Configuration) -> str:
 
 def _indivisible(request: Request, configuration: Configuration) -> str:
     heads, layers = request.facts.num_heads, request.facts.total_layers
-    if request.facts.recorded_as and configuration.tp * configuration.pp > 1:
-        return f"nothing is known of how {request.facts.name} splits into --tp or --pp; use data parallelism"
+    if request.facts.recorded_as and configuration.splits_model:
+        return (
+            f"nothing is known of how {request.facts.name} splits into --tp, --pp, --cp or --ep; use data parallelism"
+        )
     if configuration.tp > 1 and heads % configuration.tp:
         return f"--tp {configuration.tp} does not divide the {heads} attention heads of {request.facts.name}"
     if configuration.pp > layers:
         return f"--pp {configuration.pp} is more than the {layers} blocks of {request.facts.name}"
+    problems = (_bad_schedule(request, configuration), _bad_tokens(request, configuration))
+    return next(filter(None, problems), "") or _bad_experts(request, configuration)
+
+
+def _bad_schedule(request: Request, configuration: Configuration) -> str:
+    """Why a pipeline has no such schedule."""
+    pp, pieces, schedule = configuration.pp, configuration.virtual_stages, configuration.pp_schedule
+    steps, layers = configuration.gradient_accumulation_steps, request.facts.total_layers
+    if pp == 1 and (schedule != "1f1b" or pieces > 1):
+        asked = f"--virtual-stages {pieces}" if schedule == "1f1b" else f"--pp-schedule {schedule}"
+        return f"{asked} is for a pipeline; give --pp of at least 2"
+    if pieces > 1 and schedule != "interleaved":
+        return f"--virtual-stages {pieces} is for --pp-schedule interleaved, not {schedule}"
+    if schedule == "interleaved" and pieces == 1:
+        return "--pp-schedule interleaved needs --virtual-stages of at least 2; with one it is 1f1b"
+    if pp * pieces > layers + 2:  # the first piece may be the embedding alone, the last one the head
+        return f"--pp {pp} x --virtual-stages {pieces} = {pp * pieces} is more than the {layers} blocks and both ends"
+    if schedule == "interleaved" and steps % pp:
+        return (
+            f"--pp-schedule interleaved runs rounds of --pp {pp} micro-batches, and {steps} are no whole rounds;"
+            f" use --grad-accum {steps + -steps % pp}"
+        )
+    return ""
+
+
+def _bad_tokens(request: Request, configuration: Configuration) -> str:
+    """Why the tokens of a sample cannot be spread so."""
+    facts, tp, cp, length = request.facts, configuration.tp, configuration.cp, configuration.sequence_length
+    if cp > 1 and facts.kind != "decoder":
+        return f"--cp {cp} is for decoders, and {facts.name} is of kind {facts.kind}; use --cp 1"
+    if cp > 1 and (configuration.attention == "eager" or facts.eager_only):
+        return f"--cp {cp} needs fused attention, and {facts.name} would run eager; use --attention sdpa, or --cp 1"
+    if cp > 1 and length % (2 * cp):
+        return (
+            f"--cp {cp} cuts samples into {2 * cp} parts, two for each rank so that causal attention is balanced, and"
+            f" --seq-len {length} is no multiple of that"
+        )
+    if configuration.sequence_parallel and tp == 1:
+        return "--sequence-parallel splits the sequence over tensor-parallel ranks; give --tp of at least 2"
+    if configuration.sequence_parallel and length // cp % tp:
+        return f"--sequence-parallel cuts {length // cp} tokens over --tp {tp}, which does not divide them"
+    return ""
+
+
+def _bad_experts(request: Request, configuration: Configuration) -> str:
+    """Why experts cannot be spread so."""
+    facts, ep = request.facts, configuration.ep
+    if ep == 1:
+        return ""
+    if not facts.is_moe:
+        return f"--ep {ep} spreads experts over ranks, and {facts.name} has none; use --ep 1"
+    if facts.num_experts % ep:
+        return f"--ep {ep} does not divide the {facts.num_experts} experts of {facts.name}"
+    if configuration.tp > 1 and not configuration.sequence_parallel:
+        return (
+            f"--ep {ep} with --tp {configuration.tp} needs --sequence-parallel, so that each rank sends its own tokens"
+        )
     return ""
 
 
@@ -233,8 +293,10 @@ def unrunnable(configuration: Configuration) -> str:
             f"dsplan run has no {configuration.precision} products; accelerate with torchao, torchtitan and Megatron-LM"
             " run them"
         )
-    if configuration.tp > 1 or configuration.pp > 1:
-        return f"dsplan run cannot yet run tp {configuration.tp} x pp {configuration.pp}; the plan can be emitted"
+    if configuration.splits_model:
+        more = "".join(f" x {name} {n}" for name, n in (("cp", configuration.cp), ("ep", configuration.ep)) if n > 1)
+        split = f"tp {configuration.tp} x pp {configuration.pp}{more}"
+        return f"dsplan run cannot yet run {split}; the plan can be emitted"
     return ""
 
 
@@ -260,8 +322,28 @@ def _remarks(priced: Priced) -> list[str]:
         copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(MADE_BYTES * job.counts.total)} each"
         way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
         remarks.append(f"a node has no room to load {copies}: counted for one, as {way} makes it")
+    remarks += _experts_dealt_out_whole(job)
     asked, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes
     if asked is not None and asked > capacity:
         usable = f"the {format_bytes(capacity)} usable on one {device.name}, which stay the limit"
         remarks.append(f"--max-memory-gb {asked / GB:g} is more than {usable}")
     return remarks
+
+
+def _experts_dealt_out_whole(job: Job) -> list[str]:
+    """What a rank holds more than its share of experts, because FSDP2 shards dimension 0 of tensors that hold all."""
+    chosen, experts = job.configuration, job.facts.num_experts
+    ranks = chosen.expert_shards
+    local = experts // chosen.ep
+    if chosen.strategy not in words.FSDP_STRATEGIES or not job.facts.is_moe or shards_over(job).evenly:
+        return []
+    held, share = shards_of(job).experts, units_of(job).experts / ranks
+    if local >= ranks or held <= share:
+        return []
+    weight = recipe_of(job).weight
+    offered = "" if chosen.ep > 1 else ", and --ep spreads experts before that"
+    return [
+        f"FSDP2 deals out whole experts (it shards dimension 0): {local} over {ranks} ranks, so that some ranks hold"
+        f" {format_bytes(weight * held)} of expert weights where an even share is {format_bytes(weight * share)};"
+        f" torchtitan (--code torchtitan) cuts single experts{offered}"
+    ]

@@ -17,7 +17,7 @@ from hardware_db.datasheets import find_device
 from hardware_db.units import GIB
 from planner.cost.code_bases import facts_for_code
 from planner.cost.memory.overhead import BEYOND_NEED, FRAGMENTATION, FRAGMENTATION_UPPER
-from planner.cost.memory.states import elements_on_stage
+from planner.cost.memory.units import units_of
 from planner.cost.verdict import judge
 from planner.models.catalogue import find_model
 from planner.models.counting.count import count_parameters
@@ -80,7 +80,7 @@ class PublishedRun:
     def predicted(self) -> tuple[MemoryEstimate, Verdict]:
         """What dsplan says of the run, with what the document says that the run kept beyond it."""
         priced = price(self.request, self.configuration)
-        extra = self.extra_bytes_per_parameter * elements_on_stage(priced.job.counts, priced.job.configuration)
+        extra = self.extra_bytes_per_parameter * units_of(priced.job).elements
         memory = _with(priced.memory, extra) if extra else priced.memory
         return memory, judge(priced.job, memory).verdict
 

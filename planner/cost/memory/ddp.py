@@ -52,7 +52,7 @@ class WholeGradientBuffers:
         units = trained_units_of(job)
         self._made, self._largest = recipe.gather, units.largest
         self._all = recipe.gradient * units.elements
-        own = units.elements / job.configuration.dp_shard
+        own = units.elements / job.configuration.state_shards
         self._widened = recipe.master * own if recipe.gradient < recipe.master else 0.0
 
     def at(self, instant: Instant) -> Ledger:

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
-from planner.cost.memory.units import Unit, Units, rank_units, rounded
+from planner.cost.memory.units import Part, Shards, Unit, Units, part_of, rank_units, rounded, shards_over
 from planner.cost.precision import Recipe
 from planner.models.facts import ParameterCounts
 from planner.types.job import Job
@@ -53,14 +53,14 @@ class UnitBytes:
 
 
 def unit_bytes(
-    unit: Unit, trained: Unit, recipe: Recipe, shards: int, *, offloads: bool, width: float | None = None
+    unit: Unit, trained: Unit, recipe: Recipe, shards: Shards, *, offloads: bool, width: float | None = None
 ) -> UnitBytes:
-    """A unit's bytes over `shards` ranks, `trained` being it without frozen weights. One rank alone unshards and
+    """A unit's bytes over its ranks, `trained` being it without frozen weights. One rank alone unshards and
     reduces by copies, tensor by tensor. `width` are bytes of an unsharded parameter where they are not the recipe's."""
     gather = recipe.gather if width is None else width
     local, reduced = unit.shard(shards), trained.shard(shards)
-    padded = local.elements * shards
-    alone, casts = shards == 1, gather != recipe.weight
+    whole = local.whole(shards)
+    alone, casts = shards.dense == shards.experts == 1, gather != recipe.weight
     if offloads:
         all_gather_input = local.bytes(gather) + (rounded(max(local.sizes, default=0) * recipe.weight) if casts else 0)
     elif casts:
@@ -68,14 +68,14 @@ def unit_bytes(
     else:
         all_gather_input = 0
     return UnitBytes(
-        unsharded=sum(rounded(size * shards * gather) for size in local.sizes),
-        all_gather_output=0 if alone else rounded(padded * gather),
+        unsharded=sum(rounded(size * gather) for size in whole),
+        all_gather_output=0 if alone else rounded(sum(whole) * gather),
         all_gather_input=all_gather_input,
         gradients=trained.bytes(recipe.gather),
         newest=rounded(max(trained.sizes, default=0) * recipe.gather),
         last_gradient=0 if alone else rounded(sum(trained.sizes[-1:]) * recipe.gather),
         accumulated=trained.bytes(recipe.reduce),
-        reduce_scatter_input=rounded(reduced.elements * shards * recipe.reduce),
+        reduce_scatter_input=rounded(sum(reduced.whole(shards)) * recipe.reduce),
         sharded_gradients=rounded(reduced.elements * recipe.reduce),
     )
 
@@ -147,9 +147,8 @@ class _Stack:
 class _Sharding:
     """What buffers depend on besides the parameters and the recipe."""
 
-    shards: int
-    tp: int
-    pp: int
+    shards: Shards
+    part: Part
     offloads: bool
     reshards: bool
     steps: int
@@ -161,9 +160,8 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
     chosen = job.configuration
     steps = chosen.gradient_accumulation_steps
     sharding = _Sharding(
-        chosen.dp_shard,
-        chosen.tp,
-        chosen.pp,
+        shards_over(job),
+        part_of(job),
         chosen.offload != "none",
         chosen.strategy != "fsdp-grad-op",
         steps,
@@ -175,8 +173,8 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
 @lru_cache(maxsize=128)
 def _buffers(counts: ParameterCounts, sharding: _Sharding, recipe: Recipe) -> FsdpBuffers:
     return FsdpBuffers(
-        rank_units(counts, sharding.tp, sharding.pp),
-        rank_units(counts.trained, sharding.tp, sharding.pp),
+        rank_units(counts, sharding.part),
+        rank_units(counts.trained, sharding.part),
         sharding,
         recipe,
     )

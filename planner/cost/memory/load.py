@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from planner.cost.code_bases import code_base
 from planner.cost.memory.ledger import Ledger, States
+from planner.cost.memory.units import units_of
 from planner.cost.precision import Recipe, has_own_states
 from planner.cost.zero_buckets import zero_buckets
 from planner.types.job import Job
@@ -53,19 +54,19 @@ def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
 def _beside_the_whole(job: Job, recipe: Recipe) -> float:
     """What is made before any of the model's first form is freed: a unit's shards, or a cast copy of one weight."""
     if job.configuration.strategy in FSDP_STRATEGIES:
-        return recipe.weight * job.counts.largest_block / job.configuration.dp_shard
+        return recipe.weight * job.counts.largest_block / job.configuration.state_shards
     return recipe.weight * largest_matrix(job) if recipe.weight != MADE_BYTES else 0.0
 
 
 def _sharded(job: Job, recipe: Recipe) -> Ledger:
     """The blocks one after the other, then the root with what is left, each whole with its shards; of those before,
     shards."""
-    counts, configuration = job.counts, job.configuration
-    shards = recipe.weight / configuration.dp_shard
+    units, configuration = units_of(job), job.configuration
+    shards = recipe.weight / configuration.state_shards
     kept = shards if configuration.offload == "none" else 0.0
-    last_block = kept * (counts.in_blocks - counts.largest_block) + (recipe.weight + shards) * counts.largest_block
-    root = kept * counts.in_blocks + (recipe.weight + shards) * counts.outside_blocks
-    return Ledger(parameters=max(last_block, root) / configuration.tp)
+    last_block = kept * (units.in_blocks - units.largest_block) + (recipe.weight + shards) * units.largest_block
+    root = kept * units.in_blocks + (recipe.weight + shards) * units.root.elements
+    return Ledger(parameters=max(last_block, root))
 
 
 def _flattened(job: Job, recipe: Recipe, states: States) -> Ledger:
@@ -93,7 +94,7 @@ def _partitioned(job: Job, recipe: Recipe, states: States) -> Ledger:
     whole = recipe.weight * largest_matrix(job)
     buckets = zero_buckets(3, parameters=job.counts.total, hidden_size=job.facts.hidden_size)
     bucket = recipe.gradient * buckets.reduce
-    splitting = Ledger(parameters=kept, temporaries=whole * (1 + 1 / configuration.dp_shard))
+    splitting = Ledger(parameters=kept, temporaries=whole * (1 + 1 / configuration.state_shards))
     if configuration.offload != "none":
         return max(splitting, Ledger(parameters=kept, buffers=bucket, temporaries=whole), key=_total)
     master = width * states.stepped
@@ -137,7 +138,7 @@ def saving_of(job: Job, recipe: Recipe, states: States) -> Saving:
         return Saving(device=Ledger(), host_of_rank_0=0, host_of_others=0)
     if job.workload.save == "sharded":
         # One tensor at a time; ZeRO's optimizer states are one flat tensor of the partition.
-        size = 4.0 * states.stepped if job.configuration.zero_stage else 4.0 * matrix / job.configuration.dp_shard
+        size = 4.0 * states.stepped if job.configuration.zero_stage else 4.0 * matrix / job.configuration.state_shards
         weights = recipe.weight * states.elements if job.configuration.zero_stage in (1, 2) else 0.0
         return Saving(device=Ledger(), host_of_rank_0=max(size, weights), host_of_others=size)
     return Saving(

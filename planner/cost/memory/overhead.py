@@ -118,7 +118,7 @@ def _cache(job: Job) -> float:
 
 def _communicators(job: Job) -> int:
     dims = job.configuration
-    return sum(degree > 1 for degree in (dims.dp_replicate, dims.dp_shard, dims.tp, dims.pp))
+    return sum(degree > 1 for degree in (dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp, dims.pp, dims.ep))
 
 
 def library_workspace(job: Job) -> float:

@@ -26,9 +26,8 @@ from planner.cost.memory.units import (
 from planner.cost.memory.zero.offload import native_states, swapping_buffers, zero_host_buffers
 from planner.cost.memory.zero.partition import largest_share
 from planner.cost.precision import Recipe
-from planner.models.facts import ParameterCounts, Shape
+from planner.models.facts import Shape
 from planner.types.job import Job
-from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES, Optimizer
 
 # Optimizer states between steps, tensor by tensor.
@@ -68,18 +67,6 @@ def moment_bytes(optimizer: Optimizer, shape: Shape, width: int) -> int:
     return rounded(size * width) if optimizer == "lion" else 0
 
 
-def elements_on_stage(counts: ParameterCounts, dims: Configuration) -> float:
-    """Parameters of the largest pipeline stage on one tensor-parallel rank."""
-    if dims.pp == 1:
-        return counts.total / dims.tp
-    layers = sum(block.repeats for block in counts.blocks) or 1
-    in_stage = counts.in_blocks * -(-layers // dims.pp) / layers
-    ends = max(counts.embedding, counts.head + counts.other)
-    if counts.head == 0:
-        ends = counts.embedding + counts.other  # a tied head needs the table on both end stages
-    return (in_stage + ends) / dims.tp
-
-
 def states_of(job: Job, recipe: Recipe) -> States:
     """Resident states of the busiest rank as the allocator gives them."""
     made = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
@@ -94,10 +81,10 @@ def nominal_states_of(job: Job, recipe: Recipe) -> States:
 def _by_arithmetic(job: Job, recipe: Recipe) -> States:
     """What is sharded is one flat partition, as DeepSpeed makes it; nothing is offloaded."""
     configuration = job.configuration
-    elements = elements_on_stage(job.counts, configuration)
-    trained = elements_on_stage(job.counts.trained, configuration)
+    units, trains = units_of(job), trained_units_of(job)
+    elements, trained = units.elements, trains.elements
     share = largest_share(job)
-    local, stepped = elements * share, trained * share
+    local, stepped = _sharded_elements(job, units, share), _sharded_elements(job, trains, share)
     shards_weights = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
     shards_gradients = shards_weights or configuration.zero_stage == 2
     return States(
@@ -110,6 +97,14 @@ def _by_arithmetic(job: Job, recipe: Recipe) -> States:
         local=local,
         stepped=stepped,
     )
+
+
+def _sharded_elements(job: Job, units: Units, share: float) -> float:
+    """Elements of a rank's shards, `share` of what is not spread over expert-parallel ranks."""
+    chosen = job.configuration
+    if chosen.expert_shards == chosen.state_shards:
+        return units.elements * share
+    return (units.elements - units.experts) * share + units.experts / chosen.expert_shards
 
 
 def _moments_per_parameter(job: Job, recipe: Recipe) -> float:

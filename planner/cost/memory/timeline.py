@@ -20,6 +20,7 @@ from planner.cost.memory.states import step_temporaries
 from planner.cost.memory.zero.deepspeed import zero_buffers
 from planner.cost.memory.zero.native import NativeZeroBuffers
 from planner.cost.precision import Recipe, has_own_states
+from planner.cost.split import micro_batches_in_flight
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
 
@@ -129,7 +130,7 @@ def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     chosen = job.configuration
     whole = chosen.strategy == "zero1" or not chosen.sync_each_micro_batch
     steps = min(chosen.gradient_accumulation_steps, 3 if whole else 2)
-    degrees = (chosen.dp_replicate, chosen.dp_shard, chosen.tp, chosen.pp)
+    degrees = (chosen.dp_replicate, chosen.dp_shard)
     engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch)
     saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression)
     key = (*engine, *saving, degrees, steps, chosen.optimizer)
@@ -160,8 +161,10 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
     return (
         (recipe.compute, recipe.residual, recipe.autocast, recipe.gather, recipe.scaled),
         (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing, chosen.activations_on_host),
-        (chosen.tp, chosen.pp, chosen.strategy in ("single", "ddp")),
-        (job.workload.code, job.workload.compile, job.workload.loss),
+        (chosen.tp, chosen.pp, chosen.cp, chosen.ep, chosen.sequence_parallel, job.workload.code),
+        (job.workload.compile, job.workload.loss),
+        (chosen.virtual_stages, job.stage, micro_batches_in_flight(chosen, job.stage), chosen.pp_schedule == "gpipe"),
+        chosen.strategy in ("single", "ddp"),
     )
 
 

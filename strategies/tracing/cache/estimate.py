@@ -44,8 +44,10 @@ class Coverage:
 def coverage_of(job: Job) -> Coverage:
     """The traced step is the asked one, or the same without offload, of which only the activations count."""
     asked = job.configuration
-    if asked.tp > 1 or asked.pp > 1:
-        remark = f"the trace does not cover tp {asked.tp} x pp {asked.pp}; the closed form is used, with a wider bound"
+    if asked.splits_model:
+        more = "".join(f" x {name} {n}" for name, n in (("cp", asked.cp), ("ep", asked.ep)) if n > 1)
+        split = f"tp {asked.tp} x pp {asked.pp}{more}"
+        remark = f"the trace does not cover {split}; the closed form is used, with a wider bound"
         return Coverage(job=None, remark=remark)
     if asked.precision in SCALED_PRECISIONS:
         remark = f"the trace does not cover {asked.precision} products; the closed form is used, with a wider bound"

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import le
 
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
-from planner.cost.memory.activations.form import BlockForm, Form, Moment, find_form, per_sample, structure_of
+from planner.cost.memory.activations.form import (
+    BlockForm,
+    Form,
+    Moment,
+    Polynomial,
+    Spread,
+    find_form,
+    per_rank,
+    per_sample,
+    structure_of,
+)
 from planner.cost.memory.ledger import NOTHING, Amount, plus
 from planner.cost.precision import Recipe, ScaledProducts
+from planner.cost.split import (
+    EXPERT_IMBALANCE,
+    AttentionExchange,
+    attention_exchange,
+    exchange_elements,
+    keeps_sequence_shards,
+    kinds_on_stage,
+)
 from planner.models.facts import ModelFacts, TracedActivations
 from planner.types.job import Job
 from planner.vocabulary import Loss
@@ -81,6 +99,11 @@ class _Question:
     code: str
     compiled: bool
     loss: Loss
+    cp: int
+    ep: int
+    is_sequence_parallel: bool
+    exchange: AttentionExchange
+    keeps_shards: bool
 
 
 def figures_of(job: Job, recipe: Recipe) -> Figures:
@@ -102,6 +125,11 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
             job.workload.code,
             job.workload.compile,
             job.workload.loss,
+            configuration.cp,
+            configuration.ep,
+            configuration.sequence_parallel and configuration.tp > 1,
+            attention_exchange(job) if configuration.cp > 1 else "ring",
+            configuration.tp > 1 and keeps_sequence_shards(job),
         ),
     )
     return figures if recipe.scaled is None else _with_scaled_inputs(figures, job, recipe.scaled)
@@ -116,7 +144,9 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
     facts, tp = job.facts, job.configuration.tp
     if scaled.saved is None or not facts.hidden_size or not figures.blocks:
         return figures
-    hidden, width = float(facts.hidden_size), facts.intermediate_size / tp
+    chosen = job.configuration
+    parts = tp if chosen.sequence_parallel and keeps_sequence_shards(job) else 1
+    hidden, width = facts.hidden_size / parts, facts.intermediate_size / tp
     routed = hidden
     if facts.is_moe:
         width = (facts.experts_per_token * facts.moe_intermediate_size + shared_width(facts)) / tp
@@ -124,7 +154,7 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
     copies = (3, 2 if facts.gated_mlp else 1) if scaled.saved_apart else (1, 1)
     less = hidden * (2 - copies[0] * scaled.saved) + routed * (2 - copies[1] * scaled.saved)
     less += width * (2 - scaled.saved) - scaled.saved * facts.num_heads * facts.head_dim / tp
-    each = (0.0, -scaled.blocks * less * job.configuration.sequence_length)
+    each = (0.0, -scaled.blocks * less * chosen.sequence_length / chosen.cp)
     blocks = [
         replace(
             block,
@@ -146,8 +176,14 @@ def _moved(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
 def buffer_bytes(job: Job, recipe: Recipe) -> float:
     """Buffers, such as the masks of older models: no strategy splits them."""
     figures = figures_of(job, recipe)
-    blocks = figures.blocks
-    return figures.buffers + sum(-(-block.count // job.configuration.pp) * block.buffers for block in blocks)
+    counts = blocks_on_stage(job, figures)
+    return figures.buffers + sum(count * block.buffers for count, block in zip(counts, figures.blocks, strict=True))
+
+
+def blocks_on_stage(job: Job, figures: Figures) -> tuple[int, ...]:
+    """How many blocks of each kind a rank of the job's pipeline stage has."""
+    chosen, kinds = job.configuration, tuple((block.name, block.count) for block in figures.blocks)
+    return kinds_on_stage(kinds, chosen.pp, chosen.virtual_stages, job.stage)
 
 
 def precision_mode(recipe: Recipe) -> str:
@@ -159,11 +195,14 @@ def precision_mode(recipe: Recipe) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
-    sizes = model_dimensions(facts, question.tp) | _lengths(facts, question)
+    sizes = _sizes(facts, question)
     form, differences = _form_of(facts, question)
     blocks = [_block(name, count, block, sizes) for name, count, block in _stacks(facts, form)]
     figures = _figures(form, blocks, sizes, differences)
-    return _classifying(figures, form, sizes | {"V": facts.num_labels}) if _classifies(facts) else figures
+    if _classifies(facts):
+        labels = replace(sizes, tokens=dict(sizes.tokens) | {"V": facts.num_labels})
+        figures = _classifying(figures, form, replace(labels, weights=labels.tokens))
+    return _with_exchanges(figures, _exchanges(facts, question))
 
 
 def _form_of(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
@@ -217,6 +256,85 @@ def _traced_form(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
     return found.form, found.differences
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What symbols stand for on one rank: in activations, with how its tokens are spread, and in weights."""
+
+    tokens: Dimensions
+    weights: Dimensions
+    spread: Spread
+
+    def amount(self, polynomial: Polynomial) -> Amount:
+        return per_rank(polynomial, self.tokens, self.spread)
+
+    def fixed(self, polynomial: Polynomial) -> float:
+        return sum(per_sample(polynomial, self.weights))
+
+
+def _sizes(facts: ModelFacts, question: _Question) -> _Sizes:
+    """Experts that are spread over ranks are whole there, and get the tokens of other ranks for those they send."""
+    tokens = model_dimensions(facts, question.tp) | _lengths(facts, question)
+    spread = Spread(
+        cp=question.cp,
+        tp=question.tp if question.is_sequence_parallel else 1,
+        uneven=EXPERT_IMBALANCE if question.ep > 1 else 1.0,
+    )
+    if question.ep == 1:
+        return _Sizes(tokens, tokens, spread)
+    experts = {"E": facts.num_experts / question.ep, "m": tokens["m"] * question.tp}
+    return _Sizes(tokens, tokens | experts, spread)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchanges:
+    """Bytes per sample that exchanges between ranks add: to what a block keeps, and to the moments of its passes and
+    of the head's."""
+
+    kept: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    head: float = 0.0
+
+
+def _exchanges(facts: ModelFacts, question: _Question) -> _Exchanges:
+    """Under sequence parallelism the input of a column-parallel product is all-gathered, and what a row-parallel one
+    makes is whole until it is reduce-scattered: one whole residual stream in forward, two in backward (the gradient and
+    the input once more). torch's DTensor keeps the inputs it gathered, of attention and of a dense MLP; Megatron-LM
+    keeps its part and gathers again (arXiv 2205.05198, section 4.2.2).
+    """
+    width, length = 4 if question.mode == "fp32" else 2, question.length / question.cp
+    stream = 0.0
+    if question.is_sequence_parallel:
+        stream = (1 - 1 / question.tp) * width * length * facts.hidden_size
+    inputs = 0 if question.keeps_shards else 1 if facts.is_moe else 2
+    forward, backward = exchange_elements(facts, question.exchange, question.tp, question.cp)
+    exchanged = width * question.length
+    return _Exchanges(
+        kept=inputs * stream,
+        forward=stream + forward * exchanged,
+        backward=2 * stream + backward * exchanged,
+        head=stream,
+    )
+
+
+def _with_exchanges(figures: Figures, exchanges: _Exchanges) -> Figures:
+    if exchanges == _Exchanges():
+        return figures
+    blocks = [
+        replace(
+            block,
+            kept=plus(block.kept, (0.0, exchanges.kept)),
+            forward=_moved(block.forward, (0.0, exchanges.kept + exchanges.forward)),
+            recomputed=_moved(block.recomputed, (0.0, exchanges.kept + exchanges.forward)),
+            replayed=_moved(block.replayed, (0.0, exchanges.kept + exchanges.forward)),
+            backward=_moved(block.backward, (0.0, exchanges.kept + exchanges.backward)),
+        )
+        for block in figures.blocks
+    ]
+    loss, loss_backward = (_moved(peaks, (0.0, exchanges.head)) for peaks in (figures.loss, figures.loss_backward))
+    return replace(figures, blocks=blocks, loss=loss, loss_backward=loss_backward)
+
+
 def _stacks(facts: ModelFacts, form: Form) -> Iterator[tuple[str, int, BlockForm]]:
     """The model's kinds of blocks with their forms; a kind that the form of another structure lacks takes its last."""
     for name, count in block_kinds(facts, windows="local" in form.blocks):
@@ -239,10 +357,10 @@ def _lengths(facts: ModelFacts, question: _Question) -> dict[str, float]:
     return {"s": length, "t": source}
 
 
-def _figures(form: Form, blocks: list[BlockFigures], sizes: Dimensions, differences: int) -> Figures:
+def _figures(form: Form, blocks: list[BlockFigures], sizes: _Sizes, differences: int) -> Figures:
     return Figures(
         blocks=blocks,
-        buffers=sum(per_sample(form.buffers, sizes)),
+        buffers=sizes.fixed(form.buffers),
         before=_peak(form.before, sizes),
         loss=_peaks(form.loss, sizes),
         loss_backward=_peaks(form.loss_backward, sizes),
@@ -256,7 +374,7 @@ def _classifies(facts: ModelFacts) -> bool:
     return bool(facts.vocab_size) and facts.architecture.endswith("ForSequenceClassification")
 
 
-def _classifying(figures: Figures, form: Form, sizes: Dimensions) -> Figures:
+def _classifying(figures: Figures, form: Form, sizes: _Sizes) -> Figures:
     return replace(
         figures,
         loss=_peaks(form.loss, sizes),
@@ -264,21 +382,21 @@ def _classifying(figures: Figures, form: Form, sizes: Dimensions) -> Figures:
     )
 
 
-def _block(name: str, count: int, form: BlockForm, sizes: Dimensions) -> BlockFigures:
+def _block(name: str, count: int, form: BlockForm, sizes: _Sizes) -> BlockFigures:
     return BlockFigures(
         name=name,
         count=count,
-        kept=per_sample(form.kept, sizes),
-        cast=sum(per_sample(form.cast, sizes)),
-        buffers=sum(per_sample(form.buffers, sizes)),
-        boundary=per_sample(form.boundary, sizes),
-        products=per_sample(form.products, sizes),
-        unused=per_sample(form.unused, sizes),
-        input=per_sample(form.input, sizes),
-        once=per_sample(form.once, sizes),
-        handed=per_sample(form.handed, sizes),
-        again=per_sample(form.again, sizes),
-        waiting=per_sample(form.waiting, sizes),
+        kept=sizes.amount(form.kept),
+        cast=sizes.fixed(form.cast),
+        buffers=sizes.fixed(form.buffers),
+        boundary=sizes.amount(form.boundary),
+        products=sizes.amount(form.products),
+        unused=sizes.amount(form.unused),
+        input=sizes.amount(form.input),
+        once=sizes.amount(form.once),
+        handed=sizes.amount(form.handed),
+        again=sizes.amount(form.again),
+        waiting=sizes.amount(form.waiting),
         forward=_peaks(form.forward, sizes),
         backward=_peaks(form.backward, sizes),
         recomputed=_peaks(form.recomputed, sizes),
@@ -286,7 +404,7 @@ def _block(name: str, count: int, form: BlockForm, sizes: Dimensions) -> BlockFi
     )
 
 
-def _peaks(moments: Sequence[Moment], sizes: Dimensions) -> list[Peak]:
+def _peaks(moments: Sequence[Moment], sizes: _Sizes) -> list[Peak]:
     """The moments that can be the largest of their part for this model."""
     found = [_peak(moment, sizes) for moment in moments]
     corners = [_corners(peak) for peak in found]
@@ -309,12 +427,8 @@ _FEW_AND_MANY = (1, 1024)
 _WIDEST = 8.0
 
 
-def _peak(moment: Moment, sizes: Mapping[str, float]) -> Peak:
-    return Peak(
-        per_sample(moment.activations, sizes),
-        sum(per_sample(moment.cast, sizes)),
-        sum(per_sample(moment.gradients, sizes)),
-    )
+def _peak(moment: Moment, sizes: _Sizes) -> Peak:
+    return Peak(sizes.amount(moment.activations), sizes.fixed(moment.cast), sizes.fixed(moment.gradients))
 
 
 def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
