@@ -51,8 +51,8 @@ CODES = {
     "bmtrain": "transformers",
     "colossalai": "transformers",
 }
-"""The code base of each word in the file, the nearest where it is none: Megatron's rows are of 2021, without
-Transformer Engine, and torchtune and fms-fsdp write their blocks out by hand."""
+"""The code base of each word in the file, the nearest where it is none: torchtune and fms-fsdp write their blocks out
+by hand, and Megatron's rows are of 2021, before Transformer Engine and the distributed optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,4 +201,5 @@ def _configuration(row: Row) -> Configuration:
         sequence_length=int(row["sequence_length"]),
         activation_checkpointing=row["checkpointing"],
         sync_each_micro_batch=row["sync_each_micro_batch"] == "yes",
+        sequence_parallel=row["code"] == "nemo" and degrees["tp"] > 1,  # as its recipes have it
     )

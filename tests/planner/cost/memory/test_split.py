@@ -173,14 +173,15 @@ def test_context_parallel_ranks_share_states_and_tokens() -> None:
     assert alone.activations_bytes <= longer.activations_bytes < 1.1 * alone.activations_bytes
 
 
-def test_around_a_ring_fewer_keys_lie_beside_a_block_than_all_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_around_a_ring_fewer_keys_lie_beside_a_block_than_all_gathered() -> None:
     """Llama 3 8B: keys and values of 2 x 8 x 128 elements a token, 2 bytes each; of 16384 tokens 9 / 8 (the part that
     is sent with them), or 2 / 8 around a ring."""
     split = job("llama-3-8b", cp=8, sequence_length=8 * 2048, activation_checkpointing="full")
     largest = []
     for exchange in ("all-gather", "ring"):
-        monkeypatch.setattr(figures, "attention_exchange", lambda job, exchange=exchange: exchange)
-        blocks = [instant for instant in instants_of(split, recipe_of(split)) if instant.phase == "forward"]
+        with pytest.MonkeyPatch.context() as changed:
+            changed.setattr(figures, "attention_exchange", lambda _, kind=exchange: kind)
+            blocks = [instant for instant in instants_of(split, recipe_of(split)) if instant.phase == "forward"]
         largest.append(max(instant.activations[1] for instant in blocks))
     gathered, ring = largest
     assert gathered - ring == pytest.approx(2 * 16384 * 2 * 8 * 128 * (9 - 2) / 8)
