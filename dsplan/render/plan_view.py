@@ -44,8 +44,18 @@ def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
         Text(text=f"{model['name']}: {format_count(model['parameters'])} parameters", style="heading"),
         Text(text=f"{where}{nodes}, {usable}"),
     ]
+    blocks += [Text(text=text)] if (text := _what_runs(plan)) else []
     assumed = "; ".join(taken_for_granted) or cluster.get("assumed")
     return [*blocks, Text(text=f"assumed: {assumed}", style="warning")] if assumed else blocks
+
+
+def _what_runs(plan: Plan) -> str:
+    """Whose modules run and how, where that is not what goes without saying."""
+    work = cast("dict[str, Any]", plan.workload)
+    words = [f"code {work['code']}"] if work.get("code", "transformers") != "transformers" else []
+    words += ["blocks compiled"] if work.get("compile") else []
+    words += [f"loss {work['loss']}"] if work.get("loss", "plain") != "plain" else []
+    return ", ".join(words)
 
 
 def describe(configuration: Configuration) -> str:

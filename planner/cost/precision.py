@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hardware_db.device import Device
-from planner.cost.code_bases import code_base, code_names
+from planner.cost.code_bases import CodeBase, code_base, code_names
 from planner.types.job import Job
 from planner.types.plan import Configuration
 from planner.vocabulary import (
@@ -90,11 +90,17 @@ class Recipe:
 
 
 def recipe_of(job: Job) -> Recipe:
-    """The recipe that a backend follows for a precision (docs/explanation/strategies.md, "What a precision means")."""
+    """The recipe that a backend follows for a precision (docs/explanation/strategies.md, "What a precision means"), or
+    the one of the code base where it trains replicas and ZeRO's stages by an engine of its own."""
     configuration = job.configuration
-    if configuration.backend == "native":
+    code = code_base(job.workload.code)
+    if has_own_states(code, configuration):
+        widths = code.states[stored_precision(configuration)]
+        recipe = Recipe(**widths, state=STATE_BYTES[configuration.optimizer], autocast=False)
+    elif configuration.backend == "native":
         return _native_recipe(configuration)
-    recipe = _recipe(configuration)
+    else:
+        recipe = _recipe(configuration)
     narrow = configuration.gradient_compression in ("fp16", "bf16") and configuration.strategy in FSDP_STRATEGIES
     recipe = replace(recipe, reduce=2) if narrow else recipe
     scaled = scaled_products(job)
@@ -111,6 +117,20 @@ def _with_scaled(recipe: Recipe, scaled: ScaledProducts, configuration: Configur
         scaled=scaled,
         block_gather=scaled.gather if configuration.strategy in scaled.gathered_by else None,
     )
+
+
+def has_own_states(code: CodeBase, configuration: Configuration) -> bool:
+    """Whether a code base's own engine holds the states of a configuration, rather than torch's or DeepSpeed's."""
+    return stored_precision(configuration) in code.states and configuration.strategy in OWN_ENGINES
+
+
+def stored_precision(configuration: Configuration) -> Precision:
+    """The precision that states are held in: 8-bit and 4-bit products leave them in bf16."""
+    return "bf16" if configuration.precision in SCALED_PRECISIONS else configuration.precision
+
+
+OWN_ENGINES = ("single", "ddp", "zero1")
+"""What Megatron and nanotron train by an optimizer of their own: replicas, and states sharded over them."""
 
 
 def _recipe(configuration: Configuration) -> Recipe:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
+from planner.cost.code_bases import code_base
 from planner.cost.memory import memory_estimate
+from planner.cost.memory.activations.figures import has_written_form
 from planner.cost.memory.host import loads_once
 from planner.cost.memory.load import MADE_BYTES
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, differs
@@ -118,6 +120,9 @@ def impossible(request: Request, configuration: Configuration) -> str:
             f"{f' x cp {configuration.cp}' if configuration.cp > 1 else ''} ="
             f" {configuration.world_size} is not the {gpus} GPUs asked for"
         )
+    code = code_base(request.workload.code)
+    if strategy not in code.strategies:
+        return f"{code.name} has no {strategy}; use {', '.join(code.strategies)}"
     if strategy == "single" and gpus > 1:
         return f"strategy single uses one GPU, not {gpus}; use ddp, fsdp or zero1-3"
     if offload != "none" and offload not in offloads_of(strategy, configuration.backend):
@@ -238,7 +243,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     predicted = expected.predicted_step_seconds
     like_it = priced.experience.correction(job).sentence() if predicted is None else ""
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
-    blocked = unrunnable(configuration)
+    blocked = _elsewhere(job) or unrunnable(configuration)
     sections = described(job)
     notes = (blocked, priced.judgement.reason, seen, *priced.notes, *_remarks(priced))
     return Plan(
@@ -255,6 +260,30 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
         notes=tuple(note for note in notes if note),
         provenance=provenance(job, priced.memory_source, measured=predicted is not None, like_it=bool(like_it)),
     )
+
+
+def _remarks_on_code(job: Job) -> list[str]:
+    """What of the code that was asked for is not counted as its own."""
+    facts, work, found = job.facts, job.workload, []
+    code = code_base(work.code)
+    own_blocks = has_written_form(facts, work.code, compiled=work.compile)
+    if code.eager.block is not None and not own_blocks:
+        found.append(f"only plain decoders' blocks are known of {code.name}; of {facts.name} transformers' count")
+    if work.compile and code.compiled is None:
+        found.append(f"--compile changes nothing that is known of {code.name}, whose kernels are fused already")
+    elif work.compile and code.eager.block is None and not own_blocks:
+        found.append(f"only plain decoders' blocks are known compiled; those of {facts.name} take eager ones' memory")
+    if work.loss != "plain" and (facts.kind == "custom" or not facts.vocab_size):
+        found.append(f"--loss {work.loss} is counted for language models of the catalogue, not for {facts.name}")
+    return found
+
+
+def _elsewhere(job: Job) -> str:
+    """Which tool runs the code that a job names, where `dsplan run` does not."""
+    code = code_base(job.workload.code)
+    if code.runs_here:
+        return ""
+    return f"{code.runs_with} runs the code {code.name}; dsplan run runs transformers' modules and plain torch"
 
 
 def unrunnable(configuration: Configuration) -> str:
@@ -274,7 +303,7 @@ def unrunnable(configuration: Configuration) -> str:
 def _remarks(priced: Priced) -> list[str]:
     job = priced.job
     facts, device, configuration = job.facts, job.cluster.device, job.configuration
-    remarks = []
+    remarks = _remarks_on_code(job)
     if facts.traced:
         remarks.append(f"activations and operations are those of a trace of {facts.name} with a batch of its own")
     elif facts.kind == "custom" and priced.memory_source != "traced":
@@ -283,7 +312,7 @@ def _remarks(priced: Priced) -> list[str]:
     if priced.memory_source == "datasheet" and facts.kind != "custom" and differs(job):
         near = f"the nearest one's memory counts, of which one in twenty is {NEAREST_FORM_ERROR:.0%} under or more"
         remarks.append(f"no {facts.model_type} of this structure was ever traced: {near}; --exact traces it")
-    if configuration.attention != "eager" and facts.eager_only:
+    if configuration.attention != "eager" and facts.eager_only and job.workload.code == "transformers":
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
     if configuration.attention == "flash" and configuration.precision == "fp32":
         remarks.append("flash attention takes 16-bit types only; in fp32 the run needs --attention sdpa")

@@ -57,6 +57,9 @@ class CandidateLayout:
 def inapplicable(request: Request, strategy: words.Strategy) -> str:
     """Why a strategy is not considered on this cluster; empty when it is."""
     cluster = request.cluster
+    code = code_base(request.workload.code)
+    if strategy not in code.strategies:
+        return f"{code.name} has no {strategy}"
     if request.strategies is not None and strategy not in request.strategies:
         return "not installed or not asked for"
     if strategy == "single" and cluster.gpus > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import buffer_bytes
 from planner.cost.memory.host import host_bytes, host_load_bytes
 from planner.cost.memory.ledger import Ledger, States
@@ -12,7 +13,8 @@ from planner.cost.memory.load import load_ledger, saving_of
 from planner.cost.memory.overhead import closed_form_margin, device_use, library_workspace
 from planner.cost.memory.states import nominal_states_of, states_of
 from planner.cost.memory.timeline import largest_moments
-from planner.cost.precision import Recipe, recipe_of
+from planner.cost.memory.units import trained_units_of
+from planner.cost.precision import Recipe, recipe_of, stored_precision
 from planner.cost.split import stages_looked_at
 from planner.types.job import Job
 from planner.types.plan import MemoryEstimate
@@ -85,16 +87,17 @@ def memory_estimate(job: Job) -> MemoryEstimate:
     return _composed(busiest, states, phases, margin)
 
 
-def phases_of(job: Job) -> dict[str, Ledger]:
-    """What is alive on the busiest rank at the peak of each phase; `eval` and `save` only where they were asked for."""
-    return _busiest(job)[2]
+def phases_of(job: Job, *, stages: tuple[int, ...] | None = None) -> dict[str, Ledger]:
+    """What is alive on the busiest rank at the peak of each phase; `eval` and `save` only where they were asked for.
+    Without `stages` of those pipeline stages that can be the busiest."""
+    return _busiest(job, stages)[2]
 
 
-def _busiest(job: Job) -> tuple[Job, States, dict[str, Ledger]]:
+def _busiest(job: Job, stages: tuple[int, ...] | None = None) -> tuple[Job, States, dict[str, Ledger]]:
     """The job as the pipeline stage with the largest peak sees it, with its states; and of every phase the largest
     moment of any stage."""
     recipe, found = recipe_of(job), []
-    for stage in stages_looked_at(job.configuration.pp):
+    for stage in stages or stages_looked_at(job.configuration.pp):
         here = replace(job, stage=stage) if stage != job.stage else job
         states = states_of(here, recipe)
         found.append((here, states, _phases_of(here, recipe, states)))
@@ -151,9 +154,20 @@ def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: fl
     )
 
 
+def _accumulated(job: Job) -> float:
+    """Whole gradients that a code base keeps beside those its engine reduces."""
+    width = code_base(job.workload.code).accumulator.get(stored_precision(job.configuration), 0)
+    return width * trained_units_of(job).elements if width else 0.0
+
+
 def _phases_of_step(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     """The largest moment of each phase of the step."""
     weights = states.parameters + buffer_bytes(job, recipe)
-    always = Ledger(parameters=weights, optimizer=states.optimizer, temporaries=library_workspace(job))
+    always = Ledger(
+        parameters=weights,
+        gradients=_accumulated(job),
+        optimizer=states.optimizer,
+        temporaries=library_workspace(job),
+    )
     largest = largest_moments(job, recipe, states)
     return {phase: always + largest[phase] for phase in PHASES if phase in largest}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.cost.code_bases import code_base
 from planner.cost.memory.ledger import Ledger, States
 from planner.cost.memory.units import units_of
-from planner.cost.precision import Recipe
+from planner.cost.precision import Recipe, has_own_states
 from planner.cost.zero_buckets import zero_buckets
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
@@ -34,6 +35,9 @@ def load_ledger(job: Job, recipe: Recipe, states: States) -> Ledger:
 
 def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
     configuration = job.configuration
+    if has_own_states(code_base(job.workload.code), configuration):
+        # Made on the device, then the master copies of what is the rank's own.
+        return Ledger(parameters=recipe.weight * states.elements, optimizer=recipe.master * states.stepped)
     if configuration.strategy in FSDP_STRATEGIES:
         return _sharded(job, recipe)
     if configuration.zero_stage == 3:
@@ -51,7 +55,7 @@ def _beside_the_whole(job: Job, recipe: Recipe) -> float:
     """What is made before any of the model's first form is freed: a unit's shards, or a cast copy of one weight."""
     if job.configuration.strategy in FSDP_STRATEGIES:
         return recipe.weight * job.counts.largest_block / job.configuration.state_shards
-    return recipe.weight * _largest_matrix(job) if recipe.weight != MADE_BYTES else 0.0
+    return recipe.weight * largest_matrix(job) if recipe.weight != MADE_BYTES else 0.0
 
 
 def _sharded(job: Job, recipe: Recipe) -> Ledger:
@@ -87,7 +91,7 @@ def _partitioned(job: Job, recipe: Recipe, states: States) -> Ledger:
     """ZeRO-3: a whole parameter among partitions, the master copy cast and cloned, a whole one again for its hooks."""
     configuration, width = job.configuration, recipe.master
     kept = recipe.weight * states.local if configuration.offload in ("none", "optimizer") else 0.0
-    whole = recipe.weight * _largest_matrix(job)
+    whole = recipe.weight * largest_matrix(job)
     buckets = zero_buckets(3, parameters=job.counts.total, hidden_size=job.facts.hidden_size)
     bucket = recipe.gradient * buckets.reduce
     splitting = Ledger(parameters=kept, temporaries=whole * (1 + 1 / configuration.state_shards))
@@ -105,7 +109,8 @@ def _partitioned(job: Job, recipe: Recipe, states: States) -> Ledger:
     return max(splitting, copied, hooked, key=_total)
 
 
-def _largest_matrix(job: Job) -> int:
+def largest_matrix(job: Job) -> int:
+    """Elements of the largest weight."""
     largest = max((block.largest_matrix for block in job.counts.blocks), default=0)
     return max(largest, job.facts.vocab_size * job.facts.hidden_size)
 
@@ -128,7 +133,7 @@ class Saving:
 
 def saving_of(job: Job, recipe: Recipe, states: States) -> Saving:
     """What a checkpoint of the workload's kind takes; nothing where none was asked for."""
-    matrix = _largest_unsharded_matrix(job)
+    matrix = largest_matrix(job)
     if job.workload.save == "none":
         return Saving(device=Ledger(), host_of_rank_0=0, host_of_others=0)
     if job.workload.save == "sharded":
@@ -148,8 +153,3 @@ def _unsharded(job: Job) -> int:
     if job.configuration.strategy in FSDP_STRATEGIES:
         return 2
     return 1 if job.configuration.zero_stage == 3 else 0
-
-
-def _largest_unsharded_matrix(job: Job) -> int:
-    largest = max((block.largest_matrix for block in job.counts.blocks), default=0)
-    return max(largest, job.facts.vocab_size * job.facts.hidden_size)

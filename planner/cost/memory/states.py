@@ -125,7 +125,7 @@ def _of_tensors(job: Job, recipe: Recipe) -> States:
     return States(
         parameters=shards.bytes(recipe.weight),
         gradients=trained.flat_bytes(recipe.gradient) if is_fsdp else trained.bytes(recipe.gradient),
-        optimizer=optimizer_state_bytes(job, recipe, trained),
+        optimizer=optimizer_state_bytes(job, recipe, trained) + trained.bytes(recipe.master),
         host=0,
         nvme=0,
         elements=units.elements,

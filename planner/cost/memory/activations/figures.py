@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import le
 
+from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
 from planner.cost.memory.activations.form import (
     BlockForm,
@@ -33,6 +34,7 @@ from planner.cost.split import (
 )
 from planner.models.facts import ModelFacts, TracedActivations
 from planner.types.job import Job
+from planner.vocabulary import Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,9 @@ class _Question:
     is_sequence_parallel: bool
     exchange: AttentionExchange
     keeps_shards: bool
+    code: str
+    compiled: bool
+    loss: Loss
 
 
 def figures_of(job: Job, recipe: Recipe) -> Figures:
@@ -122,6 +127,9 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
             configuration.sequence_parallel and configuration.tp > 1,
             attention_exchange(job) if configuration.cp > 1 else "ring",
             configuration.tp > 1 and keeps_sequence_shards(job),
+            job.workload.code,
+            job.workload.compile,
+            job.workload.loss,
         ),
     )
     return figures if recipe.scaled is None else _with_scaled_inputs(figures, job, recipe.scaled)
@@ -187,6 +195,57 @@ def precision_mode(recipe: Recipe) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
+    sizes = _sizes(facts, question)
+    form, differences = _form_of(facts, question)
+    blocks = [_block(name, count, block, sizes) for name, count, block in _stacks(facts, form)]
+    figures = _figures(form, blocks, sizes, differences)
+    if _classifies(facts):
+        labels = replace(sizes, tokens=dict(sizes.tokens) | {"V": facts.num_labels})
+        figures = _classifying(figures, form, replace(labels, weights=labels.tokens))
+    return _with_exchanges(figures, _exchanges(facts, question))
+
+
+def _form_of(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
+    """The form of the code that runs, and how far its structure is from the model's. Code bases other than transformers
+    are written out for decoders; other kinds of models go by transformers' modules."""
+    written = has_written_form(facts, question.code, compiled=question.compiled)
+    plain = question.loss == "plain" or not facts.vocab_size
+    if plain and not written:
+        return _traced_form(facts, question)
+    return _written_form(facts, question, blocks=written, loss="plain" if plain else question.loss)
+
+
+def _written_form(facts: ModelFacts, question: _Question, *, blocks: bool, loss: Loss) -> tuple[Form, int]:
+    """The form with blocks or a loss that were written down; what is neither is as it was traced."""
+    from planner.cost.memory.activations import blocks as known  # takes milliseconds, and few ask
+
+    code, (width, residual) = code_base(question.code), known.WIDTHS[question.mode]
+    traits = code.traits(compiled=question.compiled)
+    if blocks and code.eager.block is not None:
+        in_place = code.whole_gradients
+        form, differences = known.code_form(facts, traits, question.mode, question.attention, adds_in_place=in_place), 0
+    else:
+        form, differences = _traced_form(facts, question)
+        if blocks and traits.block is not None:
+            held = {"V h": float(residual)} if facts.tie_word_embeddings else {}
+            own = known.code_blocks(facts, traits.block, question.mode, question.attention, held)
+            form, differences = replace(form, blocks=own), 0
+    if loss == "plain":
+        return form, differences
+    rows = 1 / known.CHUNKS
+    if loss == "fused":
+        rows = known.fused_rows(question.length, facts.vocab_size, facts.hidden_size)
+    weight = 4 if question.mode != "pure" else 2
+    return known.with_loss(form, loss, width=width, weight=weight, rows=rows), differences
+
+
+def has_written_form(facts: ModelFacts, code: str, *, compiled: bool) -> bool:
+    """Whether the code base's own blocks are counted, rather than transformers' eager ones."""
+    is_decoder = facts.kind == "decoder" and not facts.recorded_as and not facts.sliding_window
+    return is_decoder and code_base(code).traits(compiled=compiled).block is not None
+
+
+def _traced_form(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
     windows = question.attention == "sdpa" and 0 < facts.sliding_window < question.length
     attentions = _attentions(question.attention, windows=windows)
     devices = ("cpu", "cuda") if question.on_cpu else ("cuda",)
@@ -194,13 +253,7 @@ def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
     found = find_form(structure_of(facts), variants)
     if found is None:
         raise LookupError(f"no memory form for {facts.model_type}")
-    sizes = _sizes(facts, question)
-    blocks = [_block(name, count, form, sizes) for name, count, form in _stacks(facts, found.form)]
-    figures = _figures(found.form, blocks, sizes, found.differences)
-    if _classifies(facts):
-        labels = replace(sizes, tokens=dict(sizes.tokens) | {"V": facts.num_labels})
-        figures = _classifying(figures, found.form, replace(labels, weights=labels.tokens))
-    return _with_exchanges(figures, _exchanges(facts, question))
+    return found.form, found.differences
 
 
 @dataclass(frozen=True, slots=True)

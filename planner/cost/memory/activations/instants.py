@@ -12,6 +12,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Literal
 
+from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import BlockFigures, Figures, Peak, blocks_on_stage, figures_of
 from planner.cost.memory.ledger import NOTHING, Amount, plus, times
 from planner.cost.memory.units import units_of
@@ -235,6 +236,8 @@ class _Step:
         """The head's gradient of a table it shares, which autograd holds until the table's own is there to be added;
         the moments inside a block have it."""
         has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq")
+        if code_base(self._job.workload.code).whole_gradients:
+            return 0.0  # both add to one buffer
         return self._gradient_width * self._table if self._tied and has_head else 0.0
 
     def _between_stacks(self, place: int, finished: int, others: Amount) -> Instant:
