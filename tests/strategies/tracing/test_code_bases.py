@@ -27,6 +27,7 @@ from planner.search.request import WorkOptions, make_request
 from planner.types.job import Job
 from planner.types.plan import Configuration
 from planner.vocabulary import Checkpointing, Loss
+from strategies.tracing.cache.estimate import coverage_of
 from strategies.tracing.storage_tracker import StorageTracker
 
 SAMPLES, LENGTH = 4, 256
@@ -301,3 +302,15 @@ def _handed_over(module: nn.Module, x: Tensor, arguments: dict[str, Any], *, cas
 def _is_activation(tensor: Tensor) -> bool:
     """Whether a dimension is that of the samples, or of all positions of all samples."""
     return bool({SAMPLES, SAMPLES * LENGTH} & set(tensor.shape))
+
+
+@pytest.mark.parametrize(
+    ("work", "what"),
+    [({"code": "torch"}, "--code torch"), ({"compile": True}, "--compile"), ({"loss": "fused"}, "--loss fused")],
+)
+def test_a_trace_says_what_it_does_not_run(work: dict[str, Any], what: str) -> None:
+    job = _job(_facts(gated=True))
+    own = replace(job, workload=replace(job.workload, **{"code": "transformers", **work}))
+    found = coverage_of(own)
+    assert found.job is None
+    assert found.remark.startswith(f"the trace does not cover {what}; the closed form is used")
