@@ -273,6 +273,9 @@ def _remarks_on_code(job: Job) -> list[str]:
         found.append(f"--compile changes nothing that is known of {code.name}, whose kernels are fused already")
     elif work.compile and code.eager.block is None and not own_blocks:
         found.append(f"only plain decoders' blocks are known compiled; those of {facts.name} take eager ones' memory")
+    own = ["--compile"] * work.compile + [f"--loss {work.loss}"] * (work.loss != "plain")
+    if own and code.runs_here:
+        found.append(f"{' and '.join(own)}: counted as the script does it; dsplan run changes no module")
     if work.loss != "plain" and (facts.kind == "custom" or not facts.vocab_size):
         found.append(f"--loss {work.loss} is counted for language models of the catalogue, not for {facts.name}")
     return found

@@ -143,8 +143,10 @@ def notes_of(row: Row) -> dict[str, str]:
     return dict(part.split("=", 1) for part in row["notes"].split("; ") if "=" in part)
 
 
-def code_of(source: str) -> str:
-    """Whose modules a source ran."""
+def code_of(source: str, gpu: str) -> str:
+    """Whose modules a source ran on a GPU; what torchtitan printed of H100s is of 2024 and early 2025."""
+    if source.startswith(("torchtitan", "torchao")) and gpu == "H100":
+        return "torchtitan-2024"
     return next((code for name, code in CODES.items() if source.startswith(name)), "transformers")
 
 
@@ -482,7 +484,7 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
             "source": source,
             "publication": document_of(source),
             "reading": (timed or {}).get("reading", "vendor" if "vendor" in reasons.get(source, "") else "stated"),
-            "code": code_of(source),
+            "code": code_of(source, row["gpu_name"]),
             "model": row["model_name"],
             "document": f"{row['source_repo_or_doc']} {row['source_path']}",
             "ran": "no" if row["fits"] == "0" else "yes",

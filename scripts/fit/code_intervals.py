@@ -12,6 +12,7 @@ each publication is left out in turn, and its runs are held against the factor o
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,7 +63,7 @@ def time_scores() -> list[Score]:
     stated = {asked.code for asked, _ in pairs if asked.reading == "stated"}
     return [
         Score(
-            code=f"{asked.code}{ELSEWHERE if kind_of_asked(asked) == 'unmeasured' else ''}",
+            code=f"{_of_any_year(asked.code)}{ELSEWHERE if kind_of_asked(asked) == 'unmeasured' else ''}",
             publication=asked.publication,
             value=abs(math.log(answer.tokens_per_s_per_gpu / asked.tokens_per_s_per_gpu))
             / (NINE_OF_TEN * SPREADS[kind_of_asked(asked)].outside),
@@ -72,9 +73,16 @@ def time_scores() -> list[Score]:
     ]
 
 
+def _of_any_year(code: str) -> str:
+    """A code base whatever its version: the catalogue names older ones by their year."""
+    return re.sub(r"-20[0-9]{2}$", "", code)
+
+
 def memory_scores() -> list[Score]:
     """What every published run took over what it is said to need."""
-    return [Score(code=run.code, publication=run.source, value=run.ratio) for run in memory_bound.measured()]
+    return [
+        Score(code=_of_any_year(run.code), publication=run.source, value=run.ratio) for run in memory_bound.measured()
+    ]
 
 
 def factor(scores: Iterable[Score], share: float) -> float:

@@ -43,12 +43,17 @@ class ReplicaBuffers:
 
 class WholeGradientBuffers:
     """Gradients in one buffer that is made with the model and that every micro-batch adds to, as Megatron's main
-    gradients are (`core/distributed/param_and_grad_buffer.py`); the optimizer steps on it in place."""
+    gradients are (`core/distributed/param_and_grad_buffer.py`). The optimizer steps on fp32 gradients in place; of
+    narrower ones it makes an fp32 copy of what is the rank's own (`core/optimizer/optimizer.py`,
+    _copy_model_grads_to_main_grads).
+    """
 
     def __init__(self, job: Job, recipe: Recipe) -> None:
         units = trained_units_of(job)
         self._made, self._largest = recipe.gather, units.largest
         self._all = recipe.gradient * units.elements
+        own = units.elements / job.configuration.state_shards
+        self._widened = recipe.master * own if recipe.gradient < recipe.master else 0.0
 
     def at(self, instant: Instant) -> Ledger:
         """The buffer, and the newest gradient until it is added."""
@@ -56,8 +61,8 @@ class WholeGradientBuffers:
         return Ledger(gradients=self._all + newest, temporaries=instant.cast)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
-        """The step, which needs nothing besides."""
-        return (("step", Ledger(gradients=self._all)),)
+        """The step."""
+        return (("step", Ledger(gradients=self._all, temporaries=self._widened)),)
 
 
 def _buckets(size: float) -> float:

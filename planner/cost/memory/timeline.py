@@ -163,8 +163,8 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
         (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing, chosen.activations_on_host),
         (chosen.tp, chosen.pp, chosen.cp, chosen.ep, chosen.sequence_parallel),
         (chosen.virtual_stages, job.stage, micro_batches_in_flight(chosen, job.stage), chosen.pp_schedule == "gpipe"),
-        (job.workload.code, job.workload.compile, job.workload.loss),
         chosen.strategy in ("single", "ddp"),
+        (job.workload.code, job.workload.compile, job.workload.loss),
     )
 
 
