@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from planner.calibration.calibration import Calibration
+from planner.cost.code_bases import of_any_year
 from planner.cost.timing import step_time
 from planner.types.cluster import Factors
 from planner.types.job import Job
@@ -99,7 +100,7 @@ def spread_of(job: Job) -> Spread:
     if job.cluster.device.is_cpu:
         return spread
     factors = OF_CODE_ELSEWHERE if kind == "unmeasured" else OF_CODE
-    outside = spread.outside * factors.get(job.workload.code, 1.0)
+    outside = spread.outside * factors.get(of_any_year(job.workload.code), 1.0)
     return replace(spread, outside=max(outside, spread.inside))
 
 

@@ -190,6 +190,12 @@ def code_names() -> tuple[str, ...]:
     return tuple(_rows())
 
 
+def of_any_year(name: str) -> str:
+    """A code base whatever its version: the catalogue names older ones by their year."""
+    stem, _, year = name.rpartition("-")
+    return stem if len(year) == 4 and year.isdigit() else name
+
+
 def facts_for_code(facts: ModelFacts, name: str) -> ModelFacts:
     """The model with the dropout that a code base trains it with."""
     dropout = code_base(name).dropout

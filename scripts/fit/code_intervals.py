@@ -12,7 +12,6 @@ each publication is left out in turn, and its runs are held against the factor o
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 
 from hardware_db.datasheets import find_device
 from planner.calibration.spread import MEASURED_ARCHITECTURES, NINE_OF_TEN, SPREADS, Kind
+from planner.cost.code_bases import of_any_year
 from planner.cost.memory.overhead import BEYOND_NEED
 from scripts.fit import memory_bound
 from scripts.fit.asked import Asked, kept
@@ -63,7 +63,7 @@ def time_scores() -> list[Score]:
     stated = {asked.code for asked, _ in pairs if asked.reading == "stated"}
     return [
         Score(
-            code=f"{_of_any_year(asked.code)}{ELSEWHERE if kind_of_asked(asked) == 'unmeasured' else ''}",
+            code=f"{of_any_year(asked.code)}{ELSEWHERE if kind_of_asked(asked) == 'unmeasured' else ''}",
             publication=asked.publication,
             value=abs(math.log(answer.tokens_per_s_per_gpu / asked.tokens_per_s_per_gpu))
             / (NINE_OF_TEN * SPREADS[kind_of_asked(asked)].outside),
@@ -73,15 +73,10 @@ def time_scores() -> list[Score]:
     ]
 
 
-def _of_any_year(code: str) -> str:
-    """A code base whatever its version: the catalogue names older ones by their year."""
-    return re.sub(r"-20[0-9]{2}$", "", code)
-
-
 def memory_scores() -> list[Score]:
     """What every published run took over what it is said to need."""
     return [
-        Score(code=_of_any_year(run.code), publication=run.source, value=run.ratio) for run in memory_bound.measured()
+        Score(code=of_any_year(run.code), publication=run.source, value=run.ratio) for run in memory_bound.measured()
     ]
 
 

@@ -50,6 +50,7 @@ def test_a_job_has_the_width_of_its_code() -> None:
     half = NINE_OF_TEN * SPREADS["node"].outside * OF_CODE["torchtitan"]
     assert (math.log(low), math.log(high)) == pytest.approx((-half, half))
     assert interval(node, 1.0, None)[1] == pytest.approx(math.exp(NINE_OF_TEN * SPREADS["node"].outside))
+    assert interval(run_by(node, "torchtitan-2024"), 1.0, None) == (low, high)
     newer = replace(node, cluster=cluster(4, device="B200-SXM-180GB", intra="nvlink5-b200"))
     wide = interval(run_by(newer, "nemo"), 1.0, None)[1]
     assert math.log(wide) == pytest.approx(NINE_OF_TEN * SPREADS["unmeasured"].outside * OF_CODE_ELSEWHERE["nemo"])

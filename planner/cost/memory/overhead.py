@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hardware_db.units import GIB, MIB
+from planner.cost.code_bases import of_any_year
 from planner.cost.memory.activations.figures import figures_of
 from planner.cost.memory.host import CPU_PROCESS_BYTES
 from planner.cost.memory.ledger import Ledger
@@ -115,7 +116,7 @@ def device_use(job: Job, allocated: float, margin: float) -> DeviceUse:
 
 def beyond_need(job: Job) -> float:
     """How far over what it is said to need one run in twenty of its code base goes."""
-    return BEYOND_NEED_OF.get(job.workload.code, BEYOND_NEED)
+    return BEYOND_NEED_OF.get(of_any_year(job.workload.code), BEYOND_NEED)
 
 
 def _cache(job: Job) -> float:
