@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.types.job import Job
+from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
-from planner.vocabulary import FSDP_STRATEGIES, ZERO_STAGES, Compression
+from planner.vocabulary import FSDP_STRATEGIES, ZERO_STAGES, Compression, LoadDtype
 
 # Bytes of a compressed gradient: sent between ranks, and stored as rounding error.
 
@@ -56,6 +56,9 @@ class Recipe:
     `state`: optimizer moments; `compute`: of the dtype matrices multiply in; `residual`: of the residual stream between
     blocks; `gather` and `reduce`: of parameters and gradients on the wire. `autocast` marks fp32 weights cast on the
     fly.
+
+    `frozen`: of weights that are not trained, `quantised` of those of linear layers in blocks where they are loaded
+    narrower still; None where they are as the trained ones.
     """
 
     weight: int
@@ -67,16 +70,75 @@ class Recipe:
     gather: int
     reduce: int
     autocast: bool
+    frozen: float | None = None
+    quantised: float | None = None
+
+    @property
+    def frozen_width(self) -> float:
+        """Bytes of a frozen weight that is not quantised."""
+        return self.weight if self.frozen is None else self.frozen
+
+    @property
+    def frozen_gather(self) -> float:
+        """Bytes of it once it is all-gathered: those it is loaded as, or those of compute where they are fewer."""
+        return self.gather if self.frozen is None else min(self.frozen, self.gather)
+
+    @property
+    def dequantises(self) -> bool:
+        return self.quantised is not None
+
+
+NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
+"""bitsandbytes' nf4 with double quantisation: half a byte, and for 64 values a scale of one byte, of which 256 share
+an fp32 (QLoRA, arXiv 2305.14314, section 3; bitsandbytes `functional.quantize_4bit`, compress_statistics)."""
+INT8_LOADED_BYTES = 1.0
+"""bitsandbytes' `Linear8bitLt` keeps a byte per weight and an fp32 per row, which is not counted (recalled)."""
+LOADED_BYTES: dict[LoadDtype, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": INT8_LOADED_BYTES, "nf4": NF4_BYTES}
 
 
 def recipe_of(job: Job) -> Recipe:
     """The recipe that a backend follows for a precision (docs/explanation/strategies.md, "What a precision means")."""
-    configuration = job.configuration
-    if configuration.backend == "native":
-        return _native_recipe(configuration)
-    recipe = _recipe(configuration)
+    configuration, workload = job.configuration, job.workload
+    recipe = _native_recipe(configuration) if configuration.backend == "native" else _recipe(configuration)
     narrow = configuration.gradient_compression in ("fp16", "bf16") and configuration.strategy in FSDP_STRATEGIES
-    return replace(recipe, reduce=2) if narrow else recipe
+    if narrow and configuration.backend != "native":
+        recipe = replace(recipe, reduce=2)
+    loaded = load_dtype_of(workload)
+    return recipe if loaded is None else _loaded(recipe, loaded, trains_all=job.counts.trains_all)
+
+
+def load_dtype_of(workload: Workload) -> LoadDtype | None:
+    """What the weights are loaded as: what was asked for; beside adapters nf4 for QLoRA and else what is computed in;
+    None for what the precision says."""
+    if workload.load_dtype is not None or workload.method == "full":
+        return workload.load_dtype
+    if workload.method == "qlora":
+        return "nf4"
+    return "fp32" if workload.precision == "fp32" else "fp16" if workload.precision == "fp16" else "bf16"
+
+
+def _loaded(recipe: Recipe, loaded: LoadDtype, *, trains_all: bool) -> Recipe:
+    """A recipe where weights are loaded in a dtype of their own. Those that are trained keep it under autocast and
+    FSDP, with gradients and moments as wide; frozen ones do everywhere, and what a quantised model leaves as it is has
+    16 bits, or those of compute."""
+    width = LOADED_BYTES[loaded]
+    if not trains_all:
+        plain = float(max(width, 2)) if width >= 2 else float(recipe.compute)
+        return replace(recipe, frozen=plain, quantised=width if width < 2 else None)
+    if width == recipe.weight or recipe.master:
+        return recipe  # ZeRO casts what it is given
+    scale = width / recipe.weight
+    narrow = int(width)
+    return replace(
+        recipe,
+        weight=narrow,
+        gradient=narrow,
+        state=recipe.state * scale,
+        residual=min(recipe.residual, narrow) if narrow < 4 else recipe.residual,
+        gather=min(recipe.gather, narrow),
+        reduce=recipe.reduce if not recipe.autocast else narrow,
+        autocast=recipe.autocast and narrow == 4,
+    )
 
 
 def _recipe(configuration: Configuration) -> Recipe:

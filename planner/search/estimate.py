@@ -9,7 +9,7 @@ from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cost.memory import memory_estimate
 from planner.cost.memory.host import loads_once
-from planner.cost.memory.load import MADE_BYTES
+from planner.cost.memory.load import made_bytes
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, differs
 from planner.cost.memory.states import states_of
 from planner.cost.precision import recipe_of
@@ -221,7 +221,7 @@ def _remarks(priced: Priced) -> list[str]:
     if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:
         remarks.append(f"{device.name} has no bf16 units; fp16 is its fast precision")
     if loads_once(job):
-        copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(MADE_BYTES * job.counts.total)} each"
+        copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(made_bytes(job))} each"
         way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
         remarks.append(f"a node has no room to load {copies}: counted for one, as {way} makes it")
     asked, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes

@@ -58,6 +58,11 @@ class Workload:
     fp8_recipe: words.Fp8Recipe | None = None
     ema: bool = False
 
+    @property
+    def freezes(self) -> bool:
+        """Whether only a part of the weights, or adapters beside them, are trained."""
+        return self.method != "full" or bool(self.train_only)
+
     def __post_init__(self) -> None:
         for name in ("sequence_length", "global_batch_size", "lora_rank"):
             if getattr(self, name) < 1:

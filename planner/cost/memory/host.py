@@ -10,7 +10,7 @@ from __future__ import annotations
 from hardware_db.units import MIB
 from planner.cost.memory.activations.figures import figures_of
 from planner.cost.memory.ledger import States, bytes_at
-from planner.cost.memory.load import MADE_BYTES, saving_of
+from planner.cost.memory.load import made_bytes, saving_of
 from planner.cost.memory.units import Units, shards_of
 from planner.cost.memory.zero.offload import native_host_buffers, swapping_buffers, zero_host_buffers
 from planner.cost.precision import Recipe, recipe_of
@@ -52,7 +52,7 @@ def host_load_bytes(job: Job) -> float:
     if job.cluster.device.is_cpu:
         return 0.0
     ranks = job.cluster.gpus_per_node
-    return ranks * CPU_PROCESS_BYTES + (1 if loads_once(job) else ranks) * MADE_BYTES * job.counts.total
+    return ranks * CPU_PROCESS_BYTES + (1 if loads_once(job) else ranks) * made_bytes(job)
 
 
 def loads_once(job: Job) -> bool:
@@ -60,7 +60,7 @@ def loads_once(job: Job) -> bool:
     `cpu_ram_efficient_loading`, ZeRO-3 by DeepSpeed's `zero.Init`."""
     ranks, limit = job.cluster.gpus_per_node, host_limit(job.workload, job.cluster)
     shards = job.configuration.strategy in FSDP_STRATEGIES or job.configuration.zero_stage == 3
-    return shards and 0 < limit < ranks * (MADE_BYTES * job.counts.total + CPU_PROCESS_BYTES)
+    return shards and 0 < limit < ranks * (made_bytes(job) + CPU_PROCESS_BYTES)
 
 
 def offloaded_bytes(job: Job, recipe: Recipe) -> float:

@@ -17,11 +17,13 @@ from planner.cost.memory.ledger import States
 from planner.cost.memory.units import (
     ALLOCATION_BYTES,
     Units,
+    mean_width,
     rounded,
     shards_of,
     trained_shards_of,
     trained_units_of,
     units_of,
+    weight_bytes,
 )
 from planner.cost.memory.zero.offload import native_states, swapping_buffers, zero_host_buffers
 from planner.cost.memory.zero.partition import largest_share
@@ -101,7 +103,7 @@ def _by_arithmetic(job: Job, recipe: Recipe) -> States:
     shards_weights = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
     shards_gradients = shards_weights or configuration.zero_stage == 2
     return States(
-        parameters=recipe.weight * (local if shards_weights else elements),
+        parameters=mean_width(job, recipe) * (local if shards_weights else elements),
         gradients=recipe.gradient * (stepped if shards_gradients else trained),
         optimizer=(recipe.master + _moments_per_parameter(job, recipe)) * stepped,
         host=0,
@@ -128,7 +130,7 @@ def _of_tensors(job: Job, recipe: Recipe) -> States:
     units, shards, trained = units_of(job), shards_of(job), trained_shards_of(job)
     is_fsdp = job.configuration.strategy in FSDP_STRATEGIES
     return States(
-        parameters=shards.bytes(recipe.weight),
+        parameters=weight_bytes(job, recipe, sharded=True),
         gradients=trained.flat_bytes(recipe.gradient) if is_fsdp else trained.bytes(recipe.gradient),
         optimizer=optimizer_state_bytes(job, recipe, trained),
         host=0,
@@ -160,7 +162,7 @@ def _offloaded(job: Job, recipe: Recipe, states: States) -> States:
     if offload == "all":
         return replace(moved, parameters=0)
     swapping = swapping_buffers(job, recipe).total
-    return replace(moved, parameters=0, host=swapping, nvme=host + recipe.weight * states.local)
+    return replace(moved, parameters=0, host=swapping, nvme=host + states.parameters)
 
 
 # What the optimizer's step makes on the device besides its states.

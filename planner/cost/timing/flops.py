@@ -8,11 +8,13 @@ attention in full, no recomputation (PaLM, arXiv 2204.02311, appendix B; llm-fou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 from planner.cost.timing.efficiency import BACKWARD
 from planner.cost.timing.memo import memo_by_identity
 from planner.cost.timing.stacks import KINDS, Matmuls, Stack, measured_stacks, recorded_stacks, stacks, traced_stacks
-from planner.models.facts import ModelFacts
+from planner.models.facts import Adapter, ModelFacts, ParameterCounts
 from planner.types.job import Job
 
 # Convolutions that make tokens of pixels or sound, once before the blocks.
@@ -141,12 +143,68 @@ def head_tokens(job: Job, shape: Geometry) -> int:
     return shape.samples * (1 if pooled else shape.sequence)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a backward pass computes: the share of the blocks' weights that have gradients of their own, of the blocks
+    that gradients pass through, and whether the head's weights have gradients."""
+
+    weights: float = 1.0
+    passed: float = 1.0
+    head: float = 1.0
+
+
+ALL_TRAINED = Trained()
+"""Where nothing is frozen."""
+
+
+def trained_share(counts: ParameterCounts) -> Trained:
+    """Of counts in which something is frozen; adapters are counted beside the weights (`adapters_of`)."""
+    return ALL_TRAINED if counts.trains_all else _trained_share(counts)
+
+
+@lru_cache(maxsize=64)
+def _trained_share(counts: ParameterCounts) -> Trained:
+    weights = trained = 0.0
+    for block in counts.blocks:
+        added = sum(prod(shape) for adapter in block.adapters for shape in adapter.shapes)
+        weights += block.repeats * (block.parameters - added)
+        trained += block.repeats * (block.trained.parameters - added)
+    idle = 0
+    if not counts.trained.embedding:
+        for block in counts.blocks:
+            if block.trained.parameters:
+                break
+            idle += block.repeats
+    blocks = max(sum(block.repeats for block in counts.blocks), 1)
+    outside = counts.trained.outside_blocks
+    return Trained(
+        weights=trained / weights if weights else 1.0,
+        passed=1 - idle / blocks,
+        head=1.0 if outside and (outside >= counts.head) else 0.0,
+    )
+
+
+@lru_cache(maxsize=64)
+def adapters_of(counts: ParameterCounts) -> tuple[tuple[Adapter, float], ...]:
+    """The adapters of the model's blocks, each with how many an average block has of it."""
+    blocks = max(sum(block.repeats for block in counts.blocks), 1)
+    return tuple((adapter, block.repeats / blocks) for block in counts.blocks for adapter in block.adapters)
+
+
 def model_flops(job: Job) -> float:
-    """Model operations of one micro-batch on the whole model, forward and backward; embedding look-ups are free."""
+    """Model operations of one micro-batch on the whole model, forward and backward; embedding look-ups are free. Frozen
+    weights have no gradients, and blocks that none reach no backward at all."""
     shape = geometry(job)
     forward = 0.0
     for stack in job_stacks(job):
         tokens = shape.samples * stack.length(shape.sequence, shape.source)
         forward += stack.layers * (2.0 * stack.matmuls.active * tokens + attention_flops(stack, shape))
-    forward += 2.0 * head_weights(job) * head_tokens(job, shape)
-    return forward * (1 + BACKWARD)
+    head = 2.0 * head_weights(job) * head_tokens(job, shape)
+    share = trained_share(job.counts)
+    if share is ALL_TRAINED:
+        return (forward + head) * (1 + BACKWARD)
+    beside = sum(
+        often * adapter.rank * (adapter.inputs + adapter.outputs) for adapter, often in adapters_of(job.counts)
+    )
+    adapters = 2.0 * beside * executed_layers(job) * shape.samples * shape.sequence
+    return forward * (1 + share.passed + share.weights) + head * (2 + share.head) + adapters * (1 + BACKWARD)

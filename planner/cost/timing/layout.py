@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from planner.cost.precision import communication_bytes, recipe_of
+from planner.cost.precision import Recipe, communication_bytes, recipe_of
 from planner.cost.timing.collectives import Group, group
 from planner.cost.timing.flops import executed_layers, job_stacks
 from planner.cost.timing.stacks import USUAL_MATMULS
@@ -45,7 +45,8 @@ class Layout:
 
     `layers` blocks of `block` parameters in `products` modules, and `root` parameters outside blocks, `embedding` of
     them last in the backward; all divided by tp. Widths are bytes per
-    parameter of what is all-gathered, of what is reduced, of that between ranks, and of a stored gradient.
+    parameter of what is all-gathered, of what is reduced, of that between ranks, and of a stored gradient, the last
+    three over all parameters, of which only `trained` (a share) have gradients and states.
     """
 
     layers: int
@@ -57,10 +58,11 @@ class Layout:
     shards: int
     shard_group: Group
     replica_group: Group
-    gather_bytes: int
-    reduce_bytes: int
+    gather_bytes: float
+    reduce_bytes: float
     communication_bytes: float
-    gradient_bytes: int
+    gradient_bytes: float
+    trained: float = 1.0
 
     @property
     def parameters(self) -> float:
@@ -70,7 +72,7 @@ class Layout:
     @property
     def owned(self) -> float:
         """Parameters whose optimizer states this rank holds."""
-        return self.parameters / self.shards
+        return self.parameters / self.shards * self.trained
 
 
 def _products_per_block(job: Job) -> float:
@@ -80,6 +82,18 @@ def _products_per_block(job: Job) -> float:
         return 1.0
     kernels = sum(min(stack.matmuls.kernels, USUAL_MATMULS) * stack.layers for stack in stacks)
     return kernels / sum(stack.layers for stack in stacks)
+
+
+def _gather_bytes(job: Job, recipe: Recipe, trained: float) -> float:
+    """Of a parameter on average: trained ones as they are computed in, frozen ones as they are loaded where that is
+    narrower."""
+    if recipe.frozen is None:
+        return recipe.gather
+    held = job.counts.held
+    elements = max(held.total, 1)
+    blocks = held.in_blocks / elements
+    narrow = recipe.frozen_gather if recipe.quantised is None else recipe.quantised
+    return trained * recipe.gather + (1 - trained) * (blocks * narrow + (1 - blocks) * recipe.frozen_gather)
 
 
 def layout(job: Job) -> Layout:
@@ -95,6 +109,7 @@ def layout(job: Job) -> Layout:
     replicas = configuration.dp_replicate * configuration.dp_shard // shards
     tp = configuration.tp
     recipe = recipe_of(job)
+    trained = 1.0 if counts.trains_all else counts.trained.total / counts.total
     return Layout(
         layers=layers,
         share_of_layers=layers / total_layers,
@@ -105,8 +120,9 @@ def layout(job: Job) -> Layout:
         shards=shards,
         shard_group=group(job.cluster, shards, tp),
         replica_group=group(job.cluster, replicas, tp * shards),
-        gather_bytes=recipe.gather,
-        reduce_bytes=recipe.reduce,
-        communication_bytes=communication_bytes(configuration.gradient_compression, recipe.reduce),
-        gradient_bytes=recipe.gradient,
+        gather_bytes=_gather_bytes(job, recipe, trained),
+        reduce_bytes=recipe.reduce * trained,
+        communication_bytes=communication_bytes(configuration.gradient_compression, recipe.reduce) * trained,
+        gradient_bytes=recipe.gradient * trained,
+        trained=trained,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hardware_db.units import MIB
+from planner.cost.precision import recipe_of
 from planner.cost.timing.efficiency import DeviceRates
 from planner.cost.timing.layout import Layout
 from planner.types.job import Job
@@ -87,8 +88,16 @@ def _around_collectives(job: Job, where: Layout, rates: DeviceRates) -> Copies:
         rounds = steps if configuration.zero_stage == 2 else 1
         return accumulated + (_bucketed(where) * rounds + _flat_step(where) if rates.serial else Copies())
     bucketed = BUCKET_COPY_BYTES if configuration.strategy == "ddp" and where.replica_group.size > 1 else 0
-    cast = AUTOCAST_BYTES * steps if mixed else 0
-    return accumulated + Copies(moved=(bucketed + cast) * where.parameters)
+    cast = _autocast_bytes(job, where) * steps if mixed else 0
+    return accumulated + Copies(moved=(bucketed * where.trained + cast) * where.parameters)
+
+
+def _autocast_bytes(job: Job, where: Layout) -> float:
+    """Per parameter: frozen ones are cast for the forward alone, and not at all where they are loaded in 16 bits."""
+    if where.trained == 1:
+        return AUTOCAST_BYTES
+    frozen = AUTOCAST_BYTES / 2 if recipe_of(job).frozen_width == 4 else 0.0
+    return AUTOCAST_BYTES * where.trained + frozen * (1 - where.trained)
 
 
 def _accumulated(job: Job, where: Layout) -> Copies:

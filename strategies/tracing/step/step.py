@@ -21,7 +21,7 @@ from strategies.tracing.cuda.as_cuda import DEFAULT_CAPABILITY, as_cuda
 from strategies.tracing.cuda.kernels import cpu_outputs, scratch_bytes
 from strategies.tracing.cuda.masks import unpadded, windows_without_masks
 from strategies.tracing.example import arguments_of
-from strategies.tracing.step.build import Subject, subject_of
+from strategies.tracing.step.build import Subject, subject_of, with_adapters
 from strategies.tracing.step.checkpointing import checkpoint_activations
 from strategies.tracing.step.images import images_followed, is_known
 from strategies.tracing.step.optimizers import host_states, make_optimizer
@@ -139,6 +139,8 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
 
 def _described(job: Job) -> Subject:
     subject = subject_of(job.facts, attention=job.configuration.attention, task=job.workload.task)
+    if job.workload.method != "full":
+        subject = with_adapters(subject, job.counts, job.workload)
     return replace(subject, with_images=job.facts.kind == "vision-language")
 
 

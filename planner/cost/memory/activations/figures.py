@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import le
+from typing import Any
 
+from planner.cost.memory.activations.adapters import Addition, Numbers, Run, Training, addition_of, runs_of, training_of
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions
 from planner.cost.memory.activations.form import BlockForm, Form, Moment, find_form, per_sample, structure_of
-from planner.cost.memory.ledger import NOTHING, Amount
+from planner.cost.memory.ledger import NOTHING, Amount, plus
 from planner.cost.precision import Recipe
 from planner.models.facts import ModelFacts, TracedActivations
 from planner.types.job import Job
@@ -76,6 +78,8 @@ class _Question:
     tp: int
     length: int
     source: int
+    training: Training | None = None
+    numbers: Numbers | None = None
 
 
 def figures_of(job: Job, recipe: Recipe) -> Figures:
@@ -85,17 +89,18 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         traced = facts.traced.get(precision_mode(recipe))
         return _traced(job, recipe, traced) if traced is not None else _untraced(job, recipe)
     configuration = job.configuration
-    return _catalogued(
-        facts,
-        _Question(
-            precision_mode(recipe),
-            "eager" if job.eager_attention else configuration.attention,
-            job.cluster.device.is_cpu,
-            configuration.tp,
-            configuration.sequence_length,
-            job.source_length,
-        ),
+    question = _Question(
+        precision_mode(recipe),
+        "eager" if job.eager_attention else configuration.attention,
+        job.cluster.device.is_cpu,
+        configuration.tp,
+        configuration.sequence_length,
+        job.source_length,
     )
+    if job.workload.freezes and not job.counts.trains_all:
+        numbers = Numbers(_frozen_mode(recipe), configuration.tp, job.eager_attention, recipe.dequantises)
+        question = replace(question, training=training_of(job.counts), numbers=numbers)
+    return _catalogued(facts, question)
 
 
 def buffer_bytes(job: Job, recipe: Recipe) -> float:
@@ -112,12 +117,27 @@ def precision_mode(recipe: Recipe) -> str:
     return "fp32" if recipe.compute == 4 else "pure"
 
 
+def _frozen_mode(recipe: Recipe) -> str:
+    """The same for frozen weights: `mixed` is autocast over 16-bit ones."""
+    mode = precision_mode(recipe)
+    return "mixed" if mode == "autocast" and recipe.frozen_width < 4 else mode
+
+
 @functools.lru_cache(maxsize=256)
 def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
+    figures = _of_form(facts, question, (question.mode,))
+    if question.training is None or question.numbers is None:
+        return figures
+    mode = question.numbers.mode
+    frozen = _of_form(facts, question, (f"frozen {mode}", "frozen pure") if mode == "mixed" else (f"frozen {mode}",))
+    return _partly_trained(facts, question.training, question.numbers, figures, frozen, _lengths(facts, question))
+
+
+def _of_form(facts: ModelFacts, question: _Question, modes: Sequence[str]) -> Figures:
     windows = question.attention == "sdpa" and 0 < facts.sliding_window < question.length
     attentions = _attentions(question.attention, windows=windows)
     devices = ("cpu", "cuda") if question.on_cpu else ("cuda",)
-    variants = [f"{device} {question.mode} {attention}" for attention, device in product(attentions, devices)]
+    variants = [f"{device} {mode} {attention}" for attention, device, mode in product(attentions, devices, modes)]
     found = find_form(structure_of(facts), variants)
     if found is None:
         raise LookupError(f"no memory form for {facts.model_type}")
@@ -125,6 +145,68 @@ def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
     blocks = [_block(name, count, form, sizes) for name, count, form in _stacks(facts, found.form)]
     figures = _figures(found.form, blocks, sizes, found.differences)
     return _classifying(figures, found.form, sizes | {"V": facts.num_labels}) if _classifies(facts) else figures
+
+
+def _partly_trained(
+    facts: ModelFacts,
+    training: Training,
+    numbers: Numbers,
+    whole: Figures,
+    frozen: Figures,
+    lengths: Mapping[str, float],
+) -> Figures:
+    """Each block as it is trained: the `whole` model's, the `frozen` one's with what is trained beside it, or one that
+    keeps nothing; and the ends, each as it is trained."""
+    blocks = []
+    for full, fixed in zip(whole.blocks, frozen.blocks, strict=True):
+        source = facts.kind.endswith("encoder-decoder") and full.name == "encoder"
+        tokens = lengths["t"] if source or full.name == "image" else lengths["s"]
+        for run, count in runs_of(training, full.name, full.count):
+            if run.state == "trained":
+                blocks.append(replace(full, count=count))
+            elif run.state == "idle":
+                blocks.append(replace(fixed, count=count, **_NOTHING_KEPT))
+            else:
+                addition = addition_of(facts, run, numbers)
+                blocks.append(_with_addition(replace(fixed, count=count), run, addition, tokens))
+    head, ends = whole if training.head else frozen, whole if training.embedding else frozen
+    return replace(
+        frozen,
+        blocks=blocks,
+        before=ends.before,
+        loss=head.loss,
+        loss_backward=head.loss_backward,
+        table_backward=ends.table_backward,
+    )
+
+
+_NOTHING_KEPT: dict[str, Any] = {
+    **dict.fromkeys(("kept", "boundary", "products", "unused", "input", "once", "handed", "again", "waiting"), NOTHING),
+    **dict.fromkeys(("backward", "recomputed", "replayed"), ()),
+    "cast": 0.0,
+}
+
+
+def _with_addition(block: BlockFigures, run: Run, addition: Addition, tokens: float) -> BlockFigures:
+    kept = (0.0, addition.kept * tokens)
+
+    def more(peaks: Sequence[Peak], *, backward: bool = False) -> list[Peak]:
+        extra = (addition.fixed, (addition.kept + addition.beside) * tokens)
+        gradients = float(run.gradients) if backward else 0.0
+        return [
+            Peak(plus(peak.activations, extra), peak.cast + addition.cast, peak.gradients + gradients) for peak in peaks
+        ]
+
+    return replace(
+        block,
+        kept=plus(block.kept, kept),
+        products=plus(block.products, (0.0, addition.products * tokens)),
+        cast=block.cast + addition.cast,
+        forward=more(block.forward),
+        backward=more(block.backward, backward=True),
+        recomputed=more(block.recomputed),
+        replayed=more(block.replayed),
+    )
 
 
 def _stacks(facts: ModelFacts, form: Form) -> Iterator[tuple[str, int, BlockForm]]:

@@ -70,12 +70,14 @@ class _Step:
         self._job, self._figures = job, figures
         self._checkpointing = configuration.activation_checkpointing
         self._counts = [-(-block.count // configuration.pp) for block in figures.blocks]
-        per_block = job.counts.in_blocks / configuration.tp / max(sum(block.count for block in figures.blocks), 1)
+        trained = job.counts.trained
+        per_block = trained.in_blocks / configuration.tp / max(sum(block.count for block in figures.blocks), 1)
         self._parameters = per_block
         self._tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
-        self._head = 0.0 if self._tied else job.counts.head / configuration.tp
+        head = min(job.counts.head, trained.outside_blocks)
+        self._head = 0.0 if self._tied else head / configuration.tp
         width = job.facts.embedding_size or job.facts.word_embed_proj_dim or job.facts.hidden_size
-        self._table = job.facts.vocab_size * width / configuration.tp
+        self._table = job.facts.vocab_size * width / configuration.tp if trained.outside_blocks else 0.0
         self._gradient_width = recipe.gather  # of a gradient that autograd has just made
 
         # What waits in host memory is on no device; a CPU's is both.
