@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -149,18 +150,26 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def launch_environment(spec: LaunchSpec) -> dict[str, str]:
     """The environment of whatever starts the ranks of `spec`, and of the ranks."""
-    root = str(Path(__file__).resolve().parents[3])
-    inherited = os.environ.get("PYTHONPATH")
     variables = {
         **os.environ,
+        **_import_path(Path(__file__).resolve().parents[3]),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.processes))),
-        "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
         # Keeps a `planner` or `strategies` folder in the working directory from hiding dsplan's (Python 3.11 on).
         "PYTHONSAFEPATH": "1",
         **spec.environment,
     }
     provide_torch_extensions(variables)
     return variables
+
+
+def _import_path(root: Path) -> dict[str, str]:
+    """The variable by which ranks find dsplan, which is in `root`: none where every process finds it there anyway.
+
+    The folder of all installed packages must not go before a user's own path, whose libraries it would hide.
+    """
+    if root == Path(sysconfig.get_path("purelib")).resolve():
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
 
 
 def rank_command(spec: LaunchSpec) -> list[str]:
