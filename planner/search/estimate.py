@@ -201,8 +201,8 @@ def unrunnable(configuration: Configuration) -> str:
     """Why `dsplan run` cannot run a configuration today; empty when it can."""
     if configuration.precision in words.SCALED_PRECISIONS:
         return (
-            f"dsplan run has no {configuration.precision} products; accelerate (torchao, Transformer Engine),"
-            " torchtitan and Megatron-LM run them"
+            f"dsplan run has no {configuration.precision} products; accelerate with torchao, torchtitan and Megatron-LM"
+            " run them"
         )
     if configuration.tp > 1 or configuration.pp > 1:
         return f"dsplan run cannot yet run tp {configuration.tp} x pp {configuration.pp}; the plan can be emitted"
