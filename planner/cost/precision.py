@@ -12,12 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hardware_db.device import Device
-<<<<<<< HEAD
-from planner.types.job import Job, Workload
-=======
 from planner.cost.code_bases import code_base, code_names
-from planner.types.job import Job
->>>>>>> main
+from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
 from planner.vocabulary import (
     FSDP_STRATEGIES,
