@@ -45,7 +45,9 @@ def communication_bytes(compression: Compression, width: float) -> float:
 
 
 # Bytes of optimizer state per parameter when states are fp32. bitsandbytes keeps two 8-bit moments plus one fp32 scale
-# per block of 256 values for each; adafactor's factored moments are counted from the matrices instead (see states.py).
+# per block of 256 values for each, torchao's 4-bit Adam two of 4 bits with one per 128, its fp8 Adam two of a byte with
+# one per 256 (`torchao/optim/subclass_*.py`); adafactor's factored moments, and those of Muon, which has one for a
+# matrix and AdamW's two for the rest, are counted from the matrices instead (see states.py).
 STATE_BYTES = {
     "adamw": 8.0,
     "adamw-fused": 8.0,
@@ -59,6 +61,8 @@ STATE_BYTES = {
     "lion": 4.0,
     "muon": 4.0,
 }
+QUANTISED_STATES = ("adamw-8bit", "adamw-8bit-paged", "adamw-4bit", "adamw-fp8")
+"""Optimizers whose moments are as wide whatever the weights are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +182,7 @@ def _recipe(configuration: Configuration) -> Recipe:
     is_zero = configuration.strategy in ZERO_STAGES
     precision = configuration.precision
     if precision == "bf16-pure":
-        narrow_state = state if configuration.optimizer == "adamw-8bit" else state / 2
+        narrow_state = state if configuration.optimizer in QUANTISED_STATES else state / 2
         return Recipe(
             weight=2,
             gradient=2,
@@ -215,7 +219,7 @@ def _native_recipe(configuration: Configuration) -> Recipe:
     state, precision = STATE_BYTES[configuration.optimizer], configuration.precision
     width = 4 if precision == "fp32" else 2
     mixed = precision in MIXED_PRECISIONS
-    narrow = precision == "bf16-pure" and configuration.optimizer != "adamw-8bit"
+    narrow = precision == "bf16-pure" and configuration.optimizer not in QUANTISED_STATES
     is_cut = configuration.zero_stage == 3 and configuration.dp_shard > 1 and configuration.offload == "none"
     return Recipe(
         weight=4 if mixed and is_cut else width,

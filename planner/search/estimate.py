@@ -137,6 +137,10 @@ def impossible(request: Request, configuration: Configuration) -> str:
         return f"{lacks}; {WITHOUT_DEEPSPEED}"
     if strategy in words.FSDP_STRATEGIES and configuration.optimizer == "adafactor":
         return f"torch's Adafactor cannot step on the shards of {strategy}; use zero1-3, ddp, or another optimizer"
+    if configuration.optimizer == "muon" and configuration.backend == "deepspeed":
+        return f"Muon steps whole matrices, which DeepSpeed's {strategy} cuts; use --backend native, fsdp or ddp"
+    if configuration.optimizer == "muon" and offload != "none":
+        return f"Muon has no form that steps in host memory; leave --offload {offload} out"
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         # torch 2.13, distributed/fsdp/_fully_shard: "fully_shard doesn't support scalar parameters" (logit_scale).
         return f"torch's FSDP2 cannot shard the scalar logit_scale of {request.facts.name}; use zero1-3 or ddp"

@@ -11,7 +11,8 @@ from hardware_db.units import MIB
 from planner.cost.memory.activations.figures import figures_of
 from planner.cost.memory.ledger import States, bytes_at
 from planner.cost.memory.load import made_bytes, saving_of
-from planner.cost.memory.units import Units, shards_of
+from planner.cost.memory.states import paged_state_bytes
+from planner.cost.memory.units import Units, shards_of, trained_shards_of
 from planner.cost.memory.zero.offload import native_host_buffers, swapping_buffers, zero_host_buffers
 from planner.cost.precision import Recipe, recipe_of
 from planner.cost.verdict import host_limit
@@ -44,7 +45,8 @@ def host_bytes(job: Job, states: States, device_used: float) -> float:
     saving = saving_of(job, recipe, states)
     saving_bytes = saving.host_of_rank_0 + (ranks - 1) * saving.host_of_others
     parked = sum(count * pinned(size) for count, size in parked_inputs(job, recipe))
-    return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe) + parked) + saving_bytes
+    paged = paged_state_bytes(job, trained_shards_of(job))
+    return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe) + parked + paged) + saving_bytes
 
 
 def host_load_bytes(job: Job) -> float:

@@ -38,6 +38,7 @@ from planner.vocabulary import FSDP_STRATEGIES, Optimizer
 
 _SMALLEST_8BIT = 4096
 _VALUES_PER_SCALE = 256
+_SMALLEST_PAGED = 100_000
 _COUNTS_STEPS = ("adamw", "adamw-fused", "adamw-forloop", "adafactor")
 
 
@@ -48,20 +49,56 @@ def optimizer_state_bytes(job: Job, recipe: Recipe, shards: Units) -> float:
     on_device = optimizer == "adamw-fused" or (job.cluster.device.is_cpu and optimizer in _COUNTS_STEPS)
     counter, width = ALLOCATION_BYTES if on_device else 0, recipe.master or recipe.weight
     return sum(
-        unit.repeats * sum(moment_bytes(optimizer, shape, width) + counter for shape in unit.shapes)
+        unit.repeats
+        * sum(
+            moment_bytes(optimizer, shape, width, in_block=unit is not shards.root) + counter for shape in unit.shapes
+        )
         for unit in shards.every
     )
 
 
-def moment_bytes(optimizer: Optimizer, shape: Shape, width: int) -> int:
-    """Bytes of one tensor's moments; `width` is that of its gradient, whose dtype torch's optimizers follow."""
+def paged_state_bytes(job: Job, shards: Units) -> float:
+    """Bytes of moments in memory that the driver moves between device and host as it needs to, which torch's allocator
+    does not see: those of bitsandbytes' paged optimizers for tensors from 100,000 elements
+    (`optim/optimizer.py`, get_state_buffer)."""
+    if job.configuration.optimizer != "adamw-8bit-paged":
+        return 0.0
+    return sum(
+        unit.repeats
+        * sum(_blockwise(size, *_BLOCKWISE["adamw-8bit"]) for size in unit.sizes if size >= _SMALLEST_PAGED)
+        for unit in shards.every
+    )
+
+
+_BLOCKWISE: dict[Optimizer, tuple[float, int]] = {
+    "adamw-8bit": (1.0, _VALUES_PER_SCALE),
+    "adamw-8bit-paged": (1.0, _VALUES_PER_SCALE),
+    "adamw-4bit": (0.5, 128),
+    "adamw-fp8": (1.0, 256),
+}
+"""Bytes of a value of a moment, and values that share an fp32 scale."""
+
+
+def _blockwise(size: int, width: float, block: int) -> int:
+    return 2 * (rounded(size * width) + rounded(4 * -(-size // block)))
+
+
+def moment_bytes(optimizer: Optimizer, shape: Shape, width: int, *, in_block: bool = True) -> int:
+    """Bytes of one tensor's moments; `width` is that of its gradient, whose dtype torch's optimizers follow. Muon steps
+    the matrices of blocks (`in_block`) and leaves the rest to AdamW."""
     size = prod(shape)
-    if optimizer.startswith("adamw") and optimizer != "adamw-8bit":
+    if optimizer in _BLOCKWISE:
+        value, block = _BLOCKWISE[optimizer]
+        of_bitsandbytes = optimizer.startswith("adamw-8bit")
+        if size < _SMALLEST_8BIT or (not of_bitsandbytes and size % block):
+            return 2 * rounded((4 if of_bitsandbytes else width) * size)
+        if optimizer == "adamw-8bit-paged" and size >= _SMALLEST_PAGED:
+            return 0
+        return _blockwise(size, value, block)
+    if optimizer.startswith("adamw"):
         return 2 * rounded(size * width)
-    if optimizer == "adamw-8bit":
-        if size < _SMALLEST_8BIT:
-            return 2 * rounded(4 * size)
-        return 2 * (rounded(size) + rounded(4 * -(-size // _VALUES_PER_SCALE)))
+    if optimizer == "muon":
+        return rounded(size * width) * (1 if in_block and len(shape) == 2 else 2)
     if optimizer == "adafactor":
         if len(shape) < 2:
             return rounded(size * width)
@@ -116,10 +153,11 @@ def _by_arithmetic(job: Job, recipe: Recipe) -> States:
 
 def _moments_per_parameter(job: Job, recipe: Recipe) -> float:
     """Bytes. Adafactor's are sums over the rows and columns of matrices; DeepSpeed's flat partition has none, so that
-    it keeps a whole fp32 moment there."""
-    if job.configuration.optimizer != "adafactor":
+    it keeps a whole fp32 moment there. Muon's and what is not paged depend on the tensor too."""
+    optimizer = job.configuration.optimizer
+    if optimizer not in ("adafactor", "muon", "adamw-8bit-paged"):
         return recipe.state
-    if job.configuration.backend == "deepspeed":
+    if job.configuration.backend == "deepspeed" and optimizer == "adafactor":
         return 4.0
     units = trained_units_of(job)
     return optimizer_state_bytes(job, recipe, units) / max(units.elements, 1)
@@ -201,7 +239,20 @@ def tensor_step_temporaries(job: Job, shards: Units, width: int) -> float:
         return max(tensor + before for before, tensor in _neighbours(shards, width))
     if optimizer == "lion":
         return max(2 * tensor for _, tensor in _neighbours(shards, width))
-    return 0.0
+    return _muon_temporaries(job, shards, width) if optimizer == "muon" else 0.0
+
+
+def _muon_temporaries(job: Job, shards: Units, width: int) -> float:
+    """Muon's update of one matrix of a block, whole on whatever rank steps it: the update beside two 16-bit copies
+    and two products of its smaller side (torch 2.13 `optim/_muon.py`, _zeropower_via_newtonschulz). AdamW's roots over
+    what is outside the blocks are made at another moment."""
+    matrices = [shape for unit in trained_units_of(job).blocks for shape in unit.shapes if len(shape) == 2]
+    newton_schulz = max((rounded(prod(shape) * (width + 4)) + 4 * min(shape) ** 2 for shape in matrices), default=0)
+    outside = shards.root.bytes(width) + sum(
+        unit.repeats * sum(rounded(prod(shape) * width) for shape in unit.shapes if len(shape) != 2)
+        for unit in shards.blocks
+    )
+    return max(float(newton_schulz), outside)
 
 
 def _neighbours(shards: Units, width: int) -> Iterator[tuple[int, int]]:

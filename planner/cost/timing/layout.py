@@ -79,6 +79,11 @@ class Layout:
         return (blocks * self.block_gather_bytes + self.root * self.gather_bytes) / max(self.parameters, 1)
 
     @property
+    def local(self) -> float:
+        """Parameters of one data-parallel shard, frozen or not."""
+        return self.parameters / self.shards
+
+    @property
     def owned(self) -> float:
         """Parameters whose optimizer states this rank holds."""
         return self.parameters / self.shards * self.trained

@@ -103,7 +103,7 @@ def _autocast_bytes(job: Job, where: Layout) -> float:
 def _accumulated(job: Job, where: Layout) -> Copies:
     """A gradient added to those of earlier micro-batches: two reads, a write."""
     sharded_gradients = job.configuration.zero_stage in (2, 3)
-    return Copies(moved=3 * where.gradient_bytes * (where.owned if sharded_gradients else where.parameters))
+    return Copies(moved=3 * where.gradient_bytes * (where.local if sharded_gradients else where.parameters))
 
 
 def _fully_sharded(job: Job, where: Layout, rates: DeviceRates) -> Copies:
@@ -131,7 +131,7 @@ def _bucketed(where: Layout) -> Copies:
     whole twice; then the part that is kept."""
     width = where.reduce_bytes
     whole = Copies(moved=10.0 * width, fresh=2.0 * width) * where.parameters
-    return whole + Copies(moved=2.0 * width, fresh=width) * where.owned
+    return whole + Copies(moved=2.0 * width, fresh=width) * where.local
 
 
 def _flat_step(where: Layout) -> Copies:

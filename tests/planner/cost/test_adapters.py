@@ -13,19 +13,19 @@ from planner.cost.timing import step_time
 from planner.cost.timing.flops import model_flops
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
-from planner.search.estimate import job_of
+from planner.search.estimate import impossible, job_of
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import Request, WorkOptions, make_request
 from planner.types.job import Job
 
 
-def request_of(model: str = "llama-3-8b", gpus: int = 1, **work: Any) -> Request:
-    cluster = resolve_cluster(HardwareRequest(gpu="A100-80GB", gpus=gpus))
+def request_of(model: str = "llama-3-8b", gpus: int = 1, gpu: str = "A100-80GB", **work: Any) -> Request:
+    cluster = resolve_cluster(HardwareRequest(gpu=gpu, gpus=gpus))
     options = WorkOptions(**{"seq_len": 1024, "precision": "bf16", **work})
     return make_request(find_model(model), cluster, options)
 
 
-def job_for(model: str = "llama-3-8b", gpus: int = 1, plan: dict[str, Any] | None = None, **work: Any) -> Job:
+def job_for(model: str = "llama-3-8b", plan: dict[str, Any] | None = None, *, gpus: int = 1, **work: Any) -> Job:
     request, configuration = exact(request_of(model, gpus, **work), ExactOptions(**(plan or {})))
     return job_of(request, configuration)
 
@@ -124,3 +124,44 @@ def test_fsdp_gathers_a_quantised_base_as_it_is_stored() -> None:
     lora, qlora = (job_for(gpus=8, plan={"strategy": "fsdp"}, method=method) for method in ("lora", "qlora"))
     assert step_time(qlora).communication_seconds < 0.5 * step_time(lora).communication_seconds
     assert memory_estimate(qlora).peak_allocated_bytes < memory_estimate(lora).peak_allocated_bytes
+
+
+# Small optimizers.
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "printed"),
+    # torchao/optim/README.md at 072500abcfbd: Llama-2-7B in bf16 on one A100, GB as printed; batch not given.
+    [("adamw-fused", 51.6), ("adamw-8bit", 39.3), ("adamw-4bit", 33.2)],
+)
+def test_published_memory_of_small_optimizers(optimizer: str, printed: float) -> None:
+    job = job_for("llama-2-7b", {"checkpointing": "full"}, optimizer=optimizer, precision="bf16-pure", seq_len=512)
+    assert memory_estimate(job).peak_allocated_bytes / GIB == pytest.approx(printed, rel=0.05)
+
+
+def test_paged_moments_are_on_the_host_only_where_the_device_is_short() -> None:
+    plan = {"checkpointing": "full"}
+    roomy, plain = (
+        job_for("llama-2-7b", plan, optimizer=optimizer, precision="bf16-pure")
+        for optimizer in ("adamw-8bit-paged", "adamw-8bit")
+    )
+    difference = memory_estimate(plain).peak_allocated_bytes - memory_estimate(roomy).peak_allocated_bytes
+    assert difference == pytest.approx(2 * 6.74e9 * (1 + 4 / 256), rel=0.01)
+    assert step_time(roomy).step_seconds == pytest.approx(step_time(plain).step_seconds)
+    short = job_for("llama-2-7b", plan, gpu="RTX-4090", optimizer="adamw-8bit-paged", precision="bf16-pure")
+    assert step_time(short).offload_seconds > 0.5
+
+
+def test_muon_keeps_one_moment_of_matrices_and_two_of_the_rest() -> None:
+    job = job_for("llama-2-7b", optimizer="muon")
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    rest = job.counts.total - matrices
+    assert memory_estimate(job).states["optimizer_bytes"] == pytest.approx(4 * matrices + 8 * rest, rel=0.001)
+    assert step_time(job).optimizer_seconds > 5 * step_time(job_for("llama-2-7b")).optimizer_seconds
+
+
+def test_muon_is_refused_where_matrices_are_cut() -> None:
+    request, configuration = exact(
+        request_of("llama-2-7b", 8, optimizer="muon"), ExactOptions(strategy="zero2", backend="deepspeed")
+    )
+    assert "use --backend native, fsdp or ddp" in impossible(request, configuration)

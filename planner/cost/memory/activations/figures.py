@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import le
+from typing import Any
 
 from planner.cost.memory.activations.adapters import Addition, Numbers, Run, Training, addition_of, runs_of, training_of
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
