@@ -175,6 +175,24 @@ def offloads_of(strategy: str, backend: str) -> tuple[words.Offload, ...]:
     return ("all",) if strategy in words.FSDP_STRATEGIES else ()
 
 
+LAST_RESORT_MFU = 0.02
+"""Below this share of the dense peak a run is mostly waiting for a link or a disk."""
+
+
+def is_last_resort(plan: Plan) -> bool:
+    """Whether a plan trains at all only by moving states through a link that is far too slow for the device."""
+    return _is_slow(plan.configuration, plan.throughput.mfu)
+
+
+def _is_slow(configuration: Configuration, mfu: float | None) -> bool:
+    return configuration.offload != "none" and mfu is not None and mfu < LAST_RESORT_MFU
+
+
+def waits_mostly(job: Job, time: StepTime) -> bool:
+    """The same of a job that is timed."""
+    return job.configuration.offload != "none" and _is_slow(job.configuration, throughput(job, time).mfu)
+
+
 def plan_of(priced: Priced, time: StepTime) -> Plan:
     """The whole plan, with notes and provenance, and with the interval of its step time."""
     job, configuration = priced.job, priced.job.configuration
@@ -184,7 +202,10 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
     blocked = unrunnable(configuration)
     sections = described(job)
+    rates = throughput(job, expected)
+    slow = f"a last resort: {rates.mfu or 0:.1%} of the dense peak, the rest of a step waits for offloaded states"
     notes = (blocked, priced.judgement.reason, seen, *priced.notes, *_remarks(priced))
+    notes = (slow, *notes) if _is_slow(configuration, rates.mfu) else notes
     return Plan(
         model=sections["model"],
         cluster=sections["cluster"],
@@ -192,7 +213,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
         configuration=configuration,
         memory=priced.memory,
         time=expected,
-        throughput=throughput(job, expected),
+        throughput=rates,
         verdict=priced.judgement.verdict,
         limited_by=limited_by(expected),
         runnable=not blocked,

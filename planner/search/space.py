@@ -110,6 +110,8 @@ def _is_considered(request: Request, strategy: words.Strategy, shard: int, offlo
         return offload == request.offload
     if offload != "none" and request.workload.optimizer == "muon":
         return False
+    if offload in ("optimizer", "nvme") and request.workload.method != "full":
+        return False  # adapters have hardly any states to move
     if offload == "none":
         # One GPU has nothing to shard: ZeRO and FSDP help there only by offload.
         return shard > 1 or request.cluster.gpus > 1 or strategy == "single"
