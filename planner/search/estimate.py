@@ -234,6 +234,21 @@ def unrunnable(configuration: Configuration) -> str:
     return ""
 
 
+def _copies(job: Job) -> list[str]:
+    """What the script must do beside the training that was asked for, and how it is counted."""
+    workload, remarks = job.workload, []
+    if workload.ema:
+        remarks.append("the script keeps the average of the weights itself (torch.optim.swa_utils.AveragedModel)")
+    if job.has_reference:
+        beside = "the base model without its adapters" if workload.method != "full" else "a second, frozen copy"
+        remarks.append(f"the reference model is {beside}; a sample is two sequences")
+    if workload.task == "reward":
+        remarks.append("a sample is two sequences; the head gives one number for each")
+    if recipe_of(job).dequantises:
+        remarks.append("the script loads the model quantised (transformers' BitsAndBytesConfig) and adds the adapters")
+    return remarks
+
+
 def _remarks(priced: Priced) -> list[str]:
     job = priced.job
     facts, device, configuration = job.facts, job.cluster.device, job.configuration
@@ -246,6 +261,7 @@ def _remarks(priced: Priced) -> list[str]:
     if priced.memory_source == "datasheet" and facts.kind != "custom" and differs(job):
         near = f"the nearest one's memory counts, of which one in twenty is {NEAREST_FORM_ERROR:.0%} under or more"
         remarks.append(f"no {facts.model_type} of this structure was ever traced: {near}; --exact traces it")
+    remarks += _copies(job)
     if configuration.attention != "eager" and facts.eager_only:
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
     if configuration.attention == "flash" and configuration.precision == "fp32":

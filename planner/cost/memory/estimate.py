@@ -15,6 +15,7 @@ from planner.cost.memory.timeline import largest_moments
 from planner.cost.precision import Recipe, recipe_of
 from planner.types.job import Job
 from planner.types.plan import MemoryEstimate
+from planner.vocabulary import CLASSIFYING
 
 # Memory of evaluation: a forward pass without gradients, and the logits on the device.
 
@@ -63,7 +64,7 @@ def _unknown_block(job: Job, recipe: Recipe) -> float:
 def _step_logits(job: Job) -> float:
     """Logits of one step on one device: for each token and word, or for each sample and label."""
     facts, workload = job.facts, job.workload
-    if workload.task in ("seq-cls", "image-cls") or not facts.vocab_size:
+    if workload.task in CLASSIFYING or not facts.vocab_size:
         return workload.evaluation_batch_size * max(facts.num_labels, 1)
     return _tokens(job) * facts.vocab_size / job.configuration.tp
 

@@ -29,7 +29,7 @@ def parked_inputs(job: Job, recipe: Recipe) -> list[tuple[int, float]]:
     if not configuration.activations_on_host or job.cluster.device.is_cpu:
         return []
     blocks = figures_of(job, recipe).blocks
-    return [(block.count, bytes_at(block.boundary, configuration.micro_batch_size)) for block in blocks]
+    return [(block.count, bytes_at(block.boundary, job.sequences)) for block in blocks]
 
 
 CPU_PROCESS_BYTES = 335 * MIB

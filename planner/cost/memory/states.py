@@ -27,7 +27,7 @@ from planner.cost.memory.units import (
 )
 from planner.cost.memory.zero.offload import native_states, swapping_buffers, zero_host_buffers
 from planner.cost.memory.zero.partition import largest_share
-from planner.cost.precision import Recipe
+from planner.cost.precision import LOADED_BYTES, Recipe
 from planner.models.facts import ParameterCounts, Shape
 from planner.types.job import Job
 from planner.types.plan import Configuration
@@ -122,12 +122,30 @@ def elements_on_stage(counts: ParameterCounts, dims: Configuration) -> float:
 def states_of(job: Job, recipe: Recipe) -> States:
     """Resident states of the busiest rank as the allocator gives them."""
     made = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
-    return _offloaded(job, recipe, made)
+    return _with_copies(job, recipe, _offloaded(job, recipe, made))
 
 
 def nominal_states_of(job: Job, recipe: Recipe) -> States:
     """Resident states by the ZeRO arithmetic, without the allocator's rounding and FSDP2's padding."""
-    return _offloaded(job, recipe, _by_arithmetic(job, recipe))
+    return _with_copies(job, recipe, _offloaded(job, recipe, _by_arithmetic(job, recipe)))
+
+
+def _with_copies(job: Job, recipe: Recipe, states: States) -> States:
+    """Copies of the weights that a workload keeps on the device beside them, sharded where weights are: an average of
+    what is trained, in the dtype that is stepped (`torch.optim.swa_utils.AveragedModel`), and the reference model of
+    DPO, as it is loaded; TRL takes the base model for it where adapters are trained (`dpo_trainer.py`)."""
+    workload, configuration = job.workload, job.configuration
+    if not (workload.ema or job.has_reference):
+        return states
+    is_cut = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
+    copies = 0.0
+    if workload.ema:
+        units = trained_shards_of(job) if is_cut else trained_units_of(job)
+        copies += units.bytes(recipe.master or recipe.weight)
+    if job.has_reference and workload.method == "full":
+        width = recipe.weight if workload.load_dtype is None else LOADED_BYTES[workload.load_dtype]
+        copies += (shards_of(job) if is_cut else units_of(job)).bytes(width)
+    return replace(states, parameters=states.parameters + copies)
 
 
 def _by_arithmetic(job: Job, recipe: Recipe) -> States:

@@ -77,7 +77,7 @@ class _Sharded:
 
 def largest_moments(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     """By phase: what is alive beside weights and optimizer states at its largest moment."""
-    samples = job.configuration.micro_batch_size
+    samples = job.sequences
     best: dict[str, tuple[float, _Line]] = {}
     for line in _lines(job, recipe, states):
         total = line.total + samples * line.grows

@@ -150,6 +150,7 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     checkpointing = job.configuration.activation_checkpointing
     selective = elementwise + rates.code.selective_products * products
     recomputed = {"none": 0.0, "full": again, "selective": selective}[checkpointing]
+    forward *= 1 + job.has_reference
     return Passes(forward=forward, backward=backward, recomputed=recomputed)
 
 
@@ -267,4 +268,5 @@ def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     loss = rates.elementwise((rates.code.loss_bytes - LOG_SOFTMAX_BYTES) * logits, kernel)
     loss += rates.exponentials(LOG_SOFTMAX_BYTES * logits, kernel)
     backward = rates.products_backward(*work) * (1 if share is ALL_TRAINED else (1 + share.head) / 2)
-    return Passes(forward=rates.products(*work) + loss / 2, backward=backward + loss / 2)
+    forward = (1 + job.has_reference) * (rates.products(*work) + loss / 2)
+    return Passes(forward=forward, backward=backward + loss / 2)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from planner import vocabulary as words
 from planner.cost.timing.efficiency import BACKWARD
 from planner.cost.timing.memo import memo_by_identity
 from planner.cost.timing.stacks import KINDS, Matmuls, Stack, measured_stacks, recorded_stacks, stacks, traced_stacks
@@ -71,7 +72,7 @@ def job_stacks(job: Job) -> tuple[Stack, ...]:
         return stems(job.facts) + stacks(job.facts)
     if job.facts.traced:
         return traced_stacks(job.facts, job.counts)
-    return measured_stacks(job.facts, job.counts, causal=job.workload.task == "causal-lm")
+    return measured_stacks(job.facts, job.counts, causal=job.workload.task in ("causal-lm", *words.PAIRED))
 
 
 def executed_layers(job: Job) -> int:
@@ -83,7 +84,7 @@ def geometry(job: Job) -> Geometry:
     """Lengths of one micro-batch."""
     configuration = job.configuration
     return Geometry(
-        samples=configuration.micro_batch_size,
+        samples=job.sequences,
         sequence=configuration.sequence_length,
         source=job.source_length,
     )
@@ -111,8 +112,8 @@ def head_width(job: Job) -> int:
     """Columns of the output projection: the vocabulary for language models, labels for classifiers."""
     if job.facts.kind == "vision-text":
         return job.facts.projection_dim
-    if job.workload.task in ("seq-cls", "image-cls"):
-        return max(job.facts.num_labels, 2)
+    if job.workload.task in words.CLASSIFYING:
+        return 1 if job.workload.task == "reward" else max(job.facts.num_labels, 2)
     # ELECTRA's discriminator says of each token whether it was replaced.
     return 1 if job.facts.architecture == "ElectraForPreTraining" else job.facts.vocab_size
 
@@ -125,7 +126,7 @@ def head_weights(job: Job) -> float:
     """
     facts, width = job.facts, head_width(job)
     hidden = facts.hidden_size
-    if job.workload.task in ("seq-cls", "image-cls") or facts.kind == "vision-text":
+    if job.workload.task in words.CLASSIFYING or facts.kind == "vision-text":
         return float(width * hidden)
     inner = facts.embedding_size or facts.word_embed_proj_dim or hidden
     if width == 1:
@@ -139,7 +140,7 @@ def head_tokens(job: Job, shape: Geometry) -> int:
     counted the head with the rest."""
     if job.facts.traced or job.facts.recorded_as:
         return 0
-    pooled = job.workload.task in ("seq-cls", "image-cls") or job.facts.kind == "vision-text"
+    pooled = job.workload.task in words.CLASSIFYING or job.facts.kind == "vision-text"
     return shape.samples * (1 if pooled else shape.sequence)
 
 
@@ -200,11 +201,12 @@ def model_flops(job: Job) -> float:
         tokens = shape.samples * stack.length(shape.sequence, shape.source)
         forward += stack.layers * (2.0 * stack.matmuls.active * tokens + attention_flops(stack, shape))
     head = 2.0 * head_weights(job) * head_tokens(job, shape)
-    share = trained_share(job.counts)
+    share, reference = trained_share(job.counts), float(job.has_reference)
     if share is ALL_TRAINED:
-        return (forward + head) * (1 + BACKWARD)
+        return (forward + head) * (1 + reference + BACKWARD)
     beside = sum(
         often * adapter.rank * (adapter.inputs + adapter.outputs) for adapter, often in adapters_of(job.counts)
     )
     adapters = 2.0 * beside * executed_layers(job) * shape.samples * shape.sequence
-    return forward * (1 + share.passed + share.weights) + head * (2 + share.head) + adapters * (1 + BACKWARD)
+    base = forward * (1 + reference + share.passed + share.weights) + head * (2 + reference + share.head)
+    return base + adapters * (1 + BACKWARD)

@@ -48,6 +48,8 @@ def optimizer_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
     if configuration.zero_stage and configuration.precision in MIXED_PRECISIONS:
         size += MASTER_COPY_BYTES
     seconds = where.owned * size / rates.memory_bytes_per_s
+    if job.workload.ema:
+        seconds += where.owned * EMA_BYTES * scale / rates.memory_bytes_per_s
     if configuration.optimizer == "muon":
         seconds += newton_schulz_flops(job.counts) / where.shards / rates.gemm_flops
     if configuration.optimizer == "adamw-forloop":
@@ -56,6 +58,8 @@ def optimizer_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
     return seconds
 
 
+EMA_BYTES = 12
+"""An average is read, moved towards the parameter, which is read too, and written (`torch.optim.swa_utils`)."""
 NEWTON_SCHULZ_STEPS = 5
 """Iterations of Muon's (torch 2.13 `optim/_muon.py`)."""
 

@@ -29,6 +29,7 @@ _AUTO_CLASSES: Mapping[Task, str] = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
     "seq-cls": "AutoModelForSequenceClassification",
+    "reward": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
     "image-cls": "AutoModelForImageClassification",
 }
@@ -134,7 +135,7 @@ def _set_dropout(config: Any, facts: ModelFacts) -> None:
 def _training_class(facts: ModelFacts, config: Any, task: Task) -> type[nn.Module]:
     named = model_class(facts)
     has_loss = not named.__name__.endswith("Model") or facts.kind == "vision-text"
-    if has_loss and task != "seq-cls":
+    if has_loss and task not in ("seq-cls", "reward"):
         return named
     automatic = getattr(import_module("transformers"), _AUTO_CLASSES[task])
     found: type[nn.Module] = automatic._model_mapping[type(config)]

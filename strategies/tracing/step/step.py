@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hardware_db.device import Device
 from planner.types.job import Job
-from planner.vocabulary import FSDP_STRATEGIES
+from planner.vocabulary import FSDP_STRATEGIES, PAIRED
 from strategies.tracing.cuda.as_cuda import DEFAULT_CAPABILITY, as_cuda
 from strategies.tracing.cuda.kernels import cpu_outputs, scratch_bytes
 from strategies.tracing.cuda.masks import unpadded, windows_without_masks
@@ -125,6 +125,8 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
         raise TraceFailed("", "", "tensor and pipeline parallelism are not traced")
     if configuration.offload != "none":
         raise TraceFailed("", "", "offload is not traced")
+    if job.workload.ema or job.workload.task in PAIRED:
+        raise TraceFailed("", "", "an average of the weights, a reference model and pairs of samples are not traced")
     chosen = subject or _described(job)
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(ranks(configuration)) if configuration.strategy in FSDP_STRATEGIES else None

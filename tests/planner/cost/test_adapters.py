@@ -165,3 +165,41 @@ def test_muon_is_refused_where_matrices_are_cut() -> None:
         request_of("llama-2-7b", 8, optimizer="muon"), ExactOptions(strategy="zero2", backend="deepspeed")
     )
     assert "use --backend native, fsdp or ddp" in impossible(request, configuration)
+
+
+# Copies of the weights, and tasks whose samples are pairs.
+
+
+def test_a_reference_model_is_a_second_copy_and_a_second_forward() -> None:
+    plain, dpo = job_for(), job_for(task="dpo")
+    more = memory_estimate(dpo).parameters_bytes - memory_estimate(plain).parameters_bytes
+    assert more == pytest.approx(4 * plain.counts.total, rel=0.001)
+    # Two sequences for one, and for each two forwards and a backward in place of one and a backward.
+    assert step_time(dpo).compute_seconds / step_time(plain).compute_seconds == pytest.approx(2 * 4 / 3, rel=0.1)
+    narrow = job_for(task="dpo", load_dtype="bf16")
+    assert memory_estimate(narrow).parameters_bytes == pytest.approx(2 * 2 * plain.counts.total, rel=0.001)
+
+
+def test_adapters_need_no_second_copy_for_a_reference() -> None:
+    weights = {task: memory_estimate(job_for(method="lora", task=task)) for task in ("causal-lm", "dpo")}
+    assert weights["dpo"].parameters_bytes == weights["causal-lm"].parameters_bytes
+    assert weights["dpo"].phases["loss"] > weights["causal-lm"].phases["loss"]
+
+
+def test_a_reward_model_has_one_label_and_pairs() -> None:
+    job = job_for(task="reward")
+    assert job.facts.num_labels == 1
+    assert job.counts.head == 4096
+    assert job.sequences == 2 * job.configuration.micro_batch_size
+
+
+def test_an_average_of_the_weights_is_as_large_as_what_is_trained_and_sharded_with_it() -> None:
+    for strategy, copies in (("ddp", 1), ("fsdp", 8)):
+        with_average, without = (
+            memory_estimate(job_for("llama-2-7b", {"strategy": strategy}, gpus=8, ema=ema)) for ema in (True, False)
+        )
+        more = with_average.parameters_bytes - without.parameters_bytes
+        assert more == pytest.approx(4 * 6.738e9 / copies, rel=0.01)
+    adapters = job_for(method="lora", ema=True)
+    more = memory_estimate(adapters).parameters_bytes - memory_estimate(job_for(method="lora")).parameters_bytes
+    assert more == pytest.approx(4 * adapters.counts.trained.total, rel=0.02)

@@ -212,7 +212,7 @@ class _Step:
     def _waiting_table(self) -> float:
         """The head's gradient of a table it shares, which autograd holds until the table's own is there to be added;
         the moments inside a block have it."""
-        has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq")
+        has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq", "dpo")
         return self._gradient_width * self._table if self._tied and has_head else 0.0
 
     def _between_stacks(self, place: int, finished: int, others: Amount) -> Instant:
