@@ -175,7 +175,8 @@ def test_a_reference_model_is_a_second_copy_and_a_second_forward() -> None:
     more = memory_estimate(dpo).parameters_bytes - memory_estimate(plain).parameters_bytes
     assert more == pytest.approx(4 * plain.counts.total, rel=0.001)
     # Two sequences for one, and for each two forwards and a backward in place of one and a backward.
-    assert step_time(dpo).compute_seconds / step_time(plain).compute_seconds == pytest.approx(2 * 4 / 3, rel=0.1)
+    assert model_flops(dpo) / model_flops(plain) == pytest.approx(2 * 4 / 3)
+    assert 1.8 < step_time(dpo).compute_seconds / step_time(plain).compute_seconds < 2 * 4 / 3
     narrow = job_for(task="dpo", load_dtype="bf16")
     assert memory_estimate(narrow).parameters_bytes == pytest.approx(2 * 2 * plain.counts.total, rel=0.001)
 

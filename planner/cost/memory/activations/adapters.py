@@ -111,6 +111,8 @@ _READS = {
 }
 _SPLIT_INPUTS = ("o", "down")
 """Matrices whose inputs tensor parallelism splits."""
+_PYTHON_GELU = 5
+"""Tensors of the MLP's width that a GELU in Python keeps; fused ones keep one."""
 _KEEPS_OUTPUT = ("relu",)
 """Activations whose backward takes their output, which is therefore there anyway."""
 
@@ -157,6 +159,9 @@ def addition_of(facts: ModelFacts, run: Run, numbers: Numbers) -> Addition:
     names = [(adapter.name, adapter.inputs) for adapter in run.adapters] or list(run.inputs)
     kept = width * sum(_inputs(facts, names, numbers))
     kept += width * sum(adapter.rank for adapter in run.adapters)
+    if _stays_fp32(facts, numbers):
+        tensors = _PYTHON_GELU if facts.composite_activation else 1
+        kept += 2 * tensors * facts.intermediate_size / numbers.tp
     elements = sum(adapter.rank * (adapter.inputs + adapter.outputs) for adapter in run.adapters)
     products = width * sum(adapter.rank + adapter.outputs / numbers.tp for adapter in run.adapters)
     widened = numbers.autocast and not numbers.quantised and bool(run.adapters)
@@ -202,10 +207,13 @@ def _has_own_copy(facts: ModelFacts, part: str, numbers: Numbers) -> bool:
     """Whether autocast makes a copy of an input for each product."""
     if not numbers.autocast:
         return False
-    if not numbers.quantised:
-        return True
-    # LayerNorm gives fp32 under autocast, RMSNorm as it is written out in Python the dtype of the weights.
-    return part in _READS and (facts.norm != "rmsnorm" or numbers.mode == "autocast")
+    return not numbers.quantised or (_stays_fp32(facts, numbers) and part != "o")
+
+
+def _stays_fp32(facts: ModelFacts, numbers: Numbers) -> bool:
+    """Whether what reads a norm's output gives fp32: bitsandbytes' layers give back the dtype that they were given, and
+    LayerNorm gives fp32 under autocast; RMSNorm, as it is written out in Python, the dtype of the weights."""
+    return numbers.quantised and numbers.autocast and facts.norm != "rmsnorm"
 
 
 def _kept_anyway(facts: ModelFacts, numbers: Numbers) -> Mapping[str, bool]:
