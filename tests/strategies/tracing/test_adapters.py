@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.estimate import phases_of
@@ -12,10 +16,12 @@ from planner.cost.memory.overhead import library_workspace
 from planner.models.catalogue import find_model
 from planner.models.counting.count import count_parameters
 from planner.models.counting.trained import _names_in, _parameter
+from planner.models.resolve import resolve_model
 from planner.search.estimate import job_of
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import WorkOptions, make_request
 from planner.types.job import Job
+from scripts.measure.modules import measured
 from strategies.tracing.step.build import subject_of
 from strategies.tracing.step.step import trace_step
 from strategies.tracing.to_hf import shortened
@@ -75,3 +81,31 @@ def test_names_are_those_of_the_real_module(name: str) -> None:
             named |= dict(zip(_names_in(facts, block, place), block.shapes, strict=True))
             place += 1
     assert named == real
+
+
+@pytest.mark.parametrize(
+    ("method", "targets", "checkpointing"),
+    [("lora", "all-linear", "none"), ("lora", "q_proj,v_proj", "full"), ("dora", "q_proj,v_proj", "none")],
+)
+def test_real_adapters_on_a_cpu_take_what_is_predicted(
+    method: Any, targets: str, checkpointing: Any, tmp_path: Path
+) -> None:
+    peft, transformers = import_module("peft"), import_module("transformers")
+    widths = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"num_hidden_layers": 4, "vocab_size": 2000, "max_position_embeddings": 512}
+    config = transformers.LlamaConfig(**widths, **sizes, use_cache=False, architectures=["LlamaForCausalLM"])
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    work = WorkOptions(seq_len=128, precision="fp32", method=method, lora_rank=16, lora_targets=targets)
+    cluster = resolve_cluster(HardwareRequest(gpu="cpu", gpus=1))
+    request = make_request(resolve_model(str(tmp_path / "config.json")), cluster, work)
+    phases = phases_of(job_of(*exact(request, ExactOptions(micro_batch=4, checkpointing=checkpointing))))
+    wanted = "all-linear" if targets == "all-linear" else targets.split(",")
+    lora = peft.LoraConfig(r=16, target_modules=wanted, use_dora=method == "dora")
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config).train(), lora)
+    if checkpointing == "full":
+        model.enable_input_require_grads()
+        model.base_model.model.gradient_checkpointing_enable()
+    tokens = torch.randint(2000, (4, 128))
+    taken = measured(model, {"input_ids": tokens, "labels": tokens})
+    predicted = max(phases[name].total for name in ("forward", "loss", "backward", "step"))
+    assert predicted == pytest.approx(taken, rel=0.06)

@@ -111,8 +111,6 @@ _READS = {
 }
 _SPLIT_INPUTS = ("o", "down")
 """Matrices whose inputs tensor parallelism splits."""
-_PYTHON_GELU = 5
-"""Tensors of the MLP's width that a GELU in Python keeps; fused ones keep one."""
 _KEEPS_OUTPUT = ("relu",)
 """Activations whose backward takes their output, which is therefore there anyway."""
 
@@ -160,8 +158,7 @@ def addition_of(facts: ModelFacts, run: Run, numbers: Numbers) -> Addition:
     kept = width * sum(_inputs(facts, names, numbers))
     kept += width * sum(adapter.rank for adapter in run.adapters)
     if _stays_fp32(facts, numbers):
-        tensors = _PYTHON_GELU if facts.composite_activation else 1
-        kept += 2 * tensors * facts.intermediate_size / numbers.tp
+        kept += 2 * facts.intermediate_size / numbers.tp
     elements = sum(adapter.rank * (adapter.inputs + adapter.outputs) for adapter in run.adapters)
     products = width * sum(adapter.rank + adapter.outputs / numbers.tp for adapter in run.adapters)
     widened = numbers.autocast and not numbers.quantised and bool(run.adapters)
