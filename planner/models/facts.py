@@ -39,7 +39,7 @@ class BlockCount:
     experts), `vision`, `text`. `largest_matrix` is the largest single weight tensor of the block, elements. Blocks that
     share one set of weights (ALBERT) are one block with `repeats` 1. `shapes` are those of one block's weights, in
     the order of use as far as it matters; empty where only their sum is known. `frozen` are the places in `shapes` of
-    those that are not trained. `names` say what each is in the architecture (`planner.models.counting.trained`);
+    those that are not trained. `names` say what each is in the architecture (`planner.models.counting.count`);
     empty where that is not known. `adapters` are trained beside frozen matrices; their weights are the last `shapes`.
     """
 

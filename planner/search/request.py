@@ -13,8 +13,7 @@ from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cluster.budget import NO_BUDGET, Budget
 from planner.cost.precision import lacks_scaled, usual_recipe
 from planner.errors import ContradictoryRequest
-from planner.models.counting.count import count_parameters
-from planner.models.counting.trained import frozen_but, with_adapters
+from planner.models.counting.count import count_parameters, frozen_but, with_adapters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
 from planner.types.cluster import Cluster

@@ -16,7 +16,7 @@ from itertools import groupby
 from math import prod
 from typing import Literal
 
-from planner.models.counting.trained import is_linear
+from planner.models.counting.count import is_linear
 from planner.models.facts import Adapter, BlockCount, ModelFacts, ParameterCounts
 
 State = Literal["trained", "frozen", "idle"]
