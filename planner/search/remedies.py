@@ -56,7 +56,8 @@ def adapter_remedies(
     best plan for those, None where there is none."""
     workload = request.workload
     on_devices = instead is not None and instead.configuration.offload == "none" and not is_last_resort(instead)
-    if workload.freezes or on_devices or request.cluster.gpus > MOST_GPUS_FOR_ADAPTERS:
+    cluster = request.cluster
+    if workload.freezes or on_devices or cluster.device.is_cpu or cluster.gpus > MOST_GPUS_FOR_ADAPTERS:
         return ()
     found = []
     for method, change in _ADAPTERS:
