@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner.cluster.budget import NO_BUDGET
+from planner.cost.precision import LOADED_BYTES, load_dtype_of
 from planner.cost.verdict import device_limit, host_limit
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, doubled
@@ -66,6 +67,8 @@ def adapter_remedies(
             counts = counts_of(request.facts, asked)
         except ContradictoryRequest:
             return ()
+        if LOADED_BYTES[load_dtype_of(asked) or "bf16"] * counts.held.total > cluster.gpus * cluster.capacity_bytes:
+            continue  # not even the frozen weights fit, shared by all
         plan = first(replace(request, workload=asked, counts=counts, budget=NO_BUDGET, offload="none"))
         if plan is not None:
             found.append(Remedy(change=change, flag=f"--method {method}", plan=_with_speed(plan, instead)))
