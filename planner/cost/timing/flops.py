@@ -179,7 +179,7 @@ def _trained_share(counts: ParameterCounts) -> Trained:
     blocks = max(sum(block.repeats for block in counts.blocks), 1)
     outside = counts.trained.outside_blocks
     return Trained(
-        weights=trained / weights if weights else 1.0,
+        weights=trained / weights if weights else counts.trained.total / counts.total,
         passed=1 - idle / blocks,
         head=1.0 if outside and (outside >= counts.head) else 0.0,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -143,7 +144,15 @@ def _described(job: Job) -> Subject:
     subject = subject_of(job.facts, attention=job.configuration.attention, task=job.workload.task)
     if job.workload.method != "full":
         subject = with_adapters(subject, job.counts, job.workload)
+    elif job.workload.load_dtype is not None:
+        subject.module.to(getattr(torch, _LOADED[job.workload.load_dtype]))
+    if job.workload.train_only:
+        for name, weight in subject.module.named_parameters():
+            weight.requires_grad_(re.search(job.workload.train_only, name) is not None)
     return replace(subject, with_images=job.facts.kind == "vision-language")
+
+
+_LOADED = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def on_device(device: Device) -> AbstractContextManager[object]:

@@ -30,7 +30,9 @@ pytest.importorskip("peft")
 
 def job_with_adapters(model: str, checkpointing: Any, samples: int, length: int, **work: Any) -> Job:
     cluster = resolve_cluster(HardwareRequest(gpu="H100", gpus=1))
-    options = WorkOptions(seq_len=length, lora_rank=16, **{"precision": "bf16", **work})
+    if "method" in work:
+        work["lora_rank"] = 16
+    options = WorkOptions(seq_len=length, **{"precision": "bf16", **work})
     request = make_request(shortened(find_model(model), 4), cluster, options)
     request, configuration = exact(request, ExactOptions(micro_batch=samples, checkpointing=checkpointing))
     return job_of(request, configuration)
@@ -44,9 +46,11 @@ def job_with_adapters(model: str, checkpointing: Any, samples: int, length: int,
         ("opt-1.3b", "none", 2, {"method": "lora", "lora_targets": "q_proj,v_proj", "precision": "bf16-pure"}),
         ("gpt2", "none", 8, {"method": "lora", "lora_targets": "c_attn", "load_dtype": "fp32"}),
         ("qwen3-8b", "none", 2, {"method": "dora", "lora_targets": "attention"}),
+        ("llama-3-8b", "none", 2, {"train_only": r"layers\.3\.|lm_head"}),
+        ("llama-3-8b", "none", 2, {"load_dtype": "bf16"}),
     ],
 )
-def test_closed_forms_say_what_traced_adapters_need(
+def test_closed_forms_say_what_is_traced_of_adapters_and_frozen_parts(
     model: str, checkpointing: str, samples: int, work: dict[str, Any]
 ) -> None:
     job = job_with_adapters(model, checkpointing, samples, 512, **work)
