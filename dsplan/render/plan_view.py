@@ -44,8 +44,18 @@ def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
         Text(text=f"{model['name']}: {format_count(model['parameters'])} parameters", style="heading"),
         Text(text=f"{where}{nodes}, {usable}"),
     ]
+    blocks += [Text(text=text)] if (text := _what_runs(plan)) else []
     assumed = "; ".join(taken_for_granted) or cluster.get("assumed")
     return [*blocks, Text(text=f"assumed: {assumed}", style="warning")] if assumed else blocks
+
+
+def _what_runs(plan: Plan) -> str:
+    """Whose modules run and how, where that is not what goes without saying."""
+    work = cast("dict[str, Any]", plan.workload)
+    words = [f"code {work['code']}"] if work.get("code", "transformers") != "transformers" else []
+    words += ["blocks compiled"] if work.get("compile") else []
+    words += [f"loss {work['loss']}"] if work.get("loss", "plain") != "plain" else []
+    return ", ".join(words)
 
 
 def describe(configuration: Configuration) -> str:
@@ -71,12 +81,19 @@ def offload_text(configuration: Configuration) -> str:
 
 
 def dims_text(configuration: Configuration) -> str:
-    """The parallel degrees above 1: `dp 8`, `dp 2x4 tp 2` (copies x shards), or `1 GPU`."""
+    """The parallel degrees above 1: `dp 8`, `dp 2x4 tp 2` (copies x shards), `pp 4x2` (virtual stages), or `1 GPU`."""
     copies, shards = configuration.dp_replicate, configuration.dp_shard
     data_parallel = f"{copies}x{shards}" if copies > 1 and shards > 1 else str(copies * shards)
-    degrees = (("tp", configuration.tp), ("pp", configuration.pp))
+    pieces = f"x{configuration.virtual_stages}" if configuration.virtual_stages > 1 else ""
+    schedule = " zero-bubble" if configuration.pp_schedule == "zero-bubble" else ""
+    degrees = (
+        ("tp", configuration.tp, ""),
+        ("pp", configuration.pp, pieces + schedule),
+        ("cp", configuration.cp, ""),
+        ("ep", configuration.ep, ""),
+    )
     words = [f"dp {data_parallel}"] if copies * shards > 1 else []
-    return " ".join([*words, *(f"{name} {degree}" for name, degree in degrees if degree > 1)]) or "1 GPU"
+    return " ".join([*words, *(f"{name} {degree}{more}" for name, degree, more in degrees if degree > 1)]) or "1 GPU"
 
 
 def memory_table(plan: Plan) -> Table:

@@ -123,7 +123,7 @@ def family_of(configuration: Configuration) -> Family:
     (`scripts/fit/one_run.py`)."""
     chosen = configuration
     strategy = "zero1 and zero2" if chosen.strategy in ("zero1", "zero2") else chosen.strategy
-    return chosen.backend, strategy, chosen.offload, chosen.tp * chosen.pp > 1
+    return chosen.backend, strategy, chosen.offload, chosen.splits_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -80,7 +80,7 @@ def kind_of(job: Job) -> Kind:
         return "unmeasured"
     if configuration.offload != "none":
         return "offload"
-    if configuration.tp * configuration.pp > 1:
+    if configuration.splits_model:
         return "model parallel"
     return "node" if cluster.nodes == 1 else "nodes"
 

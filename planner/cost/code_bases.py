@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from hardware_db.errors import BrokenFile, UnknownName
 from hardware_db.handed_in import read_yaml
 from planner.models.facts import ModelFacts
+from planner.vocabulary import STRATEGIES, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,17 +82,15 @@ class BlockTraits:
     """Kept per score of attention that is not fused, in 16 bit; dropout's mask and output are left out without it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogitBytes:
+class LogitBytes(TypedDict):
     """What is alive of the logits at the loss and at its backward: copies in the compute dtype, and bytes besides."""
 
     forward: tuple[float, float]
     backward: tuple[float, float]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateBytes:
-    """Widths of what whole replicas and ZeRO hold in one precision; `planner.cost.precision.Recipe` names them."""
+class StateBytes(TypedDict):
+    """Widths of what replicas and sharded states hold in one precision; `planner.cost.precision.Recipe` names them."""
 
     weight: int
     gradient: int
@@ -100,7 +99,6 @@ class StateBytes:
     residual: int
     gather: int
     reduce: int
-    autocast: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +126,8 @@ class CodeBase:
     eager: Traits
     compiled: Traits | None = None
     """None where the code has no use for torch.compile, or is compiled as it is."""
+    strategies: tuple[Strategy, ...] = STRATEGIES
+    """What it spreads states by."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks split the sequence between their products unless told otherwise."""
     states: Mapping[str, StateBytes] = field(default_factory=dict)
@@ -136,8 +136,6 @@ class CodeBase:
     """By precision: bytes per parameter of whole gradients beside those that are reduced."""
     whole_gradients: bool = False
     """Whether gradients lie in one buffer that is there from the first step on, which autograd adds to."""
-    steps_in_place: bool = False
-    """Whether the optimizer's step makes nothing beside its states."""
     scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
     """Whose linear layers multiply in 8 and 4 bits."""
     dropout: float | None = None
@@ -161,7 +159,7 @@ class CodeBase:
 _CATALOGUE = Path(__file__).with_suffix(".json")
 _WRITTEN = Path(__file__).with_suffix(".yaml")
 _REMEDY = "docs/explanation/code-bases.md has the keys of a code base's file"
-_GROUPS: Mapping[str, type] = {"time": Implementation, "block": BlockTraits, "loss": LogitBytes}
+_GROUPS = ("time", "block", "loss")
 _DEFAULT = "transformers"
 
 
@@ -203,19 +201,17 @@ def _rows() -> Mapping[str, Mapping[str, Any]]:
 def _made(name: str, row: Mapping[str, Any]) -> CodeBase:
     """The code base of a row that was checked when it was compiled."""
     compiled = row.get("compiled")
-    plain = {key: row[key] for key in row.keys() - {*_GROUPS, "compiled", "states", "like"}}
-    states = {precision: StateBytes(**widths) for precision, widths in row.get("states", {}).items()}
-    return CodeBase(
-        name=name, eager=_traits(row), compiled=_traits(compiled) if compiled else None, states=states, **plain
-    )
+    plain = {key: row[key] for key in row.keys() - {*_GROUPS, "compiled", "like"}}
+    if "strategies" in plain:
+        plain["strategies"] = tuple(plain["strategies"])
+    return CodeBase(name=name, eager=_traits(row), compiled=_traits(compiled) if compiled else None, **plain)
 
 
 def _traits(row: Mapping[str, Any]) -> Traits:
-    loss = row.get("loss")
     return Traits(
         time=Implementation(**row.get("time", {})),
         block=BlockTraits(**row["block"]) if row.get("block") is not None else None,
-        loss=LogitBytes(forward=tuple(loss["forward"]), backward=tuple(loss["backward"])) if loss else None,
+        loss=row.get("loss"),
     )
 
 
@@ -252,43 +248,23 @@ def checked_row(row: object, known: Mapping[str, Mapping[str, Any]], where: obje
     if not isinstance(row, dict):
         raise BrokenFile(where, "is not a mapping of traits", _REMEDY)
     like = row.get("like")
-    if like is not None and like not in known:
+    if like is not None and (not isinstance(like, str) or like not in known):
         raise BrokenFile(where, f"is like {like!r}, which is none of {', '.join(known)}", _REMEDY)
     if like is None and known and not {"title", "runs_with", "loads"} <= row.keys():
         raise BrokenFile(where, "has no `like: NAME` and not all of title, runs_with and loads", _REMEDY)
     full = {**(known[like] if like else {}), **{key: value for key, value in row.items() if key != "like"}}
+    if like and isinstance(row.get("sources"), dict):
+        full["sources"] = {**known[like].get("sources", {}), **row["sources"]}
+    nested = {key: value for key, value in full.items() if key not in _GROUPS}
+    nested["eager"] = {key: full[key] for key in _GROUPS if key in full}
     try:
-        from_json(_Row, full)
+        from_json(CodeBase, {"name": like or "", **nested})
     except WrongValue as problem:
-        raise BrokenFile(where, str(problem), _REMEDY) from None
+        said = str(problem).removeprefix("eager.")
+        for ours, theirs in (("are name,", "are like,"), (" eager,", f" {', '.join(_GROUPS)},")):
+            said = said.replace(ours, theirs)
+        raise BrokenFile(where, said, _REMEDY) from None
+    for place, widths in full.get("states", {}).items():
+        if unknown := widths.keys() - StateBytes.__annotations__.keys():
+            raise BrokenFile(where, f"states.{place}.{min(unknown)} is not a key", _REMEDY)
     return full
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Way:
-    """The keys of `compiled`."""
-
-    time: Implementation = field(default_factory=Implementation)
-    block: BlockTraits | None = None
-    loss: LogitBytes | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
-    """The keys of a row."""
-
-    title: str
-    runs_with: str
-    loads: Literal["whole", "sharded"]
-    time: Implementation = field(default_factory=Implementation)
-    block: BlockTraits | None = None
-    loss: LogitBytes | None = None
-    compiled: _Way | None = None
-    sequence_parallel: bool = False
-    states: Mapping[str, StateBytes] = field(default_factory=dict)
-    accumulator: Mapping[str, int] = field(default_factory=dict)
-    whole_gradients: bool = False
-    steps_in_place: bool = False
-    scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
-    dropout: float | None = None
-    sources: Mapping[str, str] = field(default_factory=dict)

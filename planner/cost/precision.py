@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hardware_db.device import Device
-from planner.cost.code_bases import code_base, code_names
+from planner.cost.code_bases import CodeBase, code_base, code_names
 from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
 from planner.vocabulary import (
@@ -120,9 +120,17 @@ LOADED_BYTES: dict[LoadDtype, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8":
 
 
 def recipe_of(job: Job) -> Recipe:
-    """The recipe that a backend follows for a precision (docs/explanation/strategies.md, "What a precision means")."""
+    """The recipe that a backend follows for a precision (docs/explanation/strategies.md, "What a precision means"), or
+    the one of the code base where it trains replicas and ZeRO's stages by an engine of its own."""
     configuration, workload = job.configuration, job.workload
-    recipe = _native_recipe(configuration) if configuration.backend == "native" else _recipe(configuration)
+    code = code_base(job.workload.code)
+    if has_own_states(code, configuration):
+        widths = code.states[stored_precision(configuration)]
+        recipe = Recipe(**widths, state=STATE_BYTES[configuration.optimizer], autocast=False)
+    elif configuration.backend == "native":
+        recipe = _native_recipe(configuration)
+    else:
+        recipe = _recipe(configuration)
     narrow = configuration.gradient_compression in ("fp16", "bf16") and configuration.strategy in FSDP_STRATEGIES
     if narrow and configuration.backend != "native":
         recipe = replace(recipe, reduce=2)
@@ -177,6 +185,20 @@ def _with_scaled(recipe: Recipe, scaled: ScaledProducts, configuration: Configur
     )
 
 
+def has_own_states(code: CodeBase, configuration: Configuration) -> bool:
+    """Whether a code base's own engine holds the states of a configuration, rather than torch's or DeepSpeed's."""
+    return stored_precision(configuration) in code.states and configuration.strategy in OWN_ENGINES
+
+
+def stored_precision(configuration: Configuration) -> Precision:
+    """The precision that states are held in: 8-bit and 4-bit products leave them in bf16."""
+    return "bf16" if configuration.precision in SCALED_PRECISIONS else configuration.precision
+
+
+OWN_ENGINES = ("single", "ddp", "zero1")
+"""What Megatron and nanotron train by an optimizer of their own: replicas, and states sharded over them."""
+
+
 def _recipe(configuration: Configuration) -> Recipe:
     state = STATE_BYTES[configuration.optimizer]
     is_zero = configuration.strategy in ZERO_STAGES
@@ -220,7 +242,7 @@ def _native_recipe(configuration: Configuration) -> Recipe:
     width = 4 if precision == "fp32" else 2
     mixed = precision in MIXED_PRECISIONS
     narrow = precision == "bf16-pure" and configuration.optimizer not in QUANTISED_STATES
-    is_cut = configuration.zero_stage == 3 and configuration.dp_shard > 1 and configuration.offload == "none"
+    is_cut = configuration.zero_stage == 3 and configuration.state_shards > 1 and configuration.offload == "none"
     return Recipe(
         weight=4 if mixed and is_cut else width,
         gradient=4 if mixed and configuration.gradient_accumulation_steps > 1 else width,

@@ -69,6 +69,7 @@ class BlockCount:
             name=self.name,
             repeats=self.repeats,
             parameters=sum(sizes),
+            experts=sum(prod(shape) for shape in shapes if len(shape) == 3) if self.experts else 0,
             largest_matrix=max(sizes, default=0),
             shapes=shapes,
         )

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
+from planner.cost.code_bases import code_base
 from planner.cost.memory import memory_estimate
+from planner.cost.memory.activations.figures import has_written_form
 from planner.cost.memory.host import loads_once
 from planner.cost.memory.load import made_bytes
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, differs
 from planner.cost.memory.states import states_of
+from planner.cost.memory.units import shards_of, shards_over, units_of
 from planner.cost.precision import recipe_of
 from planner.cost.timing import step_time, throughput
 from planner.cost.verdict import Judgement, judge, limited_by
@@ -117,6 +120,9 @@ def impossible(request: Request, configuration: Configuration) -> str:
             f"{f' x cp {configuration.cp}' if configuration.cp > 1 else ''} ="
             f" {configuration.world_size} is not the {gpus} GPUs asked for"
         )
+    code = code_base(request.workload.code)
+    if strategy not in code.strategies:
+        return f"{code.name} has no {strategy}; use {', '.join(code.strategies)}"
     if strategy == "single" and gpus > 1:
         return f"strategy single uses one GPU, not {gpus}; use ddp, fsdp or zero1-3"
     if offload != "none" and offload not in offloads_of(strategy, configuration.backend):
@@ -152,12 +158,71 @@ def impossible(request: Request, configuration: Configuration) -> str:
 
 def _indivisible(request: Request, configuration: Configuration) -> str:
     heads, layers = request.facts.num_heads, request.facts.total_layers
-    if request.facts.recorded_as and configuration.tp * configuration.pp > 1:
-        return f"nothing is known of how {request.facts.name} splits into --tp or --pp; use data parallelism"
+    if request.facts.recorded_as and configuration.splits_model:
+        return (
+            f"nothing is known of how {request.facts.name} splits into --tp, --pp, --cp or --ep; use data parallelism"
+        )
     if configuration.tp > 1 and heads % configuration.tp:
         return f"--tp {configuration.tp} does not divide the {heads} attention heads of {request.facts.name}"
     if configuration.pp > layers:
         return f"--pp {configuration.pp} is more than the {layers} blocks of {request.facts.name}"
+    problems = (_bad_schedule(request, configuration), _bad_tokens(request, configuration))
+    return next(filter(None, problems), "") or _bad_experts(request, configuration)
+
+
+def _bad_schedule(request: Request, configuration: Configuration) -> str:
+    """Why a pipeline has no such schedule."""
+    pp, pieces, schedule = configuration.pp, configuration.virtual_stages, configuration.pp_schedule
+    steps, layers = configuration.gradient_accumulation_steps, request.facts.total_layers
+    if pp == 1 and (schedule != "1f1b" or pieces > 1):
+        asked = f"--virtual-stages {pieces}" if schedule == "1f1b" else f"--pp-schedule {schedule}"
+        return f"{asked} is for a pipeline; give --pp of at least 2"
+    if pieces > 1 and schedule != "interleaved":
+        return f"--virtual-stages {pieces} is for --pp-schedule interleaved, not {schedule}"
+    if schedule == "interleaved" and pieces == 1:
+        return "--pp-schedule interleaved needs --virtual-stages of at least 2; with one it is 1f1b"
+    if pp * pieces > layers + 2:  # the first piece may be the embedding alone, the last one the head
+        return f"--pp {pp} x --virtual-stages {pieces} = {pp * pieces} is more than the {layers} blocks and both ends"
+    if schedule == "interleaved" and steps % pp:
+        return (
+            f"--pp-schedule interleaved runs rounds of --pp {pp} micro-batches, and {steps} are no whole rounds;"
+            f" use --grad-accum {steps + -steps % pp}"
+        )
+    return ""
+
+
+def _bad_tokens(request: Request, configuration: Configuration) -> str:
+    """Why the tokens of a sample cannot be spread so."""
+    facts, tp, cp, length = request.facts, configuration.tp, configuration.cp, configuration.sequence_length
+    if cp > 1 and facts.kind != "decoder":
+        return f"--cp {cp} is for decoders, and {facts.name} is of kind {facts.kind}; use --cp 1"
+    if cp > 1 and (configuration.attention == "eager" or facts.eager_only):
+        return f"--cp {cp} needs fused attention, and {facts.name} would run eager; use --attention sdpa, or --cp 1"
+    if cp > 1 and length % (2 * cp):
+        return (
+            f"--cp {cp} cuts samples into {2 * cp} parts, two for each rank so that causal attention is balanced, and"
+            f" --seq-len {length} is no multiple of that"
+        )
+    if configuration.sequence_parallel and tp == 1:
+        return "--sequence-parallel splits the sequence over tensor-parallel ranks; give --tp of at least 2"
+    if configuration.sequence_parallel and length // cp % tp:
+        return f"--sequence-parallel cuts {length // cp} tokens over --tp {tp}, which does not divide them"
+    return ""
+
+
+def _bad_experts(request: Request, configuration: Configuration) -> str:
+    """Why experts cannot be spread so."""
+    facts, ep = request.facts, configuration.ep
+    if ep == 1:
+        return ""
+    if not facts.is_moe:
+        return f"--ep {ep} spreads experts over ranks, and {facts.name} has none; use --ep 1"
+    if facts.num_experts % ep:
+        return f"--ep {ep} does not divide the {facts.num_experts} experts of {facts.name}"
+    if configuration.tp > 1 and not configuration.sequence_parallel:
+        return (
+            f"--ep {ep} with --tp {configuration.tp} needs --sequence-parallel, so that each rank sends its own tokens"
+        )
     return ""
 
 
@@ -200,7 +265,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     predicted = expected.predicted_step_seconds
     like_it = priced.experience.correction(job).sentence() if predicted is None else ""
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
-    blocked = unrunnable(configuration)
+    blocked = _elsewhere(job) or unrunnable(configuration)
     sections = described(job)
     rates = throughput(job, expected)
     slow = f"a last resort: {rates.mfu or 0:.1%} of the dense peak, the rest of a step waits for offloaded states"
@@ -222,6 +287,33 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     )
 
 
+def _remarks_on_code(job: Job) -> list[str]:
+    """What of the code that was asked for is not counted as its own."""
+    facts, work, found = job.facts, job.workload, []
+    code = code_base(work.code)
+    own_blocks = has_written_form(facts, work.code, compiled=work.compile)
+    if code.eager.block is not None and not own_blocks:
+        found.append(f"only plain decoders' blocks are known of {code.name}; of {facts.name} transformers' count")
+    if work.compile and code.compiled is None:
+        found.append(f"--compile changes nothing that is known of {code.name}, whose kernels are fused already")
+    elif work.compile and code.eager.block is None and not own_blocks:
+        found.append(f"only plain decoders' blocks are known compiled; those of {facts.name} take eager ones' memory")
+    own = ["--compile"] * work.compile + [f"--loss {work.loss}"] * (work.loss != "plain")
+    if own and code.runs_here:
+        found.append(f"{' and '.join(own)}: counted as the script does it; dsplan run changes no module")
+    if work.loss != "plain" and (facts.kind == "custom" or not facts.vocab_size):
+        found.append(f"--loss {work.loss} is counted for language models of the catalogue, not for {facts.name}")
+    return found
+
+
+def _elsewhere(job: Job) -> str:
+    """Which tool runs the code that a job names, where `dsplan run` does not."""
+    code = code_base(job.workload.code)
+    if code.runs_here:
+        return ""
+    return f"{code.runs_with} runs the code {code.name}; dsplan run runs transformers' modules and plain torch"
+
+
 def unrunnable(configuration: Configuration) -> str:
     """Why `dsplan run` cannot run a configuration today; empty when it can."""
     if configuration.precision in words.SCALED_PRECISIONS:
@@ -229,8 +321,10 @@ def unrunnable(configuration: Configuration) -> str:
             f"dsplan run has no {configuration.precision} products; accelerate with torchao, torchtitan and Megatron-LM"
             " run them"
         )
-    if configuration.tp > 1 or configuration.pp > 1:
-        return f"dsplan run cannot yet run tp {configuration.tp} x pp {configuration.pp}; the plan can be emitted"
+    if configuration.splits_model:
+        more = "".join(f" x {name} {n}" for name, n in (("cp", configuration.cp), ("ep", configuration.ep)) if n > 1)
+        split = f"tp {configuration.tp} x pp {configuration.pp}{more}"
+        return f"dsplan run cannot yet run {split}; the plan can be emitted"
     return ""
 
 
@@ -252,7 +346,7 @@ def _copies(job: Job) -> list[str]:
 def _remarks(priced: Priced) -> list[str]:
     job = priced.job
     facts, device, configuration = job.facts, job.cluster.device, job.configuration
-    remarks = []
+    remarks = _remarks_on_code(job)
     if facts.traced:
         remarks.append(f"activations and operations are those of a trace of {facts.name} with a batch of its own")
     elif facts.kind == "custom" and priced.memory_source != "traced":
@@ -262,7 +356,7 @@ def _remarks(priced: Priced) -> list[str]:
         near = f"the nearest one's memory counts, of which one in twenty is {NEAREST_FORM_ERROR:.0%} under or more"
         remarks.append(f"no {facts.model_type} of this structure was ever traced: {near}; --exact traces it")
     remarks += _copies(job)
-    if configuration.attention != "eager" and facts.eager_only:
+    if configuration.attention != "eager" and facts.eager_only and job.workload.code == "transformers":
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
     if configuration.attention == "flash" and configuration.precision == "fp32":
         remarks.append("flash attention takes 16-bit types only; in fp32 the run needs --attention sdpa")
@@ -272,8 +366,28 @@ def _remarks(priced: Priced) -> list[str]:
         copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(made_bytes(job))} each"
         way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
         remarks.append(f"a node has no room to load {copies}: counted for one, as {way} makes it")
+    remarks += _experts_dealt_out_whole(job)
     asked, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes
     if asked is not None and asked > capacity:
         usable = f"the {format_bytes(capacity)} usable on one {device.name}, which stay the limit"
         remarks.append(f"--max-memory-gb {asked / GB:g} is more than {usable}")
     return remarks
+
+
+def _experts_dealt_out_whole(job: Job) -> list[str]:
+    """What a rank holds more than its share of experts, because FSDP2 shards dimension 0 of tensors that hold all."""
+    chosen, experts = job.configuration, job.facts.num_experts
+    ranks = chosen.expert_shards
+    local = experts // chosen.ep
+    if chosen.strategy not in words.FSDP_STRATEGIES or not job.facts.is_moe or shards_over(job).evenly:
+        return []
+    held, share = shards_of(job).experts, units_of(job).experts / ranks
+    if local >= ranks or held <= share:
+        return []
+    weight = recipe_of(job).weight
+    offered = "" if chosen.ep > 1 else ", and --ep spreads experts before that"
+    return [
+        f"FSDP2 deals out whole experts (it shards dimension 0): {local} over {ranks} ranks, so that some ranks hold"
+        f" {format_bytes(weight * held)} of expert weights where an even share is {format_bytes(weight * share)};"
+        f" torchtitan (--code torchtitan) cuts single experts{offered}"
+    ]

@@ -19,8 +19,9 @@ from copy import copy
 from dataclasses import replace
 
 from planner import vocabulary as words
-from planner.cost.verdict import device_limit
-from planner.search.estimate import Priced, job_of, price, resident_bytes, timed
+from planner.cost.memory.host import host_load_bytes
+from planner.cost.verdict import device_limit, host_limit
+from planner.search.estimate import Priced, job_of, price, resident_bytes, timed, unrunnable
 from planner.search.ranking import ONE_STRATEGY, Timed, clearly_worse, order, worth
 from planner.search.request import Request
 from planner.search.space import CandidateLayout, configuration_of, micro_batches
@@ -161,13 +162,28 @@ class Family:
         return self._members[0].bound()
 
     def is_hopeless(self) -> bool:
-        """Whether weights, gradients and optimizer states alone do not fit."""
+        """Whether weights, gradients and optimizer states alone do not fit, or a node has no room to load the model."""
         first = self._members[0]
         job = job_of(first.request, first.configuration(0))
+        limit = host_limit(job.workload, job.cluster)
+        if limit and host_load_bytes(job) > limit:
+            return True
         return resident_bytes(job) > device_limit(job.workload, job.cluster)
 
     def fits_somehow(self) -> bool:
         return self._members[-1].fits_somehow()
+
+    @property
+    def is_unrunnable(self) -> bool:
+        """Whether `dsplan run` has nothing to run any of them with."""
+        return bool(unrunnable(self._members[0].configuration(0)))
+
+    def first_fitting(self) -> Priced | None:
+        """The one with least computed again that fits, at the smallest or the largest micro-batch."""
+        if not self.fits_somehow():
+            return None
+        every = ((member, index) for member in self._members for index in member.ends())
+        return next((member.priced(index) for member, index in every if member.fits(index)), None)
 
     def misses(self) -> Iterator[Priced]:
         """What takes least memory, where nothing fits."""
@@ -178,7 +194,8 @@ class Family:
     def split(self) -> tuple[object, ...]:
         """What it has in common with the same family over fewer devices."""
         layout = self._members[0].layout
-        return layout.strategy, layout.tp, layout.pp, layout.offload, layout.offload_ratio, layout.sync_each_micro_batch
+        degrees = layout.tp, layout.pp, layout.cp, layout.ep, layout.virtual_stages, layout.pp_schedule
+        return layout.strategy, *degrees, layout.offload, layout.offload_ratio, layout.sync_each_micro_batch
 
     def within(self, seconds: float) -> Iterator[Timed]:
         """Ever faster configurations that fit and take at most so many seconds a step."""
@@ -216,7 +233,7 @@ def preferred(group: Sequence[Candidate], objective: words.Objective, limit: flo
 
 def closest(group: Sequence[Candidate]) -> Priced | None:
     """The configuration that misses by least, of a group in which nothing fits."""
-    misses = (priced for family in _families(group) for priced in family.misses())
+    misses = (priced for family in families_of(group) for priced in family.misses())
     return min(misses, key=lambda priced: priced.judgement.pressure, default=None)
 
 
@@ -227,7 +244,7 @@ def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) 
         if known.time.step_seconds <= limit:
             found = min(found, worth(known, objective))
             yield known
-    families = _with_devices_enough([family for family in _families(group) if not family.is_hopeless()])
+    families = _with_devices_enough([family for family in families_of(group) if not family.is_hopeless()])
     weights = [family.gpus if objective == "cost" else 1 for family in families]
     bounds = [family.bound() * weight for family, weight in zip(families, weights, strict=True)]
     for place in sorted(range(len(families)), key=bounds.__getitem__):
@@ -246,7 +263,8 @@ def _known(group: Iterable[Candidate]) -> Iterator[Timed]:
                 yield candidate.timed(index)
 
 
-def _families(group: Iterable[Candidate]) -> list[Family]:
+def families_of(group: Iterable[Candidate]) -> list[Family]:
+    """Candidates that differ only in what they compute again, together, in the order of the first of each."""
     families: dict[tuple[int, CandidateLayout], list[Candidate]] = {}
     for candidate in group:
         if candidate.micros:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner import vocabulary as words
+from planner.cost.code_bases import code_base
 from planner.errors import ContradictoryRequest
 from planner.search.request import Request
 from planner.types.plan import Configuration
@@ -62,7 +63,7 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
         ep=options.ep,
         pp_schedule=options.pp_schedule,
         virtual_stages=options.virtual_stages,
-        sequence_parallel=options.tp > 1 if options.sequence_parallel is None else options.sequence_parallel,
+        sequence_parallel=_sequence_parallel(request, options),
         checkpoint_every=options.checkpoint_every,
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
@@ -80,6 +81,13 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
     # A default that the configuration overrides was not taken for granted after all.
     defaults = tuple(text for text in request.defaults if options.global_batch or "--global-batch" not in text)
     return replace(request, workload=workload, defaults=defaults), configuration
+
+
+def _sequence_parallel(request: Request, options: ExactOptions) -> bool:
+    """As asked, else as the code does it where there are tp ranks."""
+    if options.sequence_parallel is not None:
+        return options.sequence_parallel
+    return options.tp > 1 and code_base(request.workload.code).sequence_parallel
 
 
 def _degrees(request: Request, strategy: words.Strategy, options: ExactOptions) -> tuple[int, int]:

@@ -52,13 +52,17 @@ class Named(Protocol):
     def tp(self) -> int: ...
     @property
     def pp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
 
 
 def simplicity(plan: Named) -> tuple[int, ...]:
     """Smaller is simpler: whole layers before split ones, all on the device before offload, a replica before torch's
     shards, and those before ZeRO, which asks for one more library."""
     sharded = 2 if plan.strategy in words.ZERO_STAGES else int(plan.strategy in words.FSDP_STRATEGIES)
-    return plan.tp * plan.pp > 1, words.OFFLOADS.index(plan.offload), sharded
+    return plan.tp * plan.pp * plan.cp * plan.ep > 1, words.OFFLOADS.index(plan.offload), sharded
 
 
 def slower_threshold(one: Named, other: Named) -> float:
@@ -129,7 +133,8 @@ def order(item: Timed, objective: words.Objective) -> tuple[float, ...]:
         item.time.step_seconds,
         *simplicity(chosen),
         words.STRATEGIES.index(chosen.strategy),
-        *(chosen.world_size, chosen.tp, chosen.pp, chosen.micro_batch_size),
+        *(chosen.world_size, chosen.tp, chosen.pp, chosen.cp, chosen.ep, chosen.virtual_stages),
+        chosen.micro_batch_size,
         words.CHECKPOINTINGS.index(chosen.activation_checkpointing),
         not chosen.sync_each_micro_batch,
     )
@@ -199,8 +204,10 @@ def group_name(plan: Named) -> str:
 
 
 def strategy_name(plan: Named) -> str:
-    """The strategy, and whether layers are split as well."""
-    return f"{plan.strategy} + tp/pp" if plan.tp * plan.pp > 1 else plan.strategy
+    """The strategy, and whether layers, sequences or experts are split as well."""
+    splits = {"tp/pp": plan.tp * plan.pp, "cp": plan.cp, "ep": plan.ep}
+    split = "/".join(name for name, degree in splits.items() if degree > 1)
+    return f"{plan.strategy} + {split}" if split else plan.strategy
 
 
 def rejections(request: Request, ranked: Sequence[Timed], missing: Sequence[Priced]) -> tuple[Rejection, ...]:

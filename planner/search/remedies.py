@@ -13,7 +13,7 @@ from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, doubled
 from planner.search.estimate import Priced, is_last_resort
 from planner.search.request import Request, counts_of
-from planner.types.plan import Plan
+from planner.types.plan import Configuration, Plan
 from planner.vocabulary import Method
 
 Fits = Callable[[Request], Priced | None]
@@ -138,7 +138,11 @@ def _more_memory(request: Request, fits: Fits) -> Remedy | None:
         middle = (low + high) // 2
         larger = replace(request.cluster, capacity_bytes=middle)
         priced = fits(replace(request, cluster=larger, workload=replace(request.workload, max_memory_bytes=None)))
-        low, high, found = (low, middle, priced) if priced else (middle, high, found)
+        if priced is None:
+            low = middle
+        else:
+            # What fits needs no more than it needs.
+            high, found = max(min(middle, priced.memory.device_needed_bytes), low), priced
     if found is None:
         return None
     gigabytes = -(-high // (1 << 30))
@@ -182,5 +186,15 @@ def _model_parallel(request: Request, fits: Fits) -> Remedy | None:
         return None
     dims = priced.job.configuration
     return _remedy(
-        f"split the layers: tp {dims.tp} x pp {dims.pp}, which another trainer has to run", "--all-plans", priced
+        f"split {_splits(dims)}, which another trainer has to run",
+        "--all-plans",
+        priced,
     )
+
+
+def _splits(chosen: Configuration) -> str:
+    """What ranks share of one sample's work: `the layers (tp 2 x pp 4) and the experts (ep 8)`."""
+    splits = [f"the layers (tp {chosen.tp} x pp {chosen.pp})"] if chosen.tp * chosen.pp > 1 else []
+    splits += [f"every sample's tokens (cp {chosen.cp})"] if chosen.cp > 1 else []
+    splits += [f"the experts (ep {chosen.ep})"] if chosen.ep > 1 else []
+    return " and ".join(splits) or "nothing"

@@ -11,6 +11,7 @@ from planner import limits
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cluster.budget import NO_BUDGET, Budget
+from planner.cost.code_bases import code_base, facts_for_code
 from planner.cost.precision import lacks_scaled, usual_recipe
 from planner.errors import ContradictoryRequest
 from planner.models.counting.count import count_parameters, frozen_but, with_adapters
@@ -114,12 +115,12 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
     for name, limit in _LIMITS.items():
         limit.check(f"--{name.replace('_', '-')}", getattr(options, name))
     task = _task(facts, options)
-    facts = facts_for_task(facts, task)
+    facts = facts_for_code(facts_for_task(facts, task), options.code)
     defaults: list[str] = [cluster.assumed] if cluster.assumed else []
     precision = options.precision or _precision(cluster, defaults)
     recipe = _scaled_recipe(cluster.device, precision, options, defaults)
-    if precision in words.SCALED_PRECISIONS:
-        # Nothing here runs such products, so that every plan is for another tool.
+    if precision in words.SCALED_PRECISIONS or not code_base(options.code).runs_here:
+        # Nothing here runs such products or such code, so that every plan is for another tool.
         ranking["allow_unrunnable"] = True
     workload = Workload(
         task=task,

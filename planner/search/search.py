@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
-from planner.search.estimate import Priced, plan_of, unrunnable
-from planner.search.evaluate import Candidate, best, closest, preferred
+from planner.search.estimate import Priced, plan_of
+from planner.search.evaluate import Candidate, best, closest, families_of, preferred
 from planner.search.pareto import pareto_front
 from planner.search.ranking import (
     Rejection,
@@ -89,11 +89,13 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
 
 def can_fit(request: Request) -> Priced | None:
     """Return the first plan that fits, in the order of `enumerate_candidates`, or None if there is none."""
-    for layout in enumerate_candidates(request):
-        candidate = Candidate(request, layout)
-        for index in candidate.ends():
-            if candidate.fits(index) and (request.allow_unrunnable or not unrunnable(candidate.configuration(index))):
-                return candidate.priced(index)
+    candidates = (Candidate(request, layout) for layout in enumerate_candidates(request) if layout.virtual_stages == 1)
+    for family in families_of(candidates):
+        if not request.allow_unrunnable and family.is_unrunnable:
+            continue
+        found = None if family.is_hopeless() else family.first_fitting()
+        if found is not None:
+            return found
     return None
 
 

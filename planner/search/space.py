@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import product
 
 from planner import vocabulary as words
+from planner.cost.code_bases import code_base
 from planner.search.estimate import compresses, offloads_of
 from planner.search.request import Request
 from planner.types.plan import Configuration
@@ -19,6 +20,11 @@ from planner.types.plan import Configuration
 MODEL_PARALLEL_STRATEGIES: tuple[words.Strategy, ...] = ("ddp", "zero1", "fsdp")
 """Strategies that are combined with tensor and pipeline parallelism in practice (Megatron's and torchtitan's)."""
 LARGEST_PIPELINE = 64
+LONG_SEQUENCE, TOKENS_PER_RANK = 32_768, 4_096
+"""Tokens of a sample from which on it is spread over ranks, and that each of them has at the least."""
+MOST_VIRTUAL_STAGES = 8
+_ONE_FORWARD = frozenset({"megatron-deepspeed", "llm-foundry", "litgpt", "alpa", "internevo"})
+"""Code bases that run no interleaved pipeline."""
 OFFLOAD_RATIOS = (1.0, 0.75, 0.5, 0.25)
 """Shares of the optimizer's states that our own ZeRO is considered to offload."""
 
@@ -51,6 +57,9 @@ class CandidateLayout:
 def inapplicable(request: Request, strategy: words.Strategy) -> str:
     """Why a strategy is not considered on this cluster; empty when it is."""
     cluster = request.cluster
+    code = code_base(request.workload.code)
+    if strategy not in code.strategies:
+        return f"{code.name} has no {strategy}"
     if request.strategies is not None and strategy not in request.strategies:
         return "not installed or not asked for"
     if strategy == "single" and cluster.gpus > 1:
@@ -76,27 +85,50 @@ def enumerate_candidates(request: Request) -> Iterator[CandidateLayout]:
         backend = words.default_backend(strategy, zero=request.zero_backend)
         if not compresses(strategy, backend, request.gradient_compression):
             continue
-        for tp, pp in _model_parallel_degrees(request, strategy):
-            yield from _with_memory_savers(request, strategy, tp, pp)
+        for tp, pp, cp in _model_parallel_degrees(request, strategy):
+            for ep in _expert_degrees(request, strategy, tp, pp, cp):
+                yield from _with_memory_savers(request, strategy, _Split(tp, pp, cp, ep))
 
 
-def _with_memory_savers(request: Request, strategy: words.Strategy, tp: int, pp: int) -> Iterator[CandidateLayout]:
-    ranks = request.cluster.gpus // (tp * pp)
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Degrees over which ranks share the work on one sample."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.tp * self.pp * self.cp * self.ep == 1
+
+
+def _with_memory_savers(request: Request, strategy: words.Strategy, split: _Split) -> Iterator[CandidateLayout]:
+    ranks = request.cluster.gpus // (split.tp * split.pp * split.cp)
+    is_sequence_parallel = split.tp > 1 and code_base(request.workload.code).sequence_parallel
     replicate, shard = _split(request, strategy, ranks)
     backend = words.default_backend(strategy, zero=request.zero_backend)
-    offloads: tuple[words.Offload, ...] = ("none", *(offloads_of(strategy, backend) if tp * pp == 1 else ()))
+    offloads: tuple[words.Offload, ...] = ("none", *(offloads_of(strategy, backend) if split.is_whole else ()))
     for offload in offloads:
         if not _is_considered(request, strategy, shard, offload):
             continue
-        syncs = (True, False) if strategy in words.FSDP_STRATEGIES and tp * pp == 1 else (True,)
+        syncs = (True, False) if strategy in words.FSDP_STRATEGIES and split.is_whole else (True,)
         ratios = _ratios(request, backend, offload)
-        for checkpointing, sync, ratio in product(request.checkpointings or words.CHECKPOINTINGS, syncs, ratios):
+        checkpointings = request.checkpointings or words.CHECKPOINTINGS
+        pipelines = _pipelines(request, split.pp)
+        for checkpointing, sync, ratio, (schedule, pieces) in product(checkpointings, syncs, ratios, pipelines):
             yield CandidateLayout(
                 strategy=strategy,
                 dp_replicate=replicate,
                 dp_shard=shard,
-                tp=tp,
-                pp=pp,
+                tp=split.tp,
+                pp=split.pp,
+                cp=split.cp,
+                ep=split.ep,
+                pp_schedule=schedule,
+                virtual_stages=pieces,
+                sequence_parallel=is_sequence_parallel,
                 checkpointing=checkpointing,
                 offload=offload,
                 offload_ratio=ratio,
@@ -133,9 +165,10 @@ def _split(request: Request, strategy: words.Strategy, ranks: int) -> tuple[int,
     return 1, ranks
 
 
-def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Iterator[tuple[int, int]]:
-    """(tp, pp) pairs: tp inside a node and dividing the heads, pp up to the depth, both powers of two."""
-    yield 1, 1
+def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Iterator[tuple[int, int, int]]:
+    """(tp, pp, cp), all powers of two: tp inside a node and dividing the heads, pp up to the depth, cp where sequences
+    are long."""
+    yield 1, 1, 1
     facts, cluster = request.facts, request.cluster
     splits = facts.kind in ("decoder", "encoder") and not facts.recorded_as
     if strategy not in MODEL_PARALLEL_STRATEGIES or not splits or cluster.device.is_cpu:
@@ -144,8 +177,50 @@ def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Itera
         if facts.num_heads % tp or facts.num_kv_heads % min(tp, facts.num_kv_heads):
             continue
         for pp in _powers_of_two(min(cluster.gpus // tp, facts.num_layers, LARGEST_PIPELINE)):
-            if tp * pp > 1 and cluster.gpus % (tp * pp) == 0 and facts.num_layers % pp == 0:
-                yield tp, pp
+            for cp in _context_degrees(request, cluster.gpus // (tp * pp)):
+                if tp * pp * cp > 1 and cluster.gpus % (tp * pp * cp) == 0:
+                    yield tp, pp, cp
+
+
+def _context_degrees(request: Request, ranks: int) -> tuple[int, ...]:
+    """Over how many ranks a sample's tokens are spread."""
+    length, facts = request.workload.sequence_length, request.facts
+    if length < LONG_SEQUENCE or facts.kind != "decoder" or request.workload.attention == "eager" or facts.eager_only:
+        return (1,)
+    most = min(ranks, length // TOKENS_PER_RANK)
+    return tuple(cp for cp in _powers_of_two(most) if cp == 1 or length % (2 * cp) == 0)
+
+
+def _expert_degrees(request: Request, strategy: words.Strategy, tp: int, pp: int, cp: int) -> tuple[int, ...]:
+    """Over how many ranks experts are spread: powers of two that divide both, those of a node at the least, whose links
+    are the fastest; and none with tp where the code splits no sequence between its products."""
+    facts, cluster = request.facts, request.cluster
+    plain = strategy not in MODEL_PARALLEL_STRATEGIES or cluster.device.is_cpu
+    if plain or not facts.is_moe or facts.kind != "decoder" or facts.recorded_as:
+        return (1,)
+    if tp > 1 and not code_base(request.workload.code).sequence_parallel:
+        return (1,)
+    shards = _split(request, strategy, cluster.gpus // (tp * pp * cp))[1]
+    ranks = shards * cp * tp
+    degrees = _powers_of_two(min(ranks, facts.num_experts))
+    possible = [ep for ep in degrees if facts.num_experts % ep == 0 and ranks % ep == 0]
+    least = min(cluster.gpus_per_node, possible[-1])
+    return (1, *(ep for ep in possible if ep >= max(least, 2)))
+
+
+def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], ...]:
+    """Schedules with their virtual stages. A pipeline inside one node is short enough without any."""
+    usual: tuple[words.Schedule, int] = ("1f1b", 1)
+    if pp == 1 or request.cluster.nodes == 1 or request.workload.code in _ONE_FORWARD:
+        return (usual,)
+    deepest = -(-request.facts.num_layers // pp)
+    pieces = [count for count in _powers_of_two(min(deepest, MOST_VIRTUAL_STAGES)) if count > 1]
+    found = [count for count in pieces if deepest % count == 0]
+    interleaved: list[tuple[words.Schedule, int]] = [("interleaved", count) for count in {*found[:1], *found[-1:]}]
+    zero_bubble: list[tuple[words.Schedule, int]] = (
+        [("zero-bubble", 1)] if request.workload.code == "torchtitan" else []
+    )
+    return (usual, *interleaved, *zero_bubble)
 
 
 def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
@@ -157,6 +232,9 @@ def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
     sizes = divisors(batch // ranks) if batch % ranks == 0 else ()
     if not layout.sync_each_micro_batch:
         sizes = sizes[:-1]
+    if layout.pp_schedule == "interleaved":
+        # Megatron-LM runs rounds of as many micro-batches as there are stages.
+        sizes = tuple(size for size in sizes if batch // (ranks * size) % layout.pp == 0)
     return sizes if request.micro_batch is None else tuple(size for size in sizes if size == request.micro_batch)
 
 

@@ -97,13 +97,23 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One configuration of one model, workload and cluster; `counts` are the model's parameters by component."""
+    """One configuration of one model, workload and cluster; `counts` are the model's parameters by component, `stage`
+    the pipeline stage whose rank is looked at."""
 
     facts: ModelFacts
     counts: ParameterCounts
     workload: Workload
     cluster: Cluster
     configuration: Configuration
+    stage: int = 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.configuration.pp - 1
 
     @property
     def tokens_per_micro_batch(self) -> int:

@@ -141,6 +141,19 @@ class Configuration:
         )
 
     @property
+    def state_shards(self) -> int:
+        """Ranks over which the states of what every rank computes with are sharded, where the strategy shards any: the
+        ranks of one sample hold the same weights, so that they share in it (torchtitan's dp_shard_cp mesh)."""
+        return self.dp_shard if self.strategy in ("single", "ddp") else self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """The same of routed experts, of which each of `ep` ranks has its own."""
+        if self.ep == 1 or self.strategy in ("single", "ddp"):
+            return self.state_shards
+        return max(self.dp_shard * self.cp * self.tp // self.ep, 1)
+
+    @property
     def splits_model(self) -> bool:
         """Whether ranks share the work on one sample, so that data parallelism is not all there is."""
         return self.tp * self.pp * self.cp * self.ep > 1

@@ -15,8 +15,9 @@ from typing import Any
 
 from hardware_db.datasheets import find_device
 from hardware_db.units import GIB
+from planner.cost.code_bases import facts_for_code
 from planner.cost.memory.overhead import BEYOND_NEED, FRAGMENTATION, FRAGMENTATION_UPPER
-from planner.cost.memory.states import elements_on_stage
+from planner.cost.memory.units import units_of
 from planner.cost.verdict import judge
 from planner.models.catalogue import find_model
 from planner.models.counting.count import count_parameters
@@ -30,6 +31,28 @@ from planner.vocabulary import Verdict
 
 MEASUREMENTS = Path(__file__).resolve().parents[2] / "hardware_db" / "measurements"
 Row = Mapping[str, Any]
+GPT_CODES = ("llm-foundry", "megatron-deepspeed", "megatron", "alpa")
+TORCHTITAN_2024 = ("torchao_float8-266", "torchao_float8nocompile-278", "torchao_float8nocompile-284")
+"""torchao's runs on H100, which are of 2024; those on MI300X and B200 are later."""
+CODES = {
+    "transformers": "transformers",
+    "transformers, deepspeed": "transformers",
+    "torchtitan": "torchtitan",
+    "torchtune": "torch",
+    "fms-fsdp": "torch",
+    "megatron-core": "megatron",
+    "megatron": "megatron-deepspeed",
+    "megatron-deepspeed": "megatron-deepspeed",
+    "nemo": "nemo",
+    "llm-foundry": "llm-foundry",
+    "litgpt": "litgpt",
+    "internevo": "internevo",
+    "jax, xla": "alpa",
+    "bmtrain": "transformers",
+    "colossalai": "transformers",
+}
+"""The code base of each word in the file, the nearest where it is none: torchtune and fms-fsdp write their blocks out
+by hand, and Megatron's rows are of 2021, before Transformer Engine and the distributed optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +80,7 @@ class PublishedRun:
     def predicted(self) -> tuple[MemoryEstimate, Verdict]:
         """What dsplan says of the run, with what the document says that the run kept beyond it."""
         priced = price(self.request, self.configuration)
-        extra = self.extra_bytes_per_parameter * elements_on_stage(priced.job.counts, priced.job.configuration)
+        extra = self.extra_bytes_per_parameter * units_of(priced.job).elements
         memory = _with(priced.memory, extra) if extra else priced.memory
         return memory, judge(priced.job, memory).verdict
 
@@ -104,6 +127,8 @@ def _run(row: Row) -> PublishedRun:
         precision=configuration.precision,
         optimizer=configuration.optimizer,
         attention=configuration.attention,
+        code=_code(row),
+        compile=row["code"].endswith(", compiled"),
     )
     return PublishedRun(
         **{name: row[name] for name in ("case", "source", "model", "code", "assumed", "document")},
@@ -116,9 +141,19 @@ def _run(row: Row) -> PublishedRun:
     )
 
 
+def _code(row: Row) -> str:
+    """The code base's name; what torchtitan published in 2024 ran the code of then."""
+    dated = row["source"].startswith("torchtitan_h100_2024") or row["case"] in TORCHTITAN_2024
+    return "torchtitan-2024" if dated else CODES[row["code"].removesuffix(", compiled")]
+
+
 def _facts(row: Row) -> ModelFacts:
     """The catalogued model with the row's own numbers; a row that gives none is that model."""
-    like = find_model(row["like"])
+    like = facts_for_code(find_model(row["like"]), _code(row))
+    if _code(row) in GPT_CODES:
+        like = replace(like, position_type="learned")  # of GPT and MPT; its positions are in the file's own counts
+    if row["code"] == "megatron-core":
+        like = replace(like, hidden_dropout=0.1, attention_dropout=0.1)  # what its argument parser fills in
     if row["code"] == "litgpt":  # its files leave `tie_embeddings` empty, which unties them
         return replace(like, tie_word_embeddings=False)
     if not row["hidden"]:
@@ -166,4 +201,5 @@ def _configuration(row: Row) -> Configuration:
         sequence_length=int(row["sequence_length"]),
         activation_checkpointing=row["checkpointing"],
         sync_each_micro_batch=row["sync_each_micro_batch"] == "yes",
+        sequence_parallel=row["code"] == "nemo" and degrees["tp"] > 1,  # as its recipes have it
     )

@@ -6,6 +6,8 @@ buckets of 1 MiB, then 25 MiB, that hold a copy of every gradient, made once and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.units import ALLOCATION_BYTES, trained_units_of
@@ -37,6 +39,30 @@ class ReplicaBuffers:
         else:
             gradients = self._width * (instant.done_gradients + instant.unit_gradients)
         return Ledger(gradients=gradients, buffers=self.buckets, temporaries=instant.cast)
+
+
+class WholeGradientBuffers:
+    """Gradients in one buffer that is made with the model and that every micro-batch adds to, as Megatron's main
+    gradients are (`core/distributed/param_and_grad_buffer.py`). The optimizer steps on fp32 gradients in place; of
+    narrower ones it makes an fp32 copy of what is the rank's own (`core/optimizer/optimizer.py`,
+    _copy_model_grads_to_main_grads).
+    """
+
+    def __init__(self, job: Job, recipe: Recipe) -> None:
+        units = trained_units_of(job)
+        self._made, self._largest = recipe.gather, units.largest
+        self._all = recipe.gradient * units.elements
+        own = units.elements / job.configuration.state_shards
+        self._widened = recipe.master * own if recipe.gradient < recipe.master else 0.0
+
+    def at(self, instant: Instant) -> Ledger:
+        """The buffer, and the newest gradient until it is added."""
+        newest = self._made * min(instant.unit_gradients, self._largest)
+        return Ledger(gradients=self._all + newest, temporaries=instant.cast)
+
+    def own_moments(self) -> Sequence[tuple[str, Ledger]]:
+        """The step."""
+        return (("step", Ledger(gradients=self._all, temporaries=self._widened)),)
 
 
 def _buckets(size: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import buffer_bytes
 from planner.cost.memory.host import host_bytes, host_load_bytes
 from planner.cost.memory.ledger import Ledger, States
@@ -12,7 +13,9 @@ from planner.cost.memory.load import load_ledger, saving_of
 from planner.cost.memory.overhead import closed_form_margin, device_use, library_workspace
 from planner.cost.memory.states import nominal_states_of, states_of
 from planner.cost.memory.timeline import largest_moments
-from planner.cost.precision import Recipe, recipe_of
+from planner.cost.memory.units import trained_units_of
+from planner.cost.precision import Recipe, recipe_of, stored_precision
+from planner.cost.split import stages_looked_at
 from planner.types.job import Job
 from planner.types.plan import MemoryEstimate
 from planner.vocabulary import CLASSIFYING
@@ -51,7 +54,8 @@ def _block(job: Job, recipe: Recipe) -> float:
     copies = (5 if facts.composite_activation else 2) + facts.gated_mlp
     mlp = copies * width * max(facts.experts_per_token, 1)
     stream = facts.hidden_size * (2 * recipe.residual + 4)
-    return tokens * (stream + max(recipe.compute * attention + scores, recipe.compute * mlp)) / job.configuration.tp
+    splits = job.configuration.tp * job.configuration.cp
+    return tokens * (stream + max(recipe.compute * attention + scores, recipe.compute * mlp)) / splits
 
 
 def _unknown_block(job: Job, recipe: Recipe) -> float:
@@ -66,7 +70,7 @@ def _step_logits(job: Job) -> float:
     facts, workload = job.facts, job.workload
     if workload.task in CLASSIFYING or not facts.vocab_size:
         return workload.evaluation_batch_size * max(facts.num_labels, 1)
-    return _tokens(job) * facts.vocab_size / job.configuration.tp
+    return _tokens(job) * facts.vocab_size / (job.configuration.tp * job.configuration.cp)
 
 
 def _logits_and_loss(job: Job, recipe: Recipe) -> float:
@@ -79,17 +83,34 @@ PHASES = ("forward", "loss", "backward", "step")
 
 def memory_estimate(job: Job) -> MemoryEstimate:
     """Bytes on the busiest rank in the steady state, by category and phase, and what the process uses beyond them."""
-    recipe = recipe_of(job)
-    states = states_of(job, recipe)
-    phases = _phases_of(job, recipe, states)
-    margin = closed_form_margin(job, max(phases.values(), key=lambda ledger: ledger.total))
-    return _composed(job, states, phases, margin)
+    busiest, states, phases = _busiest(job)
+    margin = closed_form_margin(job, max(phases.values(), key=_total))
+    return _composed(busiest, states, phases, margin)
 
 
 def phases_of(job: Job) -> dict[str, Ledger]:
     """What is alive on the busiest rank at the peak of each phase; `eval` and `save` only where they were asked for."""
-    recipe = recipe_of(job)
-    return _phases_of(job, recipe, states_of(job, recipe))
+    return _busiest(job)[2]
+
+
+def _busiest(job: Job) -> tuple[Job, States, dict[str, Ledger]]:
+    """The job as the pipeline stage with the largest peak sees it, with its states; and of every phase the largest
+    moment of any stage."""
+    recipe, found = recipe_of(job), []
+    for stage in stages_looked_at(job.configuration.pp):
+        here = replace(job, stage=stage) if stage != job.stage else job
+        states = states_of(here, recipe)
+        found.append((here, states, _phases_of(here, recipe, states)))
+    if len(found) == 1:
+        return found[0]
+    busiest, states, _ = max(found, key=lambda entry: max(map(_total, entry[2].values())))
+    every = [phases for _, _, phases in found]
+    names = [name for name in ("load", *PHASES, "eval", "save") if any(name in phases for phases in every)]
+    return busiest, states, {name: max((p[name] for p in every if name in p), key=_total) for name in names}
+
+
+def _total(ledger: Ledger) -> float:
+    return ledger.total
 
 
 def _phases_of(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
@@ -133,9 +154,20 @@ def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: fl
     )
 
 
+def _accumulated(job: Job) -> float:
+    """Whole gradients that a code base keeps beside those its engine reduces."""
+    width = code_base(job.workload.code).accumulator.get(stored_precision(job.configuration), 0)
+    return width * trained_units_of(job).elements if width else 0.0
+
+
 def _phases_of_step(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     """The largest moment of each phase of the step."""
     weights = states.parameters + buffer_bytes(job, recipe)
-    always = Ledger(parameters=weights, optimizer=states.optimizer, temporaries=library_workspace(job))
+    always = Ledger(
+        parameters=weights,
+        gradients=_accumulated(job),
+        optimizer=states.optimizer,
+        temporaries=library_workspace(job),
+    )
     largest = largest_moments(job, recipe, states)
-    return {phase: always + largest[phase] for phase in PHASES}
+    return {phase: always + largest[phase] for phase in PHASES if phase in largest}

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache, partial
 
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
-from planner.cost.memory.units import Unit, Units, rank_units, rounded
+from planner.cost.memory.units import Part, Shards, Unit, Units, part_of, rank_units, rounded, shards_over
 from planner.cost.precision import Recipe
 from planner.models.facts import ParameterCounts
 from planner.types.job import Job
@@ -53,34 +53,34 @@ class UnitBytes:
 
 
 def frozen_unit_bytes(
-    trained: Unit, held: Unit, recipe: Recipe, shards: int, *, offloads: bool, is_block: bool
+    trained: Unit, held: Unit, recipe: Recipe, shards: Shards, *, offloads: bool, is_block: bool
 ) -> UnitBytes:
     """The same where the unit's frozen weights have a dtype of their own, in which they are all-gathered: FSDP2's
     mixed precision casts what is wider than compute, and a quantised model travels as it is stored."""
     own = unit_bytes(trained, trained, recipe, shards, offloads=offloads)
     local, width = held.shard(shards), recipe.frozen_gather
     narrow = width if recipe.quantised is None or not is_block else recipe.quantised
-    sizes = [
-        size * (narrow if len(shape) == 2 else width) for size, shape in zip(local.sizes, local.shapes, strict=True)
-    ]
-    casts = recipe.frozen_width > width
+    widths = [narrow if len(shape) == 2 else width for shape in local.shapes]
+    sizes = [size * each for size, each in zip(local.sizes, widths, strict=True)]
+    whole = [size * each for size, each in zip(local.whole(shards), widths, strict=True)]
+    alone, casts = shards.dense == shards.experts == 1, recipe.frozen_width > width
     return replace(
         own,
-        unsharded=own.unsharded + sum(rounded(size * shards) for size in sizes),
-        all_gather_output=own.all_gather_output + (0 if shards == 1 else rounded(sum(sizes) * shards)),
+        unsharded=own.unsharded + sum(map(rounded, whole)),
+        all_gather_output=own.all_gather_output + (0 if alone else rounded(sum(whole))),
         all_gather_input=own.all_gather_input + (sum(map(rounded, sizes)) if offloads or casts else 0),
     )
 
 
 def unit_bytes(
-    unit: Unit, trained: Unit, recipe: Recipe, shards: int, *, offloads: bool, width: float | None = None
+    unit: Unit, trained: Unit, recipe: Recipe, shards: Shards, *, offloads: bool, width: float | None = None
 ) -> UnitBytes:
-    """A unit's bytes over `shards` ranks, `trained` being it without frozen weights. One rank alone unshards and
+    """A unit's bytes over its ranks, `trained` being it without frozen weights. One rank alone unshards and
     reduces by copies, tensor by tensor. `width` are bytes of an unsharded parameter where they are not the recipe's."""
     gather = recipe.gather if width is None else width
     local, reduced = unit.shard(shards), trained.shard(shards)
-    padded = local.elements * shards
-    alone, casts = shards == 1, gather != recipe.weight
+    whole = local.whole(shards)
+    alone, casts = shards.dense == shards.experts == 1, gather != recipe.weight
     if offloads:
         all_gather_input = local.bytes(gather) + (rounded(max(local.sizes, default=0) * recipe.weight) if casts else 0)
     elif casts:
@@ -88,14 +88,14 @@ def unit_bytes(
     else:
         all_gather_input = 0
     return UnitBytes(
-        unsharded=sum(rounded(size * shards * gather) for size in local.sizes),
-        all_gather_output=0 if alone else rounded(padded * gather),
+        unsharded=sum(rounded(size * gather) for size in whole),
+        all_gather_output=0 if alone else rounded(sum(whole) * gather),
         all_gather_input=all_gather_input,
         gradients=trained.bytes(recipe.gather),
         newest=rounded(max(trained.sizes, default=0) * recipe.gather),
         last_gradient=0 if alone else rounded(sum(trained.sizes[-1:]) * recipe.gather),
         accumulated=trained.bytes(recipe.reduce),
-        reduce_scatter_input=rounded(reduced.elements * shards * recipe.reduce),
+        reduce_scatter_input=rounded(sum(reduced.whole(shards)) * recipe.reduce),
         sharded_gradients=rounded(reduced.elements * recipe.reduce),
     )
 
@@ -167,9 +167,8 @@ class _Stack:
 class _Sharding:
     """What buffers depend on besides the parameters and the recipe."""
 
-    shards: int
-    tp: int
-    pp: int
+    shards: Shards
+    part: Part
     offloads: bool
     reshards: bool
     steps: int
@@ -181,9 +180,8 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
     chosen = job.configuration
     steps = chosen.gradient_accumulation_steps
     sharding = _Sharding(
-        chosen.dp_shard,
-        chosen.tp,
-        chosen.pp,
+        shards_over(job),
+        part_of(job),
         chosen.offload != "none",
         chosen.strategy != "fsdp-grad-op",
         steps,
@@ -195,9 +193,9 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
 @lru_cache(maxsize=128)
 def _buffers(counts: ParameterCounts, sharding: _Sharding, recipe: Recipe) -> FsdpBuffers:
     return FsdpBuffers(
-        rank_units(counts, sharding.tp, sharding.pp),
-        rank_units(counts.trained, sharding.tp, sharding.pp),
-        rank_units(counts.held, sharding.tp, sharding.pp) if recipe.frozen is not None else None,
+        rank_units(counts, sharding.part),
+        rank_units(counts.trained, sharding.part),
+        rank_units(counts.held, sharding.part) if recipe.frozen is not None else None,
         sharding,
         recipe,
     )

@@ -8,9 +8,10 @@ what CUDA's libraries map are not counted.
 from __future__ import annotations
 
 from hardware_db.units import MIB
+from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import figures_of
 from planner.cost.memory.ledger import States, bytes_at
-from planner.cost.memory.load import made_bytes, saving_of
+from planner.cost.memory.load import MADE_BYTES, largest_matrix, made_bytes, saving_of
 from planner.cost.memory.states import paged_state_bytes
 from planner.cost.memory.units import Units, shards_of, trained_shards_of
 from planner.cost.memory.zero.offload import native_host_buffers, swapping_buffers, zero_host_buffers
@@ -50,16 +51,22 @@ def host_bytes(job: Job, states: States, device_used: float) -> float:
 
 
 def host_load_bytes(job: Job) -> float:
-    """What a node's processes take while each makes its model in host memory, and the engine places it from there."""
+    """What a node's processes take while the model loads: where the code base makes it whole in every process, and the
+    engine places it from there, as many copies; where it makes or reads only what is a rank's own, hardly anything."""
     if job.cluster.device.is_cpu:
         return 0.0
     ranks = job.cluster.gpus_per_node
+    if code_base(job.workload.code).loads == "sharded":
+        # Made on the meta device or on its GPU; of a checkpoint a rank has one tensor of its own at a time.
+        return ranks * (CPU_PROCESS_BYTES + MADE_BYTES * largest_matrix(job))
     return ranks * CPU_PROCESS_BYTES + (1 if loads_once(job) else ranks) * made_bytes(job)
 
 
 def loads_once(job: Job) -> bool:
     """Whether a node has no room for a whole model per process and the strategy can do with one: FSDP by accelerate's
     `cpu_ram_efficient_loading`, ZeRO-3 by DeepSpeed's `zero.Init`."""
+    if code_base(job.workload.code).loads == "sharded":
+        return False
     ranks, limit = job.cluster.gpus_per_node, host_limit(job.workload, job.cluster)
     shards = job.configuration.strategy in FSDP_STRATEGIES or job.configuration.zero_stage == 3
     return shards and 0 < limit < ranks * (made_bytes(job) + CPU_PROCESS_BYTES)

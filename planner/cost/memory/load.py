@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.cost.code_bases import code_base
 from planner.cost.memory.ledger import Ledger, States
-from planner.cost.memory.units import mean_width
-from planner.cost.precision import LOADED_BYTES, Recipe, load_dtype_of
+from planner.cost.memory.units import mean_width, units_of
+from planner.cost.precision import LOADED_BYTES, Recipe, has_own_states, load_dtype_of
 from planner.cost.zero_buckets import zero_buckets
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
@@ -41,6 +42,9 @@ def load_ledger(job: Job, recipe: Recipe, states: States) -> Ledger:
 
 def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
     configuration = job.configuration
+    if has_own_states(code_base(job.workload.code), configuration):
+        # Made on the device, then the master copies of what is the rank's own.
+        return Ledger(parameters=recipe.weight * states.elements, optimizer=recipe.master * states.stepped)
     if configuration.strategy in FSDP_STRATEGIES:
         return _sharded(job, recipe)
     if configuration.zero_stage == 3:
@@ -57,20 +61,20 @@ def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
 def _beside_the_whole(job: Job, recipe: Recipe) -> float:
     """What is made before any of the model's first form is freed: a unit's shards, or a cast copy of one weight."""
     if job.configuration.strategy in FSDP_STRATEGIES:
-        return recipe.weight * job.counts.largest_block / job.configuration.dp_shard
-    return recipe.weight * _largest_matrix(job) if recipe.weight != MADE_BYTES else 0.0
+        return recipe.weight * job.counts.largest_block / job.configuration.state_shards
+    return recipe.weight * largest_matrix(job) if recipe.weight != MADE_BYTES else 0.0
 
 
 def _sharded(job: Job, recipe: Recipe) -> Ledger:
     """The blocks one after the other, then the root with what is left, each whole with its shards; of those before,
     shards."""
-    counts, configuration = job.counts, job.configuration
+    units, configuration = units_of(job), job.configuration
     width = mean_width(job, recipe)
-    shards = width / configuration.dp_shard
+    shards = width / configuration.state_shards
     kept = shards if configuration.offload == "none" else 0.0
-    last_block = kept * (counts.in_blocks - counts.largest_block) + (width + shards) * counts.largest_block
-    root = kept * counts.in_blocks + (width + shards) * counts.outside_blocks
-    return Ledger(parameters=max(last_block, root) / configuration.tp)
+    last_block = kept * (units.in_blocks - units.largest_block) + (width + shards) * units.largest_block
+    root = kept * units.in_blocks + (width + shards) * units.root.elements
+    return Ledger(parameters=max(last_block, root))
 
 
 def _flattened(job: Job, recipe: Recipe, states: States) -> Ledger:
@@ -95,10 +99,10 @@ def _partitioned(job: Job, recipe: Recipe, states: States) -> Ledger:
     """ZeRO-3: a whole parameter among partitions, the master copy cast and cloned, a whole one again for its hooks."""
     configuration, width = job.configuration, recipe.master
     kept = mean_width(job, recipe) * states.local if configuration.offload in ("none", "optimizer") else 0.0
-    whole = recipe.weight * _largest_matrix(job)
+    whole = recipe.weight * largest_matrix(job)
     buckets = zero_buckets(3, parameters=job.counts.total, hidden_size=job.facts.hidden_size)
     bucket = recipe.gradient * buckets.reduce
-    splitting = Ledger(parameters=kept, temporaries=whole * (1 + 1 / configuration.dp_shard))
+    splitting = Ledger(parameters=kept, temporaries=whole * (1 + 1 / configuration.state_shards))
     if configuration.offload != "none":
         return max(splitting, Ledger(parameters=kept, buffers=bucket, temporaries=whole), key=_total)
     master = width * states.stepped
@@ -113,7 +117,8 @@ def _partitioned(job: Job, recipe: Recipe, states: States) -> Ledger:
     return max(splitting, copied, hooked, key=_total)
 
 
-def _largest_matrix(job: Job) -> int:
+def largest_matrix(job: Job) -> int:
+    """Elements of the largest weight."""
     largest = max((block.largest_matrix for block in job.counts.blocks), default=0)
     return max(largest, job.facts.vocab_size * job.facts.hidden_size)
 
@@ -136,12 +141,12 @@ class Saving:
 
 def saving_of(job: Job, recipe: Recipe, states: States) -> Saving:
     """What a checkpoint of the workload's kind takes; nothing where none was asked for."""
-    matrix = _largest_unsharded_matrix(job)
+    matrix = largest_matrix(job)
     if job.workload.save == "none":
         return Saving(device=Ledger(), host_of_rank_0=0, host_of_others=0)
     if job.workload.save == "sharded":
         # One tensor at a time; ZeRO's optimizer states are one flat tensor of the partition.
-        size = 4.0 * states.stepped if job.configuration.zero_stage else 4.0 * matrix / job.configuration.dp_shard
+        size = 4.0 * states.stepped if job.configuration.zero_stage else 4.0 * matrix / job.configuration.state_shards
         weights = recipe.weight * states.elements if job.configuration.zero_stage in (1, 2) else 0.0
         return Saving(device=Ledger(), host_of_rank_0=max(size, weights), host_of_others=size)
     return Saving(
@@ -156,8 +161,3 @@ def _unsharded(job: Job) -> int:
     if job.configuration.strategy in FSDP_STRATEGIES:
         return 2
     return 1 if job.configuration.zero_stage == 3 else 0
-
-
-def _largest_unsharded_matrix(job: Job) -> int:
-    largest = max((block.largest_matrix for block in job.counts.blocks), default=0)
-    return max(largest, job.facts.vocab_size * job.facts.hidden_size)

@@ -28,9 +28,8 @@ from planner.cost.memory.units import (
 from planner.cost.memory.zero.offload import native_states, swapping_buffers, zero_host_buffers
 from planner.cost.memory.zero.partition import largest_share
 from planner.cost.precision import LOADED_BYTES, Recipe
-from planner.models.facts import ParameterCounts, Shape
+from planner.models.facts import Shape
 from planner.types.job import Job
-from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES, Optimizer
 
 # Optimizer states between steps, tensor by tensor.
@@ -107,18 +106,6 @@ def moment_bytes(optimizer: Optimizer, shape: Shape, width: int, *, in_block: bo
     return rounded(size * width) if optimizer == "lion" else 0
 
 
-def elements_on_stage(counts: ParameterCounts, dims: Configuration) -> float:
-    """Parameters of the largest pipeline stage on one tensor-parallel rank."""
-    if dims.pp == 1:
-        return counts.total / dims.tp
-    layers = sum(block.repeats for block in counts.blocks) or 1
-    in_stage = counts.in_blocks * -(-layers // dims.pp) / layers
-    ends = max(counts.embedding, counts.head + counts.other)
-    if counts.head == 0:
-        ends = counts.embedding + counts.other  # a tied head needs the table on both end stages
-    return (in_stage + ends) / dims.tp
-
-
 def states_of(job: Job, recipe: Recipe) -> States:
     """Resident states of the busiest rank as the allocator gives them."""
     made = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
@@ -151,10 +138,10 @@ def _with_copies(job: Job, recipe: Recipe, states: States) -> States:
 def _by_arithmetic(job: Job, recipe: Recipe) -> States:
     """What is sharded is one flat partition, as DeepSpeed makes it; nothing is offloaded."""
     configuration = job.configuration
-    elements = elements_on_stage(job.counts, configuration)
-    trained = elements_on_stage(job.counts.trained, configuration)
+    units, trains = units_of(job), trained_units_of(job)
+    elements, trained = units.elements, trains.elements
     share = largest_share(job)
-    local, stepped = elements * share, trained * share
+    local, stepped = _sharded_elements(job, units, share), _sharded_elements(job, trains, share)
     shards_weights = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
     shards_gradients = shards_weights or configuration.zero_stage == 2
     return States(
@@ -167,6 +154,14 @@ def _by_arithmetic(job: Job, recipe: Recipe) -> States:
         local=local,
         stepped=stepped,
     )
+
+
+def _sharded_elements(job: Job, units: Units, share: float) -> float:
+    """Elements of a rank's shards, `share` of what is not spread over expert-parallel ranks."""
+    chosen = job.configuration
+    if chosen.expert_shards == chosen.state_shards:
+        return units.elements * share
+    return (units.elements - units.experts) * share + units.experts / chosen.expert_shards
 
 
 def _moments_per_parameter(job: Job, recipe: Recipe) -> float:
@@ -188,7 +183,7 @@ def _of_tensors(job: Job, recipe: Recipe) -> States:
     return States(
         parameters=weight_bytes(job, recipe, sharded=True),
         gradients=trained.flat_bytes(recipe.gradient) if is_fsdp else trained.bytes(recipe.gradient),
-        optimizer=optimizer_state_bytes(job, recipe, trained),
+        optimizer=optimizer_state_bytes(job, recipe, trained) + trained.bytes(recipe.master),
         host=0,
         nvme=0,
         elements=units.elements,

@@ -11,14 +11,16 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.instants import Instant, instants_of
-from planner.cost.memory.ddp import ReplicaBuffers
+from planner.cost.memory.ddp import ReplicaBuffers, WholeGradientBuffers
 from planner.cost.memory.fsdp import FsdpBuffers, fsdp_buffers
 from planner.cost.memory.ledger import Ledger, States
 from planner.cost.memory.states import step_temporaries
 from planner.cost.memory.zero.deepspeed import zero_buffers
 from planner.cost.memory.zero.native import NativeZeroBuffers
-from planner.cost.precision import Recipe
+from planner.cost.precision import Recipe, has_own_states
+from planner.cost.split import micro_batches_in_flight
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
 
@@ -37,6 +39,9 @@ class Buffers(Protocol):
 
 def buffers_of(job: Job, recipe: Recipe, states: States) -> Buffers:
     """The buffers of the job's strategy."""
+    code = code_base(job.workload.code)
+    if code.whole_gradients and has_own_states(code, job.configuration):
+        return WholeGradientBuffers(job, recipe)
     if job.configuration.backend == "native":
         return NativeZeroBuffers(job, recipe)
     if job.configuration.zero_stage:
@@ -125,7 +130,7 @@ def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     chosen = job.configuration
     whole = chosen.strategy == "zero1" or not chosen.sync_each_micro_batch
     steps = min(chosen.gradient_accumulation_steps, 3 if whole else 2)
-    degrees = (chosen.dp_replicate, chosen.dp_shard, chosen.tp, chosen.pp)
+    degrees = (chosen.dp_replicate, chosen.dp_shard)
     engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch)
     saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression)
     key = (*engine, *saving, degrees, steps, chosen.optimizer)
@@ -157,7 +162,10 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
         (recipe.compute, recipe.residual, recipe.autocast, recipe.gather, recipe.scaled),
         (recipe.weight, recipe.frozen, recipe.quantised, job.workload.freezes),
         (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing, chosen.activations_on_host),
-        (chosen.tp, chosen.pp, chosen.strategy in ("single", "ddp")),
+        (chosen.tp, chosen.pp, chosen.cp, chosen.ep, chosen.sequence_parallel, job.workload.code),
+        (job.workload.compile, job.workload.loss),
+        (chosen.virtual_stages, job.stage, micro_batches_in_flight(chosen, job.stage), chosen.pp_schedule == "gpipe"),
+        chosen.strategy in ("single", "ddp"),
     )
 
 

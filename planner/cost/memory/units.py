@@ -6,14 +6,15 @@ and FSDP2 pads its dimension 0 to a multiple of the shards; so bytes are sums ov
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 
 from planner.cost.precision import Recipe
-from planner.models.facts import ParameterCounts, Shape
+from planner.cost.split import kinds_on_stage
+from planner.models.facts import BlockCount, ParameterCounts, Shape
 from planner.types.job import Job
 
 ALLOCATION_BYTES = 512
@@ -25,12 +26,25 @@ def rounded(size: float) -> int:
     return -int(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Ranks over which a tensor is sharded: most of them, and those of routed experts. `evenly`: whether experts are
+    cut in another dimension where there are fewer of them than ranks (torchtitan, `models/llama4/infra/parallelize.py`)
+    rather than dealt out whole, which FSDP2 does by itself."""
+
+    dense: int = 1
+    experts: int = 1
+    evenly: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """The tensors of one unit; `repeats` like units are on the rank, a fraction where pipeline stages differ."""
+    """The tensors of one unit; `repeats` like units are on the rank. `has_experts`: its three-dimensional tensors hold
+    routed experts, one beside the other."""
 
     shapes: tuple[Shape, ...]
     repeats: float = 1
+    has_experts: bool = False
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -41,9 +55,26 @@ class Unit:
     def elements(self) -> int:
         return sum(self.sizes)
 
-    def shard(self, shards: int) -> Unit:
+    @cached_property
+    def experts(self) -> int:
+        """Elements that belong to routed experts."""
+        if not self.has_experts:
+            return 0
+        return sum(size for shape, size in zip(self.shapes, self.sizes, strict=True) if len(shape) == _STACKED)
+
+    def shard(self, shards: Shards) -> Unit:
         """The rank with the most of dimension 0 of each tensor, as `fully_shard` chunks it."""
-        return Unit(shapes=tuple(_shard(shape, shards) for shape in self.shapes), repeats=self.repeats)
+        shapes = tuple(_shard(shape, ways, evenly=even) for shape, (ways, even) in self._ways(shards))
+        return replace(self, shapes=shapes)
+
+    def whole(self, shards: Shards) -> tuple[int, ...]:
+        """Elements of each tensor all-gathered, where this unit is a shard of it."""
+        return tuple(size * ways for size, (_, (ways, _)) in zip(self.sizes, self._ways(shards), strict=True))
+
+    def _ways(self, shards: Shards) -> Iterator[tuple[Shape, tuple[int, bool]]]:
+        for shape in self.shapes:
+            is_expert = self.has_experts and len(shape) == _STACKED
+            yield shape, (shards.experts, shards.evenly) if is_expert else (shards.dense, False)
 
     def bytes(self, width: float) -> int:
         """Bytes of one unit, each tensor a storage."""
@@ -60,6 +91,10 @@ class Unit:
     @cached_property
     def _bytes(self) -> dict[float, int]:
         return {}
+
+
+_STACKED = 3
+"""Dimensions of a tensor of all experts: [experts, outputs, inputs]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +131,20 @@ class Units:
     def elements(self) -> float:
         return sum(unit.repeats * unit.elements for unit in self.every)
 
-    def shard(self, shards: int) -> Units:
+    @cached_property
+    def experts(self) -> float:
+        """Elements that belong to routed experts."""
+        return sum(unit.repeats * unit.experts for unit in self.blocks)
+
+    @cached_property
+    def in_blocks(self) -> float:
+        return sum(unit.repeats * unit.elements for unit in self.blocks)
+
+    @cached_property
+    def largest_block(self) -> int:
+        return max((unit.elements for unit in self.blocks), default=0)
+
+    def shard(self, shards: Shards) -> Units:
         blocks = tuple(unit.shard(shards) for unit in self.blocks)
         return Units(blocks=blocks, root=self.root.shard(shards), tables=self.tables)
 
@@ -108,41 +156,63 @@ class Units:
         return sum(unit.repeats * rounded(unit.elements * width) for unit in self.every)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What part of a model one rank has: its degrees, and its stage of the pipeline."""
+
+    tp: int = 1
+    pp: int = 1
+    virtual_stages: int = 1
+    stage: int = 0
+    ep: int = 1
+
+
+def part_of(job: Job) -> Part:
+    """The part of the job's model that a rank of its stage has."""
+    chosen = job.configuration
+    return Part(chosen.tp, chosen.pp, chosen.virtual_stages, job.stage, chosen.ep)
+
+
+def shards_over(job: Job) -> Shards:
+    """The ranks over which the job's strategy shards."""
+    chosen = job.configuration
+    return Shards(chosen.state_shards, chosen.expert_shards, job.workload.code == "torchtitan")
+
+
 def units_of(job: Job) -> Units:
-    """The units of the largest pipeline stage on one tensor-parallel rank."""
-    return rank_units(job.counts, job.configuration.tp, job.configuration.pp)
+    """The units of one rank of the job's pipeline stage."""
+    return rank_units(job.counts, part_of(job))
 
 
 def trained_units_of(job: Job) -> Units:
     """The same without frozen weights."""
-    return rank_units(job.counts.trained, job.configuration.tp, job.configuration.pp)
+    return rank_units(job.counts.trained, part_of(job))
 
 
-def rank_units(counts: ParameterCounts, tp: int, pp: int) -> Units:
-    """The same by the degrees that split the model."""
-    return _units(counts, tp, pp, 1)
+def rank_units(counts: ParameterCounts, part: Part) -> Units:
+    """The same by the part of the model that the rank has."""
+    return _units(counts, part, Shards())
 
 
 def shards_of(job: Job) -> Units:
     """The same as data parallelism shards them, on the rank with the most."""
-    return _units(job.counts, job.configuration.tp, job.configuration.pp, job.configuration.dp_shard)
+    return _units(job.counts, part_of(job), shards_over(job))
 
 
 def trained_shards_of(job: Job) -> Units:
     """The same without frozen weights."""
-    return _units(job.counts.trained, job.configuration.tp, job.configuration.pp, job.configuration.dp_shard)
+    return _units(job.counts.trained, part_of(job), shards_over(job))
 
 
 def weight_bytes(job: Job, recipe: Recipe, *, sharded: bool) -> float:
     """Bytes of the weights on one rank, each tensor a storage: trained ones as the recipe keeps them, frozen ones as
     they were loaded."""
-    shards = job.configuration.dp_shard if sharded else 1
-    tp, pp = job.configuration.tp, job.configuration.pp
+    part, shards = part_of(job), shards_over(job) if sharded else Shards()
     if recipe.frozen is None:
-        return _units(job.counts, tp, pp, shards).bytes(recipe.weight)
-    held = _units(job.counts.held, tp, pp, shards)
+        return _units(job.counts, part, shards).bytes(recipe.weight)
+    held = _units(job.counts.held, part, shards)
     blocks = sum(unit.repeats * unit.loaded_bytes(recipe) for unit in held.blocks)
-    return _units(job.counts.trained, tp, pp, shards).bytes(recipe.weight) + blocks + held.root.bytes(recipe.frozen)
+    return _units(job.counts.trained, part, shards).bytes(recipe.weight) + blocks + held.root.bytes(recipe.frozen)
 
 
 def mean_width(job: Job, recipe: Recipe) -> float:
@@ -152,32 +222,65 @@ def mean_width(job: Job, recipe: Recipe) -> float:
     return weight_bytes(job, recipe, sharded=False) / max(units_of(job).elements, 1)
 
 
-@lru_cache(maxsize=256)
-def _units(counts: ParameterCounts, tp: int, pp: int, shards: int) -> Units:
-    layers = sum(block.repeats for block in counts.blocks) or 1
-    share = -(-layers // pp) / layers
+@lru_cache(maxsize=512)
+def _units(counts: ParameterCounts, part: Part, shards: Shards) -> Units:
     in_order = sorted(counts.blocks, key=lambda block: block.name != "vision")  # image towers run first, count last
+    kinds = tuple((block.name, block.repeats) for block in in_order)
+    repeats = kinds_on_stage(kinds, part.pp, part.virtual_stages, part.stage)
     blocks = tuple(
-        Unit(shapes=_parallel(block.shapes or _whole(block.parameters), tp), repeats=block.repeats * share)
-        for block in in_order
+        Unit(
+            shapes=tuple(_on_rank(shape, part, is_expert=bool(block.experts)) for shape in _shapes(block)),
+            repeats=count,
+            has_experts=bool(block.experts),
+        )
+        for block, count in zip(in_order, repeats, strict=True)
+        if count
     )
-    root = Unit(shapes=_parallel(_outside(counts, pp), tp))
-    return Units(blocks=blocks, root=root, tables=_tables(counts)).shard(shards)
+    outside, tables = _outside(counts, part)
+    root = Unit(shapes=tuple(_on_rank(shape, part, is_expert=False) for shape in outside))
+    units = Units(blocks=blocks, root=root, tables=tables)
+    return units if shards == Shards() else units.shard(shards)
 
 
-def _tables(counts: ParameterCounts) -> int:
-    """How many of the tensors outside the blocks make up the embedding."""
-    elements = accumulate(prod(shape) for shape in counts.outside)
-    return sum(1 for size in elements if size <= counts.embedding)
+def _shapes(block: BlockCount) -> tuple[Shape, ...]:
+    return block.shapes or _whole(block.parameters)
 
 
-def _outside(counts: ParameterCounts, stages: int) -> tuple[Shape, ...]:
-    """Weights outside the blocks; of a pipeline, those of the larger end, as one tensor."""
-    if stages == 1:
-        return counts.outside or _whole(counts.outside_blocks)
-    if counts.head == 0:  # a tied head needs the table on both end stages
-        return ((counts.embedding + counts.other,),)
-    return ((max(counts.embedding, counts.head + counts.other),),)
+def _on_rank(shape: Shape, part: Part, *, is_expert: bool) -> Shape:
+    """A tensor as a rank has it. Vectors (norms, biases) are on every tp rank; of the biases those of column-parallel
+    products are not, which is a thousandth of a block. Experts that are spread over ranks are whole there."""
+    if is_expert and len(shape) == _STACKED:
+        if part.ep > 1:
+            return _shard(shape, part.ep)
+        return (shape[0], -(-shape[1] // part.tp), shape[2])
+    is_vector = len(shape) < 2 and prod(shape) <= _NO_VECTOR
+    return shape if is_vector else _shard(shape, part.tp)
+
+
+_NO_VECTOR = 1 << 20
+"""Elements from which on a shape of one dimension is a sum of weights that are not known by themselves."""
+
+
+def _outside(counts: ParameterCounts, part: Part) -> tuple[tuple[Shape, ...], int]:
+    """Weights outside the blocks on a rank, and how many of the tensors make up the embedding.
+
+    In a pipeline the first stage has the embedding and the last one what comes after the blocks, a head that is tied to
+    the token table with a copy of that.
+    """
+    outside = counts.outside
+    tables = sum(1 for size in accumulate(map(prod, outside)) if size <= counts.embedding)
+    first, last = part.stage == 0, part.stage == part.pp - 1
+    if part.pp == 1:
+        return outside or _whole(counts.outside_blocks), tables
+    if not outside:
+        ending = counts.head + counts.other if counts.head else counts.embedding + counts.other
+        return (_whole(counts.embedding), 1) if first else (_whole(ending) if last else (), 0)
+    if first:
+        return outside[:tables], tables
+    if not last:
+        return (), 0
+    tied = outside[: min(tables, 1)] if counts.head == 0 else ()
+    return (*tied, *outside[tables:]), 0
 
 
 def _whole(elements: int) -> tuple[Shape, ...]:
@@ -185,9 +288,9 @@ def _whole(elements: int) -> tuple[Shape, ...]:
     return ((elements,),) if elements else ()
 
 
-def _parallel(shapes: Iterable[Shape], degree: int) -> tuple[Shape, ...]:
-    return tuple(_shard(shape, degree) for shape in shapes)
-
-
-def _shard(shape: Shape, shards: int) -> Shape:
-    return (-(-shape[0] // shards), *shape[1:]) if shape else shape
+def _shard(shape: Shape, shards: int, *, evenly: bool = False) -> Shape:
+    if not shape or shards == 1:
+        return shape
+    if evenly and shape[0] < shards:
+        return (1, -(-prod(shape[:2]) // shards), *shape[2:])
+    return (-(-shape[0] // shards), *shape[1:])

@@ -155,6 +155,8 @@ def collective_seconds(cluster: Cluster, name: Collective, size_bytes: float, me
     if measured is not None:
         return measured
     links = fabric(cluster)
+    if name == "all_to_all":
+        return _all_to_all_seconds(links, size_bytes, members)
     local = members.per_node
     bandwidth = math.inf if local == 1 else links.intra[name][0 if local == 2 else 1 if local <= 4 else 2]
     if members.nodes > 1:
@@ -163,6 +165,17 @@ def collective_seconds(cluster: Cluster, name: Collective, size_bytes: float, me
     if name == "all_reduce" and members.nodes == 1 and links.in_switch:
         return min(ring, links.base + links.switch_latency + size_bytes / links.in_switch)
     return ring
+
+
+def _all_to_all_seconds(links: Fabric, size_bytes: float, members: Group) -> float:
+    """Every rank sends each other one an equal part of its `size_bytes`, to those of other nodes over its own share of
+    the NICs, to those of its own node beside that."""
+    local, size = members.per_node, members.size
+    inside = size_bytes * (local - 1) / size / (links.intra["all_to_all"][0 if local == 2 else 1 if local <= 4 else 2])
+    if members.nodes == 1:
+        return links.base + links.intra_step + inside
+    between = size_bytes * (size - local) / size * local * members.sharing / links.inter["all_to_all"]
+    return links.base + links.inter_step + max(inside, between)
 
 
 def _measured_seconds(cluster: Cluster, name: Collective, size_bytes: float, members: Group) -> float | None:

@@ -6,10 +6,11 @@ its kernels. Derivations of the pass counts stand in docs/explanation/cost-model
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cost.memory.activations.adapters import DEQUANTISED_BYTES
 from planner.cost.precision import ScaledProducts, recipe_of
+from planner.cost.split import EXPERT_IMBALANCE
 from planner.cost.timing.efficiency import ATTENTION_BACKWARD, BACKWARD, DeviceRates, Waste, block_waste
 from planner.cost.timing.flops import (
     ALL_TRAINED,
@@ -22,17 +23,20 @@ from planner.cost.timing.flops import (
     head_width,
     trained_share,
 )
-from planner.cost.timing.stacks import USUAL_MATMULS, Stack
+from planner.cost.timing.stacks import USUAL_MATMULS, Matmuls, Stack
 from planner.types.job import Job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """Seconds of forward and backward of one block or head on one micro-batch, and of what recomputation repeats."""
+    """Seconds of forward and backward of one block or head on one micro-batch, and of what recomputation repeats; of
+    the forward `attention`'s, of the backward those of the gradients of `weights`, which nothing waits for."""
 
     forward: float
     backward: float
     recomputed: float = 0.0
+    attention: float = 0.0
+    weights: float = 0.0
 
     @property
     def total(self) -> float:
@@ -43,11 +47,17 @@ class Passes:
             forward=self.forward + other.forward,
             backward=self.backward + other.backward,
             recomputed=self.recomputed + other.recomputed,
+            attention=self.attention + other.attention,
+            weights=self.weights + other.weights,
         )
 
     def __mul__(self, factor: float) -> Passes:
         return Passes(
-            forward=self.forward * factor, backward=self.backward * factor, recomputed=self.recomputed * factor
+            forward=self.forward * factor,
+            backward=self.backward * factor,
+            recomputed=self.recomputed * factor,
+            attention=self.attention * factor,
+            weights=self.weights * factor,
         )
 
 
@@ -72,8 +82,9 @@ ALIGNED_ELEMENTS = 8
 """Tensor cores take 16-bit products whose inner width is a multiple of this (16 bytes); others run without them."""
 
 
-def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: int) -> float:
-    """What the forward of one block does outside products; norms and residuals are not split by tp."""
+def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: int, is_split: bool) -> float:
+    """What the forward of one block does outside products; norms and residuals are split by tp only where sequence
+    parallelism splits the tokens between products."""
     code = rates.code
     norm = code.rms_norm_passes if stack.root_mean_square_norm else code.layer_norm_passes
     masked = 2 * code.dropout_passes if stack.dropout and rates.measured.dropout is None else 0
@@ -82,7 +93,8 @@ def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: in
     activation = code.gated_passes if stack.gated else activation
     rotated = stack.attention_width + stack.key_value_width if stack.rotary else 0
     inner = stack.mlp_width / tp
-    plain = hidden * stack.hidden + code.rotary_passes * rotated / tp + code.dispatch_passes * stack.dispatched
+    stream = hidden * stack.hidden + code.dispatch_passes * stack.dispatched
+    plain = (stream / tp if is_split else stream) + code.rotary_passes * rotated / tp
     beside = activation - EXPONENTIAL_PASSES
     element = tokens * rates.element_bytes
     if stack.launches:
@@ -96,8 +108,8 @@ def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: in
 
 
 def _attention_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
-    """Attention in one block on one tp rank."""
-    tp = job.configuration.tp
+    """Attention in one block on one rank: of its heads, and of its part of the queries, with all keys."""
+    tp = job.configuration.tp * job.configuration.cp
     full = attention_flops(stack, shape) / tp
     if not full:
         return NOTHING
@@ -124,13 +136,14 @@ def _attention_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRate
 def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     """One block of a stack on one micro-batch of one rank."""
     tp = job.configuration.tp
-    matmuls = stack.matmuls
-    tokens = shape.samples * stack.length(shape.sequence, shape.source)
-    moved = matmuls.stored / tp + tokens * (matmuls.unsplit_width + matmuls.split_width / tp)
+    matmuls, ep = _on_rank(stack, job), job.configuration.ep
+    tokens = shape.samples * stack.length(shape.sequence, shape.source) / job.configuration.cp
+    moved = matmuls.stored / max(tp, ep if stack.dispatched else 1)
+    moved += tokens * (matmuls.unsplit_width + matmuls.split_width / tp)
     work = 2.0 * matmuls.active * tokens / tp, moved, matmuls.kernels
     waste = block_waste(stack, tokens, tp, rates.multiprocessors)
     products, products_backward = _product_passes(stack, tokens, tp, work, waste, rates)
-    elementwise = _elementwise_seconds(stack, tokens, rates, tp)
+    elementwise = _elementwise_seconds(stack, tokens, rates, tp, job.configuration.sequence_parallel)
     attention = _attention_passes(stack, job, shape, rates)
     host = _host_seconds(stack, rates)
     drawn = 2 * rates.random(tokens * stack.hidden) if stack.dropout else 0.0
@@ -151,7 +164,24 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     selective = elementwise + rates.code.selective_products * products
     recomputed = {"none": 0.0, "full": again, "selective": selective}[checkpointing]
     forward *= 1 + job.has_reference
-    return Passes(forward=forward, backward=backward, recomputed=recomputed)
+    return Passes(
+        forward=forward,
+        backward=backward,
+        recomputed=recomputed,
+        attention=attention.forward,
+        weights=products_backward / 2 * share.weights,
+    )
+
+
+def _on_rank(stack: Stack, job: Job) -> Matmuls:
+    """A block's products on the busiest rank: where experts are spread over ranks it gets more tokens than the mean."""
+    facts, matmuls = job.facts, stack.matmuls
+    if job.configuration.ep == 1 or not stack.dispatched:
+        return matmuls
+    width = facts.moe_intermediate_size or facts.intermediate_size
+    routed = (3 if facts.gated_mlp else 2) * facts.hidden_size * width * facts.experts_per_token
+    share = 1 - facts.first_k_dense / facts.num_layers
+    return replace(matmuls, active=matmuls.active + (EXPERT_IMBALANCE - 1) * routed * share)
 
 
 ADAPTER_KERNELS = 7
@@ -257,7 +287,7 @@ def _host_seconds(stack: Stack, rates: DeviceRates) -> float:
 def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     """The output projection and the loss on one micro-batch of one rank."""
     tp = job.configuration.tp
-    tokens, width, hidden = head_tokens(job, shape), head_width(job), job.facts.hidden_size
+    tokens, width, hidden = head_tokens(job, shape) / job.configuration.cp, head_width(job), job.facts.hidden_size
     if not tokens:
         return NOTHING
     weights, share = head_weights(job), trained_share(job.counts)

@@ -58,15 +58,32 @@ class StepContext:
     def collective(self, name: Collective, elements: float, width: float, members: Group) -> float:
         return collective_seconds(self.job.cluster, name, elements * width, members)
 
+    @property
+    def spread_experts(self) -> float:
+        """Elements of a block that are sharded over other ranks than the rest."""
+        return 0.0 if self.where.expert_shards == self.where.shards else self.where.experts
+
     def all_gather(self, elements: float, width: float | None = None) -> float:
         """Parameters all-gathered among shards, `width` bytes each where those are not the root's."""
         return self.collective("all_gather", elements, width or self.where.gather_bytes, self.where.shard_group)
+
+    def all_gather_block(self) -> float:
+        """The parameters of a block."""
+        where, experts = self.where, self.spread_experts
+        seconds = self.all_gather(where.block - experts, where.block_gather_bytes)
+        return seconds + self.collective("all_gather", experts, where.block_gather_bytes, where.expert_group)
 
     def reduce_scatter(self, elements: float) -> float:
         """Gradients reduce-scattered among shards, then all-reduced among replicas."""
         width, where = self.where.communication_bytes, self.where
         scattered = self.collective("reduce_scatter", elements, width, where.shard_group)
         return scattered + self.collective("all_reduce", elements / where.shards, width, where.replica_group)
+
+    def reduce_scatter_block(self) -> float:
+        """The gradients of a block."""
+        where, experts = self.where, self.spread_experts
+        seconds = self.reduce_scatter(where.block - experts)
+        return seconds + self.collective("reduce_scatter", experts, where.communication_bytes, where.expert_group)
 
 
 def data_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> Communication:
@@ -146,14 +163,14 @@ def _fully_sharded(context: StepContext) -> Communication:
     accumulates without synchronisation. `fsdp-grad-op` gathers once: parameters stay whole until the backward's end.
     """
     where, block, layers = context.where, context.stage.block, context.where.layers
-    gather, root = context.all_gather(where.block, where.block_gather_bytes), context.all_gather(where.root)
+    gather, root = context.all_gather_block(), context.all_gather(where.root)
     forward = Communication(
         total=layers * gather + root,
         exposed=root + gather + (layers - 1) * beside(block.forward, gather, context.slowdown),
     )
     again = 0.0 if context.job.configuration.strategy == "fsdp-grad-op" else gather
     quiet = _backward(context, again, 0.0, 0.0)
-    loud = _backward(context, again, context.reduce_scatter(where.block), context.reduce_scatter(where.root))
+    loud = _backward(context, again, context.reduce_scatter_block(), context.reduce_scatter(where.root))
     reductions = context.rounds if context.job.configuration.sync_each_micro_batch else 1
     return forward * context.rounds + quiet * (context.rounds - reductions) + loud * reductions
 

@@ -50,7 +50,7 @@ def waste_of(rows: float, columns: float, cores: int) -> float:
     return -(-tiles // cores) * cores * TILE_ROWS * TILE_COLUMNS / (rows * columns)
 
 
-def block_waste(stack: Stack, tokens: int, tp: int, cores: int) -> Waste:
+def block_waste(stack: Stack, tokens: float, tp: int, cores: int) -> Waste:
     """The mean over a dense block's products, by their operations.
 
     Queries, keys and values are taken as one product, gate and up projection too. The backward has two products each:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from planner.cost.precision import Recipe, communication_bytes, recipe_of
+from planner.cost.split import blocks_per_stage
 from planner.cost.timing.collectives import Group, group
 from planner.cost.timing.flops import executed_layers, job_stacks
 from planner.cost.timing.stacks import USUAL_MATMULS
@@ -44,7 +44,8 @@ class Layout:
     """One rank of the busiest pipeline stage.
 
     `layers` blocks of `block` parameters in `products` modules, and `root` parameters outside blocks, `embedding` of
-    them last in the backward; all divided by tp. Widths are bytes per
+    them last in the backward; all divided by tp. Of a block `experts` are those of routed experts, which are sharded
+    over ranks of their own where experts are spread. Widths are bytes per
     parameter of what is all-gathered (of blocks apart), of what is reduced, of that between ranks, and of a stored
     gradient, the last three over all parameters, of which only `trained` (a share) have gradients and states.
     """
@@ -58,6 +59,9 @@ class Layout:
     shards: int
     shard_group: Group
     replica_group: Group
+    experts: float
+    expert_shards: int
+    expert_group: Group
     gather_bytes: float
     block_gather_bytes: float
     reduce_bytes: float
@@ -81,12 +85,15 @@ class Layout:
     @property
     def local(self) -> float:
         """Parameters of one data-parallel shard, frozen or not."""
-        return self.parameters / self.shards
+        if self.expert_shards == self.shards:
+            return self.parameters / self.shards
+        experts = self.layers * self.experts
+        return (self.parameters - experts) / self.shards + experts / self.expert_shards
 
     @property
     def owned(self) -> float:
         """Parameters whose optimizer states this rank holds."""
-        return self.parameters / self.shards * self.trained
+        return self.local * self.trained
 
 
 def _products_per_block(job: Job) -> float:
@@ -114,20 +121,25 @@ def layout(job: Job) -> Layout:
     """The layout of a job's busiest stage."""
     configuration, counts = job.configuration, job.counts
     total_layers = executed_layers(job)
-    layers = math.ceil(total_layers / configuration.pp)
+    layers = max(blocks_per_stage(total_layers, configuration.pp, configuration.virtual_stages))
     outside = counts.outside_blocks
     if configuration.pp > 1:
         outside = max(counts.embedding, counts.head) + counts.other
     sharded = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage > 0
-    shards = configuration.dp_shard if sharded else 1
-    replicas = configuration.dp_replicate * configuration.dp_shard // shards
-    tp = configuration.tp
+    shards, expert_shards = (configuration.state_shards, configuration.expert_shards) if sharded else (1, 1)
+    replicas = configuration.dp_replicate * configuration.dp_shard * configuration.cp // shards
+    tp, ep = configuration.tp, configuration.ep
+    routed = sum(block.experts * block.repeats for block in counts.blocks) / total_layers
+    experts = routed / (ep if ep > 1 else tp)
     recipe = recipe_of(job)
     trained = 1.0 if counts.trains_all else counts.trained.total / counts.total
     return Layout(
         layers=layers,
         share_of_layers=layers / total_layers,
-        block=counts.in_blocks / total_layers / tp,
+        block=(counts.in_blocks / total_layers - routed) / tp + experts,
+        experts=experts,
+        expert_shards=expert_shards,
+        expert_group=group(job.cluster, expert_shards, ep if ep > 1 else tp),
         products=_products_per_block(job),
         root=outside / tp,
         embedding=counts.embedding / tp,

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from planner.cost.code_bases import code_base
 from planner.cost.precision import scaled_products
 from planner.cost.timing.data_parallel import Communication, data_parallel
@@ -17,12 +15,10 @@ from planner.cost.timing.offload import OffloadCost, offload_cost
 from planner.cost.timing.optimizer import optimizer_seconds
 from planner.cost.timing.parameter_copies import copies_of, copy_seconds
 from planner.cost.timing.pipeline import (
-    Stage,
-    TensorParallel,
     boundary_seconds,
-    one_forward_one_backward,
+    bubble_seconds,
+    exchanges,
     stages,
-    tensor_parallel,
 )
 from planner.types.job import Job
 from planner.types.plan import StepTime, Throughput
@@ -36,16 +32,17 @@ def step_time(job: Job) -> StepTime:
     where = layout(job)
     pipeline = stages(job, rates)
     busiest = max(pipeline, key=lambda stage: stage.total)
-    tensor = tensor_parallel(job, where, rates)
+    inside = exchanges(job, where, busiest, rates)
     hop = boundary_seconds(job, rates)
-    visible = Communication(total=steps * (tensor.total + 2 * hop), exposed=steps * tensor.total)
+    hops = 2 * hop * job.configuration.virtual_stages
+    visible = Communication(total=steps * (inside.total + hops), exposed=steps * inside.visible)
     sharded = data_parallel(job, where, busiest, rates)
     communication = sharded + visible
     hideout = max(0.0, steps * busiest.total - (sharded.total - sharded.exposed))
     offload = offload_cost(job, where, hideout, rates)
     compute = steps * busiest.total + copy_seconds(copies_of(job, where, rates), rates)
     optimizer = _optimizer(job, where, rates, offload)
-    bubble = _bubble(pipeline, tensor, steps, hop)
+    bubble = bubble_seconds(job, pipeline, inside, hop)
     return StepTime(
         step_seconds=compute + communication.exposed + offload.transfers + optimizer + bubble,
         compute_seconds=compute,
@@ -64,16 +61,6 @@ def _optimizer(job: Job, where: Layout, rates: DeviceRates, offload: OffloadCost
     kept = 1 - job.configuration.offload_ratio
     on_device = kept * optimizer_seconds(job, where, rates) if kept else 0.0
     return on_device + offload.cpu_optimizer if rates.serial else max(on_device, offload.cpu_optimizer)
-
-
-def _bubble(pipeline: Sequence[Stage], tensor: TensorParallel, steps: int, hop: float) -> float:
-    """What the schedule takes beyond the work of its busiest stage."""
-    if len(pipeline) == 1:
-        return 0.0
-    forwards = [stage.forward + tensor.forward for stage in pipeline]
-    backwards = [stage.backward + tensor.backward for stage in pipeline]
-    work = steps * max(forward + backward for forward, backward in zip(forwards, backwards, strict=True))
-    return one_forward_one_backward(forwards, backwards, steps, hop) - work
 
 
 def throughput(job: Job, time: StepTime) -> Throughput:

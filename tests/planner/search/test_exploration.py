@@ -31,6 +31,8 @@ QUESTIONS = (
     ("t5-3b", "rtx4090", 8, {"objective": "memory"}),
     ("vit-large", "a100-80gb", 8, {"objective": "memory", "global_batch": 384}),
     ("llama-3-8b", "h100", 4, {"objective": "memory", "global_batch": 8, "seq_len": 256}),
+    ("mixtral-8x7b", "h100", 16, {"global_batch": 32, "code": "megatron", "allow_unrunnable": True}),
+    ("llama-3-8b", "h100", 16, {"global_batch": 8, "seq_len": 65536, "code": "torchtitan", "allow_unrunnable": True}),
 )
 
 

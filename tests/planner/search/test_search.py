@@ -112,7 +112,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 def test_a_thousand_gpus_rank_tensor_and_pipeline_plans_but_put_a_runnable_one_first() -> None:
     answer = recommend(question("llama-2-70b", "h100", 1024, top=30))
     assert answer.plans[0].runnable
-    assert any(plan.configuration.tp > 1 for plan in answer.plans)
+    assert any(plan.configuration.splits_model for plan in answer.plans)
     for plan in answer.plans:
         model_parallel = plan.configuration.tp * plan.configuration.pp > 1
         assert plan.runnable != model_parallel

@@ -24,14 +24,15 @@ Dimensions: TypeAlias = Mapping[str, float]
 
 
 def model_dimensions(facts: ModelFacts, tp: int = 1) -> dict[str, float]:
-    """The model's own symbols; heads, feed-forward widths and the vocabulary are divided by `tp`."""
+    """The model's own symbols; heads, feed-forward widths and the vocabulary are divided by `tp`. Where there are fewer
+    key heads than ranks each has a whole one."""
     rotated = facts.rotary_dim or int(facts.head_dim * facts.rotary_pct)
     values: dict[str, float] = {
         "h": facts.hidden_size,
         "a": max(facts.num_heads / tp, 1),
         "g": max(facts.num_kv_heads / tp, 1),
         "d": facts.head_dim,
-        "r": facts.num_heads / max(facts.num_kv_heads, 1),
+        "r": max(facts.num_heads / tp, 1) / max(facts.num_kv_heads / tp, 1),
         "f": facts.intermediate_size / tp,
         "F": (facts.decoder_intermediate_size or facts.intermediate_size) / tp,
         "V": facts.vocab_size / tp,

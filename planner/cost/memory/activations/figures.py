@@ -10,13 +10,33 @@ from itertools import product
 from operator import le
 from typing import Any
 
+from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.adapters import Addition, Numbers, Run, Training, addition_of, runs_of, training_of
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
-from planner.cost.memory.activations.form import BlockForm, Form, Moment, find_form, per_sample, structure_of
+from planner.cost.memory.activations.form import (
+    BlockForm,
+    Form,
+    Moment,
+    Polynomial,
+    Spread,
+    find_form,
+    per_rank,
+    per_sample,
+    structure_of,
+)
 from planner.cost.memory.ledger import NOTHING, Amount, plus
 from planner.cost.precision import Recipe, ScaledProducts
+from planner.cost.split import (
+    EXPERT_IMBALANCE,
+    AttentionExchange,
+    attention_exchange,
+    exchange_elements,
+    keeps_sequence_shards,
+    kinds_on_stage,
+)
 from planner.models.facts import ModelFacts, TracedActivations
 from planner.types.job import Job
+from planner.vocabulary import Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +98,14 @@ class _Question:
     tp: int
     length: int
     source: int
+    code: str
+    compiled: bool
+    loss: Loss
+    cp: int
+    ep: int
+    is_sequence_parallel: bool
+    exchange: AttentionExchange
+    keeps_shards: bool
     training: Training | None = None
     numbers: Numbers | None = None
 
@@ -96,6 +124,14 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         configuration.tp,
         configuration.sequence_length,
         job.source_length,
+        job.workload.code,
+        job.workload.compile,
+        job.workload.loss,
+        configuration.cp,
+        configuration.ep,
+        configuration.sequence_parallel and configuration.tp > 1,
+        attention_exchange(job) if configuration.cp > 1 else "ring",
+        configuration.tp > 1 and keeps_sequence_shards(job),
     )
     if job.workload.freezes and not job.counts.trains_all:
         numbers = Numbers(_frozen_mode(recipe), configuration.tp, job.eager_attention, recipe.dequantises)
@@ -113,7 +149,9 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
     facts, tp = job.facts, job.configuration.tp
     if scaled.saved is None or not facts.hidden_size or not figures.blocks:
         return figures
-    hidden, width = float(facts.hidden_size), facts.intermediate_size / tp
+    chosen = job.configuration
+    parts = tp if chosen.sequence_parallel and keeps_sequence_shards(job) else 1
+    hidden, width = facts.hidden_size / parts, facts.intermediate_size / tp
     routed = hidden
     if facts.is_moe:
         width = (facts.experts_per_token * facts.moe_intermediate_size + shared_width(facts)) / tp
@@ -121,7 +159,7 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
     copies = (3, 2 if facts.gated_mlp else 1) if scaled.saved_apart else (1, 1)
     less = hidden * (2 - copies[0] * scaled.saved) + routed * (2 - copies[1] * scaled.saved)
     less += width * (2 - scaled.saved) - scaled.saved * facts.num_heads * facts.head_dim / tp
-    each = (0.0, -scaled.blocks * less * job.configuration.sequence_length)
+    each = (0.0, -scaled.blocks * less * chosen.sequence_length / chosen.cp)
     blocks = [
         replace(
             block,
@@ -143,8 +181,14 @@ def _moved(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
 def buffer_bytes(job: Job, recipe: Recipe) -> float:
     """Buffers, such as the masks of older models: no strategy splits them."""
     figures = figures_of(job, recipe)
-    blocks = figures.blocks
-    return figures.buffers + sum(-(-block.count // job.configuration.pp) * block.buffers for block in blocks)
+    counts = blocks_on_stage(job, figures)
+    return figures.buffers + sum(count * block.buffers for count, block in zip(counts, figures.blocks, strict=True))
+
+
+def blocks_on_stage(job: Job, figures: Figures) -> tuple[int, ...]:
+    """How many blocks of each kind a rank of the job's pipeline stage has."""
+    chosen, kinds = job.configuration, tuple((block.name, block.count) for block in figures.blocks)
+    return kinds_on_stage(kinds, chosen.pp, chosen.virtual_stages, job.stage)
 
 
 def precision_mode(recipe: Recipe) -> str:
@@ -162,26 +206,155 @@ def _frozen_mode(recipe: Recipe) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
-    figures = _of_form(facts, question, (question.mode,))
+    figures = _of_form(facts, question, *_form_of(facts, question))
     if question.training is None or question.numbers is None:
-        return figures
+        return _with_exchanges(figures, _exchanges(facts, question))
     mode = question.numbers.mode
-    frozen = _of_form(facts, question, (f"frozen {mode}", "frozen pure") if mode == "mixed" else (f"frozen {mode}",))
-    return _partly_trained(facts, question.training, question.numbers, figures, frozen, _lengths(facts, question))
+    modes = (f"frozen {mode}", "frozen pure") if mode == "mixed" else (f"frozen {mode}",)
+    fixed = _of_form(facts, question, *_traced_form(facts, question, modes))
+    parts = _partly_trained(facts, question.training, question.numbers, figures, fixed, _lengths(facts, question))
+    return _with_exchanges(parts, _exchanges(facts, question))
 
 
-def _of_form(facts: ModelFacts, question: _Question, modes: Sequence[str]) -> Figures:
+def _of_form(facts: ModelFacts, question: _Question, form: Form, differences: int) -> Figures:
+    sizes = _sizes(facts, question)
+    blocks = [_block(name, count, block, sizes) for name, count, block in _stacks(facts, form)]
+    figures = _figures(form, blocks, sizes, differences)
+    if not _classifies(facts):
+        return figures
+    labels = replace(sizes, tokens=dict(sizes.tokens) | {"V": facts.num_labels})
+    return _classifying(figures, form, replace(labels, weights=labels.tokens))
+
+
+def _form_of(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
+    """The form of the code that runs, and how far its structure is from the model's. Code bases other than transformers
+    are written out for decoders; other kinds of models go by transformers' modules."""
+    written = has_written_form(facts, question.code, compiled=question.compiled)
+    plain = question.loss == "plain" or not facts.vocab_size
+    if plain and not written:
+        return _traced_form(facts, question)
+    return _written_form(facts, question, blocks=written, loss="plain" if plain else question.loss)
+
+
+def _written_form(facts: ModelFacts, question: _Question, *, blocks: bool, loss: Loss) -> tuple[Form, int]:
+    """The form with blocks or a loss that were written down; what is neither is as it was traced."""
+    from planner.cost.memory.activations import blocks as known  # takes milliseconds, and few ask
+
+    code, (width, residual) = code_base(question.code), known.WIDTHS[question.mode]
+    traits = code.traits(compiled=question.compiled)
+    if blocks and code.eager.block is not None:
+        in_place = code.whole_gradients
+        form, differences = known.code_form(facts, traits, question.mode, question.attention, adds_in_place=in_place), 0
+    else:
+        form, differences = _traced_form(facts, question)
+        if blocks and traits.block is not None:
+            held = {"V h": float(residual)} if facts.tie_word_embeddings else {}
+            own = known.code_blocks(facts, traits.block, question.mode, question.attention, held)
+            form, differences = replace(form, blocks=own), 0
+    if loss == "plain":
+        return form, differences
+    rows = 1 / known.CHUNKS
+    if loss == "fused":
+        rows = known.fused_rows(question.length, facts.vocab_size, facts.hidden_size)
+    weight = 4 if question.mode != "pure" else 2
+    return known.with_loss(form, loss, width=width, weight=weight, rows=rows), differences
+
+
+def has_written_form(facts: ModelFacts, code: str, *, compiled: bool) -> bool:
+    """Whether the code base's own blocks are counted, rather than transformers' eager ones."""
+    is_decoder = facts.kind == "decoder" and not facts.recorded_as and not facts.sliding_window
+    return is_decoder and code_base(code).traits(compiled=compiled).block is not None
+
+
+def _traced_form(facts: ModelFacts, question: _Question, modes: Sequence[str] = ()) -> tuple[Form, int]:
     windows = question.attention == "sdpa" and 0 < facts.sliding_window < question.length
     attentions = _attentions(question.attention, windows=windows)
     devices = ("cpu", "cuda") if question.on_cpu else ("cuda",)
-    variants = [f"{device} {mode} {attention}" for attention, device, mode in product(attentions, devices, modes)]
+    asked = modes or (question.mode,)
+    variants = [f"{device} {mode} {attention}" for attention, device, mode in product(attentions, devices, asked)]
     found = find_form(structure_of(facts), variants)
     if found is None:
         raise LookupError(f"no memory form for {facts.model_type}")
-    sizes = model_dimensions(facts, question.tp) | _lengths(facts, question)
-    blocks = [_block(name, count, form, sizes) for name, count, form in _stacks(facts, found.form)]
-    figures = _figures(found.form, blocks, sizes, found.differences)
-    return _classifying(figures, found.form, sizes | {"V": facts.num_labels}) if _classifies(facts) else figures
+    return found.form, found.differences
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What symbols stand for on one rank: in activations, with how its tokens are spread, and in weights."""
+
+    tokens: Dimensions
+    weights: Dimensions
+    spread: Spread
+
+    def amount(self, polynomial: Polynomial) -> Amount:
+        return per_rank(polynomial, self.tokens, self.spread)
+
+    def fixed(self, polynomial: Polynomial) -> float:
+        return sum(per_sample(polynomial, self.weights))
+
+
+def _sizes(facts: ModelFacts, question: _Question) -> _Sizes:
+    """Experts that are spread over ranks are whole there, and get the tokens of other ranks for those they send."""
+    tokens = model_dimensions(facts, question.tp) | _lengths(facts, question)
+    spread = Spread(
+        cp=question.cp,
+        tp=question.tp if question.is_sequence_parallel else 1,
+        uneven=EXPERT_IMBALANCE if question.ep > 1 else 1.0,
+    )
+    if question.ep == 1:
+        return _Sizes(tokens, tokens, spread)
+    experts = {"E": facts.num_experts / question.ep, "m": tokens["m"] * question.tp}
+    return _Sizes(tokens, tokens | experts, spread)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchanges:
+    """Bytes per sample that exchanges between ranks add: to what a block keeps, and to the moments of its passes and
+    of the head's."""
+
+    kept: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    head: float = 0.0
+
+
+def _exchanges(facts: ModelFacts, question: _Question) -> _Exchanges:
+    """Under sequence parallelism the input of a column-parallel product is all-gathered, and what a row-parallel one
+    makes is whole until it is reduce-scattered: one whole residual stream in forward, two in backward (the gradient and
+    the input once more). torch's DTensor keeps the inputs it gathered, of attention and of a dense MLP; Megatron-LM
+    keeps its part and gathers again (arXiv 2205.05198, section 4.2.2).
+    """
+    width, length = 4 if question.mode == "fp32" else 2, question.length / question.cp
+    stream = 0.0
+    if question.is_sequence_parallel:
+        stream = (1 - 1 / question.tp) * width * length * facts.hidden_size
+    inputs = 0 if question.keeps_shards else 1 if facts.is_moe else 2
+    forward, backward = exchange_elements(facts, question.exchange, question.tp, question.cp)
+    exchanged = width * question.length
+    return _Exchanges(
+        kept=inputs * stream,
+        forward=stream + forward * exchanged,
+        backward=2 * stream + backward * exchanged,
+        head=stream,
+    )
+
+
+def _with_exchanges(figures: Figures, exchanges: _Exchanges) -> Figures:
+    if exchanges == _Exchanges():
+        return figures
+    blocks = [
+        replace(
+            block,
+            kept=plus(block.kept, (0.0, exchanges.kept)),
+            forward=_moved(block.forward, (0.0, exchanges.kept + exchanges.forward)),
+            recomputed=_moved(block.recomputed, (0.0, exchanges.kept + exchanges.forward)),
+            replayed=_moved(block.replayed, (0.0, exchanges.kept + exchanges.forward)),
+            backward=_moved(block.backward, (0.0, exchanges.kept + exchanges.backward)),
+        )
+        for block in figures.blocks
+    ]
+    loss, loss_backward = (_moved(peaks, (0.0, exchanges.head)) for peaks in (figures.loss, figures.loss_backward))
+    return replace(figures, blocks=blocks, loss=loss, loss_backward=loss_backward)
 
 
 def _partly_trained(
@@ -268,10 +441,10 @@ def _lengths(facts: ModelFacts, question: _Question) -> dict[str, float]:
     return {"s": length, "t": source}
 
 
-def _figures(form: Form, blocks: list[BlockFigures], sizes: Dimensions, differences: int) -> Figures:
+def _figures(form: Form, blocks: list[BlockFigures], sizes: _Sizes, differences: int) -> Figures:
     return Figures(
         blocks=blocks,
-        buffers=sum(per_sample(form.buffers, sizes)),
+        buffers=sizes.fixed(form.buffers),
         before=_peak(form.before, sizes),
         loss=_peaks(form.loss, sizes),
         loss_backward=_peaks(form.loss_backward, sizes),
@@ -285,7 +458,7 @@ def _classifies(facts: ModelFacts) -> bool:
     return bool(facts.vocab_size) and facts.architecture.endswith("ForSequenceClassification")
 
 
-def _classifying(figures: Figures, form: Form, sizes: Dimensions) -> Figures:
+def _classifying(figures: Figures, form: Form, sizes: _Sizes) -> Figures:
     return replace(
         figures,
         loss=_peaks(form.loss, sizes),
@@ -293,21 +466,21 @@ def _classifying(figures: Figures, form: Form, sizes: Dimensions) -> Figures:
     )
 
 
-def _block(name: str, count: int, form: BlockForm, sizes: Dimensions) -> BlockFigures:
+def _block(name: str, count: int, form: BlockForm, sizes: _Sizes) -> BlockFigures:
     return BlockFigures(
         name=name,
         count=count,
-        kept=per_sample(form.kept, sizes),
-        cast=sum(per_sample(form.cast, sizes)),
-        buffers=sum(per_sample(form.buffers, sizes)),
-        boundary=per_sample(form.boundary, sizes),
-        products=per_sample(form.products, sizes),
-        unused=per_sample(form.unused, sizes),
-        input=per_sample(form.input, sizes),
-        once=per_sample(form.once, sizes),
-        handed=per_sample(form.handed, sizes),
-        again=per_sample(form.again, sizes),
-        waiting=per_sample(form.waiting, sizes),
+        kept=sizes.amount(form.kept),
+        cast=sizes.fixed(form.cast),
+        buffers=sizes.fixed(form.buffers),
+        boundary=sizes.amount(form.boundary),
+        products=sizes.amount(form.products),
+        unused=sizes.amount(form.unused),
+        input=sizes.amount(form.input),
+        once=sizes.amount(form.once),
+        handed=sizes.amount(form.handed),
+        again=sizes.amount(form.again),
+        waiting=sizes.amount(form.waiting),
         forward=_peaks(form.forward, sizes),
         backward=_peaks(form.backward, sizes),
         recomputed=_peaks(form.recomputed, sizes),
@@ -315,7 +488,7 @@ def _block(name: str, count: int, form: BlockForm, sizes: Dimensions) -> BlockFi
     )
 
 
-def _peaks(moments: Sequence[Moment], sizes: Dimensions) -> list[Peak]:
+def _peaks(moments: Sequence[Moment], sizes: _Sizes) -> list[Peak]:
     """The moments that can be the largest of their part for this model."""
     found = [_peak(moment, sizes) for moment in moments]
     corners = [_corners(peak) for peak in found]
@@ -338,12 +511,8 @@ _FEW_AND_MANY = (1, 1024)
 _WIDEST = 8.0
 
 
-def _peak(moment: Moment, sizes: Mapping[str, float]) -> Peak:
-    return Peak(
-        per_sample(moment.activations, sizes),
-        sum(per_sample(moment.cast, sizes)),
-        sum(per_sample(moment.gradients, sizes)),
-    )
+def _peak(moment: Moment, sizes: _Sizes) -> Peak:
+    return Peak(sizes.amount(moment.activations), sizes.fixed(moment.cast), sizes.fixed(moment.gradients))
 
 
 def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:

@@ -84,6 +84,54 @@ def per_sample(polynomial: Polynomial, dimensions: Mapping[str, float]) -> tuple
     return fixed, grows
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How the tokens of a sample are spread over ranks: over `cp`, and over `tp` between the products that tensor
+    parallelism splits where it is sequence parallelism too. `uneven` is by how much more tokens than the mean come to
+    the experts of the busiest expert-parallel rank."""
+
+    cp: int = 1
+    tp: int = 1
+    uneven: float = 1.0
+
+
+WHOLE = Spread()
+_SPLIT = frozenset("agfFVmxAG")
+"""Symbols of widths that tensor parallelism splits: a tensor of one of them has all tokens of the rank."""
+_ROTARY = frozenset("dR")
+
+
+def per_rank(polynomial: Polynomial, dimensions: Mapping[str, float], spread: Spread) -> tuple[float, float]:
+    """`per_sample` of a rank that has a part of the tokens.
+
+    Tokens are in every term of a length; scores, whose term has two, are of a rank's queries and all keys. Without
+    sequence parallelism the residual stream and what norms make of it are on every tp rank; with it each has its part
+    (Korthikanti et al. 2022, arXiv 2205.05198, table 2): those are the terms of a token without a width that is split.
+
+    Raises:
+        KeyError: a symbol has no value.
+    """
+    if spread == WHOLE:
+        return per_sample(polynomial, dimensions)
+    fixed = grows = 0.0
+    for term, coefficient in polynomial.items():
+        symbols = term.split()
+        for symbol in symbols:
+            if symbol != "b":
+                coefficient *= dimensions[symbol]
+        if "s" in symbols or "t" in symbols:
+            coefficient /= spread.cp
+            if "b" in symbols and not _SPLIT.intersection(symbols) and ("h" in symbols or not _ROTARY & set(symbols)):
+                coefficient /= spread.tp
+            if "k" in symbols:
+                coefficient *= spread.uneven
+        if "b" in symbols:
+            grows += coefficient
+        else:
+            fixed += coefficient
+    return fixed, grows
+
+
 # Models of one structure have the same memory form, whatever their sizes.
 
 

@@ -12,9 +12,12 @@ from functools import partial
 from itertools import accumulate
 from typing import Literal
 
-from planner.cost.memory.activations.figures import BlockFigures, Figures, Peak, figures_of
+from planner.cost.code_bases import code_base
+from planner.cost.memory.activations.figures import BlockFigures, Figures, Peak, blocks_on_stage, figures_of
 from planner.cost.memory.ledger import NOTHING, Amount, plus, times
+from planner.cost.memory.units import trained_units_of
 from planner.cost.precision import Recipe
+from planner.cost.split import micro_batches_in_flight
 from planner.types.job import Job
 
 Unit = Literal["head", "block", "table"]
@@ -46,20 +49,18 @@ class Instant:
 
 
 def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
-    """Every instant that can be the peak on the worst pipeline stage.
+    """Every instant that can be the peak on a rank of the job's pipeline stage.
 
-    In a pipeline (1F1B) the first stage holds `pp` micro-batches and no logits, the last one micro-batch and the
-    logits (Narayanan et al. 2021, section 2.2); the instants of both are given.
+    The first stage has the table and the last one head and loss (Narayanan et al. 2021, section 2.2); each works beside
+    what its other micro-batches in flight keep.
     """
     figures = figures_of(job, recipe)
     step = _Step(job, recipe, figures)
     if figures.moments:
         return [*step.forward(), *step.loss(), *step.whole()]
-    if job.configuration.pp == 1:
-        return [*step.forward(), *step.loss(), *step.backward(in_flight=1), *step.table(in_flight=1)]
-    flight = job.configuration.pp
-    first = [*step.backward(in_flight=flight), *step.table(in_flight=flight)]
-    return [*step.forward(), *step.loss(), *step.backward(in_flight=1), *first]
+    ends = [*step.loss()] if job.is_last_stage else []
+    begins = [*step.table()] if job.is_first_stage else []
+    return [*step.forward(), *ends, *step.backward(), *begins]
 
 
 class _Step:
@@ -69,29 +70,38 @@ class _Step:
         configuration = job.configuration
         self._job, self._figures = job, figures
         self._checkpointing = configuration.activation_checkpointing
-        self._counts = [-(-block.count // configuration.pp) for block in figures.blocks]
-        trained = job.counts.trained
-        per_block = trained.in_blocks / configuration.tp / max(sum(block.count for block in figures.blocks), 1)
-        self._parameters = per_block
-        self._tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
-        head = min(job.counts.head, trained.outside_blocks)
-        self._head = 0.0 if self._tied else head / configuration.tp
+        self._counts = blocks_on_stage(job, figures)
+        self._parameters = trained_units_of(job).in_blocks / max(sum(self._counts), 1)
+        tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
+        # On two stages a table that head and embedding share is two, each with a gradient of its own.
+        self._tied = tied and configuration.pp == 1
         width = job.facts.embedding_size or job.facts.word_embed_proj_dim or job.facts.hidden_size
-        self._table = job.facts.vocab_size * width / configuration.tp if trained.outside_blocks else 0.0
+        ends = job.counts.trained.outside_blocks
+        self._table = job.facts.vocab_size * width / configuration.tp if ends else 0.0
+        head = self._table if tied and not self._tied else min(job.counts.head, ends) / configuration.tp
+        self._head = 0.0 if self._tied or not job.is_last_stage else head
         self._gradient_width = recipe.gather  # of a gradient that autograd has just made
 
         # What waits in host memory is on no device; a CPU's is both.
         self._parks = configuration.activations_on_host and not job.cluster.device.is_cpu
         keeps_all = self._checkpointing == "none"
         self._each = [self._kept(block) for block in figures.blocks]
-        self._once = [block.once if keeps_all else block.handed for block in figures.blocks]
+        self._once = [
+            (block.once if keeps_all else block.handed) if count and (place or job.is_first_stage) else NOTHING
+            for place, (block, count) in enumerate(zip(figures.blocks, self._counts, strict=True))
+        ]
         stacks = zip(self._once, self._counts, self._each, strict=True)
         kept = (plus(once, times(count, each)) for once, count, each in stacks)
-        self._earlier = list(accumulate(kept, plus, initial=figures.before.activations))
+        # What a stage is sent takes the place of what the embedding makes.
+        sent = figures.blocks[0].boundary if figures.blocks else NOTHING
+        self._begins = figures.before.activations if job.is_first_stage else sent
+        self._earlier = list(accumulate(kept, plus, initial=self._begins))
         casts = (count * block.cast for count, block in zip(self._counts, figures.blocks, strict=True))
         self._earlier_casts = list(accumulate(casts, initial=figures.before.cast))
         self._blocks = sum(self._counts)
         self._waiting = self._waiting_table()
+        self._pieces = configuration.virtual_stages if configuration.pp_schedule == "interleaved" else 1
+        self._at_first, self._at_last = self._others()
         self._is_replica = configuration.strategy in ("single", "ddp")
 
     def _kept(self, block: BlockFigures) -> Amount:
@@ -99,6 +109,17 @@ class _Step:
             return block.kept
         boundary = NOTHING if self._parks else block.boundary
         return plus(boundary, block.products) if self._checkpointing == "selective" else boundary
+
+    def _others(self) -> tuple[Amount, Amount]:
+        """What the other micro-batches in flight keep while the first block is at work, and while the last one is. Of
+        an interleaved pipeline one piece of a `virtual_stages`-th is at work at a time."""
+        chosen, pieces = self._job.configuration, self._pieces
+        flight = micro_batches_in_flight(chosen, self._job.stage)
+        kept = self._earlier[-1]
+        if chosen.pp_schedule == "gpipe" and self._job.is_last_stage and chosen.pp > 1:
+            # Every forward, loss included, comes before the first backward.
+            kept = plus(kept, min((peak.activations for peak in self._figures.loss_backward), default=NOTHING))
+        return times(max(flight - 1 / pieces, 0.0), kept), times(max(flight - 1, 0.0), kept)
 
     def _before(self, place: int, done: int) -> Amount:
         """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one with what the
@@ -120,15 +141,15 @@ class _Step:
 
     def forward(self) -> Iterator[Instant]:
         """The last block of each stack; the end of the pass where a module has no repeated blocks."""
-        if not self._figures.blocks:
+        if not self._blocks:
             yield Instant(phase="forward", unit="table", activations=self._all_kept(), cast=self._casts(0, 0))
         for place, (block, count) in enumerate(zip(self._figures.blocks, self._counts, strict=True)):
             before = self._before(place, count - 1)
-            for peak in (None, *block.forward):
+            for peak in (None, *block.forward) if count else ():
                 yield Instant(
                     phase="forward",
                     unit="block",
-                    activations=plus(before, peak.activations) if peak else before,
+                    activations=plus(self._at_last, before, peak.activations if peak else NOTHING),
                     cast=self._casts(place, count - 1) + (peak.cast if peak else 0.0),
                     blocks_done=sum(self._counts[: place + 1]) - 1,
                     blocks=self._blocks,
@@ -137,7 +158,7 @@ class _Step:
 
     def loss(self) -> Iterator[Instant]:
         """Head and loss, forward and backward."""
-        kept, casts = self._all_kept(), self._casts(len(self._counts), 0)
+        kept, casts = plus(self._at_last, self._all_kept()), self._casts(len(self._counts), 0)
         recomputes = self._checkpointing != "none"
         for peak in self._figures.loss:
             yield self._at_the_head("loss", kept, casts, peak)
@@ -155,18 +176,21 @@ class _Step:
             blocks=self._blocks,
         )
 
-    def backward(self, *, in_flight: int) -> Iterator[Instant]:
+    def backward(self) -> Iterator[Instant]:
         """The first two blocks and the last two of each stack, in backward order: the second one's gradients are made
         beside the first one's reduction, and beside the one before the last there is one more to be fetched."""
-        others = times(in_flight - 1, self._all_kept())
         finished = 0
         for place in reversed(range(len(self._counts))):
             count = self._counts[place]
+            if not count:
+                continue
             for done in sorted(self._places(count), reverse=True):
-                yield from self._block_backward(place, done, behind=finished + count - 1 - done, others=others)
+                behind = finished + count - 1 - done
+                others = self._at_last if behind < self._blocks / self._pieces else self._at_first
+                yield from self._block_backward(place, done, behind=behind, others=others)
             finished += count
             if place and self._job.facts.kind.endswith("encoder-decoder"):
-                yield self._between_stacks(place, finished, others)
+                yield self._between_stacks(place, finished, self._at_first)
 
     def _places(self, count: int) -> set[int]:
         """Blocks of a stack at which a peak can be; a replica's bytes change evenly from the last to the first."""
@@ -213,6 +237,8 @@ class _Step:
         """The head's gradient of a table it shares, which autograd holds until the table's own is there to be added;
         the moments inside a block have it."""
         has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq", "dpo")
+        if code_base(self._job.workload.code).whole_gradients:
+            return 0.0  # both add to one buffer
         return self._gradient_width * self._table if self._tied and has_head else 0.0
 
     def _between_stacks(self, place: int, finished: int, others: Amount) -> Instant:
@@ -255,14 +281,14 @@ class _Step:
                 done_gradients=peak.gradients,
             )
 
-    def table(self, *, in_flight: int) -> Iterator[Instant]:
+    def table(self) -> Iterator[Instant]:
         """What comes after the first block's backward: the token table and the rest outside the blocks."""
-        others = times(in_flight - 1, self._all_kept())
+        others = self._at_first
         for peak in self._figures.table_backward:
             yield Instant(
                 phase="backward",
                 unit="table",
-                activations=plus(others, self._figures.before.activations, peak.activations),
+                activations=plus(others, self._begins, peak.activations),
                 cast=peak.cast,
                 unit_gradients=peak.gradients,
                 done_gradients=self._head + sum(self._counts) * self._parameters,

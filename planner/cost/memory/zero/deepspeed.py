@@ -68,7 +68,7 @@ class PartitionedZeroBuffers:
 
     def _unsharded(self, instant: Instant) -> float:
         """Elements of unsharded weights, those that always are left out."""
-        if self._job.configuration.dp_shard == 1:
+        if self._job.configuration.state_shards == 1:
             return 0.0  # a lone rank's partitions are the tensors themselves
         largest = self._tensors.largest
         to_come = self._tensors.whole - self._tensors.persisted - instant.done_gradients
@@ -80,7 +80,7 @@ class PartitionedZeroBuffers:
         if self._offloads:
             return offloaded_step(self._job, self._tensors.local)
         size = min(self._tensors.local, self._limits.sub_group)
-        norm = NORM_BYTES * -(-self._tensors.largest // self._job.configuration.dp_shard)
+        norm = NORM_BYTES * -(-self._tensors.largest // self._job.configuration.state_shards)
         flat, master = rounded(self._width * size), rounded(self._recipe.master * size)
         cast = flat + master if self._recipe.master != self._width else flat
         return max(norm, cast, master + flat_step_temporaries(self._job, size, self._recipe.master))

@@ -45,7 +45,7 @@ class NativeZeroBuffers:
         buckets = native_buckets(configuration.zero_stage, hidden_size=job.facts.hidden_size, on_cpu=on_cpu)
         self._job, self._recipe = job, recipe
         self._split = split = offload_split(job)
-        self._ranks, self._whole = configuration.dp_shard, trained.elements
+        self._ranks, self._whole = configuration.state_shards, trained.elements
         self._bucket = max(buckets.reduce, trained.largest)
         self._received = 1 / self._ranks if not on_cpu else 1 - 1 / self._ranks
         self._in_8_bits = configuration.gradient_compression == "int8" and self._ranks > 1

@@ -114,7 +114,7 @@ def weights_are_whole(job: Job) -> bool:
     """Whether every rank's device has all weights: stages 1 and 2, and a lone rank that keeps them."""
     configuration = job.configuration
     moves = configuration.offload in ("all", "nvme") and not job.cluster.device.is_cpu
-    return configuration.zero_stage < 3 or (configuration.dp_shard == 1 and not moves)
+    return configuration.zero_stage < 3 or (configuration.state_shards == 1 and not moves)
 
 
 def offload_split(job: Job) -> OffloadSplit:

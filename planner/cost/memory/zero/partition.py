@@ -47,17 +47,29 @@ class TensorPartitions:
 
 
 def flat_partition(job: Job) -> FlatPartition:
-    """The flat group of all that is trained, in the order of the model, cut evenly over the data-parallel ranks."""
-    return _flat(job.configuration.dp_shard, trained_tensors_of(job))
+    """The flat group of all that is trained, in the order of the model, cut evenly over the data-parallel ranks;
+    experts that are spread over ranks are a group of their own, over fewer."""
+    chosen, units = job.configuration, trained_units_of(job)
+    if chosen.expert_shards == chosen.state_shards:
+        return _flat(chosen.state_shards, _in_order(units))
+    dense, experts = _flat(chosen.state_shards, _in_order(units)), round(units.experts)
+    share = experts / max(units.elements, 1)
+    part = -(-experts // chosen.expert_shards)
+    return FlatPartition(
+        whole=dense.whole,
+        size=round(dense.size * (1 - share)) + part,
+        touched=round(dense.touched * (1 - share)) + part,
+        largest=dense.largest,
+    )
 
 
 def tensor_partitions(job: Job, persistence_threshold: int) -> TensorPartitions:
     """Every tensor flattened and cut evenly over the data-parallel ranks, its last part padded."""
-    return _by_tensor(job.configuration.dp_shard, persistence_threshold, tensors_of(job))
+    return _by_tensor(job.configuration.state_shards, persistence_threshold, tensors_of(job))
 
 
 def tensors_of(job: Job) -> tuple[int, ...]:
-    """Elements of every tensor of the largest pipeline stage, in the order of the model."""
+    """Elements of every tensor of the job's pipeline stage, in the order of the model."""
     return _in_order(units_of(job))
 
 
@@ -114,7 +126,7 @@ def steps_whole_tensors(configuration: Configuration) -> bool:
 
 def largest_share(job: Job) -> float:
     """The part of all elements whose states are on the rank that has most of them."""
-    ranks = job.configuration.dp_shard
+    ranks = job.configuration.state_shards
     if ranks == 1 or not steps_whole_tensors(job.configuration):
         return 1 / ranks
     return _largest_share(trained_tensors_of(job), ranks)

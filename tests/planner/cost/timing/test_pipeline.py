@@ -70,3 +70,17 @@ def test_many_micro_batches_take_the_period_each(
     found = one_forward_one_backward(forwards, backwards, micro_batches, hop)
     # 1.1 % was the most in 6000 random schedules.
     assert found == pytest.approx(by_operation(forwards, backwards, micro_batches, hop), rel=0.02)
+
+
+@pytest.mark.parametrize("stages", [10, 16, 32])
+@pytest.mark.parametrize("micro_batches", [4, 16, 128])
+@pytest.mark.parametrize(("more", "head"), [(0, 0.5), (6, 0.0), (8, 1.0)])
+def test_a_long_pipeline_takes_its_longest_path(stages: int, micro_batches: int, more: int, head: float) -> None:
+    """Stages between the ends with a block more, as 61 or 126 blocks make them."""
+    layers = [4 + (0 < stage <= more) for stage in range(stages)]
+    forwards, backwards = [1.0 * count for count in layers], [2.5 * count for count in layers]
+    forwards[-1] += head
+    backwards[-1] += 2 * head
+    found = one_forward_one_backward(forwards, backwards, micro_batches, hop=0.02)
+    exact = by_operation(forwards, backwards, micro_batches, 0.02)
+    assert 0.95 * exact <= found <= exact * (1 + 1e-9)

@@ -1,0 +1,530 @@
+"""Blocks: memory forms of decoders that were not traced, from the traits of the code base that runs them.
+
+A block is written as the operations of its forward, each with what it keeps for its backward. Walking them forwards and
+backwards gives what `planner.cost.memory.activations.form` keeps of a traced module: bytes kept, and the moments that
+can be a peak. How a tensor is divided over ranks follows from its symbols, as it does for traced forms
+(`form.per_rank`): what has a width that tensor parallelism splits has all positions of its rank, what lies between
+products (norms, residuals, dropout) a part of them under sequence parallelism.
+
+Sources: autograd saves what the derivative's formula names (torch `tools/autograd/derivatives.yaml`); what a compiler
+keeps is what torch's min-cut partitioner keeps of a LlamaDecoderLayer and a GPT2Block (torch 2.13): inputs of products,
+outputs of products, attention's tensors, the block's input and the norms' scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from planner.cost.code_bases import BlockTraits, LogitBytes, Traits
+from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, Polynomial, added, scaled, subtracted
+from planner.models.facts import ModelFacts
+from planner.vocabulary import Loss
+
+WIDTHS = {"autocast": (2, 4), "pure": (2, 2), "fp32": (4, 4)}
+"""Bytes of what products compute in, and of the residual stream, by precision mode."""
+COPIED: LogitBytes = {"forward": (1, 8), "backward": (0, 12)}
+"""torch's cross-entropy of fp32 logits: the logits, their fp32 copy and its log-softmax; then that, its gradient and
+the logits' gradient."""
+CHUNKS = 8
+"""Chunks of the tokens whose logits are made one after the other (torchtitan `ChunkedLossWrapper.Config.num_chunks`,
+torchtune `LinearCrossEntropyLoss`, both 8)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One operation of a forward: what it `reads`, what it `makes`, what it `keeps` until its own backward.
+
+    `weights` in elements; `product` marks what selective checkpointing may keep; a `sum` hands its gradient on as it
+    is; `working` and `working_back` are bytes it needs only while it runs.
+    """
+
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    keeps: tuple[str, ...] = ()
+    weights: Polynomial = field(default_factory=dict)
+    product: bool = False
+    is_sum: bool = False
+    working: Polynomial = field(default_factory=dict)
+    working_back: Polynomial = field(default_factory=dict)
+
+
+class Walk:
+    """A list of operations from `x` to `y`, with the bytes of every tensor; views share the storage of another."""
+
+    def __init__(
+        self, operations: Sequence[Operation], sizes: dict[str, Polynomial], views: dict[str, str], *, casts: bool
+    ) -> None:
+        self._operations, self._sizes, self._views, self._casts = operations, sizes, views, casts
+
+    def _storages(self, names: Iterable[str]) -> dict[str, Polynomial]:
+        found = (self._views.get(name, name) for name in names)
+        return {name: self._sizes[name] for name in found}
+
+    def _kept_by(self, operations: Iterable[Operation]) -> dict[str, Polynomial]:
+        """What is kept, without the block's input, which is another's to count."""
+        kept = self._storages(name for operation in operations for name in operation.keeps)
+        return {name: size for name, size in kept.items() if name != "x"}
+
+    @property
+    def kept(self) -> Polynomial:
+        return added(self._kept_by(self._operations).values())
+
+    @property
+    def keeps_its_input(self) -> bool:
+        return any("x" in operation.keeps for operation in self._operations)
+
+    @property
+    def cast(self) -> Polynomial:
+        """Autocast's copies of weights."""
+        return self._cast(self._operations)
+
+    def _cast(self, operations: Iterable[Operation]) -> Polynomial:
+        return scaled(added(operation.weights for operation in operations if operation.product), 2.0 * self._casts)
+
+    def forward(self, beside: Sequence[Polynomial] = ()) -> tuple[Moment, ...]:
+        """A moment per operation; `beside`, if given, is what waits at each of them besides."""
+        moments = []
+        for place, operation in enumerate(self._operations):
+            done = self._operations[: place + 1]
+            later = {name for other in self._operations[place + 1 :] for name in other.reads}
+            made = {name for other in done for name in other.makes}
+            in_use = self._storages((made & (later | {"y"})) | set(operation.makes) | (set(operation.reads) & made))
+            alive = {**self._kept_by(done), **in_use}
+            size = added((*alive.values(), operation.working, beside[place] if beside else ZERO))
+            moments.append(Moment(activations=size, cast=self._cast(done), gradients=ZERO))
+        return tuple(moments)
+
+    def backward(self, held: Polynomial = ZERO) -> tuple[Moment, ...]:
+        """A moment per operation, last to first: what is still kept, the gradients of activations that wait, and the
+        weights' gradients so far. `held` is there at all of them."""
+        gradients: dict[str, str] = {"y": "y"}
+        moments: list[Moment] = []
+        made: Polynomial = ZERO
+        for place in reversed(range(len(self._operations))):
+            operation = self._operations[place]
+            before = self._operations[: place + 1]
+            given = {name: gradients.pop(name) for name in operation.makes if name in gradients}
+            waiting = {*given.values(), *gradients.values()}
+            fresh = [] if operation.is_sum else [name for name in operation.reads if name in self._sizes]
+            made = added((made, operation.weights))
+            alive = (
+                *self._kept_by(before).values(),
+                *(self._gradient(name) for name in waiting),
+                *(self._gradient(name) for name in fresh),
+                scaled(operation.weights, 2.0 * self._casts),
+                operation.working_back,
+                held,
+            )
+            moments.append(Moment(activations=added(alive), cast=self._cast(before), gradients=made))
+            for name in operation.reads:
+                # A second gradient of one tensor is added to the first in place.
+                gradients.setdefault(name, next(iter(given.values())) if operation.is_sum else name)
+        return tuple(moments)
+
+    def _gradient(self, name: str) -> Polynomial:
+        """Bytes of a gradient; a view has one of its own until its storage's is put together."""
+        return self._sizes[name]
+
+    def products(self, choice: str) -> tuple[Operation, ...]:
+        """The operations whose outputs selective checkpointing keeps."""
+        products = [operation for operation in self._operations if operation.product]
+        weighed = [operation for operation in products if operation.weights]
+        skipped = weighed[1::2] if choice == "every-second-product" else []
+        return tuple(operation for operation in products if operation not in skipped)
+
+    def outputs(self, operations: Iterable[Operation]) -> Polynomial:
+        """Bytes of what operations make."""
+        return added(self._storages(name for operation in operations for name in operation.makes).values())
+
+    def waiting(self, operations: Sequence[Operation]) -> list[Polynomial]:
+        """At each operation of a run again: the outputs, kept from the first one, that are still to be used."""
+        return [
+            self.outputs(operation for operation in operations if operation in self._operations[place + 1 :])
+            for place in range(len(self._operations))
+        ]
+
+    @property
+    def last(self) -> str:
+        """What the last operation adds to the residual: nothing needs it in the backward, unless it is kept."""
+        return self._operations[-1].reads[-1]
+
+    def without_the_end(self) -> Walk:
+        """Up to the last operation that keeps something: where a run again stops early."""
+        last = max((place for place, operation in enumerate(self._operations) if operation.keeps), default=-1)
+        return Walk(self._operations[: last + 1], self._sizes, self._views, casts=self._casts)
+
+
+class _Writer:
+    """Writes one block of a model down, operation by operation."""
+
+    def __init__(self, facts: ModelFacts, traits: BlockTraits, mode: str, attention: str) -> None:
+        self._facts, self._traits, self._attention = facts, traits, attention
+        self._width, self._residual = WIDTHS[mode]
+        self._mode = mode
+        self._operations: list[Operation] = []
+        self._views: dict[str, str] = {}
+        self._sizes: dict[str, Polynomial] = {"x": self._stream()}
+
+    def _stream(self) -> Polynomial:
+        return {"b h s": self._residual}
+
+    def _between(self, width: float) -> Polynomial:
+        return {"b h s": width}
+
+    def _add(self, operation: Operation, **sizes: Polynomial) -> None:
+        self._operations.append(operation)
+        self._sizes.update(sizes)
+
+    def dense(self) -> Walk:
+        return self._block(self._mlp)
+
+    def routed(self) -> Walk:
+        return self._block(self._experts)
+
+    def _block(self, mlp: Callable[[str], None]) -> Walk:
+        facts = self._facts
+        self._norm("x", "n1")
+        self._latent_attention() if facts.mla is not None else self._attend()
+        attended = self._after("o", "attended") if facts.norms_per_layer > 2 or facts.post_norm else "o"
+        attended = self._dropped(attended)
+        if facts.parallel_residual:
+            source = "n1"
+            if facts.norms_per_layer > 1:
+                self._norm("x", "n2")
+                source = "n2"
+            mlp(source)
+            self._add(Operation(reads=("x", attended), makes=("x2",), is_sum=True), x2=self._stream())
+        else:
+            self._add(Operation(reads=("x", attended), makes=("x2",), is_sum=True), x2=self._stream())
+            self._norm("x2", "n2", instead=attended)
+            mlp("n2")
+        out = self._after("out", "ended") if facts.norms_per_layer > 2 or facts.post_norm else "out"
+        out = self._dropped(out)
+        self._add(Operation(reads=("x2", out), makes=("y",), is_sum=True), y=self._stream())
+        return Walk(self._operations, self._sizes, self._views, casts=self._mode == "autocast")
+
+    def _norm(self, source: str, name: str, *, instead: str = "") -> None:
+        """A norm; a compiler that would keep the sum before the second one keeps `instead` what was added to it."""
+        scale, statistics = f"{name} scale", f"{name} input"
+        if self._facts.norm != "rmsnorm":
+            self._sizes[scale] = {"b s": 8}
+        else:
+            self._sizes[scale] = {"b s": 4}
+        composite = self._traits.norm == "composite" and self._facts.norm == "rmsnorm"
+        own = instead if instead and self._traits.sums == "recomputed" else source
+        if composite and self._residual != 4:
+            self._sizes[statistics] = self._between(4)
+            own = statistics
+        kept = [own, scale]
+        if composite:
+            self._sizes[f"{name} normalised"] = self._between(4 if self._mode == "autocast" else self._width)
+            kept.append(f"{name} normalised")
+        wide = self._between(4) if self._mode == "autocast" else ZERO
+        back = self._between(12) if composite else wide
+        self._add(
+            Operation(
+                reads=(source,),
+                makes=(name,),
+                keeps=tuple(kept),
+                weights={"h": 1 if self._facts.norm == "rmsnorm" else 2},
+                working=self._between(4) if composite else wide,
+                working_back=back,
+            ),
+            **{name: self._between(self._width)},
+        )
+
+    def _after(self, source: str, name: str) -> str:
+        self._norm(source, name)
+        return name
+
+    def _linear(self, source: str, name: str, size: Polynomial, weights: Polynomial) -> None:
+        """A product, which keeps its input."""
+        self._add(
+            Operation(reads=(source,), makes=(name,), keeps=(source,), weights=weights, product=True), **{name: size}
+        )
+
+    def _attend(self) -> None:
+        facts, width, traits = self._facts, self._width, self._traits
+        query, key = {"a b d s": width}, {"b d g s": width}
+        query_weights, key_weights = {"a d h": 1}, {"d g h": 1}
+        rotates = facts.position_type == "rope"
+        names = {"q": query, "k": key, "v": key}
+        if traits.qkv == "fused":
+            whole = added((query, key, key))
+            self._linear("n1", "qkv", whole, added((query_weights, key_weights, key_weights)))
+            if rotates or facts.qk_norm:
+                self._views["v"] = "qkv"
+                self._sizes |= {"v": key}
+                for name in ("q", "k"):
+                    self._views[name] = "qkv"
+                    self._sizes[name] = names[name]
+            else:
+                self._views |= dict.fromkeys(names, "qkv")
+                self._sizes |= names
+            self._add(Operation(reads=("qkv",), makes=("q", "k", "v")))
+        else:
+            for name, weights in (("q", query_weights), ("k", key_weights), ("v", key_weights)):
+                self._linear("n1", name, names[name], weights)
+        asked = {name: name for name in names}
+        if facts.qk_norm:
+            for name in ("q", "k"):
+                normed = f"{name} normed"
+                self._add(Operation(reads=(name,), makes=(normed,), keeps=(name,)), **{normed: names[name]})
+                asked[name] = normed
+        if rotates:
+            for name in ("q", "k"):
+                turned = f"{name} turned"
+                halves = scaled(names[name], 2.0) if traits.rotary == "composite" else ZERO
+                self._add(
+                    Operation(reads=(asked[name],), makes=(turned,), working=halves, working_back=halves),
+                    **{turned: names[name]},
+                )
+                asked[name] = turned
+        if traits.repeats_keys and facts.num_kv_heads < facts.num_heads:
+            for name in ("k", "v"):
+                self._add(Operation(reads=(asked[name],), makes=(f"{name} repeated",)), **{f"{name} repeated": query})
+                asked[name] = f"{name} repeated"
+        self._scores(tuple(asked.values()), query)
+        self._linear("attended heads", "o", self._between(self._width), query_weights)
+
+    def _latent_attention(self) -> None:
+        """Multi-head latent attention as DeepSeek-V3 has it: queries and keys by way of narrow, normalised vectors."""
+        width = self._width
+        ranked = bool(self._facts.mla and self._facts.mla.q_lora_rank)
+        queries = {"a b n s": width, "a b o s": width}
+        if ranked:
+            self._linear("n1", "q low", {"b ql s": width}, {"h ql": 1})
+            self._add(
+                Operation(reads=("q low",), makes=("q normed",), keeps=("q low",)), **{"q normed": {"b ql s": width}}
+            )
+        self._linear("q normed" if ranked else "n1", "q", queries, {"a n ql": 1, "a o ql": 1} if ranked else {"a h": 1})
+        self._linear("n1", "kv low", {"b kl s": width, "b o s": width}, {"h kl": 1, "h o": 1})
+        self._add(
+            Operation(reads=("kv low",), makes=("kv normed",), keeps=("kv low",)), **{"kv normed": {"b kl s": width}}
+        )
+        self._linear("kv normed", "kv", {"a b n s": width, "a b s v": width}, {"a kl n": 1, "a kl v": 1})
+        self._add(Operation(reads=("q",), makes=("q turned",)), **{"q turned": queries})
+        self._add(Operation(reads=("kv", "kv low"), makes=("k", "v")), k=queries, v={"a b s v": width})
+        self._scores(("q turned", "k", "v"), {"a b s v": width})
+        self._linear("attended heads", "o", self._between(width), {"a h v": 1})
+
+    def _scores(self, asked: tuple[str, ...], size: Polynomial) -> None:
+        width, traits = self._width, self._traits
+        if self._attention == "eager":
+            factor = width / 2
+            dropped = self._facts.attention_dropout > 0
+            each = traits.saved_score_bytes if dropped else min(traits.saved_score_bytes, 2.0)
+            self._sizes["scores"] = {"a b s s": each * factor}
+            beside: Polynomial = {"a b s s": 2 * width}
+        else:
+            self._sizes["scores"] = {"a b s": 4}
+            beside = ZERO
+        self._add(
+            Operation(
+                reads=asked,
+                makes=("attended heads", "scores"),
+                keeps=(*asked, "attended heads", "scores"),
+                product=self._attention != "eager",
+                working=beside,
+                working_back=beside,
+            ),
+            **{"attended heads": size},
+        )
+
+    def _dropped(self, source: str) -> str:
+        """The same after dropout, which keeps a byte for each element."""
+        if not self._facts.hidden_dropout:
+            return source
+        mask, name = f"{source} mask", f"{source} dropped"
+        self._add(
+            Operation(reads=(source,), makes=(name,), keeps=(mask,)),
+            **{mask: self._between(1), name: self._between(self._width)},
+        )
+        return name
+
+    def _mlp(self, source: str) -> None:
+        self._feed_forward(source, "out", "b", "f", "s", self._between(self._width))
+
+    def _feed_forward(
+        self, source: str, out: str, batch: str, width: str, positions: str, size: Polynomial, mark: str = ""
+    ) -> None:
+        """Gate and up, or one product; what they make together; down again."""
+        inner: Polynomial = {" ".join(sorted((*batch.split(), *width.split(), positions))): float(self._width)}
+        weights = {" ".join(sorted(("h", width.split()[-1]))): 1.0}
+        gate, up, made = (f"{name}{mark}" for name in ("gate", "up", "made"))
+        if self._facts.gated_mlp:
+            self._linear(source, gate, inner, weights)
+            self._linear(source, up, inner, weights)
+            if self._traits.activation == "composite":
+                opened = f"{gate} opened"
+                self._add(Operation(reads=(gate,), makes=(opened,), keeps=(gate,)), **{opened: inner})
+                self._add(Operation(reads=(opened, up), makes=(made,), keeps=(opened, up)), **{made: inner})
+            else:
+                self._add(Operation(reads=(gate, up), makes=(made,), keeps=(gate, up)), **{made: inner})
+        else:
+            self._linear(source, gate, inner, weights)
+            kept = [gate]
+            if self._traits.sums == "recomputed" and self._facts.composite_activation:
+                # The hyperbolic tangent of a GELU that is written out is kept, since it costs more than memory.
+                self._sizes[f"{gate} tanh"] = inner
+                kept.append(f"{gate} tanh")
+            self._add(Operation(reads=(gate,), makes=(made,), keeps=tuple(kept)), **{made: inner})
+        self._linear(made, out, size, weights)
+
+    def _experts(self, source: str) -> None:
+        """Routed experts over copies of their tokens, and what all tokens pass besides."""
+        width = self._width
+        self._sizes["routes"] = {"E b s": 8}
+        self._add(
+            Operation(reads=(source,), makes=("chosen",), keeps=(source, "routes"), weights={"E h": 1}, product=True),
+            chosen={"E b s": 4},
+        )
+        copies = {"b h k s": width}
+        self._add(Operation(reads=(source, "chosen"), makes=("copies",)), copies=copies)
+        self._feed_forward("copies", "expert out", "b k", "m", "s", copies, " of experts")
+        parts = ["expert out"]
+        if self._facts.num_shared_experts or self._facts.shared_expert_intermediate_size:
+            self._feed_forward(source, "shared out", "b", "x", "s", self._between(width), " of shared")
+            parts.append("shared out")
+        self._add(
+            Operation(reads=tuple(parts), makes=("out",), keeps=("expert out",)),
+            out=self._between(width),
+        )
+
+
+def _block_form(walk: Walk, traits: BlockTraits, boundary: Polynomial, held: Polynomial) -> BlockForm:
+    kept = added((walk.kept, boundary)) if walk.keeps_its_input else walk.kept
+    again = walk.without_the_end()
+    chosen = walk.products(traits.selective)
+    if traits.selective == "attention":
+        beyond = subtracted(kept, boundary if walk.keeps_its_input else ZERO)
+        products: Polynomial = {term: size for term, size in beyond.items() if term != "a b s s"}
+        unused = ZERO
+        replayed: tuple[Moment, ...] = again.backward(held)[-1:]
+    else:
+        products = walk.outputs(chosen)
+        unused = ZERO if walk.last not in {name for operation in chosen for name in operation.makes} else boundary
+        replayed = again.forward(again.waiting(chosen))
+    return BlockForm(
+        kept=kept,
+        cast=walk.cast,
+        buffers=ZERO,
+        boundary=boundary,
+        products=products,
+        unused=unused,
+        input=ZERO,
+        forward=walk.forward(),
+        backward=walk.backward(held),
+        recomputed=_with(again.forward(), held),
+        replayed=_with(replayed, held),
+    )
+
+
+def _with(moments: Iterable[Moment], held: Polynomial) -> tuple[Moment, ...]:
+    return tuple(replace(moment, activations=added((moment.activations, held))) for moment in moments)
+
+
+# Whole models.
+
+
+def code_form(facts: ModelFacts, traits: Traits, mode: str, attention: str, *, adds_in_place: bool) -> Form:
+    """The form of a decoder as a code base runs it; `adds_in_place` says that gradients go to a buffer of their own,
+    so that a tied head's does not wait for its table's."""
+    block = traits.block or BlockTraits()
+    width, residual = WIDTHS[mode]
+    stream = {"b h s": float(residual)}
+    held = {"V h": float(residual if mode == "autocast" else width)} if _waits(facts, adds_in_place) else ZERO
+    ending = {"b h s": float(width)}
+    if block.norm == "composite" and facts.norm == "rmsnorm":
+        ending = {"b h s": 4.0 + 2 * width}
+    loss = traits.loss or COPIED
+    forward, backward = (_logits(copies, width) for copies in (loss["forward"], loss["backward"]))
+    head_cast = {"V h": 2.0} if mode == "autocast" else ZERO
+    tokens = {"b s": 20.0}
+    dropped = {"b h s": 1.0} if facts.hidden_dropout else ZERO
+    return Form(
+        blocks=code_blocks(facts, block, mode, attention, held),
+        buffers=ZERO,
+        before=Moment(activations=added((stream, dropped, {"b s": 16.0})), cast=ZERO, gradients=ZERO),
+        loss=(Moment(activations=added((ending, tokens, forward)), cast=head_cast, gradients=ZERO),),
+        loss_backward=(
+            Moment(activations=added((ending, backward)), cast=head_cast, gradients=ZERO),
+            Moment(
+                activations=added((ending, {"V b s": float(width), "b h s": float(width)})),
+                cast=head_cast,
+                gradients={"V h": 1},
+            ),
+            Moment(
+                activations=added((ending, stream, {"b h s": float(width)})), cast=ZERO, gradients={"V h": 1, "h": 1}
+            ),
+        ),
+        table_backward=(Moment(activations=stream, cast=ZERO, gradients={"V h": 1}),),
+    )
+
+
+def _waits(facts: ModelFacts, adds_in_place: bool) -> bool:
+    return facts.tie_word_embeddings and not adds_in_place
+
+
+def code_blocks(
+    facts: ModelFacts, traits: BlockTraits, mode: str, attention: str, held: Polynomial = ZERO
+) -> dict[str, BlockForm]:
+    """The kinds of blocks of a decoder, by the names that `dimensions.block_kinds` gives them."""
+    boundary = {"b h s": float(WIDTHS[mode][1])}
+
+    def form(*, routed: bool) -> BlockForm:
+        writer = _Writer(facts, traits, mode, attention)
+        return _block_form(writer.routed() if routed else writer.dense(), traits, boundary, held)
+
+    if not facts.is_moe:
+        return {"block": form(routed=False)}
+    if not facts.first_k_dense:
+        return {"block": form(routed=True)}
+    return {"dense": form(routed=False), "expert": form(routed=True)}
+
+
+def _logits(copies: tuple[float, float], width: int) -> Polynomial:
+    """Bytes of logits: so many in the dtype of compute, and fp32 copies, of which fp32 logits need one less."""
+    narrow, wide = copies
+    return {"V b s": narrow * width + (wide - 4 if width == 4 and narrow and wide else wide)}
+
+
+# The loss in chunks, and without logits at all.
+
+
+def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float) -> Form:
+    """The same model with another loss; `width` is that of logits, `weight` that of the head's gradient, `rows` the
+    share of the tokens whose logits are made at once.
+
+    Chunked as torchtitan does it (`components/loss.py`): of each chunk the logits, their loss and its backward, before
+    the next; the chunks of the hidden states are copies, whose gradients are put together in fp32. Fused as Liger does
+    it (`ops/fused_linear_cross_entropy.py`): a chunk's logits become their gradient in place; the gradients of hidden
+    states and head are made in the forward and wait for the backward; unless the head's is fp32, every chunk's comes
+    in the dtype of its product, and then in fp32.
+    """
+    if loss == "plain":
+        return form
+    beside = {term: size for term, size in form.loss[0].activations.items() if "V" not in term.split()}
+    cast = form.loss[0].cast
+    ends = tuple(moment for moment in form.loss_backward if "V b s" not in moment.activations)
+    if loss == "chunked":
+        copies = {"b h s": float(width + 4)}
+        forward = added((beside, copies, scaled(_logits(COPIED["forward"], width), rows)))
+        backward = added((beside, copies, scaled(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
+        made: Polynomial = {"V h": 1}
+        return replace(
+            form,
+            loss=(Moment(activations=forward, cast=cast, gradients=ZERO),),
+            loss_backward=(Moment(activations=backward, cast=cast, gradients=made), *ends),
+        )
+    each = {"V h": 0.0 if weight == 4 else width + 4.0}
+    working = added((beside, {"b h s": float(width), "V b s": width * rows, "V h": float(weight)}, each))
+    return replace(form, loss=(Moment(activations=working, cast=cast, gradients=ZERO),), loss_backward=ends)
+
+
+def fused_rows(tokens: int, vocabulary: int, hidden: int) -> float:
+    """The share of the tokens that Liger's fused loss takes at once: so many that their logits are about as large as
+    the hidden states, rounded up to a power of two."""
+    at_once = -(-tokens // -(-vocabulary // hidden))
+    return min(1.0, (1 << (at_once - 1).bit_length()) / tokens)

@@ -1,0 +1,147 @@
+"""How a model and its tokens are split over ranks, as memory and time both need it: the stages of a pipeline with the
+micro-batches each holds at once, what the ranks of one sample exchange for attention, and what experts get.
+
+Blocks are dealt out over `pp` ranks, or over `pp x virtual_stages` pieces of which a rank has every `pp`-th. What does
+not divide goes to the pieces in the middle first: the ends have the embedding and the head besides (Llama 3's 126
+blocks over 16 stages, arXiv 2407.21783, section 3.3.2; Megatron-LM's `--account-for-embedding-in-pipeline-split`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from planner.cost.code_bases import code_base
+from planner.models.facts import ModelFacts
+from planner.types.job import Job
+from planner.types.plan import Configuration
+
+# Stages of a pipeline.
+
+
+_MIXED = frozenset({"local", "global"})
+"""Kinds of blocks that take turns, so that every stage has some of each."""
+
+
+@lru_cache(maxsize=256)
+def blocks_per_piece(blocks: int, pieces: int) -> tuple[int, ...]:
+    """How many of the blocks each piece of the model has, in the order of the model."""
+    each, more = divmod(blocks, pieces)
+    from_middle = sorted(range(pieces), key=lambda piece: (piece == pieces - 1, piece == 0, piece))
+    larger = set(from_middle[:more])
+    return tuple(each + (piece in larger) for piece in range(pieces))
+
+
+@lru_cache(maxsize=256)
+def blocks_per_stage(blocks: int, pp: int, virtual_stages: int = 1) -> tuple[int, ...]:
+    """How many of the blocks each rank of the pipeline has."""
+    pieces = blocks_per_piece(blocks, pp * virtual_stages)
+    return tuple(sum(pieces[stage::pp]) for stage in range(pp))
+
+
+@lru_cache(maxsize=1024)
+def kinds_on_stage(kinds: tuple[tuple[str, int], ...], pp: int, virtual_stages: int, stage: int) -> tuple[int, ...]:
+    """How many blocks of each kind a rank has, where `kinds` are the names and numbers in the order of the model."""
+    total = sum(count for _, count in kinds)
+    if pp == 1:
+        return tuple(count for _, count in kinds)
+    if total and all(name in _MIXED for name, _ in kinds):
+        return _in_proportion([count for _, count in kinds], blocks_per_stage(total, pp, virtual_stages)[stage])
+    pieces = blocks_per_piece(total, pp * virtual_stages)
+    ranges = list(pairwise(accumulate(pieces, initial=0)))[stage::pp]
+    ends = pairwise(accumulate((count for _, count in kinds), initial=0))
+    return tuple(sum(max(0, min(stop, last) - max(start, first)) for start, stop in ranges) for first, last in ends)
+
+
+def _in_proportion(counts: Sequence[int], some: int) -> tuple[int, ...]:
+    total, left, found = sum(counts), some, []
+    for place, count in enumerate(counts):
+        part = left if place == len(counts) - 1 else min(left, round(some * count / total))
+        found.append(part)
+        left -= part
+    return tuple(found)
+
+
+def micro_batches_in_flight(configuration: Configuration, stage: int) -> float:
+    """Micro-batches whose activations a rank holds at once, of its whole part of the model each.
+
+    GPipe runs every forward first; 1F1B and ZB-H1 (arXiv 2401.10241, section 3) hold one for each stage from here to
+    the last. An interleaved pipeline warms up with `2 (pp - stage - 1) + (v - 1) pp` pieces of a v-th and runs one more
+    (Megatron-LM, `megatron/core/pipeline_parallel/schedules.py`, get_pp_rank_microbatches).
+    """
+    pp, steps = configuration.pp, configuration.gradient_accumulation_steps
+    if pp == 1:
+        return 1.0
+    if configuration.pp_schedule == "gpipe":
+        return float(steps)
+    pieces = configuration.virtual_stages
+    if configuration.pp_schedule == "interleaved" and pieces > 1:
+        return min(steps * pieces, 2 * (pp - stage - 1) + (pieces - 1) * pp + 1) / pieces
+    return float(min(steps, pp - stage))
+
+
+def stages_looked_at(pp: int) -> tuple[int, ...]:
+    """The stages of which one is the busiest in memory: the first, which holds the most micro-batches and the
+    embedding; the one after it, which may have a block more; the last, which has the head and the loss."""
+    return tuple(dict.fromkeys((0, min(1, pp - 1), pp - 1)))
+
+
+# Context parallelism: every rank has a part of each sample's tokens, and attention needs the keys of all.
+
+
+AttentionExchange = Literal["all-gather", "ring", "all-to-all"]
+"""How keys reach queries: all-gathered at once (torch's `context_parallel`, torchtitan's and accelerate's default),
+sent around a ring beside the attention of what is there (Transformer Engine's `p2p`, Megatron-LM's default), or heads
+exchanged for tokens before and after it (DeepSpeed-Ulysses, arXiv 2309.14509)."""
+_RINGS = frozenset({"megatron", "nemo", "nanotron"})
+_FP32_OUTPUT = 2
+"""Elements of 16 bits that one of the partial output takes while it is merged in fp32."""
+
+
+def attention_exchange(job: Job) -> AttentionExchange:
+    """The exchange of a job's code."""
+    if job.configuration.backend == "deepspeed" or job.workload.code == "megatron-deepspeed":
+        return "all-to-all"
+    return "ring" if job.workload.code in _RINGS else "all-gather"
+
+
+def keeps_sequence_shards(job: Job) -> bool:
+    """Whether a column-parallel product keeps its rank's part of the input and all-gathers it again in backward."""
+    block = code_base(job.workload.code).traits(compiled=job.workload.compile).block
+    return block is not None and block.keeps_sequence_shards
+
+
+def attention_widths(facts: ModelFacts, tp: int) -> tuple[float, float]:
+    """Elements per token of the queries (or the output), and of keys and values together, on one tp rank."""
+    heads, groups = max(facts.num_heads / tp, 1), max(facts.num_kv_heads / tp, 1)
+    if facts.mla is None:
+        return heads * facts.head_dim, 2 * groups * facts.head_dim
+    mla = facts.mla
+    return heads * mla.v_head_dim, heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+
+
+def exchange_elements(facts: ModelFacts, exchange: AttentionExchange, tp: int, cp: int) -> tuple[float, float]:
+    """Elements per token of the whole sample that the exchange takes beside a block's own tensors, in forward and in
+    backward.
+
+    All-gathered keys and values lie beside the copy that was sent; around a ring two parts of them are under way, and
+    of their gradients as many in backward. Partial outputs are merged in fp32. Exchanged heads are a second copy.
+    """
+    if cp == 1:
+        return 0.0, 0.0
+    queries, keys = (width / cp for width in attention_widths(facts, tp))
+    if exchange == "all-to-all":
+        return queries + keys, 2 * queries + keys
+    merged = (1 + _FP32_OUTPUT) * queries
+    under_way = (cp + 1) * keys if exchange == "all-gather" else 2 * keys
+    return under_way + merged, under_way + 2 * keys + queries
+
+
+# Expert parallelism: every rank has some of the experts, and sends its tokens to those of the others.
+
+
+EXPERT_IMBALANCE = 1.25
+"""Tokens that come to the busiest rank's experts over the mean: the capacity factor that Switch Transformers train
+with, beyond which tokens are dropped (Fedus et al. 2021, arXiv 2101.03961, section 2.2; recalled)."""

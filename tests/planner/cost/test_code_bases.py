@@ -1,0 +1,179 @@
+"""Whose code runs decides memory and time: the catalogue, a file of one's own, and what follows from their traits."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardware_db.errors import BrokenFile, UnknownName
+from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.cost.code_bases import code_base, code_names
+from planner.cost.memory.activations.blocks import code_blocks
+from planner.models.catalogue import find_model
+from planner.search.estimate import estimate
+from planner.search.exact import ExactOptions, exact
+from planner.search.request import Request, WorkOptions, make_request
+from planner.search.search import recommend
+from planner.types.plan import Plan
+from scripts.fit.published_memory import predicted_bytes, published_runs
+
+
+def asked(model: str = "llama-3-8b", gpus: int = 8, **options: Any) -> Request:
+    known = {"seq_len": 4096, "precision": "bf16", **options}
+    return make_request(
+        find_model(model), resolve_cluster(HardwareRequest(gpu="H100", gpus=gpus)), WorkOptions(**known)
+    )
+
+
+def planned(request: Request, **exactly: Any) -> Plan:
+    return estimate(*exact(request, ExactOptions(**exactly)))
+
+
+def test_the_documented_code_bases_are_known_and_each_trait_has_a_source() -> None:
+    documented = ("transformers", "torch", "torchtitan", "megatron", "megatron-deepspeed", "nemo", "llm-foundry")
+    assert {*documented, "nanotron", "litgpt", "internevo", "alpa"} <= {*code_names()}
+    plain = code_base("transformers")
+    for name in code_names():
+        code = code_base(name)
+        assert code.sources, name
+        for group in ("block", "loss", "time"):
+            if getattr(code.eager, group) != getattr(plain.eager, group):
+                assert {group, "selective_products", "saved_score_bytes"} & code.sources.keys(), (name, group)
+        for group in ("states", "accumulator", "loads"):
+            if getattr(code, group) != getattr(plain, group) and group != "loads":
+                assert group in code.sources, (name, group)
+
+
+def test_an_unknown_code_is_told_the_known_ones() -> None:
+    with pytest.raises(UnknownName, match=r"unknown code 'megatorn'; nearest: megatron.*known are transformers, torch"):
+        asked(code="megatorn")
+
+
+def test_a_block_of_gpt_in_megatron_keeps_what_its_authors_count() -> None:
+    """34 bytes per token and hidden unit, 5 per score (Korthikanti et al. 2022, section 4.1), and norms' statistics."""
+    facts = replace(find_model("gpt2"), hidden_dropout=0.1, attention_dropout=0.1)
+    block = code_base("megatron-deepspeed").eager.block
+    assert block is not None
+    kept = dict(code_blocks(facts, block, "pure", "eager")["block"].kept)
+    assert kept.pop("a b s s") == 5
+    assert kept.pop("b s") == 2 * 8  # a mean and a scale for each of two norms, in fp32
+    sizes = {"b h s": 1, "a b d s": 1, "b d g s": 1, "b f s": 4}  # heads are as wide as the stream, the MLP four times
+    assert sum(sizes[term] * size for term, size in kept.items()) == 34
+
+
+def test_a_block_of_llama_in_transformer_engine() -> None:
+    """Of width h what goes into two norms and two products; q, k and v as they were made and q and k rotated; gate and
+    up, and what goes down: all in two bytes."""
+    block = code_base("megatron").eager.block
+    assert block is not None
+    kept = code_blocks(find_model("llama-3-8b"), block, "pure", "flash")["block"].kept
+    assert kept == {"b h s": 8, "b s": 8, "a b d s": 2 + 2 + 2, "b d g s": 4 + 2, "a b s": 4, "b f s": 6}
+
+
+@pytest.mark.parametrize(("strategy", "bytes_per_parameter"), [("ddp", 18), ("zero1", 6 + 12 / 8)])
+def test_megatron_holds_what_its_documentation_says(strategy: Any, bytes_per_parameter: float) -> None:
+    plan = planned(asked("opt-1.3b", seq_len=512, code="megatron"), strategy=strategy, checkpointing="full")
+    held = plan.memory.states
+    per_parameter = sum(held.values()) / plan.model["parameters"]  # type: ignore[operator]
+    assert per_parameter == pytest.approx(bytes_per_parameter, rel=1e-3)
+
+
+def test_code_changes_memory_and_time() -> None:
+    plans = {
+        code: planned(asked(code=code, compile=compiled), strategy="fsdp", micro_batch=1)
+        for code, compiled in (("transformers", False), ("torch", False), ("torchtitan", True))
+    }
+    used = [plan.memory.peak_allocated_bytes for plan in plans.values()]
+    took = [plan.time.compute_seconds for plan in plans.values()]
+    assert used == sorted(used, reverse=True)
+    assert took == sorted(took, reverse=True)
+    assert used[0] > 1.25 * used[2]
+
+
+@pytest.mark.parametrize("loss", ["chunked", "fused"])
+def test_a_loss_without_all_logits_at_once_saves_their_copies(loss: Any) -> None:
+    plain, other = (planned(asked(loss=kind), strategy="fsdp", micro_batch=2) for kind in ("plain", loss))
+    logits = 2 * 4096 * 128256
+    saved = plain.memory.phases["loss"] - other.memory.phases["loss"]
+    assert 5 * logits < saved < 12 * logits
+    assert other.memory.phases["step"] == plain.memory.phases["step"]
+
+
+def test_what_dsplan_does_not_run_names_the_tool_that_does() -> None:
+    plan = planned(asked(code="megatron"), strategy="zero1", tp=4)
+    assert not plan.runnable
+    assert plan.notes[0].startswith("Megatron-LM runs the code megatron; dsplan run runs transformers' modules")
+    assert plan.configuration.sequence_parallel
+    assert not planned(asked(), strategy="zero1", tp=4).configuration.sequence_parallel
+    answer = recommend(asked(code="torchtitan"))
+    assert {plan.configuration.strategy for plan in answer.plans} <= {"fsdp", "fsdp-grad-op", "ddp"}
+    assert ("zero3", "torchtitan has no zero3") in {(item.strategy, item.reason) for item in answer.rejected}
+
+
+def test_what_is_not_counted_as_its_own_is_said() -> None:
+    of_encoder = planned(asked("google-bert/bert-base-uncased", seq_len=512, code="megatron"), strategy="ddp")
+    assert any(note.startswith("only plain decoders' blocks are known of megatron") for note in of_encoder.notes)
+    compiled = planned(asked("google-bert/bert-base-uncased", seq_len=512, compile=True), strategy="ddp")
+    assert any("take eager ones' memory" in note for note in compiled.notes)
+    fused = planned(asked(code="nemo", compile=True), strategy="ddp")
+    assert any(note.startswith("--compile changes nothing that is known of nemo") for note in fused.notes)
+
+
+def test_only_code_that_makes_whole_copies_is_refused_for_host_memory() -> None:
+    """Eight copies of 70.6 billion fp32 weights do not fit a terabyte of host memory."""
+    transformers, megatron = (
+        planned(asked("meta-llama/Llama-3.1-70B", gpus=64, host_memory_gb=1000, code=code), strategy="ddp", tp=8, pp=8)
+        for code in ("transformers", "megatron")
+    )
+    assert "of host memory to load the model" in transformers.notes[1]
+    assert megatron.verdict == "fits"
+    assert megatron.memory.host_load_bytes_per_node < transformers.memory.host_load_bytes_per_node / 50
+
+
+def written(path: Path, text: str) -> str:
+    (path / "own.yaml").write_text(text)
+    return str(path / "own.yaml")
+
+
+def test_a_code_base_of_ones_own(tmp_path: Path) -> None:
+    own = written(tmp_path, "like: torch\nblock: {norm: fused, activation: fused}\nloads: sharded\n")
+    plan = planned(asked(code=own), strategy="fsdp", micro_batch=1)
+    like = planned(asked(code="torch"), strategy="fsdp", micro_batch=1)
+    assert plan.memory.peak_allocated_bytes < like.memory.peak_allocated_bytes
+    assert plan.workload["code"] == own
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("like: torch\nblock: {norm: fuzed}\n", "block.norm 'fuzed' is not one of composite, fused"),
+        ("like: torch\ncolour: red\n", "colour is not a key; the keys are like, title, runs_with"),
+        ("like: [1]\n", "is like .1., which is none of transformers, torch"),
+        ("title: mine\n", "has no `like: NAME` and not all of title, runs_with and loads"),
+        ("like: megatron\nstates: {bf16: {weight: 2}}\n", r"states.*is missing"),
+        ("- torch\n", "is not a mapping of traits"),
+    ],
+)
+def test_a_file_that_says_nonsense_is_refused_in_one_line(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(BrokenFile, match=problem) as refused:
+        code_base(written(tmp_path, text))
+    assert "\n" not in str(refused.value)
+
+
+def test_published_memory_by_code_base() -> None:
+    """Printed figures against predictions; half of the runs of a code base are within a tenth."""
+    errors = defaultdict(list)
+    for run in published_runs():
+        memory, _ = run.predicted()
+        if run.memory_bytes:
+            error = predicted_bytes(memory, run.kind) / run.memory_bytes - 1
+            errors[run.request.workload.code].append(abs(error))
+    medians = {code: statistics.median(found) for code, found in errors.items() if len(found) >= 3}
+    assert {"torchtitan-2024", "megatron", "megatron-deepspeed", "litgpt"} <= medians.keys()
+    assert {code: median for code, median in medians.items() if median > 0.14} == {}
+    assert statistics.median(error for found in errors.values() for error in found) <= 0.08
