@@ -45,6 +45,10 @@ CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 TASKS: tuple[Task, ...] = get_args(Task)
+CLASSIFYING: tuple[Task, ...] = ("seq-cls", "image-cls", "reward")
+"""Tasks whose head reads one position of a sample."""
+PAIRED: tuple[Task, ...] = ("dpo", "reward")
+"""Tasks whose samples are pairs of sequences: a chosen and a rejected one."""
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 METHODS: tuple[Method, ...] = get_args(Method)
 LOAD_DTYPES: tuple[LoadDtype, ...] = get_args(LoadDtype)

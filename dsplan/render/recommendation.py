@@ -98,7 +98,7 @@ def recommendation_blocks(answer: Recommendation) -> list[Block]:
     blocks: list[Block] = [] if shown is None else header(shown, answer.request.defaults)
     blocks += [Text(text=_work(answer.request.workload)), Text(text="")]
     if answer.plans:
-        blocks += [plans_table(answer.request, answer.plans), *_footnotes(answer)]
+        blocks += [plans_table(answer.request, answer.plans), *_footnotes(answer), *_instead(answer)]
     else:
         blocks += _nothing_fits(answer)
     return [*blocks, *devices_table(answer), *_front(answer), *_rejected(answer)]
@@ -106,7 +106,7 @@ def recommendation_blocks(answer: Recommendation) -> list[Block]:
 
 def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
     """What `recommend --json` prints: `plans` best first, `choice`, `rejected`; `closest` and `remedies` when nothing
-    fits; `on_devices` with a deadline, `front` where it was asked for."""
+    fits, and `remedies` beside plans that offload; `on_devices` with a deadline, `front` where it was asked for."""
     return {
         "schema_version": answer.plans[0].schema_version if answer.plans else 1,
         "plans": [_plan_to_dict(answer.request, plan) for plan in answer.plans],
@@ -200,6 +200,11 @@ def _work(workload: Workload) -> str:
     length = [] if workload.sequence_length == 1 else [f"sequence {workload.sequence_length}"]
     words = [_TASK_WORDS.get(workload.task, workload.task), *length, f"global batch {workload.global_batch_size}"]
     return ", ".join([*words, workload.precision, workload.optimizer, f"{workload.attention} attention"])
+
+
+def _instead(answer: Recommendation) -> list[Block]:
+    """What trains on the devices alone, where the plans offload."""
+    return [Text(text=f"or {item.change} ({item.flag}): {item.plan}") for item in answer.remedies]
 
 
 def _nothing_fits(answer: Recommendation) -> list[Block]:

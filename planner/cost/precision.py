@@ -13,7 +13,7 @@ from typing import Literal
 
 from hardware_db.device import Device
 from planner.cost.code_bases import CodeBase, code_base, code_names
-from planner.types.job import Job
+from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
 from planner.vocabulary import (
     FSDP_STRATEGIES,
@@ -22,6 +22,7 @@ from planner.vocabulary import (
     ZERO_STAGES,
     Compression,
     Fp8Recipe,
+    LoadDtype,
     Precision,
 )
 
@@ -44,7 +45,9 @@ def communication_bytes(compression: Compression, width: float) -> float:
 
 
 # Bytes of optimizer state per parameter when states are fp32. bitsandbytes keeps two 8-bit moments plus one fp32 scale
-# per block of 256 values for each; adafactor's factored moments are counted from the matrices instead (see states.py).
+# per block of 256 values for each, torchao's 4-bit Adam two of 4 bits with one per 128, its fp8 Adam two of a byte with
+# one per 256 (`torchao/optim/subclass_*.py`); adafactor's factored moments, and those of Muon, which has one for a
+# matrix and AdamW's two for the rest, are counted from the matrices instead (see states.py).
 STATE_BYTES = {
     "adamw": 8.0,
     "adamw-fused": 8.0,
@@ -58,6 +61,8 @@ STATE_BYTES = {
     "lion": 4.0,
     "muon": 4.0,
 }
+QUANTISED_STATES = ("adamw-8bit", "adamw-8bit-paged", "adamw-4bit", "adamw-fp8")
+"""Optimizers whose moments are as wide whatever the weights are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +73,8 @@ class Recipe:
     `state`: optimizer moments; `compute`: of the dtype matrices multiply in; `residual`: of the residual stream between
     blocks; `gather` and `reduce`: of parameters and gradients on the wire. `autocast` marks fp32 weights cast on the
     fly. `scaled` says how linear layers of blocks multiply in 8 or 4 bits, `block_gather` what an all-gather of their
-    weights takes where it is not `gather`.
+    weights takes where it is not `gather`. `frozen`: of weights that are not trained, `quantised` of those of linear
+    layers in blocks where they are loaded narrower still; None where they are as the trained ones.
     """
 
     weight: int
@@ -82,29 +88,89 @@ class Recipe:
     autocast: bool
     scaled: ScaledProducts | None = None
     block_gather: float | None = None
+    frozen: float | None = None
+    quantised: float | None = None
 
     @property
     def gather_of_blocks(self) -> float:
         """Bytes per parameter of a block on the wire."""
         return self.gather if self.block_gather is None else self.block_gather
 
+    @property
+    def frozen_width(self) -> float:
+        """Bytes of a frozen weight that is not quantised."""
+        return self.weight if self.frozen is None else self.frozen
+
+    @property
+    def frozen_gather(self) -> float:
+        """Bytes of it once it is all-gathered: those it is loaded as, or those of compute where they are fewer."""
+        return self.gather if self.frozen is None else min(self.frozen, self.gather)
+
+    @property
+    def dequantises(self) -> bool:
+        return self.quantised is not None
+
+
+NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
+"""bitsandbytes' nf4 with double quantisation: half a byte, and for 64 values a scale of one byte, of which 256 share
+an fp32 (QLoRA, arXiv 2305.14314, section 3; bitsandbytes `functional.quantize_4bit`, compress_statistics)."""
+INT8_LOADED_BYTES = 1.0
+"""bitsandbytes' `Linear8bitLt` keeps a byte per weight and an fp32 per row, which is not counted (recalled)."""
+LOADED_BYTES: dict[LoadDtype, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": INT8_LOADED_BYTES, "nf4": NF4_BYTES}
+
 
 def recipe_of(job: Job) -> Recipe:
     """The recipe that a backend follows for a precision (docs/explanation/strategies.md, "What a precision means"), or
     the one of the code base where it trains replicas and ZeRO's stages by an engine of its own."""
-    configuration = job.configuration
+    configuration, workload = job.configuration, job.workload
     code = code_base(job.workload.code)
     if has_own_states(code, configuration):
         widths = code.states[stored_precision(configuration)]
         recipe = Recipe(**widths, state=STATE_BYTES[configuration.optimizer], autocast=False)
     elif configuration.backend == "native":
-        return _native_recipe(configuration)
+        recipe = _native_recipe(configuration)
     else:
         recipe = _recipe(configuration)
     narrow = configuration.gradient_compression in ("fp16", "bf16") and configuration.strategy in FSDP_STRATEGIES
-    recipe = replace(recipe, reduce=2) if narrow else recipe
-    scaled = scaled_products(job)
+    if narrow and configuration.backend != "native":
+        recipe = replace(recipe, reduce=2)
+    loaded, scaled = load_dtype_of(workload), None if configuration.backend == "native" else scaled_products(job)
+    recipe = recipe if loaded is None else _loaded(recipe, loaded, trains_all=job.counts.trains_all)
     return recipe if scaled is None else _with_scaled(recipe, scaled, configuration)
+
+
+def load_dtype_of(workload: Workload) -> LoadDtype | None:
+    """What the weights are loaded as: what was asked for; beside adapters nf4 for QLoRA and else what is computed in;
+    None for what the precision says."""
+    if workload.load_dtype is not None or workload.method == "full":
+        return workload.load_dtype
+    if workload.method == "qlora":
+        return "nf4"
+    return "fp32" if workload.precision == "fp32" else "fp16" if workload.precision == "fp16" else "bf16"
+
+
+def _loaded(recipe: Recipe, loaded: LoadDtype, *, trains_all: bool) -> Recipe:
+    """A recipe where weights are loaded in a dtype of their own. Those that are trained keep it under autocast and
+    FSDP, with gradients and moments as wide; frozen ones do everywhere, and what a quantised model leaves as it is has
+    16 bits, or those of compute."""
+    width = LOADED_BYTES[loaded]
+    if not trains_all:
+        plain = float(max(width, 2)) if width >= 2 else float(recipe.compute)
+        return replace(recipe, frozen=plain, quantised=width if width < 2 else None)
+    if width == recipe.weight or recipe.master:
+        return recipe  # ZeRO casts what it is given
+    scale = width / recipe.weight
+    narrow = int(width)
+    return replace(
+        recipe,
+        weight=narrow,
+        gradient=narrow,
+        state=recipe.state * scale,
+        residual=min(recipe.residual, narrow) if narrow < 4 else recipe.residual,
+        gather=min(recipe.gather, narrow),
+        reduce=recipe.reduce if not recipe.autocast else narrow,
+        autocast=recipe.autocast and narrow == 4,
+    )
 
 
 def _with_scaled(recipe: Recipe, scaled: ScaledProducts, configuration: Configuration) -> Recipe:
@@ -138,7 +204,7 @@ def _recipe(configuration: Configuration) -> Recipe:
     is_zero = configuration.strategy in ZERO_STAGES
     precision = configuration.precision
     if precision == "bf16-pure":
-        narrow_state = state if configuration.optimizer == "adamw-8bit" else state / 2
+        narrow_state = state if configuration.optimizer in QUANTISED_STATES else state / 2
         return Recipe(
             weight=2,
             gradient=2,
@@ -175,7 +241,7 @@ def _native_recipe(configuration: Configuration) -> Recipe:
     state, precision = STATE_BYTES[configuration.optimizer], configuration.precision
     width = 4 if precision == "fp32" else 2
     mixed = precision in MIXED_PRECISIONS
-    narrow = precision == "bf16-pure" and configuration.optimizer != "adamw-8bit"
+    narrow = precision == "bf16-pure" and configuration.optimizer not in QUANTISED_STATES
     is_cut = configuration.zero_stage == 3 and configuration.state_shards > 1 and configuration.offload == "none"
     return Recipe(
         weight=4 if mixed and is_cut else width,

@@ -105,10 +105,20 @@ _OPTIMIZERS = {
     "adamw-fused": "torch.optim.AdamW(fused=True)",
     "adamw-forloop": "torch.optim.AdamW(foreach=False)",
     "adamw-8bit": "bitsandbytes.optim.AdamW8bit",
+    "adamw-8bit-paged": "bitsandbytes.optim.PagedAdamW8bit",
+    "adamw-4bit": "torchao.optim.AdamW4bit",
+    "adamw-fp8": "torchao.optim.AdamWFp8",
+    "muon": "torch.optim.Muon for the matrices of blocks and torch.optim.AdamW for the rest",
     "sgd": "torch.optim.SGD",
     "adafactor": "torch.optim.Adafactor",
     "lion": "a Lion optimizer",
 }
+
+
+_IN_JSON = ("adamw", "adamw-fused", "adamw-forloop", "sgd", "adafactor", "lion")
+"""What DeepSpeed makes of its JSON."""
+_TRAINER_LACKS = ("adamw-forloop", "adamw-fp8", "muon")
+"""What TrainingArguments has no word for."""
 
 
 def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:
@@ -207,8 +217,8 @@ def _travel(plan: Plan, format: str) -> tuple[str, ...]:
 
 def _optimizer(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:
     name = plan.configuration.optimizer
-    in_json = name != "adamw-8bit" and not (name == "lion" and on_cpu(plan, options))
-    if (format == "deepspeed" and in_json) or (format == "huggingface" and name != "adamw-forloop"):
+    in_json = name in _IN_JSON and not (name == "lion" and on_cpu(plan, options))
+    if (format == "deepspeed" and in_json) or (format == "huggingface" and name not in _TRAINER_LACKS):
         return ()
     return (f"uses {_OPTIMIZERS[name]}",)
 

@@ -171,10 +171,18 @@ def _work(row: Mapping[str, Any]) -> BlockWork:
 def counts_from_document(document: Mapping[str, Any]) -> ParameterCounts:
     """Parameter counts from their JSON."""
     blocks = tuple(
-        BlockCount(**{**block, "shapes": _shapes(block["shapes"]), "frozen": tuple(block.get("frozen", ()))})
+        BlockCount(
+            **{
+                **block,
+                "shapes": _shapes(block["shapes"]),
+                "frozen": tuple(block.get("frozen", ())),
+                "names": (),
+                "adapters": (),
+            }
+        )
         for block in document["blocks"]
     )
-    parts = {"outside": _shapes(document["outside"]), "frozen": tuple(document.get("frozen", ()))}
+    parts = {"outside": _shapes(document["outside"]), "frozen": tuple(document.get("frozen", ())), "names": ()}
     return ParameterCounts(**{**document, **parts, "blocks": blocks})
 
 

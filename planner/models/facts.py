@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
@@ -14,6 +15,23 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """A low-rank adapter beside one frozen matrix of a block: weights [rank, inputs] and [outputs, rank], and with
+    `magnitude` (DoRA) a vector of `outputs`. `name` is the matrix's, as in `BlockCount.names`."""
+
+    name: str
+    inputs: int
+    outputs: int
+    rank: int
+    magnitude: bool = False
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        low_rank: tuple[Shape, ...] = ((self.rank, self.inputs), (self.outputs, self.rank))
+        return (*low_rank, (self.outputs,)) if self.magnitude else low_rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCount:
     """`repeats` consecutive transformer blocks of `parameters` each, of which `experts` belong to routed experts.
 
@@ -21,7 +39,8 @@ class BlockCount:
     experts), `vision`, `text`. `largest_matrix` is the largest single weight tensor of the block, elements. Blocks that
     share one set of weights (ALBERT) are one block with `repeats` 1. `shapes` are those of one block's weights, in
     the order of use as far as it matters; empty where only their sum is known. `frozen` are the places in `shapes` of
-    those that are not trained.
+    those that are not trained. `names` say what each is in the architecture (`planner.models.counting.count`);
+    empty where that is not known. `adapters` are trained beside frozen matrices; their weights are the last `shapes`.
     """
 
     name: str
@@ -31,15 +50,29 @@ class BlockCount:
     largest_matrix: int = 0
     shapes: tuple[Shape, ...] = ()
     frozen: tuple[int, ...] = ()
+    names: tuple[str, ...] = field(default=(), compare=False)
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def trained(self) -> BlockCount:
         """The block without its frozen weights."""
-        if not self.frozen:
-            return self
-        shapes = _without(self.shapes, self.frozen)
+        return self._of(_without(self.shapes, self.frozen)) if self.frozen else self
+
+    @property
+    def held(self) -> BlockCount:
+        """Its frozen weights alone."""
+        return self._of(tuple(self.shapes[place] for place in self.frozen))
+
+    def _of(self, shapes: tuple[Shape, ...]) -> BlockCount:
         sizes = [prod(shape) for shape in shapes]
-        return replace(self, parameters=sum(sizes), largest_matrix=max(sizes, default=0), shapes=shapes, frozen=())
+        return BlockCount(
+            name=self.name,
+            repeats=self.repeats,
+            parameters=sum(sizes),
+            experts=sum(prod(shape) for shape in shapes if len(shape) == 3) if self.experts else 0,
+            largest_matrix=max(sizes, default=0),
+            shapes=shapes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +82,7 @@ class ParameterCounts:
     `embedding`: token, position and type tables and patch projections; `head`: the untied part of the output head;
     `other`: final norms, poolers, relative-position tables and the like. `outside` are the shapes of these weights,
     the embedding's first and the head's last; empty where only their sum is known. `frozen` are the places in `outside`
-    of those that are not trained.
+    of those that are not trained, `names` what they are, as in a block.
     """
 
     embedding: int
@@ -58,6 +91,7 @@ class ParameterCounts:
     other: int
     outside: tuple[Shape, ...] = ()
     frozen: tuple[int, ...] = ()
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def trains_all(self) -> bool:
@@ -66,19 +100,12 @@ class ParameterCounts:
     @property
     def trained(self) -> ParameterCounts:
         """The counts without frozen weights: what gradients and optimizer states are of."""
-        if self.trains_all:
-            return self
-        outside = _without(self.outside, self.frozen)
-        ends = tuple(accumulate(map(prod, self.outside)))
-        tables = [shape for place, shape in enumerate(self.outside) if ends[place] <= self.embedding]
-        embedding = sum(map(prod, _without(tuple(tables), self.frozen)))
-        return ParameterCounts(
-            embedding=embedding,
-            blocks=tuple(block.trained for block in self.blocks),
-            head=0,
-            other=sum(map(prod, outside)) - embedding,
-            outside=outside,
-        )
+        return self if self.trains_all else _parted(self)[0]
+
+    @property
+    def held(self) -> ParameterCounts:
+        """The counts of frozen weights alone."""
+        return _parted(self)[1]
 
     @property
     def in_blocks(self) -> int:
@@ -96,6 +123,25 @@ class ParameterCounts:
     def outside_blocks(self) -> int:
         """Parameters of the root unit that FSDP makes of everything outside the blocks."""
         return self.embedding + self.head + self.other
+
+
+@lru_cache(maxsize=64)
+def _parted(counts: ParameterCounts) -> tuple[ParameterCounts, ParameterCounts]:
+    """What is trained, and what is frozen."""
+    ends = tuple(accumulate(map(prod, counts.outside)))
+    tables = tuple(shape for place, shape in enumerate(counts.outside) if ends[place] <= counts.embedding)
+    fixed = set(counts.frozen)
+    places = [place for place in range(len(counts.outside)) if place not in fixed]
+    parts = []
+    for chosen, blocks in (
+        (places, tuple(block.trained for block in counts.blocks)),
+        (sorted(fixed), tuple(block.held for block in counts.blocks)),
+    ):
+        outside = tuple(counts.outside[place] for place in chosen)
+        embedding = sum(prod(counts.outside[place]) for place in chosen if place < len(tables))
+        other = sum(map(prod, outside)) - embedding
+        parts.append(ParameterCounts(embedding=embedding, blocks=blocks, head=0, other=other, outside=outside))
+    return parts[0], parts[1]
 
 
 def _without(shapes: tuple[Shape, ...], places: tuple[int, ...]) -> tuple[Shape, ...]:

@@ -20,7 +20,7 @@ _TASKS: dict[str, Task] = {
     "custom": "causal-lm",
 }
 _OTHER_TASKS: dict[str, tuple[Task, ...]] = {
-    "decoder": ("seq-cls",),
+    "decoder": ("seq-cls", "dpo", "reward"),
     "encoder": ("seq-cls",),
     "encoder-decoder": ("seq-cls",),
 }
@@ -49,14 +49,19 @@ def facts_for_task(facts: ModelFacts, task: Task) -> ModelFacts:
     """The facts of the class that has the head of `task`, where the model's own class has another.
 
     A classifier of text has a small head on one position in place of the one over the vocabulary, and no table that the
-    head shares; two labels, transformers' default, where the model says nothing of them.
+    head shares; two labels, transformers' default, where the model says nothing of them. A
+    reward model has one.
     """
-    if task != "seq-cls" or facts.measured_counts is not None or facts.architecture.endswith(_CLASSIFIERS):
+    if (
+        task not in ("seq-cls", "reward")
+        or facts.measured_counts is not None
+        or facts.architecture.endswith(_CLASSIFIERS)
+    ):
         return facts
     classifier = replace(
         facts,
         architecture=_LANGUAGE_HEAD.sub("", facts.architecture) + "ForSequenceClassification",
-        num_labels=max(facts.num_labels, 2),
+        num_labels=1 if task == "reward" else max(facts.num_labels, 2),
         tie_word_embeddings=facts.kind == "encoder-decoder",
         mlm_transform=False,
         lm_head_bias=False,

@@ -11,7 +11,7 @@ from planner.cost.code_bases import code_base
 from planner.cost.memory import memory_estimate
 from planner.cost.memory.activations.figures import has_written_form
 from planner.cost.memory.host import loads_once
-from planner.cost.memory.load import MADE_BYTES
+from planner.cost.memory.load import made_bytes
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, differs
 from planner.cost.memory.states import states_of
 from planner.cost.memory.units import shards_of, shards_over, units_of
@@ -143,6 +143,10 @@ def impossible(request: Request, configuration: Configuration) -> str:
         return f"{lacks}; {WITHOUT_DEEPSPEED}"
     if strategy in words.FSDP_STRATEGIES and configuration.optimizer == "adafactor":
         return f"torch's Adafactor cannot step on the shards of {strategy}; use zero1-3, ddp, or another optimizer"
+    if configuration.optimizer == "muon" and configuration.backend == "deepspeed":
+        return f"Muon steps whole matrices, which DeepSpeed's {strategy} cuts; use --backend native, fsdp or ddp"
+    if configuration.optimizer == "muon" and offload != "none":
+        return f"Muon has no form that steps in host memory; leave --offload {offload} out"
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         # torch 2.13, distributed/fsdp/_fully_shard: "fully_shard doesn't support scalar parameters" (logit_scale).
         return f"torch's FSDP2 cannot shard the scalar logit_scale of {request.facts.name}; use zero1-3 or ddp"
@@ -236,6 +240,24 @@ def offloads_of(strategy: str, backend: str) -> tuple[words.Offload, ...]:
     return ("all",) if strategy in words.FSDP_STRATEGIES else ()
 
 
+LAST_RESORT_MFU = 0.02
+"""Below this share of the dense peak a run is mostly waiting for a link or a disk."""
+
+
+def is_last_resort(plan: Plan) -> bool:
+    """Whether a plan trains at all only by moving states through a link that is far too slow for the device."""
+    return _is_slow(plan.configuration, plan.throughput.mfu)
+
+
+def _is_slow(configuration: Configuration, mfu: float | None) -> bool:
+    return configuration.offload != "none" and mfu is not None and mfu < LAST_RESORT_MFU
+
+
+def waits_mostly(job: Job, time: StepTime) -> bool:
+    """The same of a job that is timed."""
+    return job.configuration.offload != "none" and _is_slow(job.configuration, throughput(job, time).mfu)
+
+
 def plan_of(priced: Priced, time: StepTime) -> Plan:
     """The whole plan, with notes and provenance, and with the interval of its step time."""
     job, configuration = priced.job, priced.job.configuration
@@ -245,7 +267,10 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
     blocked = _elsewhere(job) or unrunnable(configuration)
     sections = described(job)
+    rates = throughput(job, expected)
+    slow = f"a last resort: {rates.mfu or 0:.1%} of the dense peak, the rest of a step waits for offloaded states"
     notes = (blocked, priced.judgement.reason, seen, *priced.notes, *_remarks(priced))
+    notes = (slow, *notes) if _is_slow(configuration, rates.mfu) else notes
     return Plan(
         model=sections["model"],
         cluster=sections["cluster"],
@@ -253,7 +278,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
         configuration=configuration,
         memory=priced.memory,
         time=expected,
-        throughput=throughput(job, expected),
+        throughput=rates,
         verdict=priced.judgement.verdict,
         limited_by=limited_by(expected),
         runnable=not blocked,
@@ -303,6 +328,21 @@ def unrunnable(configuration: Configuration) -> str:
     return ""
 
 
+def _copies(job: Job) -> list[str]:
+    """What the script must do beside the training that was asked for, and how it is counted."""
+    workload, remarks = job.workload, []
+    if workload.ema:
+        remarks.append("the script keeps the average of the weights itself (torch.optim.swa_utils.AveragedModel)")
+    if job.has_reference:
+        beside = "the base model without its adapters" if workload.method != "full" else "a second, frozen copy"
+        remarks.append(f"the reference model is {beside}; a sample is two sequences")
+    if workload.task == "reward":
+        remarks.append("a sample is two sequences; the head gives one number for each")
+    if recipe_of(job).dequantises:
+        remarks.append("the script loads the model quantised (transformers' BitsAndBytesConfig) and adds the adapters")
+    return remarks
+
+
 def _remarks(priced: Priced) -> list[str]:
     job = priced.job
     facts, device, configuration = job.facts, job.cluster.device, job.configuration
@@ -315,6 +355,7 @@ def _remarks(priced: Priced) -> list[str]:
     if priced.memory_source == "datasheet" and facts.kind != "custom" and differs(job):
         near = f"the nearest one's memory counts, of which one in twenty is {NEAREST_FORM_ERROR:.0%} under or more"
         remarks.append(f"no {facts.model_type} of this structure was ever traced: {near}; --exact traces it")
+    remarks += _copies(job)
     if configuration.attention != "eager" and facts.eager_only and job.workload.code == "transformers":
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
     if configuration.attention == "flash" and configuration.precision == "fp32":
@@ -325,7 +366,7 @@ def _remarks(priced: Priced) -> list[str]:
     if scaled is not None and scaled.activation_casts == EAGER_CAST_BYTES:
         remarks.append("without --compile torchao's casts run kernel by kernel, and are counted so")
     if loads_once(job):
-        copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(MADE_BYTES * job.counts.total)} each"
+        copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(made_bytes(job))} each"
         way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
         remarks.append(f"a node has no room to load {copies}: counted for one, as {way} makes it")
     remarks += _experts_dealt_out_whole(job)

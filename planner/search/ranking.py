@@ -19,7 +19,7 @@ from planner.cluster.budget import bill_of
 from planner.cost.memory.overhead import beyond_need
 from planner.cost.timing import step_time
 from planner.cost.verdict import device_limit, limited_by
-from planner.search.estimate import Priced, plan_of, unrunnable
+from planner.search.estimate import Priced, plan_of, unrunnable, waits_mostly
 from planner.search.request import Request
 from planner.search.space import inapplicable
 from planner.types.plan import Configuration, Plan, StepTime
@@ -154,6 +154,11 @@ def rank(request: Request, items: Sequence[Timed]) -> list[Timed]:
 
 def _in_order(request: Request, items: Sequence[Timed]) -> list[Timed]:
     left = sorted(items, key=lambda item: order(item, request.objective))
+    resorts = [item for item in left if waits_mostly(item.priced.job, item.time)]
+    if resorts and len(resorts) < len(left):
+        # Last resorts come after all that computes, whatever the objective.
+        others = [item for item in items if item not in resorts]
+        return [*_in_order(request, others), *_in_order(request, resorts)]
     if not request.simplest_first:
         return left
     ranked = []

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
+from planner.cluster.budget import NO_BUDGET
+from planner.cost.precision import LOADED_BYTES, load_dtype_of
 from planner.cost.verdict import device_limit, host_limit
+from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, doubled
-from planner.search.estimate import Priced
-from planner.search.request import Request
-from planner.types.plan import Configuration
+from planner.search.estimate import Priced, is_last_resort
+from planner.search.request import Request, counts_of
+from planner.types.plan import Configuration, Plan
+from planner.vocabulary import Method
 
 Fits = Callable[[Request], Priced | None]
 MOST_GPUS_TRIED = 4096
@@ -36,6 +40,48 @@ def remedies(request: Request, fits: Fits) -> tuple[Remedy, ...]:
         _model_parallel(request, fits),
     )
     return tuple(remedy for remedy in tried if remedy is not None)
+
+
+MOST_GPUS_FOR_ADAPTERS = 8
+"""Above that, whoever asks to train all weights has the machines for it."""
+_ADAPTERS: tuple[tuple[Method, str], ...] = (
+    ("lora", "train adapters beside frozen 16-bit weights"),
+    ("qlora", "train adapters beside frozen 4-bit weights"),
+)
+
+
+def adapter_remedies(
+    request: Request, first: Callable[[Request], Plan | None], instead: Plan | None
+) -> tuple[Remedy, ...]:
+    """Adapters in place of all weights, where that fits on the devices alone and all weights do not: `instead` is the
+    best plan for those, None where there is none."""
+    workload = request.workload
+    on_devices = instead is not None and instead.configuration.offload == "none" and not is_last_resort(instead)
+    cluster = request.cluster
+    if workload.freezes or on_devices or cluster.device.is_cpu or cluster.gpus > MOST_GPUS_FOR_ADAPTERS:
+        return ()
+    found = []
+    for method, change in _ADAPTERS:
+        asked = replace(workload, method=method, load_dtype=None)
+        try:
+            counts = counts_of(request.facts, asked)
+        except ContradictoryRequest:
+            return ()
+        if LOADED_BYTES[load_dtype_of(asked) or "bf16"] * counts.held.total > cluster.gpus * cluster.capacity_bytes:
+            continue  # not even the frozen weights fit, shared by all
+        plan = first(replace(request, workload=asked, counts=counts, budget=NO_BUDGET, offload="none"))
+        if plan is not None:
+            found.append(Remedy(change=change, flag=f"--method {method}", plan=_with_speed(plan, instead)))
+    return tuple(found)
+
+
+def _with_speed(plan: Plan, instead: Plan | None) -> str:
+    chosen = plan.configuration
+    speed = f"{plan.throughput.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+    if instead is not None:
+        speed += f", {instead.time.step_seconds / plan.time.step_seconds:.0f}x as fast as the first plan"
+    used = format_bytes(plan.memory.device_needed_bytes)
+    return f"{chosen.strategy}, {chosen.activation_checkpointing} checkpointing: up to {used}, {speed}"
 
 
 def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple[Remedy, ...]:

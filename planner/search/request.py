@@ -14,7 +14,7 @@ from planner.cluster.budget import NO_BUDGET, Budget
 from planner.cost.code_bases import code_base, facts_for_code
 from planner.cost.precision import lacks_scaled, usual_recipe
 from planner.errors import ContradictoryRequest
-from planner.models.counting.count import count_parameters
+from planner.models.counting.count import count_parameters, frozen_but, with_adapters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
 from planner.types.cluster import Cluster
@@ -141,15 +141,56 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         method=options.method,
         **_adapters(options, defaults),
         train_only=options.train_only or "",
-        load_dtype=options.load_dtype,
+        load_dtype=_load_dtype(options, precision, defaults),
         fp8_recipe=recipe,
         ema=options.ema,
     )
     ranking["zero_backend"] = _zero_backend(ranking.get("zero_backend"), cluster.device, workload.precision, defaults)
-    request = Request(
-        facts=facts, counts=count_parameters(facts), workload=workload, cluster=cluster, defaults=tuple(defaults)
-    )
+    counts = counts_of(facts, workload)
+    request = Request(facts=facts, counts=counts, workload=workload, cluster=cluster, defaults=tuple(defaults))
     return replace(request, **ranking)
+
+
+def counts_of(facts: ModelFacts, workload: Workload) -> ParameterCounts:
+    """The model's counts with what the workload trains of it.
+
+    Raises:
+        ContradictoryRequest: the targets of adapters, or the names of what is trained, fit nothing.
+    """
+    counts = count_parameters(facts)
+    if workload.method != "full":
+        dora = workload.method == "dora"
+        rank, targets = workload.lora_rank, workload.lora_targets
+        return with_adapters(facts, counts, rank=rank, targets=targets, magnitude=dora)
+    return frozen_but(facts, counts, workload.train_only) if workload.train_only else counts
+
+
+_QUANTISED = ("int8", "nf4")
+
+
+def _load_dtype(options: WorkOptions, precision: words.Precision, defaults: list[str]) -> words.LoadDtype | None:
+    """What was asked for, as far as weights loaded so can be trained."""
+    loaded, method = options.load_dtype, options.method
+    if method == "qlora" and loaded not in (None, *_QUANTISED):
+        raise ContradictoryRequest(
+            f"--method qlora quantises what it freezes, and --load-dtype {loaded} does not; use --method lora"
+        )
+    if loaded in _QUANTISED and method == "full":
+        raise ContradictoryRequest(
+            f"weights of --load-dtype {loaded} cannot be trained; use --method qlora, with adapters beside them"
+        )
+    if loaded == "fp32" and precision == "bf16-pure":
+        raise ContradictoryRequest(
+            "--precision bf16-pure keeps weights in bf16, and --load-dtype is fp32; use --precision bf16"
+        )
+    if loaded in ("bf16", "fp16") and precision == "fp32":
+        raise ContradictoryRequest(
+            f"--precision fp32 keeps weights in fp32, and --load-dtype is {loaded}; use --precision {loaded}"
+        )
+    if loaded is None and method != "full":
+        taken = "nf4" if method == "qlora" else {"fp32": "fp32", "fp16": "fp16"}.get(precision, "bf16")
+        defaults.append(f"frozen weights loaded as {taken} (--load-dtype)")
+    return loaded
 
 
 def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
@@ -162,6 +203,10 @@ def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
         return {}
     if options.lora_rank is None:
         defaults.append(f"adapters of rank {DEFAULT_LORA_RANK} (--lora-rank)")
+    if options.lora_targets is None:
+        defaults.append("adapters beside all-linear layers (--lora-targets)")
+    if options.train_only:
+        raise ContradictoryRequest(f"--train-only says what --method {options.method} says too; leave one out")
     return {"lora_rank": DEFAULT_LORA_RANK, **said}
 
 

@@ -28,7 +28,7 @@ from planner.search.ranking import (
     too_late,
     why_first,
 )
-from planner.search.remedies import Remedy, in_time_remedies, remedies
+from planner.search.remedies import Remedy, adapter_remedies, in_time_remedies, remedies
 from planner.search.request import Request
 from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
@@ -37,6 +37,7 @@ from planner.types.plan import Plan
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
     """Ranked plans, best first, and in `choice` why the first is; without one, the closest miss and what would help.
+    Beside plans that offload, `remedies` name what trains on the devices alone.
 
     With a deadline the plans are those that end in time, the closest miss may be one that fits and ends too late, and
     `on_devices` says on how many devices the training would end in time. `front` is there where it was asked for.
@@ -74,9 +75,11 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     rejected = (*rejections(request, ranked, missing), *too_late(request, late), *ran_out(request))
     if not ranked:
         return _late(request, late, rejected) if late else _nothing(request, missing, rejected)
+    plans = _with_alternatives(request, ranked, rejected)
     return Recommendation(
         request=request,
-        plans=_with_alternatives(request, ranked, rejected),
+        plans=plans,
+        remedies=adapter_remedies(request, _first, plans[0]),
         rejected=rejected,
         choice=why_first(request, ranked),
         on_devices=on_other_device_counts(request, _first) if limit < math.inf else (),
@@ -153,7 +156,7 @@ def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Reject
         plans=(),
         rejected=rejected,
         closest=plan_of(nearest, step_time(nearest.job)),
-        remedies=remedies(request, can_fit),
+        remedies=(*adapter_remedies(request, _first, None), *remedies(request, can_fit)),
     )
 
 

@@ -68,6 +68,8 @@ def inapplicable(request: Request, strategy: words.Strategy) -> str:
         return "needs more than one GPU"
     if strategy in words.FSDP_STRATEGIES and request.workload.optimizer == "adafactor":
         return "torch's Adafactor cannot step on shards"
+    if strategy in words.ZERO_STAGES and request.workload.optimizer == "muon" and request.zero_backend == "deepspeed":
+        return "DeepSpeed cuts matrices, which Muon steps whole; --backend native does not"
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         return "torch's FSDP2 cannot shard the scalar logit_scale"
     if strategy == "hsdp" and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
@@ -138,6 +140,10 @@ def _is_considered(request: Request, strategy: words.Strategy, shard: int, offlo
     """Whether an offload makes sense on the cluster; one that was asked for by name always does."""
     if request.offload is not None:
         return offload == request.offload
+    if offload != "none" and request.workload.optimizer == "muon":
+        return False
+    if offload in ("optimizer", "nvme") and request.workload.method != "full":
+        return False  # adapters have hardly any states to move
     if offload == "none":
         # One GPU has nothing to shard: ZeRO and FSDP help there only by offload.
         return shard > 1 or request.cluster.gpus > 1 or strategy == "single"

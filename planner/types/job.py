@@ -58,6 +58,15 @@ class Workload:
     fp8_recipe: words.Fp8Recipe | None = None
     ema: bool = False
 
+    @property
+    def freezes(self) -> bool:
+        """Whether only a part of the weights, or adapters beside them, are trained."""
+        return self.method != "full" or bool(self.train_only)
+
+    @property
+    def sequences_per_sample(self) -> int:
+        return 2 if self.task in words.PAIRED else 1
+
     def __post_init__(self) -> None:
         for name in ("sequence_length", "global_batch_size", "lora_rank"):
             if getattr(self, name) < 1:
@@ -110,7 +119,17 @@ class Job:
     def tokens_per_micro_batch(self) -> int:
         """Tokens one rank sees in one forward pass (decoder side of encoder-decoders)."""
         configuration = self.configuration
-        return configuration.micro_batch_size * configuration.sequence_length // configuration.cp
+        return self.sequences * configuration.sequence_length // configuration.cp
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a micro-batch: its samples, or two for each where they are pairs."""
+        return self.configuration.micro_batch_size * self.workload.sequences_per_sample
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen model is run beside the one that is trained; adapters are switched off for it."""
+        return self.workload.task == "dpo"
 
     @property
     def eager_attention(self) -> bool:

@@ -1,10 +1,11 @@
 """Writes `planner/cost/memory/activations/forms/`: what every architecture of the catalogue keeps alive in a training
 step.
 
-    python -m scripts.generate.memory_forms [MODEL_TYPE ...]
+    python -m scripts.generate.memory_forms [--frozen] [MODEL_TYPE ...]
 
-One small model per structure is run on fake tensors in every precision and with every kind of attention; it needs torch
-and transformers, no GPU and no weights, and about ten minutes on two cores for all.
+With `--frozen` those of frozen weights, which adapters are trained beside, in files of their own. One small model per
+structure is run on fake tensors in every precision and with every kind of attention; it needs torch and transformers,
+no GPU and no weights, and about ten minutes on two cores for all.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import logging
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 from hardware_db.files import replace_text
-from planner.cost.memory.activations.form import FORMS, form_to_dict, structure_of
+from planner.cost.memory.activations.form import FORMS, FROZEN_ENDING, form_to_dict, structure_of
 from planner.models.catalogue import models
 from planner.models.facts import ModelFacts
 from strategies.tracing.forms.form_trace import Variant, form_of
@@ -33,6 +34,7 @@ ON_CPU = frozenset(
     }
 )
 """Types with forms of their own on a CPU, where attention and autocast keep other tensors; the rest share the GPU's."""
+FROZEN = "--frozen"
 OWN_WINDOWS = frozenset({"gpt_neo"})
 """Local attention by masks of their own, which no config can be asked for."""
 STAND_INS = {"deepseek": ("glm4_moe", "Glm4MoeForCausalLM")}
@@ -68,7 +70,15 @@ def variants(facts: ModelFacts) -> Iterator[Variant]:
             yield Variant(mode=mode, windows=True)
 
 
-def entry(facts: ModelFacts) -> tuple[dict[str, Any], list[str]]:
+def frozen_variants(facts: ModelFacts) -> Iterator[Variant]:
+    """The same for weights that are frozen, and for autocast over those that were loaded in 16 bits."""
+    for variant in variants(facts):
+        yield replace(variant, frozen=True)
+        if variant.mode == "autocast":
+            yield replace(variant, frozen=True, mode="mixed")
+
+
+def entry(facts: ModelFacts, asked: Callable[[ModelFacts], Iterator[Variant]]) -> tuple[dict[str, Any], list[str]]:
     """A structure with its forms, and what could not be traced."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -77,27 +87,34 @@ def entry(facts: ModelFacts) -> tuple[dict[str, Any], list[str]]:
         model_type, architecture = STAND_INS[facts.model_type]
         traced = replace(facts, model_type=model_type, architecture=architecture)
     forms, problems = {}, []
-    for variant in variants(facts):
+    for variant in asked(facts):
         try:
             forms[variant.name] = form_to_dict(form_of(traced, variant))
         except Exception as problem:  # one line each; whoever runs this decides what to do about them
             problems.append(f"{facts.name}, {variant.name}: {type(problem).__name__}: {str(problem).splitlines()[0]}")
+    for name in [name for name, form in forms.items() if form == forms.get(name.replace(" mixed ", " pure "), form)]:
+        if " mixed " in name:
+            del forms[name]  # the same without autocast, which is looked up in its place
     return {"structure": structure_of(facts), "forms": forms}, problems
 
 
 def main(arguments: list[str]) -> int:
     FORMS.mkdir(exist_ok=True)
-    chosen = structures(set(arguments))
+    frozen = FROZEN in arguments
+    chosen = structures({argument for argument in arguments if argument != FROZEN})
+    asked, ending = (frozen_variants, FROZEN_ENDING) if frozen else (variants, "")
     failed = 0
     with ProcessPoolExecutor(max_workers=2) as workers:
-        pending = {model_type: [workers.submit(entry, facts) for facts in rows] for model_type, rows in chosen.items()}
+        pending = {
+            model_type: [workers.submit(entry, facts, asked) for facts in rows] for model_type, rows in chosen.items()
+        }
         for model_type, futures in pending.items():
             found = [future.result() for future in futures]
             written = {
                 "versions": {name: version(name) for name in ("torch", "transformers")},
                 "structures": [structure for structure, _ in found],
             }
-            replace_text(FORMS / f"{model_type}.json", json.dumps(written, separators=(",", ":")) + "\n")
+            replace_text(FORMS / f"{model_type}{ending}.json", json.dumps(written, separators=(",", ":")) + "\n")
             print(f"{model_type}: {len(futures)} structures", flush=True)
             for problem in (problem for _, problems in found for problem in problems):
                 failed += 1

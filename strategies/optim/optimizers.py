@@ -19,22 +19,28 @@ from strategies.optim.lion import Lion
 from strategies.protocols import OptimizerFactory, TrainingParts
 
 
-def _adamw_8bit(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    try:
-        library = import_module("bitsandbytes")
-    except ImportError:
-        raise BackendMissing(
-            "optimizer 'adamw-8bit' needs bitsandbytes; pip install bitsandbytes, or choose optimizer 'adamw'"
-        ) from None
-    made: torch.optim.Optimizer = library.optim.AdamW8bit(parameters)
-    return made
+def _of_library(word: str, library: str, name: str) -> OptimizerFactory:
+    def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        try:
+            module = import_module(f"{library}.optim")
+        except ImportError:
+            raise BackendMissing(
+                f"optimizer {word!r} needs {library}; pip install {library}, or choose optimizer 'adamw'"
+            ) from None
+        made: torch.optim.Optimizer = getattr(module, name)(parameters)
+        return made
+
+    return make
 
 
 OPTIMIZERS: Mapping[str, OptimizerFactory] = {
     "adamw": torch.optim.AdamW,
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "adamw-forloop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    "adamw-8bit": _adamw_8bit,
+    "adamw-8bit": _of_library("adamw-8bit", "bitsandbytes", "AdamW8bit"),
+    "adamw-8bit-paged": _of_library("adamw-8bit-paged", "bitsandbytes", "PagedAdamW8bit"),
+    "adamw-4bit": _of_library("adamw-4bit", "torchao", "AdamW4bit"),
+    "adamw-fp8": _of_library("adamw-fp8", "torchao", "AdamWFp8"),
     "sgd": torch.optim.SGD,
     "adafactor": torch.optim.Adafactor,
     "lion": Lion,

@@ -148,6 +148,8 @@ def with_named(parts: TrainingParts) -> TrainingParts:
             require_numbers(registry.word, asked)
     if scheduler is not None and parts.lr_scheduler is None:
         parts = replace(parts, lr_scheduler=scheduler_by_name(scheduler))
+    if optimizer is None and parts.optimizer is None and parts.plan.configuration.optimizer == "muon":
+        optimizer = NamedParts(name="Muon")
     if optimizer is None or parts.optimizer is not None or made_by_deepspeed(optimizer, parts.plan):
         return parts
     if plain(optimizer.name) == "muon":

@@ -18,6 +18,7 @@ from planner.cost.precision import Recipe, recipe_of, stored_precision
 from planner.cost.split import stages_looked_at
 from planner.types.job import Job
 from planner.types.plan import MemoryEstimate
+from planner.vocabulary import CLASSIFYING
 
 # Memory of evaluation: a forward pass without gradients, and the logits on the device.
 
@@ -67,7 +68,7 @@ def _unknown_block(job: Job, recipe: Recipe) -> float:
 def _step_logits(job: Job) -> float:
     """Logits of one step on one device: for each token and word, or for each sample and label."""
     facts, workload = job.facts, job.workload
-    if workload.task in ("seq-cls", "image-cls") or not facts.vocab_size:
+    if workload.task in CLASSIFYING or not facts.vocab_size:
         return workload.evaluation_batch_size * max(facts.num_labels, 1)
     return _tokens(job) * facts.vocab_size / (job.configuration.tp * job.configuration.cp)
 

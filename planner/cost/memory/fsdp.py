@@ -14,8 +14,8 @@ forward to the end of backward. Buffers live as long as Python refers to them, o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
@@ -50,6 +50,26 @@ class UnitBytes:
         if not self.all_gather_output:
             return self.unsharded + self.all_gather_input
         return self.all_gather_output + max(self.all_gather_input, self.unsharded)
+
+
+def frozen_unit_bytes(
+    trained: Unit, held: Unit, recipe: Recipe, shards: Shards, *, offloads: bool, is_block: bool
+) -> UnitBytes:
+    """The same where the unit's frozen weights have a dtype of their own, in which they are all-gathered: FSDP2's
+    mixed precision casts what is wider than compute, and a quantised model travels as it is stored."""
+    own = unit_bytes(trained, trained, recipe, shards, offloads=offloads)
+    local, width = held.shard(shards), recipe.frozen_gather
+    narrow = width if recipe.quantised is None or not is_block else recipe.quantised
+    widths = [narrow if len(shape) == 2 else width for shape in local.shapes]
+    sizes = [size * each for size, each in zip(local.sizes, widths, strict=True)]
+    whole = [size * each for size, each in zip(local.whole(shards), widths, strict=True)]
+    alone, casts = shards.dense == shards.experts == 1, recipe.frozen_width > width
+    return replace(
+        own,
+        unsharded=own.unsharded + sum(map(rounded, whole)),
+        all_gather_output=own.all_gather_output + (0 if alone else rounded(sum(whole))),
+        all_gather_input=own.all_gather_input + (sum(map(rounded, sizes)) if offloads or casts else 0),
+    )
 
 
 def unit_bytes(
@@ -175,6 +195,7 @@ def _buffers(counts: ParameterCounts, sharding: _Sharding, recipe: Recipe) -> Fs
     return FsdpBuffers(
         rank_units(counts, sharding.part),
         rank_units(counts.trained, sharding.part),
+        rank_units(counts.held, sharding.part) if recipe.frozen is not None else None,
         sharding,
         recipe,
     )
@@ -183,16 +204,25 @@ def _buffers(counts: ParameterCounts, sharding: _Sharding, recipe: Recipe) -> Fs
 class FsdpBuffers:
     """Unsharded units, whole gradients and reduction buffers of one job, at every moment but the optimizer's step."""
 
-    def __init__(self, units: Units, trained: Units, sharding: _Sharding, recipe: Recipe) -> None:
+    def __init__(self, units: Units, trained: Units, held: Units | None, sharding: _Sharding, recipe: Recipe) -> None:
         self._recipe = recipe
         self._offloads, self._reshards = sharding.offloads, sharding.reshards
         self._steps, self._synchronised = sharding.steps, sharding.synchronised
         shards = sharding.shards
-        self._root = unit_bytes(units.root, trained.root, recipe, shards, offloads=self._offloads)
-        blocks = [
-            (unit.repeats, unit_bytes(unit, own, recipe, shards, offloads=self._offloads, width=recipe.block_gather))
-            for unit, own in zip(units.blocks, trained.blocks, strict=True)
-        ]
+        offloads = self._offloads
+        if held is None:
+            self._root = unit_bytes(units.root, trained.root, recipe, shards, offloads=offloads)
+            blocks = [
+                (unit.repeats, unit_bytes(unit, own, recipe, shards, offloads=offloads, width=recipe.block_gather))
+                for unit, own in zip(units.blocks, trained.blocks, strict=True)
+            ]
+        else:
+            bytes_of = partial(frozen_unit_bytes, recipe=recipe, shards=shards, offloads=offloads)
+            self._root = bytes_of(trained.root, held.root, is_block=False)
+            blocks = [
+                (unit.repeats, bytes_of(unit, fixed, is_block=True))
+                for unit, fixed in zip(trained.blocks, held.blocks, strict=True)
+            ]
         self._blocks = _Stack(blocks)
         self._block_elements = sum(unit.repeats * unit.elements for unit in trained.blocks)
         self._accumulated = 0.0 if self._synchronised else trained.bytes(recipe.reduce)

@@ -11,8 +11,9 @@ from hardware_db.units import MIB
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import figures_of
 from planner.cost.memory.ledger import States, bytes_at
-from planner.cost.memory.load import MADE_BYTES, largest_matrix, saving_of
-from planner.cost.memory.units import Units, shards_of
+from planner.cost.memory.load import MADE_BYTES, largest_matrix, made_bytes, saving_of
+from planner.cost.memory.states import paged_state_bytes
+from planner.cost.memory.units import Units, shards_of, trained_shards_of
 from planner.cost.memory.zero.offload import native_host_buffers, swapping_buffers, zero_host_buffers
 from planner.cost.precision import Recipe, recipe_of
 from planner.cost.verdict import host_limit
@@ -29,7 +30,7 @@ def parked_inputs(job: Job, recipe: Recipe) -> list[tuple[int, float]]:
     if not configuration.activations_on_host or job.cluster.device.is_cpu:
         return []
     blocks = figures_of(job, recipe).blocks
-    return [(block.count, bytes_at(block.boundary, configuration.micro_batch_size)) for block in blocks]
+    return [(block.count, bytes_at(block.boundary, job.sequences)) for block in blocks]
 
 
 CPU_PROCESS_BYTES = 335 * MIB
@@ -45,7 +46,8 @@ def host_bytes(job: Job, states: States, device_used: float) -> float:
     saving = saving_of(job, recipe, states)
     saving_bytes = saving.host_of_rank_0 + (ranks - 1) * saving.host_of_others
     parked = sum(count * pinned(size) for count, size in parked_inputs(job, recipe))
-    return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe) + parked) + saving_bytes
+    paged = paged_state_bytes(job, trained_shards_of(job))
+    return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe) + parked + paged) + saving_bytes
 
 
 def host_load_bytes(job: Job) -> float:
@@ -57,7 +59,7 @@ def host_load_bytes(job: Job) -> float:
     if code_base(job.workload.code).loads == "sharded":
         # Made on the meta device or on its GPU; of a checkpoint a rank has one tensor of its own at a time.
         return ranks * (CPU_PROCESS_BYTES + MADE_BYTES * largest_matrix(job))
-    return ranks * CPU_PROCESS_BYTES + (1 if loads_once(job) else ranks) * MADE_BYTES * job.counts.total
+    return ranks * CPU_PROCESS_BYTES + (1 if loads_once(job) else ranks) * made_bytes(job)
 
 
 def loads_once(job: Job) -> bool:
@@ -67,7 +69,7 @@ def loads_once(job: Job) -> bool:
         return False
     ranks, limit = job.cluster.gpus_per_node, host_limit(job.workload, job.cluster)
     shards = job.configuration.strategy in FSDP_STRATEGIES or job.configuration.zero_stage == 3
-    return shards and 0 < limit < ranks * (MADE_BYTES * job.counts.total + CPU_PROCESS_BYTES)
+    return shards and 0 < limit < ranks * (made_bytes(job) + CPU_PROCESS_BYTES)
 
 
 def offloaded_bytes(job: Job, recipe: Recipe) -> float:

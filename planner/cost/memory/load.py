@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from planner.cost.code_bases import code_base
 from planner.cost.memory.ledger import Ledger, States
-from planner.cost.memory.units import units_of
-from planner.cost.precision import Recipe, has_own_states
+from planner.cost.memory.units import mean_width, units_of
+from planner.cost.precision import LOADED_BYTES, Recipe, has_own_states, load_dtype_of
 from planner.cost.zero_buckets import zero_buckets
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
@@ -24,12 +24,19 @@ BROADCAST_BYTES = 2 * (250 << 20)
 """DDP sends rank 0's weights in flat tensors of 250 MiB, two at a time (torch `nn/parallel/distributed.py`; traced)."""
 
 
+def made_bytes(job: Job) -> float:
+    """Bytes of the whole model as a script makes it: what `from_pretrained(dtype=...)` is asked for, else fp32. A
+    quantised one is read in 16 bits."""
+    loaded = load_dtype_of(job.workload)
+    return (MADE_BYTES if loaded is None else max(LOADED_BYTES[loaded], 2)) * job.counts.total
+
+
 def load_ledger(job: Job, recipe: Recipe, states: States) -> Ledger:
     """The most that one rank's device holds while the model is placed. On a CPU the model lies there before that."""
     placed = _placed(job, recipe, states)
     if not job.cluster.device.is_cpu:
         return placed
-    made = Ledger(parameters=MADE_BYTES * job.counts.total, temporaries=_beside_the_whole(job, recipe))
+    made = Ledger(parameters=made_bytes(job), temporaries=_beside_the_whole(job, recipe))
     return max(made, placed, key=_total)
 
 
@@ -44,7 +51,7 @@ def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
         return _partitioned(job, recipe, states)
     if configuration.zero_stage:
         return _flattened(job, recipe, states)
-    weights = recipe.weight * states.elements
+    weights = mean_width(job, recipe) * states.elements
     if configuration.strategy == "single":
         return Ledger(parameters=weights)
     # The weights have been sent when the buckets are made.
@@ -62,10 +69,11 @@ def _sharded(job: Job, recipe: Recipe) -> Ledger:
     """The blocks one after the other, then the root with what is left, each whole with its shards; of those before,
     shards."""
     units, configuration = units_of(job), job.configuration
-    shards = recipe.weight / configuration.state_shards
+    width = mean_width(job, recipe)
+    shards = width / configuration.state_shards
     kept = shards if configuration.offload == "none" else 0.0
-    last_block = kept * (units.in_blocks - units.largest_block) + (recipe.weight + shards) * units.largest_block
-    root = kept * units.in_blocks + (recipe.weight + shards) * units.root.elements
+    last_block = kept * (units.in_blocks - units.largest_block) + (width + shards) * units.largest_block
+    root = kept * units.in_blocks + (width + shards) * units.root.elements
     return Ledger(parameters=max(last_block, root))
 
 
@@ -74,7 +82,7 @@ def _flattened(job: Job, recipe: Recipe, states: States) -> Ledger:
 
     DeepSpeed makes the flat copy on the host where the device has no room for it.
     """
-    weights = recipe.weight * states.elements
+    weights = mean_width(job, recipe) * states.elements
     flat = weights if 2 * weights <= job.cluster.capacity_bytes else 0.0
     flattening = Ledger(parameters=weights, temporaries=flat)
     if job.configuration.offload != "none":
@@ -90,7 +98,7 @@ def _flattened(job: Job, recipe: Recipe, states: States) -> Ledger:
 def _partitioned(job: Job, recipe: Recipe, states: States) -> Ledger:
     """ZeRO-3: a whole parameter among partitions, the master copy cast and cloned, a whole one again for its hooks."""
     configuration, width = job.configuration, recipe.master
-    kept = recipe.weight * states.local if configuration.offload in ("none", "optimizer") else 0.0
+    kept = mean_width(job, recipe) * states.local if configuration.offload in ("none", "optimizer") else 0.0
     whole = recipe.weight * largest_matrix(job)
     buckets = zero_buckets(3, parameters=job.counts.total, hidden_size=job.facts.hidden_size)
     bucket = recipe.gradient * buckets.reduce

@@ -17,15 +17,17 @@ from planner.cost.memory.ledger import States
 from planner.cost.memory.units import (
     ALLOCATION_BYTES,
     Units,
+    mean_width,
     rounded,
     shards_of,
     trained_shards_of,
     trained_units_of,
     units_of,
+    weight_bytes,
 )
 from planner.cost.memory.zero.offload import native_states, swapping_buffers, zero_host_buffers
 from planner.cost.memory.zero.partition import largest_share
-from planner.cost.precision import Recipe
+from planner.cost.precision import LOADED_BYTES, Recipe
 from planner.models.facts import Shape
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, Optimizer
@@ -35,6 +37,7 @@ from planner.vocabulary import FSDP_STRATEGIES, Optimizer
 
 _SMALLEST_8BIT = 4096
 _VALUES_PER_SCALE = 256
+_SMALLEST_PAGED = 100_000
 _COUNTS_STEPS = ("adamw", "adamw-fused", "adamw-forloop", "adafactor")
 
 
@@ -45,20 +48,56 @@ def optimizer_state_bytes(job: Job, recipe: Recipe, shards: Units) -> float:
     on_device = optimizer == "adamw-fused" or (job.cluster.device.is_cpu and optimizer in _COUNTS_STEPS)
     counter, width = ALLOCATION_BYTES if on_device else 0, recipe.master or recipe.weight
     return sum(
-        unit.repeats * sum(moment_bytes(optimizer, shape, width) + counter for shape in unit.shapes)
+        unit.repeats
+        * sum(
+            moment_bytes(optimizer, shape, width, in_block=unit is not shards.root) + counter for shape in unit.shapes
+        )
         for unit in shards.every
     )
 
 
-def moment_bytes(optimizer: Optimizer, shape: Shape, width: int) -> int:
-    """Bytes of one tensor's moments; `width` is that of its gradient, whose dtype torch's optimizers follow."""
+def paged_state_bytes(job: Job, shards: Units) -> float:
+    """Bytes of moments in memory that the driver moves between device and host as it needs to, which torch's allocator
+    does not see: those of bitsandbytes' paged optimizers for tensors from 100,000 elements
+    (`optim/optimizer.py`, get_state_buffer)."""
+    if job.configuration.optimizer != "adamw-8bit-paged":
+        return 0.0
+    return sum(
+        unit.repeats
+        * sum(_blockwise(size, *_BLOCKWISE["adamw-8bit"]) for size in unit.sizes if size >= _SMALLEST_PAGED)
+        for unit in shards.every
+    )
+
+
+_BLOCKWISE: dict[Optimizer, tuple[float, int]] = {
+    "adamw-8bit": (1.0, _VALUES_PER_SCALE),
+    "adamw-8bit-paged": (1.0, _VALUES_PER_SCALE),
+    "adamw-4bit": (0.5, 128),
+    "adamw-fp8": (1.0, 256),
+}
+"""Bytes of a value of a moment, and values that share an fp32 scale."""
+
+
+def _blockwise(size: int, width: float, block: int) -> int:
+    return 2 * (rounded(size * width) + rounded(4 * -(-size // block)))
+
+
+def moment_bytes(optimizer: Optimizer, shape: Shape, width: int, *, in_block: bool = True) -> int:
+    """Bytes of one tensor's moments; `width` is that of its gradient, whose dtype torch's optimizers follow. Muon steps
+    the matrices of blocks (`in_block`) and leaves the rest to AdamW."""
     size = prod(shape)
-    if optimizer.startswith("adamw") and optimizer != "adamw-8bit":
+    if optimizer in _BLOCKWISE:
+        value, block = _BLOCKWISE[optimizer]
+        of_bitsandbytes = optimizer.startswith("adamw-8bit")
+        if size < _SMALLEST_8BIT or (not of_bitsandbytes and size % block):
+            return 2 * rounded((4 if of_bitsandbytes else width) * size)
+        if optimizer == "adamw-8bit-paged" and size >= _SMALLEST_PAGED:
+            return 0
+        return _blockwise(size, value, block)
+    if optimizer.startswith("adamw"):
         return 2 * rounded(size * width)
-    if optimizer == "adamw-8bit":
-        if size < _SMALLEST_8BIT:
-            return 2 * rounded(4 * size)
-        return 2 * (rounded(size) + rounded(4 * -(-size // _VALUES_PER_SCALE)))
+    if optimizer == "muon":
+        return rounded(size * width) * (1 if in_block and len(shape) == 2 else 2)
     if optimizer == "adafactor":
         if len(shape) < 2:
             return rounded(size * width)
@@ -70,12 +109,30 @@ def moment_bytes(optimizer: Optimizer, shape: Shape, width: int) -> int:
 def states_of(job: Job, recipe: Recipe) -> States:
     """Resident states of the busiest rank as the allocator gives them."""
     made = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
-    return _offloaded(job, recipe, made)
+    return _with_copies(job, recipe, _offloaded(job, recipe, made))
 
 
 def nominal_states_of(job: Job, recipe: Recipe) -> States:
     """Resident states by the ZeRO arithmetic, without the allocator's rounding and FSDP2's padding."""
-    return _offloaded(job, recipe, _by_arithmetic(job, recipe))
+    return _with_copies(job, recipe, _offloaded(job, recipe, _by_arithmetic(job, recipe)))
+
+
+def _with_copies(job: Job, recipe: Recipe, states: States) -> States:
+    """Copies of the weights that a workload keeps on the device beside them, sharded where weights are: an average of
+    what is trained, in the dtype that is stepped (`torch.optim.swa_utils.AveragedModel`), and the reference model of
+    DPO, as it is loaded; TRL takes the base model for it where adapters are trained (`dpo_trainer.py`)."""
+    workload, configuration = job.workload, job.configuration
+    if not (workload.ema or job.has_reference):
+        return states
+    is_cut = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
+    copies = 0.0
+    if workload.ema:
+        units = trained_shards_of(job) if is_cut else trained_units_of(job)
+        copies += units.bytes(recipe.master or recipe.weight)
+    if job.has_reference and workload.method == "full":
+        width = recipe.weight if workload.load_dtype is None else LOADED_BYTES[workload.load_dtype]
+        copies += (shards_of(job) if is_cut else units_of(job)).bytes(width)
+    return replace(states, parameters=states.parameters + copies)
 
 
 def _by_arithmetic(job: Job, recipe: Recipe) -> States:
@@ -88,7 +145,7 @@ def _by_arithmetic(job: Job, recipe: Recipe) -> States:
     shards_weights = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
     shards_gradients = shards_weights or configuration.zero_stage == 2
     return States(
-        parameters=recipe.weight * (local if shards_weights else elements),
+        parameters=mean_width(job, recipe) * (local if shards_weights else elements),
         gradients=recipe.gradient * (stepped if shards_gradients else trained),
         optimizer=(recipe.master + _moments_per_parameter(job, recipe)) * stepped,
         host=0,
@@ -109,10 +166,11 @@ def _sharded_elements(job: Job, units: Units, share: float) -> float:
 
 def _moments_per_parameter(job: Job, recipe: Recipe) -> float:
     """Bytes. Adafactor's are sums over the rows and columns of matrices; DeepSpeed's flat partition has none, so that
-    it keeps a whole fp32 moment there."""
-    if job.configuration.optimizer != "adafactor":
+    it keeps a whole fp32 moment there. Muon's and what is not paged depend on the tensor too."""
+    optimizer = job.configuration.optimizer
+    if optimizer not in ("adafactor", "muon", "adamw-8bit-paged"):
         return recipe.state
-    if job.configuration.backend == "deepspeed":
+    if job.configuration.backend == "deepspeed" and optimizer == "adafactor":
         return 4.0
     units = trained_units_of(job)
     return optimizer_state_bytes(job, recipe, units) / max(units.elements, 1)
@@ -123,7 +181,7 @@ def _of_tensors(job: Job, recipe: Recipe) -> States:
     units, shards, trained = units_of(job), shards_of(job), trained_shards_of(job)
     is_fsdp = job.configuration.strategy in FSDP_STRATEGIES
     return States(
-        parameters=shards.bytes(recipe.weight),
+        parameters=weight_bytes(job, recipe, sharded=True),
         gradients=trained.flat_bytes(recipe.gradient) if is_fsdp else trained.bytes(recipe.gradient),
         optimizer=optimizer_state_bytes(job, recipe, trained) + trained.bytes(recipe.master),
         host=0,
@@ -155,7 +213,7 @@ def _offloaded(job: Job, recipe: Recipe, states: States) -> States:
     if offload == "all":
         return replace(moved, parameters=0)
     swapping = swapping_buffers(job, recipe).total
-    return replace(moved, parameters=0, host=swapping, nvme=host + recipe.weight * states.local)
+    return replace(moved, parameters=0, host=swapping, nvme=host + states.parameters)
 
 
 # What the optimizer's step makes on the device besides its states.
@@ -194,7 +252,20 @@ def tensor_step_temporaries(job: Job, shards: Units, width: int) -> float:
         return max(tensor + before for before, tensor in _neighbours(shards, width))
     if optimizer == "lion":
         return max(2 * tensor for _, tensor in _neighbours(shards, width))
-    return 0.0
+    return _muon_temporaries(job, shards, width) if optimizer == "muon" else 0.0
+
+
+def _muon_temporaries(job: Job, shards: Units, width: int) -> float:
+    """Muon's update of one matrix of a block, whole on whatever rank steps it: the update beside two 16-bit copies
+    and two products of its smaller side (torch 2.13 `optim/_muon.py`, _zeropower_via_newtonschulz). AdamW's roots over
+    what is outside the blocks are made at another moment."""
+    matrices = [shape for unit in trained_units_of(job).blocks for shape in unit.shapes if len(shape) == 2]
+    newton_schulz = max((rounded(prod(shape) * (width + 4)) + 4 * min(shape) ** 2 for shape in matrices), default=0)
+    outside = shards.root.bytes(width) + sum(
+        unit.repeats * sum(rounded(prod(shape) * width) for shape in unit.shapes if len(shape) != 2)
+        for unit in shards.blocks
+    )
+    return max(float(newton_schulz), outside)
 
 
 def _neighbours(shards: Units, width: int) -> Iterator[tuple[int, int]]:

@@ -82,7 +82,7 @@ class _Sharded:
 
 def largest_moments(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     """By phase: what is alive beside weights and optimizer states at its largest moment."""
-    samples = job.configuration.micro_batch_size
+    samples = job.sequences
     best: dict[str, tuple[float, _Line]] = {}
     for line in _lines(job, recipe, states):
         total = line.total + samples * line.grows
@@ -160,6 +160,7 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
     chosen = job.configuration
     return (
         (recipe.compute, recipe.residual, recipe.autocast, recipe.gather, recipe.scaled),
+        (recipe.weight, recipe.frozen, recipe.quantised, job.workload.freezes),
         (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing, chosen.activations_on_host),
         (chosen.tp, chosen.pp, chosen.cp, chosen.ep, chosen.sequence_parallel),
         (chosen.virtual_stages, job.stage, micro_batches_in_flight(chosen, job.stage), chosen.pp_schedule == "gpipe"),

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 
+from planner.cost.precision import Recipe
 from planner.cost.split import kinds_on_stage
 from planner.models.facts import BlockCount, ParameterCounts, Shape
 from planner.types.job import Job
@@ -80,6 +81,12 @@ class Unit:
         if width not in self._bytes:
             self._bytes[width] = sum(rounded(size * width) for size in self.sizes)
         return self._bytes[width]
+
+    def loaded_bytes(self, recipe: Recipe) -> int:
+        """Bytes of a frozen block, whose matrices may be quantised."""
+        narrow = recipe.frozen_width if recipe.quantised is None else recipe.quantised
+        widths = (narrow if len(shape) == 2 else recipe.frozen_width for shape in self.shapes)
+        return sum(rounded(size * width) for size, width in zip(self.sizes, widths, strict=True))
 
     @cached_property
     def _bytes(self) -> dict[float, int]:
@@ -195,6 +202,24 @@ def shards_of(job: Job) -> Units:
 def trained_shards_of(job: Job) -> Units:
     """The same without frozen weights."""
     return _units(job.counts.trained, part_of(job), shards_over(job))
+
+
+def weight_bytes(job: Job, recipe: Recipe, *, sharded: bool) -> float:
+    """Bytes of the weights on one rank, each tensor a storage: trained ones as the recipe keeps them, frozen ones as
+    they were loaded."""
+    part, shards = part_of(job), shards_over(job) if sharded else Shards()
+    if recipe.frozen is None:
+        return _units(job.counts, part, shards).bytes(recipe.weight)
+    held = _units(job.counts.held, part, shards)
+    blocks = sum(unit.repeats * unit.loaded_bytes(recipe) for unit in held.blocks)
+    return _units(job.counts.trained, part, shards).bytes(recipe.weight) + blocks + held.root.bytes(recipe.frozen)
+
+
+def mean_width(job: Job, recipe: Recipe) -> float:
+    """Bytes of a weight, frozen or not, on average."""
+    if recipe.frozen is None:
+        return recipe.weight
+    return weight_bytes(job, recipe, sharded=False) / max(units_of(job).elements, 1)
 
 
 @lru_cache(maxsize=512)

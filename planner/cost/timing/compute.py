@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.cost.precision import ScaledProducts
+from planner.cost.memory.activations.adapters import DEQUANTISED_BYTES
+from planner.cost.precision import ScaledProducts, recipe_of
 from planner.cost.split import EXPERT_IMBALANCE
 from planner.cost.timing.efficiency import ATTENTION_BACKWARD, BACKWARD, DeviceRates, Waste, block_waste
 from planner.cost.timing.flops import (
+    ALL_TRAINED,
     Geometry,
+    adapters_of,
     attention_flops,
     executed_attention_flops,
     head_tokens,
     head_weights,
     head_width,
+    trained_share,
 )
 from planner.cost.timing.stacks import USUAL_MATMULS, Matmuls, Stack
 from planner.types.job import Job
@@ -145,18 +149,27 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     drawn = 2 * rates.random(tokens * stack.hidden) if stack.dropout else 0.0
     forward = _with_host(products + elementwise + attention.forward + drawn, host, rates)
     device = products_backward + BACKWARD * elementwise + attention.backward
-    backward = _with_host(device, BACKWARD * host, rates)
+    share = trained_share(job.counts)
+    if share is not ALL_TRAINED:
+        beside = _adapter_passes(job, tokens, rates) if stack.norms else NOTHING
+        device -= products_backward * (1 - (share.passed + share.weights) / 2)
+        device += beside.backward - (1 - share.passed) * (BACKWARD * elementwise + attention.backward)
+        elementwise += beside.forward
+        host += beside.recomputed if stack.norms else 0.0
+        forward = _with_host(products + elementwise + attention.forward + drawn, host, rates)
+    backward = _with_host(device, BACKWARD * host * share.passed, rates)
     skipped = products * stack.last_product / matmuls.active if rates.code.stops_early else 0.0
     again = _with_host(products - skipped + elementwise + attention.forward + drawn, host, rates)
     checkpointing = job.configuration.activation_checkpointing
     selective = elementwise + rates.code.selective_products * products
     recomputed = {"none": 0.0, "full": again, "selective": selective}[checkpointing]
+    forward *= 1 + job.has_reference
     return Passes(
         forward=forward,
         backward=backward,
         recomputed=recomputed,
         attention=attention.forward,
-        weights=products_backward / 2,
+        weights=products_backward / 2 * share.weights,
     )
 
 
@@ -169,6 +182,42 @@ def _on_rank(stack: Stack, job: Job) -> Matmuls:
     routed = (3 if facts.gated_mlp else 2) * facts.hidden_size * width * facts.experts_per_token
     share = 1 - facts.first_k_dense / facts.num_layers
     return replace(matmuls, active=matmuls.active + (EXPERT_IMBALANCE - 1) * routed * share)
+
+
+ADAPTER_KERNELS = 7
+"""Casts or dequantisation, two products, scaling and sum of an adapter's forward (PEFT `lora/layer.py`, `bnb.py`)."""
+
+
+def _adapter_passes(job: Job, tokens: float, rates: DeviceRates) -> Passes:
+    """Adapters of an average block: products of rank width, which move much more than they compute, casts of inputs
+    and their gradients where adapters are fp32 under autocast, and what is made of frozen matrices; `recomputed` is
+    the host's time to launch them."""
+    recipe, forward, backward, launched = recipe_of(job), 0.0, 0.0, 0.0
+    widened = recipe.autocast and not recipe.dequantises
+    width = rates.element_bytes
+    for adapter, often in adapters_of(job.counts):
+        elements = adapter.rank * (adapter.inputs + adapter.outputs)
+        work = 2.0 * elements * tokens, tokens * (adapter.inputs + adapter.outputs + 2 * adapter.rank), 2
+        read, written = tokens * adapter.inputs * width, tokens * adapter.outputs * width
+        # Casts to fp32 and back (3 + 3), scaling (2), sum (3), and for a quantised matrix's sake a copy (2).
+        beside = (6 if widened else 0) * read + (7 if recipe.dequantises else 5) * written
+        behind = (9 if widened else 3) * read + 2 * written
+        matrix = adapter.inputs * adapter.outputs
+        decomposed = DORA_BYTES * matrix if adapter.magnitude else 0.0
+        forward += often * (rates.products(*work) + rates.elementwise(beside + decomposed, max(read, written)))
+        backward += often * (rates.products_backward(*work) + rates.elementwise(behind, max(read, written)))
+        launched += often * ADAPTER_KERNELS * rates.code.kernel_host_seconds
+    if recipe.quantised is not None:
+        blocks = max(sum(block.repeats for block in job.counts.blocks), 1)
+        size = (recipe.quantised + DEQUANTISED_BYTES) * job.counts.held.in_blocks / blocks
+        forward += rates.elementwise(size, size)
+        backward += rates.elementwise(size, size)
+    return Passes(forward=forward, backward=backward, recomputed=launched)
+
+
+DORA_BYTES = 30.0
+"""Per element of a decomposed matrix in a forward: the adapters' product made (4) and cast (6), the frozen matrix cast
+(6), their scaled sum (4 + 6) and its norm (4), PEFT's `lora/dora.py`."""
 
 
 def _product_passes(
@@ -241,11 +290,13 @@ def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     tokens, width, hidden = head_tokens(job, shape) / job.configuration.cp, head_width(job), job.facts.hidden_size
     if not tokens:
         return NOTHING
-    weights = head_weights(job)
+    weights, share = head_weights(job), trained_share(job.counts)
     moved = (weights + tokens * width) / tp + tokens * hidden
     work = 2.0 * tokens * weights / tp, moved, 1
     logits = tokens * width / tp
     kernel = 2 * rates.element_bytes * logits
     loss = rates.elementwise((rates.code.loss_bytes - LOG_SOFTMAX_BYTES) * logits, kernel)
     loss += rates.exponentials(LOG_SOFTMAX_BYTES * logits, kernel)
-    return Passes(forward=rates.products(*work) + loss / 2, backward=rates.products_backward(*work) + loss / 2)
+    backward = rates.products_backward(*work) * (1 if share is ALL_TRAINED else (1 + share.head) / 2)
+    forward = (1 + job.has_reference) * (rates.products(*work) + loss / 2)
+    return Passes(forward=forward, backward=backward + loss / 2)

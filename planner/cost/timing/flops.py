@@ -8,11 +8,14 @@ attention in full, no recomputation (PaLM, arXiv 2204.02311, appendix B; llm-fou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
+from planner import vocabulary as words
 from planner.cost.timing.efficiency import BACKWARD
 from planner.cost.timing.memo import memo_by_identity
 from planner.cost.timing.stacks import KINDS, Matmuls, Stack, measured_stacks, recorded_stacks, stacks, traced_stacks
-from planner.models.facts import ModelFacts
+from planner.models.facts import Adapter, ModelFacts, ParameterCounts
 from planner.types.job import Job
 
 # Convolutions that make tokens of pixels or sound, once before the blocks.
@@ -69,7 +72,7 @@ def job_stacks(job: Job) -> tuple[Stack, ...]:
         return stems(job.facts) + stacks(job.facts)
     if job.facts.traced:
         return traced_stacks(job.facts, job.counts)
-    return measured_stacks(job.facts, job.counts, causal=job.workload.task == "causal-lm")
+    return measured_stacks(job.facts, job.counts, causal=job.workload.task in ("causal-lm", *words.PAIRED))
 
 
 def executed_layers(job: Job) -> int:
@@ -81,7 +84,7 @@ def geometry(job: Job) -> Geometry:
     """Lengths of one micro-batch."""
     configuration = job.configuration
     return Geometry(
-        samples=configuration.micro_batch_size,
+        samples=job.sequences,
         sequence=configuration.sequence_length,
         source=job.source_length,
     )
@@ -109,8 +112,8 @@ def head_width(job: Job) -> int:
     """Columns of the output projection: the vocabulary for language models, labels for classifiers."""
     if job.facts.kind == "vision-text":
         return job.facts.projection_dim
-    if job.workload.task in ("seq-cls", "image-cls"):
-        return max(job.facts.num_labels, 2)
+    if job.workload.task in words.CLASSIFYING:
+        return 1 if job.workload.task == "reward" else max(job.facts.num_labels, 2)
     # ELECTRA's discriminator says of each token whether it was replaced.
     return 1 if job.facts.architecture == "ElectraForPreTraining" else job.facts.vocab_size
 
@@ -123,7 +126,7 @@ def head_weights(job: Job) -> float:
     """
     facts, width = job.facts, head_width(job)
     hidden = facts.hidden_size
-    if job.workload.task in ("seq-cls", "image-cls") or facts.kind == "vision-text":
+    if job.workload.task in words.CLASSIFYING or facts.kind == "vision-text":
         return float(width * hidden)
     inner = facts.embedding_size or facts.word_embed_proj_dim or hidden
     if width == 1:
@@ -137,16 +140,73 @@ def head_tokens(job: Job, shape: Geometry) -> int:
     counted the head with the rest."""
     if job.facts.traced or job.facts.recorded_as:
         return 0
-    pooled = job.workload.task in ("seq-cls", "image-cls") or job.facts.kind == "vision-text"
+    pooled = job.workload.task in words.CLASSIFYING or job.facts.kind == "vision-text"
     return shape.samples * (1 if pooled else shape.sequence)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a backward pass computes: the share of the blocks' weights that have gradients of their own, of the blocks
+    that gradients pass through, and whether the head's weights have gradients."""
+
+    weights: float = 1.0
+    passed: float = 1.0
+    head: float = 1.0
+
+
+ALL_TRAINED = Trained()
+"""Where nothing is frozen."""
+
+
+def trained_share(counts: ParameterCounts) -> Trained:
+    """Of counts in which something is frozen; adapters are counted beside the weights (`adapters_of`)."""
+    return ALL_TRAINED if counts.trains_all else _trained_share(counts)
+
+
+@lru_cache(maxsize=64)
+def _trained_share(counts: ParameterCounts) -> Trained:
+    weights = trained = 0.0
+    for block in counts.blocks:
+        added = sum(prod(shape) for adapter in block.adapters for shape in adapter.shapes)
+        weights += block.repeats * (block.parameters - added)
+        trained += block.repeats * (block.trained.parameters - added)
+    idle = 0
+    if not counts.trained.embedding:
+        for block in counts.blocks:
+            if block.trained.parameters:
+                break
+            idle += block.repeats
+    blocks = max(sum(block.repeats for block in counts.blocks), 1)
+    outside = counts.trained.outside_blocks
+    return Trained(
+        weights=trained / weights if weights else counts.trained.total / counts.total,
+        passed=1 - idle / blocks,
+        head=1.0 if outside and (outside >= counts.head) else 0.0,
+    )
+
+
+@lru_cache(maxsize=64)
+def adapters_of(counts: ParameterCounts) -> tuple[tuple[Adapter, float], ...]:
+    """The adapters of the model's blocks, each with how many an average block has of it."""
+    blocks = max(sum(block.repeats for block in counts.blocks), 1)
+    return tuple((adapter, block.repeats / blocks) for block in counts.blocks for adapter in block.adapters)
+
+
 def model_flops(job: Job) -> float:
-    """Model operations of one micro-batch on the whole model, forward and backward; embedding look-ups are free."""
+    """Model operations of one micro-batch on the whole model, forward and backward; embedding look-ups are free. Frozen
+    weights have no gradients, and blocks that none reach no backward at all."""
     shape = geometry(job)
     forward = 0.0
     for stack in job_stacks(job):
         tokens = shape.samples * stack.length(shape.sequence, shape.source)
         forward += stack.layers * (2.0 * stack.matmuls.active * tokens + attention_flops(stack, shape))
-    forward += 2.0 * head_weights(job) * head_tokens(job, shape)
-    return forward * (1 + BACKWARD)
+    head = 2.0 * head_weights(job) * head_tokens(job, shape)
+    share, reference = trained_share(job.counts), float(job.has_reference)
+    if share is ALL_TRAINED:
+        return (forward + head) * (1 + reference + BACKWARD)
+    beside = sum(
+        often * adapter.rank * (adapter.inputs + adapter.outputs) for adapter, often in adapters_of(job.counts)
+    )
+    adapters = 2.0 * beside * executed_layers(job) * shape.samples * shape.sequence
+    base = forward * (1 + reference + share.passed + share.weights) + head * (2 + reference + share.head)
+    return base + adapters * (1 + BACKWARD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cost.precision import communication_bytes, recipe_of
+from planner.cost.precision import Recipe, communication_bytes, recipe_of
 from planner.cost.split import blocks_per_stage
 from planner.cost.timing.collectives import Group, group
 from planner.cost.timing.flops import executed_layers, job_stacks
@@ -47,7 +47,7 @@ class Layout:
     them last in the backward; all divided by tp. Of a block `experts` are those of routed experts, which are sharded
     over ranks of their own where experts are spread. Widths are bytes per
     parameter of what is all-gathered (of blocks apart), of what is reduced, of that between ranks, and of a stored
-    gradient.
+    gradient, the last three over all parameters, of which only `trained` (a share) have gradients and states.
     """
 
     layers: int
@@ -62,11 +62,12 @@ class Layout:
     experts: float
     expert_shards: int
     expert_group: Group
-    gather_bytes: int
+    gather_bytes: float
     block_gather_bytes: float
-    reduce_bytes: int
+    reduce_bytes: float
     communication_bytes: float
-    gradient_bytes: int
+    gradient_bytes: float
+    trained: float = 1.0
 
     @property
     def parameters(self) -> float:
@@ -82,12 +83,17 @@ class Layout:
         return (blocks * self.block_gather_bytes + self.root * self.gather_bytes) / max(self.parameters, 1)
 
     @property
-    def owned(self) -> float:
-        """Parameters whose optimizer states this rank holds."""
+    def local(self) -> float:
+        """Parameters of one data-parallel shard, frozen or not."""
         if self.expert_shards == self.shards:
             return self.parameters / self.shards
         experts = self.layers * self.experts
         return (self.parameters - experts) / self.shards + experts / self.expert_shards
+
+    @property
+    def owned(self) -> float:
+        """Parameters whose optimizer states this rank holds."""
+        return self.local * self.trained
 
 
 def _products_per_block(job: Job) -> float:
@@ -97,6 +103,18 @@ def _products_per_block(job: Job) -> float:
         return 1.0
     kernels = sum(min(stack.matmuls.kernels, USUAL_MATMULS) * stack.layers for stack in stacks)
     return kernels / sum(stack.layers for stack in stacks)
+
+
+def _gather_bytes(job: Job, recipe: Recipe, trained: float) -> float:
+    """Of a parameter on average: trained ones as they are computed in, frozen ones as they are loaded where that is
+    narrower."""
+    if recipe.frozen is None:
+        return recipe.gather
+    held = job.counts.held
+    elements = max(held.total, 1)
+    blocks = held.in_blocks / elements
+    narrow = recipe.frozen_gather if recipe.quantised is None else recipe.quantised
+    return trained * recipe.gather + (1 - trained) * (blocks * narrow + (1 - blocks) * recipe.frozen_gather)
 
 
 def layout(job: Job) -> Layout:
@@ -114,6 +132,7 @@ def layout(job: Job) -> Layout:
     routed = sum(block.experts * block.repeats for block in counts.blocks) / total_layers
     experts = routed / (ep if ep > 1 else tp)
     recipe = recipe_of(job)
+    trained = 1.0 if counts.trains_all else counts.trained.total / counts.total
     return Layout(
         layers=layers,
         share_of_layers=layers / total_layers,
@@ -127,9 +146,10 @@ def layout(job: Job) -> Layout:
         shards=shards,
         shard_group=group(job.cluster, shards, tp),
         replica_group=group(job.cluster, replicas, tp * shards),
-        gather_bytes=recipe.gather,
-        block_gather_bytes=recipe.gather_of_blocks,
-        reduce_bytes=recipe.reduce,
-        communication_bytes=communication_bytes(configuration.gradient_compression, recipe.reduce),
-        gradient_bytes=recipe.gradient,
+        gather_bytes=_gather_bytes(job, recipe, trained),
+        block_gather_bytes=recipe.gather_of_blocks if recipe.frozen is None else _gather_bytes(job, recipe, trained),
+        reduce_bytes=recipe.reduce * trained,
+        communication_bytes=communication_bytes(configuration.gradient_compression, recipe.reduce) * trained,
+        gradient_bytes=recipe.gradient * trained,
+        trained=trained,
     )

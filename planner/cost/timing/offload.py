@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from hardware_db.device import Device
 from hardware_db.units import GB
 from planner.cost.memory.host import parked_inputs
+from planner.cost.memory.states import paged_state_bytes, states_of
+from planner.cost.memory.units import trained_shards_of
 from planner.cost.memory.zero.offload import stored_bytes
 from planner.cost.precision import recipe_of
 from planner.cost.timing.efficiency import DeviceRates
@@ -95,7 +97,8 @@ def offload_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) ->
     """
     hideout, parked = _parked_cost(job, hideout, rates)
     if job.configuration.offload == "none":
-        return OffloadCost(transfers=parked)
+        paged = _paging_seconds(job) if job.configuration.optimizer == "adamw-8bit-paged" else 0.0
+        return OffloadCost(transfers=parked + paged)
     cost = _state_cost(job, where, hideout, rates)
     return replace(cost, transfers=cost.transfers + parked)
 
@@ -117,11 +120,13 @@ def _state_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) -> 
         return _native_cost(job, where, hideout, rates)
     steps = configuration.gradient_accumulation_steps
     # FSDP keeps shards in fp32 and narrows them on the device, ZeRO sends them as they are all-gathered.
-    size = where.owned * where.gradient_bytes
+    size = where.local * where.gradient_bytes
     weights, gradients = (link_seconds(cluster, size, to_host=away) for away in (False, True))
     streamed = gradients * (1 if configuration.strategy == "zero1" else steps)
     returned = weights
     if configuration.offload != "optimizer":
+        if where.trained < 1:  # frozen weights come too, as they were loaded
+            weights = link_seconds(cluster, where.local * where.gather_bytes, to_host=False)
         streamed, returned = streamed + 2 * steps * weights, 0.0
     slowdown = SERIAL_SLOWDOWN if rates.serial else SLOWDOWN
     transfers = exposed_seconds(hideout, streamed, slowdown=slowdown) + returned
@@ -176,3 +181,17 @@ def _read_seconds(job: Job, size: float) -> float:
 def _write_seconds(job: Job, size: float) -> float:
     curve = job.cluster.rates.disk_write
     return size / (curve.rate(size) if curve else NVME_BYTES_PER_S)
+
+
+def _paging_seconds(job: Job) -> float:
+    """Moments that the driver moved to the host to make room in the backward pass, fetched for the step and evicted
+    again: what the device's memory is short of. Beside PCIe nothing hides it."""
+    recipe = recipe_of(job)
+    states, paged = states_of(job, recipe), paged_state_bytes(job, trained_shards_of(job))
+    resident = states.parameters + states.gradients + states.optimizer + paged
+    short = min(max(resident - PAGED_ROOM * job.cluster.capacity_bytes, 0.0), paged)
+    return sum(link_seconds(job.cluster, short, to_host=to_host) for to_host in (False, True)) if short else 0.0
+
+
+PAGED_ROOM = 0.85
+"""Share of a device for what is resident, activations aside (a rule of thumb)."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from planner.cost.timing.efficiency import DeviceRates
 from planner.cost.timing.layout import Layout
+from planner.models.facts import ParameterCounts
 from planner.types.cluster import Curve
 from planner.types.job import Job
 from planner.vocabulary import MIXED_PRECISIONS
@@ -16,6 +19,10 @@ STEP_BYTES = {
     "sgd": 12,
     "adafactor": 48,
     "lion": 40,
+    "adamw-8bit-paged": 16,
+    "adamw-4bit": 14,
+    "adamw-fp8": 16,
+    "muon": 52,
 }
 """Bytes read and written per fp32 parameter by one step, kernel by kernel: docs/explanation/cost-model-time.md."""
 
@@ -41,10 +48,33 @@ def optimizer_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
     if configuration.zero_stage and configuration.precision in MIXED_PRECISIONS:
         size += MASTER_COPY_BYTES
     seconds = where.owned * size / rates.memory_bytes_per_s
+    if job.workload.ema:
+        seconds += where.owned * EMA_BYTES * scale / rates.memory_bytes_per_s
+    if configuration.optimizer == "muon":
+        seconds += newton_schulz_flops(job.counts) / where.shards / rates.gemm_flops
     if configuration.optimizer == "adamw-forloop":
         launches = FORLOOP_KERNELS * TENSORS_PER_BLOCK * where.layers
         seconds = max(seconds, launches * rates.code.kernel_host_seconds)
     return seconds
+
+
+EMA_BYTES = 12
+"""An average is read, moved towards the parameter, which is read too, and written (`torch.optim.swa_utils`)."""
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations of Muon's (torch 2.13 `optim/_muon.py`)."""
+
+
+@lru_cache(maxsize=64)
+def newton_schulz_flops(counts: ParameterCounts) -> float:
+    """Operations of Muon's step over the matrices of all blocks: in each iteration a matrix [m, n], m the smaller side,
+    by itself transposed, that square by itself, and the two multiplied."""
+    found = 0.0
+    for block in counts.trained.blocks:
+        for shape in block.shapes:
+            if len(shape) == 2:
+                small, large = sorted(shape)
+                found += block.repeats * NEWTON_SCHULZ_STEPS * (4.0 * small**2 * large + 2.0 * small**3)
+    return found
 
 
 def _measured_step(where: Layout, step: Curve, *, flat: bool) -> float:

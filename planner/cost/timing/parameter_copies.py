@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hardware_db.units import MIB
+from planner.cost.precision import recipe_of
 from planner.cost.timing.efficiency import DeviceRates
 from planner.cost.timing.layout import Layout
 from planner.types.job import Job
@@ -87,14 +88,22 @@ def _around_collectives(job: Job, where: Layout, rates: DeviceRates) -> Copies:
         rounds = steps if configuration.zero_stage == 2 else 1
         return accumulated + (_bucketed(where) * rounds + _flat_step(where) if rates.serial else Copies())
     bucketed = BUCKET_COPY_BYTES if configuration.strategy == "ddp" and where.replica_group.size > 1 else 0
-    cast = AUTOCAST_BYTES * steps if mixed else 0
-    return accumulated + Copies(moved=(bucketed + cast) * where.parameters)
+    cast = _autocast_bytes(job, where) * steps if mixed else 0
+    return accumulated + Copies(moved=(bucketed * where.trained + cast) * where.parameters)
+
+
+def _autocast_bytes(job: Job, where: Layout) -> float:
+    """Per parameter: frozen ones are cast for the forward alone, and not at all where they are loaded in 16 bits."""
+    if where.trained == 1:
+        return AUTOCAST_BYTES
+    frozen = AUTOCAST_BYTES / 2 if recipe_of(job).frozen_width == 4 else 0.0
+    return AUTOCAST_BYTES * where.trained + frozen * (1 - where.trained)
 
 
 def _accumulated(job: Job, where: Layout) -> Copies:
     """A gradient added to those of earlier micro-batches: two reads, a write."""
     sharded_gradients = job.configuration.zero_stage in (2, 3)
-    return Copies(moved=3 * where.gradient_bytes * (where.owned if sharded_gradients else where.parameters))
+    return Copies(moved=3 * where.gradient_bytes * (where.local if sharded_gradients else where.parameters))
 
 
 def _fully_sharded(job: Job, where: Layout, rates: DeviceRates) -> Copies:
@@ -122,7 +131,7 @@ def _bucketed(where: Layout) -> Copies:
     whole twice; then the part that is kept."""
     width = where.reduce_bytes
     whole = Copies(moved=10.0 * width, fresh=2.0 * width) * where.parameters
-    return whole + Copies(moved=2.0 * width, fresh=width) * where.owned
+    return whole + Copies(moved=2.0 * width, fresh=width) * where.local
 
 
 def _flat_step(where: Layout) -> Copies:

@@ -70,7 +70,7 @@ def throughput(job: Job, time: StepTime) -> Throughput:
     micro_batches = samples / configuration.micro_batch_size
     flops = model_flops(job) * micro_batches / time.step_seconds / configuration.world_size
     peak = job.cluster.device.peak_flops(compute_dtype(job.cluster.device, configuration.precision))
-    tokens = samples * configuration.sequence_length
+    tokens = samples * job.workload.sequences_per_sample * configuration.sequence_length
     return Throughput(
         tokens_per_second_per_gpu=tokens / time.step_seconds / configuration.world_size,
         samples_per_second=samples / time.step_seconds,

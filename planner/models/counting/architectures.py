@@ -24,7 +24,7 @@ from planner.models.facts import BlockCount, ModelFacts, ParameterCounts, TowerF
 
 def count_decoder(facts: ModelFacts) -> ParameterCounts:
     """A decoder with its language-model head."""
-    final_norm = norm(facts) if facts.final_norm else NOTHING
+    final_norm = norm(facts, name="final_norm") if facts.final_norm else NOTHING
     return counted(
         embedding=_decoder_embedding(facts),
         blocks=decoder_blocks(facts),
@@ -47,18 +47,19 @@ def decoder_blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
 
 def _decoder_embedding(facts: ModelFacts) -> Weights:
     width = facts.word_embed_proj_dim or facts.hidden_size
-    tokens = tensor(facts.vocab_size, width)
+    tokens = tensor(facts.vocab_size, width, name="tokens.weight")
     if facts.learned_positions:
-        tokens += tensor(facts.max_position_embeddings + facts.position_offset, facts.hidden_size)
+        positions = facts.max_position_embeddings + facts.position_offset
+        tokens += tensor(positions, facts.hidden_size, name="positions.weight")
     if width != facts.hidden_size:
-        tokens += tensor(facts.hidden_size, width)
-    return tokens + norm(facts) if facts.embedding_layernorm else tokens
+        tokens += tensor(facts.hidden_size, width, name="project_in.weight")
+    return tokens + norm(facts, name="embedding_norm") if facts.embedding_layernorm else tokens
 
 
 def _projection_out(facts: ModelFacts) -> Weights:
     """OPT-350m projects back to the embedding's width before the head."""
     width = facts.word_embed_proj_dim or facts.hidden_size
-    return NOTHING if width == facts.hidden_size else tensor(width, facts.hidden_size)
+    return NOTHING if width == facts.hidden_size else tensor(width, facts.hidden_size, name="project_out.weight")
 
 
 def is_bare(facts: ModelFacts) -> bool:
@@ -70,10 +71,10 @@ def _decoder_head(facts: ModelFacts) -> Weights:
     if is_bare(facts):
         return NOTHING
     if facts.architecture.endswith("ForSequenceClassification"):
-        return tensor(facts.num_labels, facts.hidden_size)
+        return tensor(facts.num_labels, facts.hidden_size, name="classifier.weight")
     width = facts.word_embed_proj_dim or facts.hidden_size
-    untied = NOTHING if facts.tie_word_embeddings else tensor(facts.vocab_size, width)
-    return untied + (vector(facts.vocab_size) if facts.lm_head_bias else NOTHING)
+    untied = NOTHING if facts.tie_word_embeddings else tensor(facts.vocab_size, width, name="head.weight")
+    return untied + (vector(facts.vocab_size, "head.bias") if facts.lm_head_bias else NOTHING)
 
 
 def count_encoder(facts: ModelFacts) -> ParameterCounts:
@@ -91,24 +92,24 @@ def count_encoder(facts: ModelFacts) -> ParameterCounts:
 
 def _encoder_embedding(facts: ModelFacts) -> Weights:
     width = facts.embedding_size or facts.hidden_size
-    tables = tensor(facts.vocab_size, width)
+    tables = tensor(facts.vocab_size, width, name="tokens.weight")
     if facts.type_vocab_size:
-        tables += tensor(facts.type_vocab_size, width)
+        tables += tensor(facts.type_vocab_size, width, name="types.weight")
     if facts.learned_positions:
-        tables += tensor(facts.max_position_embeddings, width)
+        tables += tensor(facts.max_position_embeddings, width, name="positions.weight")
     if facts.embedding_layernorm:
-        tables += norm(facts, width)
+        tables += norm(facts, width, "embedding_norm")
     # ALBERT maps from the embedding's width to the hidden width even where they are equal, ELECTRA does not.
     if facts.shared_layers or width != facts.hidden_size:
-        tables += linear(width, facts.hidden_size, bias=True)
+        tables += linear(width, facts.hidden_size, "project_in", bias=True)
     return tables
 
 
 def _encoder_blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
     block = attention(facts) + mlp(facts, facts.intermediate_size) + norms(facts, facts.norms_per_layer)
     if facts.position_buckets and not facts.share_att_key:
-        positions = linear(facts.hidden_size, facts.hidden_size, bias=True)
-        block += positions + positions
+        width = facts.hidden_size
+        block += linear(width, width, "key_positions", bias=True) + linear(width, width, "query_positions", bias=True)
     repeats = 1 if facts.shared_layers else facts.num_layers
     if facts.model_type != "modernbert":
         return (block_count("encoder", repeats, block),)
@@ -121,15 +122,16 @@ def _encoder_relative_positions(facts: ModelFacts) -> Weights:
     """DeBERTa's table of relative positions [2 * buckets, hidden] and its norm."""
     if not facts.position_buckets:
         return NOTHING
-    return tensor(2 * facts.position_buckets, facts.hidden_size) + norm(facts)
+    table = tensor(2 * facts.position_buckets, facts.hidden_size, name="relative_positions.weight")
+    return table + norm(facts, name="relative_positions_norm")
 
 
 def _pooler(facts: ModelFacts) -> Weights:
-    return linear(facts.hidden_size, facts.hidden_size, bias=True) if facts.pooler else NOTHING
+    return linear(facts.hidden_size, facts.hidden_size, "pooler", bias=True) if facts.pooler else NOTHING
 
 
 def _final_norm(facts: ModelFacts) -> Weights:
-    return norm(facts) if facts.model_type == "modernbert" else NOTHING
+    return norm(facts, name="final_norm") if facts.model_type == "modernbert" else NOTHING
 
 
 def _encoder_head(facts: ModelFacts) -> Weights:
@@ -139,34 +141,34 @@ def _encoder_head(facts: ModelFacts) -> Weights:
     if built.endswith("ForPreTraining"):
         return _pretraining_head(facts)
     if built.endswith("ForSequenceClassification"):
-        return _dense(facts) + linear(facts.hidden_size, facts.num_labels, bias=True)
+        return _dense(facts) + linear(facts.hidden_size, facts.num_labels, "classifier", bias=True)
     if built.endswith(("ForTokenClassification", "ForQuestionAnswering")):
         dense = _dense(facts) if facts.model_type == "modernbert" else NOTHING
-        return dense + linear(facts.hidden_size, facts.num_labels, bias=True)
+        return dense + linear(facts.hidden_size, facts.num_labels, "classifier", bias=True)
     return NOTHING
 
 
 def _masked_lm_head(facts: ModelFacts) -> Weights:
     """A projection to the embedding's width, its norm, and the bias of the decoder that is tied to the embedding."""
     width = facts.embedding_size or facts.hidden_size
-    head = linear(facts.hidden_size, width, bias=facts.norm_bias) + norm(facts, width)
+    head = linear(facts.hidden_size, width, "head_dense", bias=facts.norm_bias) + norm(facts, width, "head_norm")
     if not facts.tie_word_embeddings:
-        head += tensor(facts.vocab_size, width)
-    return head + vector(facts.vocab_size) if facts.lm_head_bias else head
+        head += tensor(facts.vocab_size, width, name="head.weight")
+    return head + vector(facts.vocab_size, "head.bias") if facts.lm_head_bias else head
 
 
 def _pretraining_head(facts: ModelFacts) -> Weights:
     """ELECTRA's discriminator; for BERT and ALBERT the masked-LM head, a pooler and the sentence-order classifier."""
-    dense = linear(facts.hidden_size, facts.hidden_size, bias=True)
+    dense = linear(facts.hidden_size, facts.hidden_size, "pretraining_dense", bias=True)
     if facts.model_type == "electra":
-        return dense + linear(facts.hidden_size, 1, bias=True)
-    return _masked_lm_head(facts) + dense + linear(facts.hidden_size, 2, bias=True)
+        return dense + linear(facts.hidden_size, 1, "classifier", bias=True)
+    return _masked_lm_head(facts) + dense + linear(facts.hidden_size, 2, "classifier", bias=True)
 
 
 def _dense(facts: ModelFacts) -> Weights:
     """The layer before a classifier (BERT calls it the pooler); ModernBERT's has a norm and no bias."""
-    dense = linear(facts.hidden_size, facts.hidden_size, bias=facts.norm_bias)
-    return dense + norm(facts) if facts.model_type == "modernbert" else dense
+    dense = linear(facts.hidden_size, facts.hidden_size, "classifier_dense", bias=facts.norm_bias)
+    return dense + norm(facts, name="classifier_norm") if facts.model_type == "modernbert" else dense
 
 
 def count_encoder_decoder(facts: ModelFacts) -> ParameterCounts:
@@ -179,28 +181,34 @@ def count_encoder_decoder(facts: ModelFacts) -> ParameterCounts:
     """
     has_head = not facts.tie_word_embeddings and not facts.architecture.endswith("Model")
     classifies = facts.architecture.endswith("ForSequenceClassification")
-    positions, embedding_norms = _positions(facts), norms(facts, 2 if facts.embedding_layernorm else 0)
-    final_norms = norms(facts, 2 if _has_final_norms(facts) else 0)
-    table = tensor(facts.vocab_size, facts.hidden_size)
+    positions, embedding_norms = (
+        _positions(facts),
+        norms(facts, 2 if facts.embedding_layernorm else 0).inside("embedding"),
+    )
+    final_norms = norms(facts, 2 if _has_final_norms(facts) else 0).inside("final")
+    table = tensor(facts.vocab_size, facts.hidden_size, name="tokens.weight")
+    head = tensor(facts.vocab_size, facts.hidden_size, name="head.weight")
     return counted(
         embedding=table + positions + embedding_norms + _audio_stem(facts),
         blocks=_encoder_decoder_blocks(facts),
-        head=_classifier(facts) if classifies else table if has_head else NOTHING,
+        head=_classifier(facts) if classifies else head if has_head else NOTHING,
         other=final_norms + _both_relative_positions(facts),
     )
 
 
 def _classifier(facts: ModelFacts) -> Weights:
     hidden = facts.hidden_size
-    return linear(hidden, hidden, bias=True) + linear(hidden, facts.num_labels, bias=True)
+    return linear(hidden, hidden, "classifier_dense", bias=True) + linear(
+        hidden, facts.num_labels, "classifier", bias=True
+    )
 
 
 def _both_relative_positions(facts: ModelFacts) -> Weights:
     """T5's two tables of relative positions, one per stack."""
     if not facts.relative_attention_num_buckets:
         return NOTHING
-    table = tensor(facts.relative_attention_num_buckets, facts.num_heads)
-    return table + table
+    table = tensor(facts.relative_attention_num_buckets, facts.num_heads, name="relative_positions.weight")
+    return table.inside("encoder") + table.inside("decoder")
 
 
 def _has_final_norms(facts: ModelFacts) -> bool:
@@ -214,10 +222,11 @@ def _positions(facts: ModelFacts) -> Weights:
     """
     hidden = facts.hidden_size
     if facts.max_source_positions:
-        return tensor(facts.max_source_positions, hidden) + tensor(facts.max_target_positions, hidden)
+        source = tensor(facts.max_source_positions, hidden, name="encoder.positions.weight")
+        return source + tensor(facts.max_target_positions, hidden, name="decoder.positions.weight")
     if facts.learned_positions or facts.model_type == "pegasus":
-        one = tensor(facts.max_position_embeddings + facts.position_offset, hidden)
-        return one + one
+        table = tensor(facts.max_position_embeddings + facts.position_offset, hidden, name="positions.weight")
+        return table.inside("encoder") + table.inside("decoder")
     return NOTHING
 
 
@@ -226,15 +235,15 @@ def _audio_stem(facts: ModelFacts) -> Weights:
     if not facts.num_mel_bins:
         return NOTHING
     hidden = facts.hidden_size
-    first, second = tensor(hidden, facts.num_mel_bins, 3), tensor(hidden, hidden, 3)
-    return first + vector(hidden) + second + vector(hidden)
+    first = tensor(hidden, facts.num_mel_bins, 3, name="conv1.weight") + vector(hidden, "conv1.bias")
+    return first + tensor(hidden, hidden, 3, name="conv2.weight") + vector(hidden, "conv2.bias")
 
 
 def _encoder_decoder_blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
     attend = attention(facts)
     encoder = attend + mlp(facts, facts.intermediate_size) + norms(facts, 2)
     decoder_width = facts.decoder_intermediate_size or facts.intermediate_size
-    decoder = attend + attend + mlp(facts, decoder_width) + norms(facts, 3)
+    decoder = attend + attend.inside("cross") + mlp(facts, decoder_width) + norms(facts, 3)
     return (
         block_count("encoder", facts.encoder_layers or facts.num_layers, encoder),
         block_count("decoder", facts.decoder_layers, decoder),
@@ -244,17 +253,21 @@ def _encoder_decoder_blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
 def count_vision(facts: ModelFacts) -> ParameterCounts:
     """ViT and DINOv2: class token, patches, blocks, final norm, and a pooler or classifier where there is one."""
     hidden = facts.hidden_size
-    tokens = tensor(1, 1, hidden)
+    tokens = tensor(1, 1, hidden, name="class_token")
     if facts.layer_scale:
-        tokens += tensor(1, hidden)  # DINOv2's mask token
-    positions = tensor(1, _patches(facts.image_size, facts.patch_size) + 1, hidden)
-    pooler = linear(hidden, hidden, bias=True) if facts.pooler else NOTHING
-    classifier = linear(_classifier_inputs(facts), facts.num_labels, bias=True) if _classifies(facts) else NOTHING
+        tokens += tensor(1, hidden, name="mask_token")  # DINOv2's mask token
+    positions = tensor(1, _patches(facts.image_size, facts.patch_size) + 1, hidden, name="positions")
+    pooler = linear(hidden, hidden, "pooler", bias=True) if facts.pooler else NOTHING
+    inputs = _classifier_inputs(facts)
+    classifier = linear(inputs, facts.num_labels, "classifier", bias=True) if _classifies(facts) else NOTHING
     return counted(
-        embedding=_patch_projection(facts, hidden, facts.patch_size) + vector(hidden) + tokens + positions,
+        embedding=_patch_projection(facts, hidden, facts.patch_size)
+        + vector(hidden, "patches.bias")
+        + tokens
+        + positions,
         blocks=(_vision_block(facts, "vision", facts.num_layers),),
         head=classifier,
-        other=norm(facts) + pooler,
+        other=norm(facts, name="final_norm") + pooler,
     )
 
 
@@ -270,17 +283,19 @@ def count_vision_text(facts: ModelFacts) -> ParameterCounts:
     patches = _patches(facts.vision.image_size, facts.vision.patch_size)
     vision_embedding = (
         _patch_projection(facts, vision.hidden_size, facts.vision.patch_size)
-        + vector(vision.hidden_size)
-        + tensor(patches + 1, vision.hidden_size)
+        + vector(vision.hidden_size, "class_token")
+        + tensor(patches + 1, vision.hidden_size, name="image_positions.weight")
     )
-    text_embedding = tensor(text.vocab_size, text.hidden_size) + tensor(text.max_position_embeddings, text.hidden_size)
-    projections = tensor(facts.projection_dim, vision.hidden_size) + tensor(facts.projection_dim, text.hidden_size)
-    logit_scale = tensor()
+    text_embedding = tensor(text.vocab_size, text.hidden_size, name="tokens.weight")
+    text_embedding += tensor(text.max_position_embeddings, text.hidden_size, name="positions.weight")
+    projections = tensor(facts.projection_dim, vision.hidden_size, name="image_projection.weight")
+    projections += tensor(facts.projection_dim, text.hidden_size, name="text_projection.weight")
+    logit_scale = tensor(name="logit_scale")
     return counted(
         embedding=vision_embedding + text_embedding,
         blocks=(_vision_block(text, "text", text.num_layers), _vision_block(vision, "vision", vision.num_layers)),
         head=projections,
-        other=norms(vision, 2) + norm(text) + logit_scale,
+        other=norms(vision, 2).inside("image") + norm(text, name="final_norm") + logit_scale,
     )
 
 
@@ -305,8 +320,10 @@ def count_vision_language(facts: ModelFacts) -> ParameterCounts:
     )
     pooled = facts.vision.pooling_head
     width, patches = siglip.hidden_size, _patches(facts.vision.image_size, facts.vision.patch_size)
-    tower = _patch_projection(facts, width, facts.vision.patch_size) + vector(width) + tensor(patches, width)
-    other = norm(siglip) + tensor(width, facts.hidden_size) + vector(width)
+    tower = _patch_projection(facts, width, facts.vision.patch_size) + vector(width, "patches.bias")
+    tower += tensor(patches, width, name="image_positions.weight")
+    other = norm(siglip, name="image_norm") + tensor(width, facts.hidden_size, name="image_projection.weight")
+    other += vector(width, "image_projection_norm.weight")
     if pooled:
         other += _pooling_head(siglip)
     return ParameterCounts(
@@ -315,13 +332,15 @@ def count_vision_language(facts: ModelFacts) -> ParameterCounts:
         head=language.head,
         other=language.other + other.total,
         outside=language.outside + tower.shapes + other.shapes,
+        names=language.names + tower.names + other.names,
     )
 
 
 def _pooling_head(tower: ModelFacts) -> Weights:
     """SigLIP's head: one learned query, a multi-head attention with fused inputs, a norm and an MLP."""
-    query = tensor(1, 1, tower.hidden_size)
-    return query + attention(tower) + norm(tower) + mlp(tower, tower.intermediate_size)
+    query = tensor(1, 1, tower.hidden_size, name="probe")
+    head = query + attention(tower) + norm(tower) + mlp(tower, tower.intermediate_size)
+    return head.inside("image_head")
 
 
 def _as_tower(facts: ModelFacts, tower: TowerFacts) -> ModelFacts:
@@ -342,7 +361,7 @@ def _as_tower(facts: ModelFacts, tower: TowerFacts) -> ModelFacts:
 def _vision_block(facts: ModelFacts, name: str, repeats: int) -> BlockCount:
     block = attention(facts) + mlp(facts, facts.intermediate_size) + norms(facts, 2)
     if facts.layer_scale:
-        block += vector(facts.hidden_size) + vector(facts.hidden_size)
+        block += vector(facts.hidden_size, "scale1") + vector(facts.hidden_size, "scale2")
     return block_count(name, repeats, block)
 
 
@@ -351,7 +370,7 @@ def _patches(image_size: int, patch_size: int) -> int:
 
 
 def _patch_projection(facts: ModelFacts, width: int, patch_size: int) -> Weights:
-    return tensor(width, facts.num_channels or 3, patch_size, patch_size)
+    return tensor(width, facts.num_channels or 3, patch_size, patch_size, name="patches.weight")
 
 
 def _classifies(facts: ModelFacts) -> bool:

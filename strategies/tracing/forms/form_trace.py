@@ -57,7 +57,8 @@ def _batch(chance: random.Random) -> tuple[float, float, float]:
     return samples, length, chance.choice((length, 197.0, 1500.0))
 
 
-Mode = Literal["fp32", "autocast", "pure"]
+Mode = Literal["fp32", "autocast", "pure", "mixed"]
+"""`mixed` is autocast over 16-bit weights, as frozen ones are loaded."""
 IMAGE = "image"
 ASKING = frozenset({"t5", "mt5"})
 """Their cross attention's bias of zeros asks for a gradient where checkpointing is on (transformers' `T5Attention`)."""
@@ -67,9 +68,11 @@ BLOCKS_PER_KIND = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What changes a form besides the structure: precision, attention written out or not, local attention by masks."""
+    """What changes a form besides the structure: precision, attention written out or not, local attention by masks,
+    and whether the weights are frozen, so that gradients only pass through."""
 
     mode: Mode
+    frozen: bool = False
     eager: bool = False
     windows: bool = False
     on_cpu: bool = False
@@ -77,7 +80,7 @@ class Variant:
     @property
     def name(self) -> str:
         attention = "eager" if self.eager else "windows" if self.windows else "sdpa"
-        return f"{'cpu' if self.on_cpu else 'cuda'} {self.mode} {attention}"
+        return f"{'cpu' if self.on_cpu else 'cuda'} {'frozen ' if self.frozen else ''}{self.mode} {attention}"
 
 
 def form_of(facts: ModelFacts, variant: Variant) -> Form:
@@ -149,10 +152,12 @@ def _small(facts: ModelFacts, variant: Variant) -> tuple[ModelFacts, Sequence[st
 def _timeline(subject: Subject, variant: Variant) -> Timeline:
     module = subject.module
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    if variant.mode == "pure":
+    if variant.mode in ("pure", "mixed"):
         module.to(torch.bfloat16)
+    if variant.frozen:
+        _freeze(module, subject.blocks)
     autocast: AbstractContextManager[object] = contextlib.nullcontext()
-    if variant.mode == "autocast":
+    if variant.mode in ("autocast", "mixed"):
         autocast = torch.autocast("cpu", torch.bfloat16)
     device: AbstractContextManager[object] = contextlib.nullcontext() if variant.on_cpu else as_cuda()
     source = symbols.SOURCE if subject.facts.kind == "encoder-decoder" else None
@@ -162,6 +167,19 @@ def _timeline(subject: Subject, variant: Variant) -> Timeline:
         batch = _narrowed(subject.batch_of(symbols.SAMPLES, symbols.LENGTH, source), module)
         with device, unpadded():
             return record_step(subject, batch, autocast, on_cuda=not variant.on_cpu)
+
+
+def _freeze(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """No weight is trained, and the blocks' inputs ask for gradients, as adapters in front of them make them do."""
+
+    def ask(_block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hidden = inputs[0] if inputs else named["hidden_states"]
+        if not hidden.requires_grad:
+            hidden.requires_grad_(True)
+
+    module.requires_grad_(False)
+    for block in blocks:
+        block.register_forward_pre_hook(ask, with_kwargs=True)
 
 
 def tie(module: Any) -> None:

@@ -13,9 +13,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from planner.cost.precision import load_dtype_of
 from planner.errors import DsplanError
-from planner.models.facts import ModelFacts
+from planner.models.counting.count import module_of
+from planner.models.facts import Adapter, ModelFacts, ParameterCounts
 from planner.models.tasks import default_task
+from planner.types.job import Workload
 from planner.vocabulary import Attention, Task
 from strategies.tracing.blocks import repeated_blocks
 from strategies.tracing.example import Arguments, arguments_of, examples_for
@@ -26,6 +29,7 @@ _AUTO_CLASSES: Mapping[Task, str] = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
     "seq-cls": "AutoModelForSequenceClassification",
+    "reward": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
     "image-cls": "AutoModelForImageClassification",
 }
@@ -131,7 +135,7 @@ def _set_dropout(config: Any, facts: ModelFacts) -> None:
 def _training_class(facts: ModelFacts, config: Any, task: Task) -> type[nn.Module]:
     named = model_class(facts)
     has_loss = not named.__name__.endswith("Model") or facts.kind == "vision-text"
-    if has_loss and task != "seq-cls":
+    if has_loss and task not in ("seq-cls", "reward"):
         return named
     automatic = getattr(import_module("transformers"), _AUTO_CLASSES[task])
     found: type[nn.Module] = automatic._model_mapping[type(config)]
@@ -235,3 +239,92 @@ def _first_input(module: nn.Module, samples: int, length: int) -> torch.Tensor:
         positions = () if length == 1 else (length,)
         return torch.zeros(samples, *positions, first.in_features)
     return torch.zeros(samples, length, dtype=torch.long)
+
+
+# Adapters beside a subject's frozen weights.
+
+
+def with_adapters(subject: Subject, counts: ParameterCounts, workload: Workload) -> Subject:
+    """The subject with the workload's adapters, its other weights frozen and in the dtype they are loaded as.
+
+    PEFT makes the adapters where the weights are not quantised. bitsandbytes has no kernels without a GPU: a quantised
+    layer is a stand-in that holds and saves what its own does.
+
+    Raises:
+        DsplanError: PEFT is not installed.
+    """
+    module, loaded = subject.module, load_dtype_of(workload)
+    adapters = {adapter.name: adapter for block in counts.blocks for adapter in block.adapters}
+    modules = {module_of(subject.facts, name): adapter for name, adapter in adapters.items()}
+    module.to({"fp32": torch.float32, "fp16": torch.float16}.get(str(loaded), torch.bfloat16)).requires_grad_(False)
+    if loaded in ("nf4", "int8"):
+        width = torch.bfloat16 if workload.precision == "bf16-pure" else torch.float32
+        for block in subject.blocks:
+            for path, layer in [(path, part) for path, part in block.named_modules() if isinstance(part, nn.Linear)]:
+                owner, _, name = path.rpartition(".")
+                adapter = modules.get(path)
+                quantised = _QuantisedLinear(layer, adapter, width, packed=loaded == "nf4")
+                setattr(block.get_submodule(owner), name, quantised)
+        return subject
+    try:
+        peft: Any = import_module("peft")
+    except ImportError:
+        raise DsplanError("PEFT, which makes the adapters, is not installed; pip install peft") from None
+    dora = workload.method == "dora"
+    targets = sorted({path.rpartition(".")[2] for path in modules})
+    config = peft.LoraConfig(r=workload.lora_rank, target_modules=targets, use_dora=dora, lora_dropout=0.0)
+    narrow = workload.precision == "bf16-pure"
+    with torch.device("meta"):
+        peft.inject_adapter_in_model(config, module)
+    if not narrow:
+        for name, weight in module.named_parameters():
+            if weight.requires_grad and "lora_" in name:
+                weight.data = weight.data.float()
+    module.train()
+    return subject
+
+
+class _Quantised(torch.autograd.Function):
+    """bitsandbytes' `MatMul4Bit`: the product with a matrix that is made 16-bit for it, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape = shape
+        return nn.functional.linear(given, packed.new_empty(shape, dtype=given.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient @ packed.new_empty(ctx.shape, dtype=gradient.dtype), None, None
+
+
+class _QuantisedLinear(nn.Module):
+    """PEFT's adapter beside bitsandbytes' `Linear4bit` (`tuners/lora/bnb.py`), by the tensors that they hold."""
+
+    def __init__(self, layer: nn.Linear, adapter: Adapter | None, dtype: torch.dtype, *, packed: bool) -> None:
+        super().__init__()
+        self._shape = (layer.out_features, layer.in_features)
+        elements = layer.out_features * layer.in_features
+        width = -(-elements // 2) if packed else elements
+        self.packed = nn.Parameter(torch.empty(width, dtype=torch.uint8, device="meta"), requires_grad=False)
+        if packed:
+            self.register_buffer("absmax", torch.empty(-(-elements // 64), dtype=torch.uint8, device="meta"))
+            self.register_buffer("scales", torch.empty(-(-elements // 64 // 256), device="meta"))
+        self.bias = layer.bias
+        self.down = self.up = None
+        if adapter is not None:
+            self.down = nn.Linear(adapter.inputs, adapter.rank, bias=False, device="meta", dtype=dtype)
+            self.up = nn.Linear(adapter.rank, adapter.outputs, bias=False, device="meta", dtype=dtype)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        narrow = given if given.dtype == torch.bfloat16 else given.to(torch.bfloat16)
+        quantised: Any = _Quantised.apply
+        result: torch.Tensor = quantised(narrow, self.packed, self._shape).to(given.dtype)
+        if self.bias is not None:
+            result = result + self.bias
+        if self.down is None or self.up is None:
+            return result
+        adapted: torch.Tensor = result.clone() + self.up(self.down(given)) * 2.0
+        return adapted

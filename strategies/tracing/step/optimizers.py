@@ -8,13 +8,18 @@ from typing import Any
 import torch
 
 from planner.vocabulary import Optimizer
+from strategies.tracing.step.refusal import TraceFailed
 
 _SMALLEST_8BIT = 4096
 _VALUES_PER_SCALE = 256
 
 
 def make_optimizer(name: Optimizer, parameters: Iterable[torch.nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
-    """The optimizer that the plan's word means on a GPU or on a CPU, where torch takes no foreach form by itself."""
+    """The optimizer that the plan's word means on a GPU or on a CPU, where torch takes no foreach form by itself.
+
+    Raises:
+        TraceFailed: its states or its step are left to the closed forms.
+    """
     foreach = not on_cpu
     makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "adamw": lambda given: torch.optim.AdamW(given, foreach=foreach),
@@ -25,6 +30,8 @@ def make_optimizer(name: Optimizer, parameters: Iterable[torch.nn.Parameter], *,
         "adafactor": torch.optim.Adafactor,
         "lion": Lion,
     }
+    if name not in makers:
+        raise TraceFailed("", "", f"optimizer {name} is not traced")
     return makers[name](list(parameters))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,12 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hardware_db.device import Device
 from planner.types.job import Job
-from planner.vocabulary import FSDP_STRATEGIES
+from planner.vocabulary import FSDP_STRATEGIES, PAIRED
 from strategies.tracing.cuda.as_cuda import DEFAULT_CAPABILITY, as_cuda
 from strategies.tracing.cuda.kernels import cpu_outputs, scratch_bytes
 from strategies.tracing.cuda.masks import unpadded, windows_without_masks
 from strategies.tracing.example import arguments_of
-from strategies.tracing.step.build import Subject, subject_of
+from strategies.tracing.step.build import Subject, subject_of, with_adapters
 from strategies.tracing.step.checkpointing import checkpoint_activations
 from strategies.tracing.step.images import images_followed, is_known
 from strategies.tracing.step.optimizers import host_states, make_optimizer
@@ -125,6 +126,8 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
         raise TraceFailed("", "", "tensor and pipeline parallelism are not traced")
     if configuration.offload != "none":
         raise TraceFailed("", "", "offload is not traced")
+    if job.workload.ema or job.workload.task in PAIRED:
+        raise TraceFailed("", "", "an average of the weights, a reference model and pairs of samples are not traced")
     chosen = subject or _described(job)
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(ranks(configuration)) if configuration.strategy in FSDP_STRATEGIES else None
@@ -139,7 +142,17 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
 
 def _described(job: Job) -> Subject:
     subject = subject_of(job.facts, attention=job.configuration.attention, task=job.workload.task)
+    if job.workload.method != "full":
+        subject = with_adapters(subject, job.counts, job.workload)
+    elif job.workload.load_dtype is not None:
+        subject.module.to(getattr(torch, _LOADED[job.workload.load_dtype]))
+    if job.workload.train_only:
+        for name, weight in subject.module.named_parameters():
+            weight.requires_grad_(re.search(job.workload.train_only, name) is not None)
     return replace(subject, with_images=job.facts.kind == "vision-language")
+
+
+_LOADED = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def on_device(device: Device) -> AbstractContextManager[object]:

@@ -15,8 +15,11 @@ from hypothesis import strategies as some
 
 from planner import vocabulary as words
 from planner.cluster.budget import Budget, bill_of, tokens_per_step
+from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import ContradictoryRequest
+from planner.models.catalogue import find_model
 from planner.search.ranking import group_name, simplicity, slower_threshold
+from planner.search.request import WorkOptions, make_request
 from planner.search.search import Recommendation, can_fit, recommend
 from tests.planner.search.exhaustive import everything_that_fits
 from tests.planner.search.questions import question
@@ -208,3 +211,25 @@ def test_no_plan_of_the_front_is_beaten_and_the_fastest_is_on_it() -> None:
         assert not beaten
     fastest = min(item.time.step_seconds for item in everything_that_fits(request) if item.plan.runnable)
     assert min(seconds for _, seconds, _ in figures) <= fastest * 1.1
+
+
+def test_one_consumer_gpu_is_offered_adapters_beside_offload() -> None:
+    cluster = resolve_cluster(HardwareRequest(gpu="RTX-4090", gpus=1))
+    answer = recommend(make_request(find_model("llama-3-8b"), cluster, WorkOptions(precision="bf16")))
+    assert answer.plans[0].configuration.offload != "none"
+    assert [item.flag for item in answer.remedies] == ["--method lora", "--method qlora"]
+    assert all("x as fast as the first plan" in item.plan for item in answer.remedies)
+    asked = recommend(make_request(find_model("llama-3-8b"), cluster, WorkOptions(precision="bf16", method="qlora")))
+    assert asked.plans[0].configuration.strategy == "single"
+    assert not asked.remedies
+
+
+def test_plans_that_mostly_wait_are_last_resorts() -> None:
+    cluster = resolve_cluster(HardwareRequest(gpu="RTX-4090", gpus=1))
+    options = WorkOptions(precision="bf16", seq_len=128, global_batch=1)
+    answer = recommend(make_request(find_model("llama-3-8b"), cluster, options))
+    slow = [plan for plan in answer.plans if (plan.throughput.mfu or 0) < 0.02]
+    assert slow
+    assert all("a last resort" in plan.notes[0] for plan in slow)
+    order = [(plan.throughput.mfu or 0) < 0.02 for plan in answer.plans]
+    assert order == sorted(order)

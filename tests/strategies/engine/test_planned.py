@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +17,11 @@ from torch import nn
 
 from hardware_db.errors import DsplanError
 from hardware_db.spawn import RankPool
+from planner import vocabulary as words
 from planner.types.plan_io import plan_from_dict
 from strategies.engine.initialize import initialize
+from strategies.errors import BackendMissing
+from strategies.optim.optimizers import OPTIMIZERS
 from strategies.telemetry.metrics import read_metrics
 from tests.strategies import config_bodies, training_bodies
 from tests.strategies.example_bodies import losses_of, run_example
@@ -55,6 +59,26 @@ def test_a_sample_of_features_is_as_long_as_it_has_rows(shape: tuple[int, ...], 
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     engine, *_ = initialize(model=model, training_data=cast("Any", samples), config={"train_batch_size": 12})
     assert engine.configuration.sequence_length == positions
+
+
+def test_a_plan_with_muon_steps_inner_matrices_by_it_and_the_rest_by_adamw() -> None:
+    plan = Recipe().plan()
+    model = TinyModel()
+    _, optimizer, *_ = initialize(
+        model=model, plan=replace(plan, configuration=replace(plan.configuration, optimizer="muon"))
+    )
+    members = {group["use_muon"]: group["params"] for group in optimizer.param_groups}
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    assert all(weight.ndim == 2 and weight not in tables for weight in members[True])
+    assert sum(map(len, members.values())) == len(list(model.parameters()))
+
+
+def test_every_optimizer_of_a_plan_can_be_made_or_names_what_to_install() -> None:
+    assert set(words.OPTIMIZERS) == {*OPTIMIZERS, "muon"}
+    for name, library in (("adamw-4bit", "torchao"), ("adamw-8bit-paged", "bitsandbytes")):
+        if find_spec(library) is None:
+            with pytest.raises(BackendMissing, match=f"pip install {library}"):
+                OPTIMIZERS[name]([nn.Parameter(torch.zeros(2))])
 
 
 def test_a_plan_of_another_model_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:

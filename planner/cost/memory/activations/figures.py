@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import le
+from typing import Any
 
 from planner.cost.code_bases import code_base
+from planner.cost.memory.activations.adapters import Addition, Numbers, Run, Training, addition_of, runs_of, training_of
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
 from planner.cost.memory.activations.form import (
     BlockForm,
@@ -104,6 +106,8 @@ class _Question:
     code: str
     compiled: bool
     loss: Loss
+    training: Training | None = None
+    numbers: Numbers | None = None
 
 
 def figures_of(job: Job, recipe: Recipe) -> Figures:
@@ -113,25 +117,26 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         traced = facts.traced.get(precision_mode(recipe))
         return _traced(job, recipe, traced) if traced is not None else _untraced(job, recipe)
     configuration = job.configuration
-    figures = _catalogued(
-        facts,
-        _Question(
-            precision_mode(recipe),
-            "eager" if job.eager_attention else configuration.attention,
-            job.cluster.device.is_cpu,
-            configuration.tp,
-            configuration.sequence_length,
-            job.source_length,
-            configuration.cp,
-            configuration.ep,
-            configuration.sequence_parallel and configuration.tp > 1,
-            attention_exchange(job) if configuration.cp > 1 else "ring",
-            configuration.tp > 1 and keeps_sequence_shards(job),
-            job.workload.code,
-            job.workload.compile,
-            job.workload.loss,
-        ),
+    question = _Question(
+        precision_mode(recipe),
+        "eager" if job.eager_attention else configuration.attention,
+        job.cluster.device.is_cpu,
+        configuration.tp,
+        configuration.sequence_length,
+        job.source_length,
+        configuration.cp,
+        configuration.ep,
+        configuration.sequence_parallel and configuration.tp > 1,
+        attention_exchange(job) if configuration.cp > 1 else "ring",
+        configuration.tp > 1 and keeps_sequence_shards(job),
+        job.workload.code,
+        job.workload.compile,
+        job.workload.loss,
     )
+    if job.workload.freezes and not job.counts.trains_all:
+        numbers = Numbers(_frozen_mode(recipe), configuration.tp, job.eager_attention, recipe.dequantises)
+        question = replace(question, training=training_of(job.counts), numbers=numbers)
+    figures = _catalogued(facts, question)
     return figures if recipe.scaled is None else _with_scaled_inputs(figures, job, recipe.scaled)
 
 
@@ -193,16 +198,32 @@ def precision_mode(recipe: Recipe) -> str:
     return "fp32" if recipe.compute == 4 else "pure"
 
 
+def _frozen_mode(recipe: Recipe) -> str:
+    """The same for frozen weights: `mixed` is autocast over 16-bit ones."""
+    mode = precision_mode(recipe)
+    return "mixed" if mode == "autocast" and recipe.frozen_width < 4 else mode
+
+
 @functools.lru_cache(maxsize=256)
 def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
+    figures = _of_form(facts, question, *_form_of(facts, question))
+    if question.training is None or question.numbers is None:
+        return _with_exchanges(figures, _exchanges(facts, question))
+    mode = question.numbers.mode
+    modes = (f"frozen {mode}", "frozen pure") if mode == "mixed" else (f"frozen {mode}",)
+    fixed = _of_form(facts, question, *_traced_form(facts, question, modes))
+    parts = _partly_trained(facts, question.training, question.numbers, figures, fixed, _lengths(facts, question))
+    return _with_exchanges(parts, _exchanges(facts, question))
+
+
+def _of_form(facts: ModelFacts, question: _Question, form: Form, differences: int) -> Figures:
     sizes = _sizes(facts, question)
-    form, differences = _form_of(facts, question)
     blocks = [_block(name, count, block, sizes) for name, count, block in _stacks(facts, form)]
     figures = _figures(form, blocks, sizes, differences)
-    if _classifies(facts):
-        labels = replace(sizes, tokens=dict(sizes.tokens) | {"V": facts.num_labels})
-        figures = _classifying(figures, form, replace(labels, weights=labels.tokens))
-    return _with_exchanges(figures, _exchanges(facts, question))
+    if not _classifies(facts):
+        return figures
+    labels = replace(sizes, tokens=dict(sizes.tokens) | {"V": facts.num_labels})
+    return _classifying(figures, form, replace(labels, weights=labels.tokens))
 
 
 def _form_of(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
@@ -245,11 +266,12 @@ def has_written_form(facts: ModelFacts, code: str, *, compiled: bool) -> bool:
     return is_decoder and code_base(code).traits(compiled=compiled).block is not None
 
 
-def _traced_form(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
+def _traced_form(facts: ModelFacts, question: _Question, modes: Sequence[str] = ()) -> tuple[Form, int]:
     windows = question.attention == "sdpa" and 0 < facts.sliding_window < question.length
     attentions = _attentions(question.attention, windows=windows)
     devices = ("cpu", "cuda") if question.on_cpu else ("cuda",)
-    variants = [f"{device} {question.mode} {attention}" for attention, device in product(attentions, devices)]
+    asked = modes or (question.mode,)
+    variants = [f"{device} {mode} {attention}" for attention, device, mode in product(attentions, devices, asked)]
     found = find_form(structure_of(facts), variants)
     if found is None:
         raise LookupError(f"no memory form for {facts.model_type}")
@@ -333,6 +355,68 @@ def _with_exchanges(figures: Figures, exchanges: _Exchanges) -> Figures:
     ]
     loss, loss_backward = (_moved(peaks, (0.0, exchanges.head)) for peaks in (figures.loss, figures.loss_backward))
     return replace(figures, blocks=blocks, loss=loss, loss_backward=loss_backward)
+
+
+def _partly_trained(
+    facts: ModelFacts,
+    training: Training,
+    numbers: Numbers,
+    whole: Figures,
+    frozen: Figures,
+    lengths: Mapping[str, float],
+) -> Figures:
+    """Each block as it is trained: the `whole` model's, the `frozen` one's with what is trained beside it, or one that
+    keeps nothing; and the ends, each as it is trained."""
+    blocks = []
+    for full, fixed in zip(whole.blocks, frozen.blocks, strict=True):
+        source = facts.kind.endswith("encoder-decoder") and full.name == "encoder"
+        tokens = lengths["t"] if source or full.name == "image" else lengths["s"]
+        for run, count in runs_of(training, full.name, full.count):
+            if run.state == "trained":
+                blocks.append(replace(full, count=count))
+            elif run.state == "idle":
+                blocks.append(replace(fixed, count=count, **_NOTHING_KEPT))
+            else:
+                addition = addition_of(facts, run, numbers)
+                blocks.append(_with_addition(replace(fixed, count=count), run, addition, tokens))
+    head, ends = whole if training.head else frozen, whole if training.embedding else frozen
+    return replace(
+        frozen,
+        blocks=blocks,
+        before=ends.before,
+        loss=head.loss,
+        loss_backward=head.loss_backward,
+        table_backward=ends.table_backward,
+    )
+
+
+_NOTHING_KEPT: dict[str, Any] = {
+    **dict.fromkeys(("kept", "boundary", "products", "unused", "input", "once", "handed", "again", "waiting"), NOTHING),
+    **dict.fromkeys(("backward", "recomputed", "replayed"), ()),
+    "cast": 0.0,
+}
+
+
+def _with_addition(block: BlockFigures, run: Run, addition: Addition, tokens: float) -> BlockFigures:
+    kept = (0.0, addition.kept * tokens)
+
+    def more(peaks: Sequence[Peak], *, backward: bool = False) -> list[Peak]:
+        extra = (addition.fixed, (addition.kept + addition.beside) * tokens)
+        gradients = float(run.gradients) if backward else 0.0
+        return [
+            Peak(plus(peak.activations, extra), peak.cast + addition.cast, peak.gradients + gradients) for peak in peaks
+        ]
+
+    return replace(
+        block,
+        kept=plus(block.kept, kept),
+        products=plus(block.products, (0.0, addition.products * tokens)),
+        cast=block.cast + addition.cast,
+        forward=more(block.forward),
+        backward=more(block.backward, backward=True),
+        recomputed=more(block.recomputed),
+        replayed=more(block.replayed),
+    )
 
 
 def _stacks(facts: ModelFacts, form: Form) -> Iterator[tuple[str, int, BlockForm]]:

@@ -244,6 +244,9 @@ class Form:
 TYPICAL = {"encoder": "bert", "encoder-decoder": "bart", "speech-encoder-decoder": "whisper", "vision": "vit"}
 TYPICAL |= {"vision-text": "clip"}
 FORMS = Path(__file__).parent / "forms"
+FROZEN_ENDING = ".frozen"
+"""Of the files with the forms of frozen weights, whose variants are `cuda frozen mixed sdpa` and the like."""
+FROZEN_WORD = " frozen "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +262,8 @@ def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | 
     was never traced in any takes that of a typical model of its kind. None if that has none either."""
     for model_type in (structure["model_type"], TYPICAL.get(structure["kind"], "llama")):
         for variant in variants:
-            entries = [entry for entry in _file(model_type) if variant in entry["forms"]]
+            stem = f"{model_type}{FROZEN_ENDING}" if FROZEN_WORD in variant else model_type
+            entries = [entry for entry in _file(stem) if variant in entry["forms"]]
             if entries:
                 distances = [difference(dict(structure), entry["structure"]) for entry in entries]
                 place = distances.index(min(distances))
@@ -268,8 +272,8 @@ def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | 
 
 
 @functools.cache
-def _file(model_type: str) -> Sequence[Mapping[str, Any]]:
-    path = FORMS / f"{model_type}.json"
+def _file(stem: str) -> Sequence[Mapping[str, Any]]:
+    path = FORMS / f"{stem}.json"
     if not path.is_file():
         return ()
     structures: Sequence[Mapping[str, Any]] = json.loads(path.read_text())["structures"]

@@ -15,7 +15,7 @@ from typing import Literal
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import BlockFigures, Figures, Peak, blocks_on_stage, figures_of
 from planner.cost.memory.ledger import NOTHING, Amount, plus, times
-from planner.cost.memory.units import units_of
+from planner.cost.memory.units import trained_units_of
 from planner.cost.precision import Recipe
 from planner.cost.split import micro_batches_in_flight
 from planner.types.job import Job
@@ -71,13 +71,14 @@ class _Step:
         self._job, self._figures = job, figures
         self._checkpointing = configuration.activation_checkpointing
         self._counts = blocks_on_stage(job, figures)
-        self._parameters = units_of(job).in_blocks / max(sum(self._counts), 1)
+        self._parameters = trained_units_of(job).in_blocks / max(sum(self._counts), 1)
         tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
         # On two stages a table that head and embedding share is two, each with a gradient of its own.
         self._tied = tied and configuration.pp == 1
         width = job.facts.embedding_size or job.facts.word_embed_proj_dim or job.facts.hidden_size
-        self._table = job.facts.vocab_size * width / configuration.tp
-        head = self._table if tied and not self._tied else job.counts.head / configuration.tp
+        ends = job.counts.trained.outside_blocks
+        self._table = job.facts.vocab_size * width / configuration.tp if ends else 0.0
+        head = self._table if tied and not self._tied else min(job.counts.head, ends) / configuration.tp
         self._head = 0.0 if self._tied or not job.is_last_stage else head
         self._gradient_width = recipe.gather  # of a gradient that autograd has just made
 
@@ -235,7 +236,7 @@ class _Step:
     def _waiting_table(self) -> float:
         """The head's gradient of a table it shares, which autograd holds until the table's own is there to be added;
         the moments inside a block have it."""
-        has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq")
+        has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq", "dpo")
         if code_base(self._job.workload.code).whole_gradients:
             return 0.0  # both add to one buffer
         return self._gradient_width * self._table if self._tied and has_head else 0.0

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.states import flat_step_temporaries
-from planner.cost.memory.units import rounded
+from planner.cost.memory.units import mean_width, rounded
 from planner.cost.memory.zero.partition import flat_partition, tensor_partitions
 from planner.cost.precision import Recipe
 from planner.cost.zero_buckets import zero_buckets
@@ -45,7 +45,8 @@ class PartitionedZeroBuffers:
         self._tensors = tensor_partitions(job, self._limits.persistence_threshold)
         self._offloads = configuration.offload != "none"
         self._gradients = 0 if self._offloads else rounded(self._width * self._tensors.local)
-        persisted = recipe.weight * self._tensors.persisted
+        self._weight = mean_width(job, recipe)
+        persisted = self._weight * self._tensors.persisted
         self._resident = rounded(self._width * self._limits.reduce) + persisted
 
     def at(self, instant: Instant) -> Ledger:
@@ -54,7 +55,7 @@ class PartitionedZeroBuffers:
         waiting = min(instant.unit_gradients, 2 * self._tensors.largest)
         return Ledger(
             gradients=self._gradients + self._width * waiting,
-            buffers=self._resident + self._recipe.weight * self._unsharded(instant),
+            buffers=self._resident + self._weight * self._unsharded(instant),
         )
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from planner.cost.memory.units import Units, trained_units_of, units_of
+from planner.cost.precision import QUANTISED_STATES
 from planner.cost.zero_buckets import owning_ranks
 from planner.types.job import Job
 from planner.types.plan import Configuration
@@ -115,7 +116,7 @@ def _by_tensor(ranks: int, threshold: int, tensors: tuple[int, ...]) -> TensorPa
 # Balance of optimizer states over ranks for optimizers that step every tensor whole.
 
 
-_WHOLE = ("adafactor", "adamw-8bit")
+_WHOLE = ("adafactor", "muon", *QUANTISED_STATES)
 
 
 def steps_whole_tensors(configuration: Configuration) -> bool:

@@ -1,0 +1,221 @@
+"""Activations where not all is trained: blocks that gradients only pass through, and adapters beside their matrices.
+
+A frozen matrix needs no input for its backward, so that frozen blocks have forms of their own. What is trained in them
+adds inputs that are kept: a frozen block's trained matrix keeps its input, an adapter (PEFT 0.21, `tuners/lora`) keeps
+its input and the product of rank width. Where adapters are fp32 under autocast, PEFT widens the input and autocast
+narrows it again, so that each adapter keeps a copy of its own; beside a quantised matrix (`lora/bnb.py`) and without
+autocast, matrices that read the same input share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from math import prod
+from typing import Literal
+
+from planner.models.counting.count import is_linear
+from planner.models.facts import Adapter, BlockCount, ModelFacts, ParameterCounts
+
+State = Literal["trained", "frozen", "idle"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """`repeats` like blocks in a row. They are `trained`, `frozen` with gradients passing through, or `idle`: in front
+    of all that is trained, so that no gradient reaches them. `inputs` are matrices of a frozen block that are trained,
+    by name and width; `gradients` the elements of all that is trained in it, `largest` of its largest quantised matrix.
+    """
+
+    block: str
+    repeats: int
+    state: State
+    inputs: tuple[tuple[str, int], ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+    gradients: int = 0
+    largest: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What is trained of a model: its blocks in the order they run, and whether the embedding and the head are."""
+
+    runs: tuple[Run, ...]
+    embedding: bool
+    head: bool
+
+
+@lru_cache(maxsize=64)
+def training_of(counts: ParameterCounts) -> Training:
+    """What is trained, of counts in which something is frozen."""
+    fixed = set(counts.frozen)
+    trained = [name for place, name in enumerate(counts.names) if place not in fixed]
+    reached = any(name.startswith(("tokens", "positions", "patches")) for name in trained)
+    runs: list[Run] = []
+    for block in sorted(counts.blocks, key=lambda block: block.name != "vision"):
+        run = _run(block, reached=reached)
+        reached = reached or run.state != "idle"
+        runs.append(run)
+    head = any(name.startswith(("head", "classifier")) for name in trained)
+    return Training(runs=tuple(runs), embedding="tokens.weight" in trained, head=head)
+
+
+def _run(block: BlockCount, *, reached: bool) -> Run:
+    fixed = set(block.frozen)
+    linears = [place for place, name in enumerate(block.names) if is_linear(name, block.shapes[place])]
+    inputs = tuple((block.names[place], block.shapes[place][-1]) for place in linears if place not in fixed)
+    trained = block.trained
+    if linears and len(inputs) == len(linears):
+        return Run(block=block.name, repeats=block.repeats, state="trained")
+    state: State = "frozen" if reached or trained.parameters else "idle"
+    return Run(
+        block=block.name,
+        repeats=block.repeats,
+        state=state,
+        inputs=inputs,
+        adapters=block.adapters,
+        gradients=trained.parameters,
+        largest=max((prod(block.shapes[place]) for place in linears if place in fixed), default=0),
+    )
+
+
+_COUNTED_AS = {"image": ("vision",), "expert": ("moe",), "dense": ("dense",)}
+
+
+def runs_of(training: Training, kind: str, count: int) -> Iterator[tuple[Run, int]]:
+    """The runs among `count` blocks of a kind, by the name that activations have for it, each with its blocks."""
+    names = _COUNTED_AS.get(kind, (kind,))
+    runs = [run for run in training.runs if run.block in names] or [
+        run for run in training.runs if run.block in ("decoder", "encoder", "vision", "text", "moe")
+    ]
+    merged = [
+        (run, sum(each.repeats for each in alike))
+        for run, alike in groupby(runs, key=lambda run: replace(run, repeats=1))
+    ]
+    total, left = sum(repeats for _, repeats in merged), count
+    for place, (run, repeats) in enumerate(merged):
+        share = left if place == len(merged) - 1 else min(left, round(count * repeats / total))
+        if share:
+            yield run, share
+        left -= share
+
+
+# Bytes that adapters and single trained matrices add to a frozen block.
+
+
+_READS = {
+    **dict.fromkeys(("q", "k", "v", "qkv", "q_a", "kv_a"), "attention's input"),
+    **dict.fromkeys(("gate", "up", "gate_up"), "MLP's input"),
+}
+_SPLIT_INPUTS = ("o", "down")
+"""Matrices whose inputs tensor parallelism splits."""
+_KEEPS_OUTPUT = ("relu",)
+"""Activations whose backward takes their output, which is therefore there anyway."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Addition:
+    """What a frozen block holds more: bytes per token `kept` to its backward and `beside` it while the block is at
+    work, bytes whatever the tokens in `fixed`, outputs of `products` per token, and 16-bit copies of adapters in
+    `cast`."""
+
+    kept: float = 0.0
+    beside: float = 0.0
+    fixed: float = 0.0
+    products: float = 0.0
+    cast: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Of a job, as far as additions depend on it: how its form was traced, `tp`, whether attention is written out, and
+    whether frozen matrices are quantised."""
+
+    mode: str
+    tp: int
+    eager: bool
+    quantised: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of what is multiplied."""
+        return 4 if self.mode == "fp32" else 2
+
+    @property
+    def autocast(self) -> bool:
+        return self.mode in ("autocast", "mixed")
+
+
+def addition_of(facts: ModelFacts, run: Run, numbers: Numbers) -> Addition:
+    """The addition of one block of a run."""
+    if run.state != "frozen":
+        return Addition()
+    width = numbers.width
+    dequantised = DEQUANTISED_BYTES * run.largest / numbers.tp if numbers.quantised else 0.0
+    names = [(adapter.name, adapter.inputs) for adapter in run.adapters] or list(run.inputs)
+    kept = width * sum(_inputs(facts, names, numbers))
+    kept += width * sum(adapter.rank for adapter in run.adapters)
+    if _stays_fp32(facts, numbers):
+        kept += 2 * facts.intermediate_size / numbers.tp
+    elements = sum(adapter.rank * (adapter.inputs + adapter.outputs) for adapter in run.adapters)
+    products = width * sum(adapter.rank + adapter.outputs / numbers.tp for adapter in run.adapters)
+    widened = numbers.autocast and not numbers.quantised and bool(run.adapters)
+    decomposed = [adapter for adapter in run.adapters if adapter.magnitude]
+    if decomposed:
+        kept += sum(2 * width * adapter.outputs for adapter in decomposed) / numbers.tp
+    largest = max((adapter.inputs * adapter.outputs for adapter in decomposed), default=0)
+    return Addition(
+        kept=kept,
+        beside=WIDENED_BYTES * max(adapter.inputs for adapter in run.adapters) if widened else 0.0,
+        fixed=dequantised + DECOMPOSED_BYTES * largest / numbers.tp,
+        products=products,
+        cast=2.0 * elements if numbers.autocast else 0.0,
+    )
+
+
+DEQUANTISED_BYTES = 2.0
+"""A quantised matrix is made 16-bit for each product, forward and backward (bitsandbytes `autograd/_functions.py`,
+MatMul4Bit)."""
+WIDENED_BYTES = 4.0
+"""PEFT casts an adapter's input to fp32, the adapter's dtype, and backward its gradient (`tuners_utils`,
+_cast_input_dtype)."""
+DECOMPOSED_BYTES = 16.0
+"""DoRA's weight norm: the frozen matrix, the adapters' product, its scaled copy and the sum, in fp32 (`lora/dora.py`,
+get_weight_norm)."""
+
+
+def _inputs(facts: ModelFacts, names: Sequence[tuple[str, int]], numbers: Numbers) -> Iterator[float]:
+    """Elements per token of the inputs that are kept for these matrices."""
+    shared: dict[str, float] = {}
+    for name, inputs in names:
+        role = name.rpartition(".")[0]
+        part = role.rpartition(".")[2]
+        elements = inputs / numbers.tp if part in _SPLIT_INPUTS else float(inputs)
+        if _has_own_copy(facts, part, numbers):
+            yield elements
+        elif part not in _kept_anyway(facts, numbers):
+            shared[role.removesuffix(part) + _READS.get(part, part)] = elements
+    yield from shared.values()
+
+
+def _has_own_copy(facts: ModelFacts, part: str, numbers: Numbers) -> bool:
+    """Whether autocast makes a copy of an input for each product."""
+    if not numbers.autocast:
+        return False
+    return not numbers.quantised or (_stays_fp32(facts, numbers) and part != "o")
+
+
+def _stays_fp32(facts: ModelFacts, numbers: Numbers) -> bool:
+    """Whether what reads a norm's output gives fp32: bitsandbytes' layers give back the dtype that they were given, and
+    LayerNorm gives fp32 under autocast; RMSNorm, as it is written out in Python, the dtype of the weights."""
+    return numbers.quantised and numbers.autocast and facts.norm != "rmsnorm"
+
+
+def _kept_anyway(facts: ModelFacts, numbers: Numbers) -> Mapping[str, bool]:
+    """Parts whose inputs the frozen block keeps by itself."""
+    return {
+        **({} if numbers.eager else {"o": True}),
+        **({"down": True} if facts.activation in _KEEPS_OUTPUT and not facts.gated_mlp else {}),
+    }
