@@ -204,9 +204,21 @@ def unrunnable(configuration: Configuration) -> str:
             f"dsplan run has no {configuration.precision} products; accelerate (torchao, Transformer Engine),"
             " torchtitan and Megatron-LM run them"
         )
-    if configuration.tp > 1 or configuration.pp > 1:
-        return f"dsplan run cannot yet run tp {configuration.tp} x pp {configuration.pp}; the plan can be emitted"
+    degrees = [f"{name} {getattr(configuration, name)}" for name in _SPLITS if getattr(configuration, name) > 1]
+    if degrees:
+        return f"dsplan run cannot yet run {' x '.join(degrees)}; {other_trainer(configuration)} does"
     return ""
+
+
+_SPLITS = ("tp", "pp", "cp", "ep")
+
+
+def other_trainer(configuration: Configuration) -> str:
+    """The trainer that people run such splits of layers with: torchtitan shards by FSDP2, Megatron-LM keeps replicas
+    and shards their optimizer, Megatron-DeepSpeed shards further by ZeRO."""
+    if configuration.strategy in words.FSDP_STRATEGIES:
+        return "torchtitan"
+    return "Megatron-DeepSpeed" if configuration.strategy in ("zero2", "zero3") else "Megatron-LM"
 
 
 def _remarks(priced: Priced) -> list[str]:

@@ -39,12 +39,17 @@ def remedies(request: Request, fits: Fits) -> tuple[Remedy, ...]:
 
 def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple[Remedy, ...]:
     """The numbers of devices on which a plan ends in time, fewest first."""
-    here = request.cluster.gpus
+    here, asked = request.cluster.gpus, request.workload.global_batch_size
+
+    def batch(devices: OnDevices, words: str) -> str:
+        size = devices.plan.configuration.global_batch_size
+        return "" if size == asked else f"{words}{size}"
+
     return tuple(
         Remedy(
-            change=f"use {devices.gpus} GPUs instead of {here}:"
+            change=f"use {devices.gpus} GPUs instead of {here}{batch(devices, ' and a global batch of ')}:"
             f" {format_seconds((devices.bill.days or 0.0) * DAY_SECONDS)}",
-            flag=f"--gpus {devices.gpus}",
+            flag=f"--gpus {devices.gpus}{batch(devices, ' --global-batch ')}",
             plan=f"{devices.plan.configuration.strategy}, {format_seconds(devices.plan.time.step_seconds)} a step",
         )
         for devices in on_devices

@@ -62,7 +62,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     limit = request.budget.step_limit(request.workload)
     groups = grouped(request)
     found, late = [], []
-    choose = preferred if request.simplest_first else best
+    choose = preferred if request.simplest_first and request.objective != "cost" else best
     for group in groups.values():
         item = choose(group, request.objective, limit)
         if item is not None:
