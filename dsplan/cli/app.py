@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "devices": "dsplan.cli.catalogues:devices",
     "estimate": "dsplan.cli.plans:estimate",
     "recommend": "dsplan.cli.plans:recommend",
+    "max": "dsplan.cli.plans:maximum",
     "explain": "dsplan.cli.plans:explain",
     "emit": "dsplan.cli.plans:emit",
     "run": "dsplan.cli.run:run",
