@@ -221,7 +221,7 @@ def _nothing_fits(answer: Recommendation) -> list[Block]:
         nothing = (
             f"no number of GPUs up to {MOST_DEVICES:,} ends in time; give it more time or fewer tokens"
             if late
-            else "no single change that was tried makes it fit; combine a smaller model with more GPUs"
+            else "no single change that was tried makes it fit; combine several (`dsplan max` says what fits here)"
         )
         blocks.append(Text(text=nothing))
     return blocks

@@ -19,7 +19,8 @@ from copy import copy
 from dataclasses import replace
 
 from planner import vocabulary as words
-from planner.cost.verdict import device_limit
+from planner.cost.memory.host import host_load_bytes
+from planner.cost.verdict import device_limit, host_limit
 from planner.search.estimate import Priced, job_of, price, resident_bytes, timed
 from planner.search.ranking import ONE_STRATEGY, Timed, clearly_worse, order, worth
 from planner.search.request import Request
@@ -161,10 +162,21 @@ class Family:
         return self._members[0].bound()
 
     def is_hopeless(self) -> bool:
-        """Whether weights, gradients and optimizer states alone do not fit."""
+        """Whether weights, gradients and optimizer states alone do not fit, or loading them on the host."""
         first = self._members[0]
         job = job_of(first.request, first.configuration(0))
+        on_host = host_limit(job.workload, job.cluster)
+        if 0 < on_host < host_load_bytes(job):
+            return True
         return resident_bytes(job) > device_limit(job.workload, job.cluster)
+
+    def first_that_fits(self) -> Priced | None:
+        """Without recomputation if that fits, else with the least that makes it; None without one."""
+        if self.is_hopeless() or not self.fits_somehow():
+            return None
+        return next(
+            (member.priced(index) for member in self._members for index in member.ends() if member.fits(index)), None
+        )
 
     def fits_somehow(self) -> bool:
         return self._members[-1].fits_somehow()
@@ -212,6 +224,11 @@ def preferred(group: Sequence[Candidate], objective: words.Objective, limit: flo
     if roomy is None or clearly_worse(roomy, found, objective):
         return found
     return replace(roomy, passed_over=found)
+
+
+def any_that_fits(group: Iterable[Candidate]) -> Priced | None:
+    """The first configuration that fits, or None without one."""
+    return next((found for family in _families(group) if (found := family.first_that_fits()) is not None), None)
 
 
 def closest(group: Sequence[Candidate]) -> Priced | None:

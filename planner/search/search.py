@@ -14,7 +14,7 @@ from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
 from planner.search.estimate import Priced, plan_of, unrunnable
-from planner.search.evaluate import Candidate, best, closest, preferred
+from planner.search.evaluate import Candidate, any_that_fits, best, closest, preferred
 from planner.search.pareto import pareto_front
 from planner.search.ranking import (
     Rejection,
@@ -86,12 +86,10 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
 
 def can_fit(request: Request) -> Priced | None:
     """Return the first plan that fits, in the order of `enumerate_candidates`, or None if there is none."""
-    for layout in enumerate_candidates(request):
-        candidate = Candidate(request, layout)
-        for index in candidate.ends():
-            if candidate.fits(index) and (request.allow_unrunnable or not unrunnable(candidate.configuration(index))):
-                return candidate.priced(index)
-    return None
+    every = (Candidate(request, layout) for layout in enumerate_candidates(request))
+    if not request.allow_unrunnable:
+        every = (found for found in every if found.micros and not unrunnable(found.configuration(0)))
+    return any_that_fits(every)
 
 
 def describe(plan: Plan) -> str:

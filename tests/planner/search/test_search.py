@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -276,3 +277,27 @@ def test_a_faster_plan_that_only_others_run_is_named_with_its_trainer() -> None:
     assert answer.plans[0].runnable
     assert blocked.plans[0] == others[0]
     assert f"which {other_trainer(others[0].configuration)} runs and dsplan run cannot, is predicted" in answer.choice
+
+
+@pytest.mark.parametrize(("model", "gpu", "gpus"), [("llama-3.1-405b", "rtx3070", 1), ("mixtral-8x22b", "t4", 64)])
+def test_that_nothing_fits_is_known_within_a_second(model: str, gpu: str, gpus: int) -> None:
+    request = question(model, gpu, gpus)
+    began = time.process_time()
+    answer = recommend(request)
+    assert time.process_time() - began < 0.6
+    assert not answer.plans
+    assert answer.closest is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"strategies": ("fsdp",)}, {"allow_unrunnable": True}])
+@pytest.mark.parametrize(("model", "gpu", "gpus"), [("llama-3-8b", "h100", 8), ("llama-3-70b", "a100-80gb", 16)])
+def test_something_is_found_to_fit_where_anything_does(
+    model: str, gpu: str, gpus: int, options: dict[str, object]
+) -> None:
+    request = question(model, gpu, gpus, **options)
+    found = can_fit(request)
+    assert found is not None
+    assert found.judgement.verdict != "does_not_fit"
+    little = replace(request, workload=replace(request.workload, max_memory_bytes=10**9))
+    assert can_fit(little) is None
+    assert next(everything_that_fits(little), None) is None
