@@ -119,6 +119,7 @@ def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, .
         *_degrees(plan, format),
         *_batch(plan, format),
         _loading(plan),
+        *_products(plan, format),
         *_checkpointing(plan, format),
         *_parking(plan),
         *_travel(plan, format),
@@ -158,10 +159,24 @@ def _loading(plan: Plan) -> str:
     """transformers 5 loads a checkpoint in the dtype it was saved in unless told otherwise."""
     configuration = plan.configuration
     dtype = "bfloat16" if configuration.precision == "bf16-pure" else "float32"
-    if is_zero(plan) and configuration.precision in ("bf16", "fp16"):
-        dtype = "bfloat16" if configuration.precision == "bf16" else "float16"
+    if is_zero(plan) and configuration.precision in words.MIXED_PRECISIONS:
+        dtype = "float16" if configuration.precision == "fp16" else "bfloat16"
     attention = _ATTENTION[configuration.attention]
     return f"loads the model with dtype=torch.{dtype}, attn_implementation={attention!r}"
+
+
+def _products(plan: Plan, format: str) -> tuple[str, ...]:
+    """torchao's float8 and MX converters, where the format itself does not ask accelerate for them."""
+    if plan.configuration.precision not in words.SCALED_PRECISIONS or converts_products(plan, format):
+        return ()
+    recipe = plan.workload.get("fp8_recipe") or "tensorwise"
+    what = f"converts the linear layers of its blocks to {plan.configuration.precision} with the {recipe} recipe"
+    return (f"{what} (torchao, or Transformer Engine) and computes in bf16 besides",)
+
+
+def converts_products(plan: Plan, format: str) -> bool:
+    """Whether a format has accelerate put torchao's layers in, whose only recipe there is by whole tensors."""
+    return format == "accelerate" and not is_zero(plan) and plan.workload.get("fp8_recipe") == "tensorwise"
 
 
 def _checkpointing(plan: Plan, format: str) -> tuple[str, ...]:
@@ -200,7 +215,7 @@ def _optimizer(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]
 
 def _reduction(plan: Plan, format: str) -> tuple[str, ...]:
     """accelerate's FSDP2 policy reduces gradients in the compute dtype; the plan counts fp32."""
-    mixed = plan.configuration.precision in ("bf16", "fp16")
+    mixed = plan.configuration.precision in words.MIXED_PRECISIONS
     if format not in ("accelerate", "huggingface") or not _is_fsdp(plan) or not mixed:
         return ()
     return ("gets gradients reduced in the compute dtype, which is accelerate's policy; the plan counts fp32",)

@@ -51,7 +51,7 @@ def training_arguments(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str,
     """
     _refuse_what_trainer_lacks(plan, options)
     configuration = plan.configuration
-    sixteen_bit = {"bf16": configuration.precision == "bf16", "fp16": configuration.precision == "fp16"}
+    sixteen_bit = {"bf16": configuration.precision in ("bf16", "fp8", "fp4"), "fp16": configuration.precision == "fp16"}
     if is_zero(plan) and configuration.precision == "bf16-pure":
         sixteen_bit["bf16"] = True
     return {
