@@ -8,10 +8,11 @@ from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cost.memory import memory_estimate
+from planner.cost.memory.activations.instants import selective_saves
 from planner.cost.memory.host import loads_once
 from planner.cost.memory.load import MADE_BYTES
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, differs
-from planner.cost.memory.states import states_of
+from planner.cost.memory.states import is_uneven, nominal_states_of, states_of
 from planner.cost.precision import recipe_of
 from planner.cost.timing import step_time, throughput
 from planner.cost.verdict import Judgement, judge, limited_by
@@ -224,7 +225,7 @@ def other_trainer(configuration: Configuration) -> str:
 def _remarks(priced: Priced) -> list[str]:
     job = priced.job
     facts, device, configuration = job.facts, job.cluster.device, job.configuration
-    remarks = []
+    remarks, recipe = [], recipe_of(job)
     if facts.traced:
         remarks.append(f"activations and operations are those of a trace of {facts.name} with a batch of its own")
     elif facts.kind == "custom" and priced.memory_source != "traced":
@@ -239,6 +240,22 @@ def _remarks(priced: Priced) -> list[str]:
         remarks.append("flash attention takes 16-bit types only; in fp32 the run needs --attention sdpa")
     if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:
         remarks.append(f"{device.name} has no bf16 units; fp16 is its fast precision")
+    if configuration.activation_checkpointing == "selective" and not selective_saves(job, recipe):
+        remarks.append(
+            "selective checkpointing keeps more here than none does: products that backward does not need; use"
+            " --checkpointing none or full"
+        )
+    states, even = states_of(job, recipe), nominal_states_of(job, recipe)
+    if configuration.strategy in words.FSDP_STRATEGIES and is_uneven(states, even):
+        experts = job.facts.num_experts
+        few = 1 < experts < configuration.dp_shard
+        rows = f"of which experts have {experts} for {configuration.dp_shard} ranks" if few else "which is not even"
+        way = "; --ep, or fewer ranks that shard (hsdp), spread them" if few else ""
+        remarks.append(
+            f"FSDP2 shards the first dimension of weights, {rows}: the busiest rank rests with"
+            f" {format_bytes(states.on_device)} of states, where even shards would be"
+            f" {format_bytes(even.on_device)}{way}"
+        )
     if loads_once(job):
         copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(MADE_BYTES * job.counts.total)} each"
         way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Literal
 
 from planner.cost.memory.activations.figures import BlockFigures, Figures, Peak, figures_of
-from planner.cost.memory.ledger import NOTHING, Amount, plus, times
+from planner.cost.memory.ledger import NOTHING, Amount, bytes_at, plus, times
 from planner.cost.precision import Recipe
 from planner.types.job import Job
 
@@ -60,6 +60,15 @@ def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
     flight = job.configuration.pp
     first = [*step.backward(in_flight=flight), *step.table(in_flight=flight)]
     return [*step.forward(), *step.loss(), *step.backward(in_flight=1), *first]
+
+
+def selective_saves(job: Job, recipe: Recipe) -> bool:
+    """Whether selective checkpointing keeps less than no checkpointing: it keeps every product, also those that
+    backward does not need, such as the scores of eager attention, of which softmax keeps its result alone."""
+    micro = job.configuration.micro_batch_size
+    blocks = figures_of(job, recipe).blocks
+    kept = sum(block.count * bytes_at(block.kept, micro) for block in blocks)
+    return sum(block.count * bytes_at(plus(block.boundary, block.products), micro) for block in blocks) < kept
 
 
 class _Step:
