@@ -265,7 +265,8 @@ class GroupedCommand(TyperCommand):
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command` with every parameter that is a group of flags replaced by the group's fields.
+    """`command` with every parameter that is a group of flags replaced by the group's fields; that takes milliseconds,
+    so a command gets it when it is loaded and not when its module is.
 
     Field types keep their `Annotated[..., typer.Option(...)]`, which is all that typer reads.
     """

@@ -19,14 +19,12 @@ from dsplan.cli.flags import (
     ModelFlags,
     RankingFlags,
     WorkFlags,
-    with_flags,
 )
 
 if TYPE_CHECKING:
     from planner.types.plan import Plan
 
 
-@with_flags
 def estimate(
     model: ModelFlags,
     hardware: HardwareFlags,
@@ -53,7 +51,6 @@ def estimate(
     raise typer.Exit(plan.verdict == "does_not_fit")
 
 
-@with_flags
 def recommend(
     model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, ranking: RankingFlags, json: JsonFlag = False
 ) -> None:
@@ -77,7 +74,6 @@ def recommend(
     raise typer.Exit(not answer.plans)
 
 
-@with_flags
 def maximum(
     model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, configuration: MaximumFlags, json: JsonFlag = False
 ) -> None:

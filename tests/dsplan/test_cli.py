@@ -226,3 +226,8 @@ def test_the_command_prints_a_row_for_each_way_and_ends_by_what_fits(cli: Cli) -
         (f"{line} --strategy ddp --offload optimizer", "--offload optimizer is not possible with ddp"),
     ):
         assert words in cli.refuses(wrong)
+
+
+def test_runs_without_a_plan_can_be_listed(cli: Cli) -> None:
+    assert cli("db list --strategy unplanned").status == 0
+    assert "nearest: unplanned" in cli.refuses("db list --strategy unplaned")
