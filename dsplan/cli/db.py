@@ -23,7 +23,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 def list_measurements(
     model: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this model.")] = None,
     strategy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only runs of this strategy; unplanned: without a plan.")
+        str | None, typer.Option(metavar="NAME", help="Only runs of this strategy, or unplanned ones.")
     ] = None,
     limit: Annotated[
         int, typer.Option(min=1, max=1_000_000, metavar="N", help="How many of the newest runs to show.")
