@@ -17,6 +17,7 @@ from planner.cluster.budget import Budget
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
+from planner.models.resolve import is_factory, resolve_model
 from planner.search.recall import recalled
 from planner.search.request import Request, WorkOptions, make_request
 from planner.types.plan import Plan
@@ -49,11 +50,13 @@ class Question(WorkOptions):
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
         """
-        from strategies.tracing.factory import model_and_made
-
         made = None
-        if facts is None:
+        if facts is None and self.model is not None and is_factory(self.model):
+            from strategies.tracing.factory import model_and_made
+
             facts, made = model_and_made(self.model, model_size=self.model_size)
+        elif facts is None:
+            facts = resolve_model(self.model, model_size=self.model_size)
         hardware = HardwareRequest(
             gpus=self.gpus,
             gpu=self.gpu,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
 from planner.search.estimate import Priced, plan_of, unrunnable
 from planner.search.evaluate import Candidate, any_that_fits, best, closest, preferred
-from planner.search.pareto import pareto_front
 from planner.search.ranking import (
     Rejection,
     Timed,
@@ -28,10 +28,12 @@ from planner.search.ranking import (
     too_late,
     why_first,
 )
-from planner.search.remedies import Remedy, in_time_remedies, remedies
 from planner.search.request import Request
 from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
+
+if TYPE_CHECKING:
+    from planner.search.remedies import Remedy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +82,14 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
         rejected=rejected,
         choice=why_first(request, ranked),
         on_devices=on_other_device_counts(request, _first) if limit < math.inf else (),
-        front=tuple(item.plan for item in pareto_front(request)) if with_front else (),
+        front=_front(request) if with_front else (),
     )
+
+
+def _front(request: Request) -> tuple[Plan, ...]:
+    from planner.search.pareto import pareto_front
+
+    return tuple(item.plan for item in pareto_front(request))
 
 
 def can_fit(request: Request) -> Priced | None:
@@ -127,6 +135,8 @@ def _first(request: Request) -> Plan | None:
 
 def _late(request: Request, late: Sequence[Timed], rejected: tuple[Rejection, ...]) -> Recommendation:
     """Plans fit, and none ends in time: the best of them, and the numbers of devices on which one would."""
+    from planner.search.remedies import in_time_remedies
+
     on_devices = on_other_device_counts(request, _first)
     return Recommendation(
         request=request,
@@ -143,6 +153,8 @@ def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Reject
         raise ContradictoryRequest(
             f"global batch {request.workload.global_batch_size} cannot be split over {request.cluster.gpus} GPUs"
         )
+    from planner.search.remedies import remedies
+
     nearest = min(missing, key=lambda priced: priced.judgement.pressure)
     return Recommendation(
         request=request,
