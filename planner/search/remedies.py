@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner.cost.verdict import device_limit, host_limit
 from planner.search.device_counts import OnDevices, doubled
-from planner.search.estimate import Priced
+from planner.search.estimate import Priced, other_trainer
 from planner.search.request import Request
 
 Fits = Callable[[Request], Priced | None]
@@ -140,5 +140,5 @@ def _model_parallel(request: Request, fits: Fits) -> Remedy | None:
         return None
     dims = priced.job.configuration
     return _remedy(
-        f"split the layers: tp {dims.tp} x pp {dims.pp}, which another trainer has to run", "--all-plans", priced
+        f"split the layers: tp {dims.tp} x pp {dims.pp}, which {other_trainer(dims)} runs", "--all-plans", priced
     )
