@@ -1,4 +1,4 @@
-"""`dsplan recommend`, `estimate`, `explain` and `emit`: plans ranked, priced, explained, written as configs."""
+"""`dsplan recommend`, `estimate`, `max`, `explain` and `emit`: plans ranked, priced, explained, written as configs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from dsplan.cli.flags import (
     ExactFlag,
     HardwareFlags,
     JsonFlag,
+    MaximumFlags,
     ModelFlags,
     RankingFlags,
     WorkFlags,
-    with_flags,
 )
 
 if TYPE_CHECKING:
     from planner.types.plan import Plan
 
 
-@with_flags
 def estimate(
     model: ModelFlags,
     hardware: HardwareFlags,
@@ -52,7 +51,6 @@ def estimate(
     raise typer.Exit(plan.verdict == "does_not_fit")
 
 
-@with_flags
 def recommend(
     model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, ranking: RankingFlags, json: JsonFlag = False
 ) -> None:
@@ -74,6 +72,30 @@ def recommend(
         if ranking.out is not None and answer.plans:
             typer.echo(f"{len(answer.plans)} plans and their configs are in {ranking.out}")
     raise typer.Exit(not answer.plans)
+
+
+def maximum(
+    model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, configuration: MaximumFlags, json: JsonFlag = False
+) -> None:
+    """The largest micro-batch, longest sequence and largest model that fit. Exit status 1 if nothing does."""
+    from dsplan.question import Question
+    from dsplan.render.plan_view import maxima_blocks, maxima_to_dict
+    from dsplan.render.show import show, show_json
+    from planner.errors import ContradictoryRequest
+    from planner.search.maximum import MaximumOptions, maxima
+
+    if work.global_batch is not None:
+        raise ContradictoryRequest(
+            f"--global-batch {work.global_batch} says how large a step is, and max how large a micro-batch may be;"
+            " leave it out"
+        )
+    request = Question(**asdict(model), **asdict(hardware), **asdict(work)).request()
+    found = maxima(request, MaximumOptions(**asdict(configuration)))
+    if json:
+        show_json(maxima_to_dict(request, found))
+    else:
+        show(maxima_blocks(request, found))
+    raise typer.Exit(not any(row.micro_batch_size for row in found))
 
 
 def explain(

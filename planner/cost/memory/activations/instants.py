@@ -14,7 +14,7 @@ from typing import Literal
 
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import BlockFigures, Figures, Peak, blocks_on_stage, figures_of
-from planner.cost.memory.ledger import NOTHING, Amount, plus, times
+from planner.cost.memory.ledger import NOTHING, Amount, bytes_at, plus, times
 from planner.cost.memory.units import trained_units_of
 from planner.cost.precision import Recipe
 from planner.cost.split import micro_batches_in_flight
@@ -61,6 +61,15 @@ def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
     ends = [*step.loss()] if job.is_last_stage else []
     begins = [*step.table()] if job.is_first_stage else []
     return [*step.forward(), *ends, *step.backward(), *begins]
+
+
+def selective_saves(job: Job, recipe: Recipe) -> bool:
+    """Whether selective checkpointing keeps less than no checkpointing: it keeps every product, also those that
+    backward does not need, such as the scores of eager attention, of which softmax keeps its result alone."""
+    micro = job.configuration.micro_batch_size
+    blocks = figures_of(job, recipe).blocks
+    kept = sum(block.count * bytes_at(block.kept, micro) for block in blocks)
+    return sum(block.count * bytes_at(plus(block.boundary, block.products), micro) for block in blocks) < kept
 
 
 class _Step:
