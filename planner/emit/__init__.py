@@ -16,10 +16,15 @@ FORMATS: dict[str, str] = {
     "deepspeed": "planner.emit.deepspeed:emit",
     "accelerate": "planner.emit.accelerate:emit",
     "huggingface": "planner.emit.huggingface:emit",
-    "torchrun": "planner.emit.torchrun:emit",
-    "slurm": "planner.emit.slurm:emit",
-    "mpi": "planner.emit.mpi:emit",
-    "kubernetes": "planner.emit.kubernetes:emit",
+    "torchrun": "planner.emit.launchers:torchrun",
+    "slurm": "planner.emit.launchers:slurm",
+    "mpi": "planner.emit.launchers:mpi",
+    "kubernetes": "planner.emit.launchers:kubernetes",
+    "torchtitan": "planner.emit.torchtitan:emit",
+    "megatron": "planner.emit.megatron:emit",
+    "megatron-bridge": "planner.emit.megatron:emit_bridge",
+    "nemo": "planner.emit.megatron:emit_nemo",
+    "nanotron": "planner.emit.nanotron:emit",
 }
 
 _Emitter = Callable[[Plan, EmitOptions], dict[str, str]]

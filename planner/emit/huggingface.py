@@ -17,7 +17,7 @@ from planner.emit.common import (
     script_duties,
 )
 from planner.emit.deepspeed import config_without_optimizer
-from planner.emit.torchrun import launch_script
+from planner.emit.launchers import launch_script
 from planner.types.plan import Plan
 
 _FORM = "HF TrainingArguments"
@@ -40,7 +40,7 @@ def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
     """
     duties = script_duties(plan, "huggingface", options)
     arguments = json.dumps(training_arguments(plan, options), indent=2) + "\n"
-    return {"training_arguments.json": arguments, **launch_script(plan, duties)}
+    return {"training_arguments.json": arguments, "torchrun.sh": launch_script(plan, "torchrun.sh train.py", duties)}
 
 
 def training_arguments(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, object]:
