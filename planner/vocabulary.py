@@ -52,6 +52,10 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 SAVES: tuple[Save, ...] = get_args(Save)
 
 ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
+MIXED_PRECISIONS: frozenset[str] = frozenset({"bf16", "fp16", "fp8", "fp4"})
+"""Precisions that compute in narrower types than their master weights; fp8 and fp4 are bf16 but for their products."""
+SCALED_PRECISIONS: frozenset[str] = frozenset({"fp8", "fp4"})
+"""Precisions whose linear layers multiply 8-bit or 4-bit operands, each with the scales of one recipe."""
 FSDP_STRATEGIES: frozenset[str] = frozenset({"fsdp", "fsdp-grad-op", "hsdp"})
 
 

@@ -9,8 +9,12 @@ from planner import vocabulary as words
 from planner.cost.timing.collectives import COLLECTIVES, crossings
 from planner.types.cluster import Curve, Rates, curve_of
 
-# The type matrix products run in under each precision; fp32 autocast does not exist.
-_COMPUTE_DTYPE: Mapping[words.Precision, str] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "bf16-pure": "bf16"}
+# The type matrix products run in under each precision; fp8 and fp4 are priced from bf16's.
+_COMPUTE_DTYPE: Mapping[words.Precision, str] = {
+    **dict.fromkeys(words.PRECISIONS, "bf16"),
+    "fp32": "fp32",
+    "fp16": "fp16",
+}
 
 _ATTENTION_BACKWARD_WORK = 2.5
 """Operations of attention's backward over its forward's, as `dsplan bench` counts them: five products for two."""

@@ -1,13 +1,23 @@
-"""How code bases run a transformer block: fused and skipped operations, and the cost of the host."""
+"""Code bases: whose modules run, as data. What is fused, kept for the backward, recomputed and overlapped decides both
+memory and time; `code_bases.yaml` has a row for each, with the source of every trait."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from hardware_db.errors import BrokenFile, UnknownName
+from hardware_db.handed_in import read_yaml
+from planner.models.facts import ModelFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """Counts that belong to code rather than to devices; docs/explanation/cost-model-time.md derives each one.
+    """Counts of time that belong to code rather than to devices; docs/explanation/cost-model-time.md derives each one.
 
     Passes are elements read or written per element of the tensor, in the compute dtype, by one forward.
     `score_bytes` is the traffic of one attention score that is not fused away, `loss_bytes` of one logit from cast to
@@ -43,21 +53,239 @@ class Implementation:
 
 
 TRANSFORMERS = Implementation()
-"""transformers' modules in eager torch, attention through SDPA or flash: what dsplan's own runs are."""
+"""transformers' modules in eager torch: what rates are stated for where no job says whose modules run."""
 
-COMPILED = Implementation(
-    rms_norm_passes=2.0, residual_passes=1.0, gated_passes=3.0, rotary_passes=3.0, composite_activation_passes=2.0
-)
-"""The same under torch.compile, which fuses a norm, a gate or a rotation into one kernel each."""
 
-TORCHTITAN = replace(TRANSFORMERS, selective_products=0.5)
-TORCHTITAN_COMPILED = replace(COMPILED, selective_products=0.5)
-"""torchtitan's operator-wise checkpointing recomputes every second weight product (recalled, not rechecked)."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockTraits:
+    """What a decoder block keeps for its backward; `planner.cost.memory.activations.blocks` makes it bytes."""
 
-LLM_FOUNDRY = Implementation(attention_share=0.55)
-"""MPT in llm-foundry, whose benchmark script runs FlashAttention in Triton (`--attn_impl triton`): FlashAttention-2 is
-1.3 to 2.5 times as fast (arXiv 2307.08691, recalled); the share is that of their geometric mean."""
+    norm: Literal["composite", "fused"] = "composite"
+    """`composite` keeps an fp32 copy of its input and the normalised one, `fused` the input itself and its scale."""
+    rotary: Literal["composite", "fused"] = "composite"
+    """`composite` makes halves and products beside what it rotates; neither keeps anything."""
+    activation: Literal["composite", "fused"] = "composite"
+    """Of a gated MLP `composite` keeps the activated gate too, `fused` only what goes in and comes out."""
+    qkv: Literal["split", "fused"] = "split"
+    """`fused`: q, k and v are views of one product's output, which the value keeps alive as a whole."""
+    repeats_keys: bool = False
+    """Whether keys and values are copied to every query head."""
+    sums: Literal["kept", "recomputed"] = "kept"
+    """`recomputed`: the norm after attention keeps attention's projection and adds the residual again (a compiler)."""
+    keeps_sequence_shards: bool = False
+    """Under sequence parallelism, whether a product's input stays sharded and is all-gathered again in the backward."""
+    selective: Literal["products", "every-second-product", "attention"] = "products"
+    """What selective checkpointing keeps: outputs of all products and of attention, only those of every second product
+    and of attention, or everything but what is inside attention."""
+    saved_score_bytes: float = 7.0
+    """Kept per score of attention that is not fused, in 16 bit; dropout's mask and output are left out without it."""
 
-MEGATRON = Implementation(score_bytes=14.0, hides_reductions=False, stops_early=False)
-"""Megatron-DeepSpeed: scale, mask and softmax fused in 16 bit, gradients reduced after the backward. Counted, not
-fitted, but counted after its rows had been seen."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitBytes:
+    """What is alive of the logits at the loss and at its backward: copies in the compute dtype, and bytes besides."""
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """Widths of what whole replicas and ZeRO hold in one precision; `planner.cost.precision.Recipe` names them."""
+
+    weight: int
+    gradient: int
+    master: int
+    compute: int
+    residual: int
+    gather: int
+    reduce: int
+    autocast: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """One way in which a code base's modules run: eager, or under torch.compile."""
+
+    time: Implementation = field(default_factory=Implementation)
+    block: BlockTraits | None = None
+    """None for modules whose memory forms were traced."""
+    loss: LogitBytes | None = None
+    """None where the traced form says it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeBase:
+    """Whose modules run."""
+
+    name: str
+    title: str
+    """What it is, in a few words."""
+    runs_with: str
+    """The tool that trains with it; `dsplan` where `dsplan run` does."""
+    loads: Literal["whole", "sharded"]
+    """Whether every process makes the whole model in host memory, or only what is its own."""
+    eager: Traits
+    compiled: Traits | None = None
+    """None where the code has no use for torch.compile, or is compiled as it is."""
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks split the sequence between their products unless told otherwise."""
+    states: Mapping[str, StateBytes] = field(default_factory=dict)
+    """By precision, where they are not what the strategy's own engine holds."""
+    accumulator: Mapping[str, int] = field(default_factory=dict)
+    """By precision: bytes per parameter of whole gradients beside those that are reduced."""
+    whole_gradients: bool = False
+    """Whether gradients lie in one buffer that is there from the first step on, which autograd adds to."""
+    steps_in_place: bool = False
+    """Whether the optimizer's step makes nothing beside its states."""
+    dropout: float | None = None
+    """Of hidden states and attention by default, None for what the model's config says."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each group of traits was read."""
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def traits(self, *, compiled: bool) -> Traits:
+        """How its modules run."""
+        return self.compiled if compiled and self.compiled is not None else self.eager
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether `dsplan run` runs its code."""
+        return self.runs_with == "dsplan"
+
+
+_CATALOGUE = Path(__file__).with_suffix(".json")
+_WRITTEN = Path(__file__).with_suffix(".yaml")
+_REMEDY = "docs/explanation/code-bases.md has the keys of a code base's file"
+_GROUPS: Mapping[str, type] = {"time": Implementation, "block": BlockTraits, "loss": LogitBytes}
+_DEFAULT = "transformers"
+
+
+@lru_cache(maxsize=64)
+def code_base(name: str) -> CodeBase:
+    """The code base of a name, or of a YAML file whose row begins with `like: NAME`.
+
+    Raises:
+        UnknownName: no row answers to the name, and there is no such file.
+        BrokenFile: the file has an unknown key, or a key holds what it cannot.
+    """
+    rows = _rows()
+    if name in rows:
+        return _made(name, rows[name])
+    if "." in name or "/" in name:
+        return _handed_in(name)
+    raise UnknownName("code", name, rows, hint=f"known are {', '.join(rows)}, and a FILE.yaml of one's own")
+
+
+def code_names() -> tuple[str, ...]:
+    """The names of the catalogue, in its order."""
+    return tuple(_rows())
+
+
+def facts_for_code(facts: ModelFacts, name: str) -> ModelFacts:
+    """The model with the dropout that a code base trains it with."""
+    dropout = code_base(name).dropout
+    if dropout is None or facts.hidden_dropout:
+        return facts
+    return replace(facts, hidden_dropout=dropout, attention_dropout=dropout)
+
+
+@lru_cache(maxsize=1)
+def _rows() -> Mapping[str, Mapping[str, Any]]:
+    rows: Mapping[str, Mapping[str, Any]] = json.loads(_CATALOGUE.read_text(encoding="utf-8"))
+    return rows
+
+
+def _made(name: str, row: Mapping[str, Any]) -> CodeBase:
+    """The code base of a row that was checked when it was compiled."""
+    compiled = row.get("compiled")
+    plain = {key: row[key] for key in row.keys() - {*_GROUPS, "compiled", "states", "like"}}
+    states = {precision: StateBytes(**widths) for precision, widths in row.get("states", {}).items()}
+    return CodeBase(
+        name=name, eager=_traits(row), compiled=_traits(compiled) if compiled else None, states=states, **plain
+    )
+
+
+def _traits(row: Mapping[str, Any]) -> Traits:
+    loss = row.get("loss")
+    return Traits(
+        time=Implementation(**row.get("time", {})),
+        block=BlockTraits(**row["block"]) if row.get("block") is not None else None,
+        loss=LogitBytes(forward=tuple(loss["forward"]), backward=tuple(loss["backward"])) if loss else None,
+    )
+
+
+# Rows as people and the catalogue write them: checked key by key, and filled up from the row that they are like.
+
+
+def _handed_in(path: str) -> CodeBase:
+    row = read_yaml(path, _REMEDY)
+    return _made(Path(path).stem, checked_row(row, _rows(), path))
+
+
+def compile_code_bases(path: Path = _WRITTEN) -> str:
+    """The catalogue as JSON text, every `like` resolved.
+
+    Raises:
+        BrokenFile: a row has an unknown or ill-typed key, or no sources.
+    """
+    rows: dict[str, Mapping[str, Any]] = {}
+    for name, row in read_yaml(path, "correct the row").items():
+        if not isinstance(row, dict) or not row.get("sources"):
+            raise BrokenFile(path, f"{name} has no sources", "cite where its traits come from")
+        rows[name] = checked_row(row, rows, f"{path.name}, {name}")
+    return json.dumps(rows, indent=1) + "\n"
+
+
+def checked_row(row: object, known: Mapping[str, Mapping[str, Any]], where: object) -> Mapping[str, Any]:
+    """A row with every key checked and filled up from the one that it is `like`.
+
+    Raises:
+        BrokenFile: a key is unknown, missing or holds what it cannot.
+    """
+    from hardware_db.from_json import WrongValue, from_json  # msgspec is slow to import
+
+    if not isinstance(row, dict):
+        raise BrokenFile(where, "is not a mapping of traits", _REMEDY)
+    like = row.get("like")
+    if like is not None and like not in known:
+        raise BrokenFile(where, f"is like {like!r}, which is none of {', '.join(known)}", _REMEDY)
+    if like is None and known and not {"title", "runs_with", "loads"} <= row.keys():
+        raise BrokenFile(where, "has no `like: NAME` and not all of title, runs_with and loads", _REMEDY)
+    full = {**(known[like] if like else {}), **{key: value for key, value in row.items() if key != "like"}}
+    try:
+        from_json(_Row, full)
+    except WrongValue as problem:
+        raise BrokenFile(where, str(problem), _REMEDY) from None
+    return full
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Way:
+    """The keys of `compiled`."""
+
+    time: Implementation = field(default_factory=Implementation)
+    block: BlockTraits | None = None
+    loss: LogitBytes | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """The keys of a row."""
+
+    title: str
+    runs_with: str
+    loads: Literal["whole", "sharded"]
+    time: Implementation = field(default_factory=Implementation)
+    block: BlockTraits | None = None
+    loss: LogitBytes | None = None
+    compiled: _Way | None = None
+    sequence_parallel: bool = False
+    states: Mapping[str, StateBytes] = field(default_factory=dict)
+    accumulator: Mapping[str, int] = field(default_factory=dict)
+    whole_gradients: bool = False
+    steps_in_place: bool = False
+    dropout: float | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)

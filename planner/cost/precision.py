@@ -7,11 +7,22 @@ in every dtype: bf16 for `bf16-pure`, fp32 for the others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from hardware_db.device import Device
 from planner.types.job import Job
 from planner.types.plan import Configuration
-from planner.vocabulary import FSDP_STRATEGIES, ZERO_STAGES, Compression
+from planner.vocabulary import (
+    FSDP_STRATEGIES,
+    MIXED_PRECISIONS,
+    SCALED_PRECISIONS,
+    ZERO_STAGES,
+    Compression,
+    Fp8Recipe,
+    Precision,
+)
 
 # Bytes of a compressed gradient: sent between ranks, and stored as rounding error.
 
@@ -55,7 +66,8 @@ class Recipe:
     `weight`, `gradient`: of the tensors that live between steps; `master`: of a copy the optimizer keeps;
     `state`: optimizer moments; `compute`: of the dtype matrices multiply in; `residual`: of the residual stream between
     blocks; `gather` and `reduce`: of parameters and gradients on the wire. `autocast` marks fp32 weights cast on the
-    fly.
+    fly. `scaled` says how linear layers of blocks multiply in 8 or 4 bits, `block_gather` what an all-gather of their
+    weights takes where it is not `gather`.
     """
 
     weight: int
@@ -67,6 +79,13 @@ class Recipe:
     gather: int
     reduce: int
     autocast: bool
+    scaled: ScaledProducts | None = None
+    block_gather: float | None = None
+
+    @property
+    def gather_of_blocks(self) -> float:
+        """Bytes per parameter of a block on the wire."""
+        return self.gather if self.block_gather is None else self.block_gather
 
 
 def recipe_of(job: Job) -> Recipe:
@@ -76,7 +95,21 @@ def recipe_of(job: Job) -> Recipe:
         return _native_recipe(configuration)
     recipe = _recipe(configuration)
     narrow = configuration.gradient_compression in ("fp16", "bf16") and configuration.strategy in FSDP_STRATEGIES
-    return replace(recipe, reduce=2) if narrow else recipe
+    recipe = replace(recipe, reduce=2) if narrow else recipe
+    scaled = scaled_products(job)
+    return recipe if scaled is None else _with_scaled(recipe, scaled, configuration)
+
+
+def _with_scaled(recipe: Recipe, scaled: ScaledProducts, configuration: Configuration) -> Recipe:
+    """Weights, gradients and masters stay those of bf16; what is cached beside weights is not where they are sharded,
+    since each all-gather is followed by a cast of its own."""
+    is_cut = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
+    return replace(
+        recipe,
+        weight=recipe.weight + (0 if is_cut else scaled.cached),
+        scaled=scaled,
+        block_gather=scaled.gather if configuration.strategy in scaled.gathered_by else None,
+    )
 
 
 def _recipe(configuration: Configuration) -> Recipe:
@@ -120,7 +153,7 @@ def _native_recipe(configuration: Configuration) -> Recipe:
     they are all-gathered."""
     state, precision = STATE_BYTES[configuration.optimizer], configuration.precision
     width = 4 if precision == "fp32" else 2
-    mixed = precision in ("bf16", "fp16")
+    mixed = precision in MIXED_PRECISIONS
     narrow = precision == "bf16-pure" and configuration.optimizer != "adamw-8bit"
     is_cut = configuration.zero_stage == 3 and configuration.dp_shard > 1 and configuration.offload == "none"
     return Recipe(
@@ -134,3 +167,199 @@ def _native_recipe(configuration: Configuration) -> Recipe:
         reduce=width,
         autocast=False,
     )
+
+
+# Products of 8-bit and 4-bit operands: who makes them, on which devices, and what they cost beside the products.
+
+
+Library = Literal["torchao", "Transformer Engine"]
+
+LIBRARIES: Mapping[str, Library] = {
+    "transformers": "torchao",
+    "torch": "torchao",
+    "torchtitan": "torchao",
+    "megatron": "Transformer Engine",
+    "nemo": "Transformer Engine",
+    "llm-foundry": "Transformer Engine",
+}
+"""Whose linear layers a code base puts in: accelerate's default is torchao where it is installed, llm-foundry's
+`amp_fp8`, Megatron-Core and NeMo run Transformer Engine. Other named code bases have none."""
+
+RECIPES_OF: Mapping[Library, tuple[Fp8Recipe, ...]] = {
+    "torchao": ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"),
+    "Transformer Engine": ("tensorwise", "blockwise", "mxfp8", "nvfp4"),
+}
+
+EAGER_CAST_BYTES = 35.0
+"""Bytes that eager torch moves to cast one bf16 element (torchao@36027d82 `float8_utils.py`, kernel by kernel: |x| 4,
+its maximum 2, to fp32 6, times the scale 8, clamped 8, to 8 bits 5, and 2 for the order of the other product)."""
+
+Smallest = Literal["", "tensorwise", "rowwise"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledProducts:
+    """How the linear layers of blocks multiply in 8 or 4 bits; the output head, attention and everything else stay in
+    bf16.
+
+    `dtype` names the peak; `operand` are bytes of an operand's element with its scales. `activation_casts` and
+    `weight_casts` are bytes that casts read and write per element, for both orders of it that products need: of an
+    input or an output's gradient once each, of a weight in every micro-batch. `saved` are bytes kept for the backward
+    of an element of a layer's input, None where the 16-bit tensor itself is kept; `saved_apart` says that layers that
+    share an input keep a copy each. `cached` are bytes of weights kept in 8 bits beside the others, `gather` those that
+    an all-gather of weights takes under the strategies in `gathered_by`. `smallest` names torchao's rule for layers
+    too small to gain, `blocks` the share of blocks that run so.
+    """
+
+    dtype: Literal["fp8", "fp4"]
+    operand: float
+    activation_casts: float
+    weight_casts: float
+    saved: float | None = None
+    saved_apart: bool = False
+    cached: int = 0
+    gather: float = 2.0
+    gathered_by: frozenset[str] = frozenset()
+    smallest: Smallest = ""
+    blocks: float = 1.0
+
+    def takes(self, outputs: float, inputs: float) -> bool:
+        """Whether a layer of these widths is converted (torchao@36027d82 `float8_linear_utils.py`)."""
+        if self.smallest == "tensorwise":
+            return inputs > 4096 or outputs > 1024
+        if self.smallest == "rowwise":
+            return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
+        return True
+
+
+MX = 1 + 1 / 32
+"""Bytes of an MXFP8 element: 32 share a scale of one byte."""
+NV = 0.5 + 1 / 16
+"""Bytes of an NVFP4 element: 16 share a scale of one byte."""
+_SHARDED = frozenset({*FSDP_STRATEGIES, "zero3"})
+_OWNED = frozenset({"zero1", "zero2"})
+
+_TORCHAO: Mapping[Fp8Recipe, ScaledProducts] = {
+    # Casts as torchao counts them itself: `torchao/testing/training/roofline_utils.py` at 36027d82.
+    "tensorwise": ScaledProducts(
+        dtype="fp8",
+        operand=1.0,
+        activation_casts=6.0,
+        weight_casts=8.0,
+        gather=1.0,
+        gathered_by=FSDP_STRATEGIES,
+        smallest="tensorwise",
+    ),
+    "rowwise": ScaledProducts(dtype="fp8", operand=1.0, activation_casts=8.0, weight_casts=10.0, smallest="rowwise"),
+    "blockwise": ScaledProducts(dtype="fp8", operand=1.0, activation_casts=6.0, weight_casts=6.0),
+    "mxfp8": ScaledProducts(dtype="fp8", operand=MX, activation_casts=4 + 2 * MX, weight_casts=4 + 2 * MX),
+    # `nvfp4_linear.py`: one pass for the maximum, one that reads and writes both orders; only codes are saved. The last
+    # 15 % of blocks stay in bf16 (torchtitan@b5bcd76c `nvfp4.md`).
+    "nvfp4": ScaledProducts(
+        dtype="fp4",
+        operand=NV,
+        activation_casts=4 + 2 * NV,
+        weight_casts=4 + 2 * NV,
+        saved=NV,
+        saved_apart=True,
+        blocks=0.85,
+    ),
+}
+_TRANSFORMER_ENGINE: Mapping[Fp8Recipe, ScaledProducts] = {
+    # TransformerEngine@d0067d0d `module/linear.py`: a kernel reads 16 bits and writes both orders; of an input the one
+    # that the weight's gradient needs is kept. Megatron-Bridge@067f987d `mixed_precision.py`: weights themselves are
+    # in 8 bits in both orders (so two bytes, as of bf16) and all-gathered so (`fp8_param_gather`), but for blockwise.
+    "tensorwise": ScaledProducts(
+        dtype="fp8", operand=1.0, activation_casts=6.0, weight_casts=0.0, saved=1.0, gather=1.0, gathered_by=_OWNED
+    ),
+    "blockwise": ScaledProducts(dtype="fp8", operand=1.0, activation_casts=4.0, weight_casts=0.0, saved=1.0, cached=2),
+    "mxfp8": ScaledProducts(
+        dtype="fp8",
+        operand=MX,
+        activation_casts=2 + 2 * MX,
+        weight_casts=0.0,
+        saved=MX,
+        gather=MX,
+        gathered_by=_OWNED,
+    ),
+    "nvfp4": ScaledProducts(
+        dtype="fp4", operand=NV, activation_casts=4 + 2 * NV, weight_casts=0.0, saved=NV, gather=NV, gathered_by=_OWNED
+    ),
+}
+
+
+def scaled_products(job: Job) -> ScaledProducts | None:
+    """How a job's linear layers multiply in 8 or 4 bits; None where they do not, or nothing that runs it can."""
+    precision = job.configuration.precision
+    if precision not in SCALED_PRECISIONS:
+        return None
+    library = library_of(job.workload.code) or "torchao"
+    recipe = job.workload.fp8_recipe or usual_recipe(job.cluster.device, precision)
+    if library == "Transformer Engine":
+        found = _TRANSFORMER_ENGINE.get(recipe, _TRANSFORMER_ENGINE["tensorwise"])
+        # Sharded weights are cast after each all-gather.
+        casts = 4.0 if job.configuration.strategy in _SHARDED else found.weight_casts
+        return replace(found, weight_casts=casts)
+    found = _TORCHAO[recipe]
+    if job.workload.compile:
+        return found
+    return replace(found, activation_casts=EAGER_CAST_BYTES, weight_casts=EAGER_CAST_BYTES)
+
+
+def library_of(code: str) -> Library | None:
+    """Who makes a code base's products; a code base of one's own is taken to use torchao."""
+    if code in LIBRARIES:
+        return LIBRARIES[code]
+    return None if code in ("megatron-deepspeed", "nanotron", "litgpt", "internevo", "alpa") else "torchao"
+
+
+def usual_recipe(device: Device, precision: Precision) -> Fp8Recipe:
+    """What a device's own units scale: blocks of 32 where it has them (Blackwell), else whole tensors."""
+    if precision == "fp4":
+        return "nvfp4"
+    return "mxfp8" if (10, 0) <= capability_of(device) < (12, 0) else "tensorwise"
+
+
+def capability_of(device: Device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA device; (0, 0) of others."""
+    major, _, minor = (device.compute_capability or "0.0").partition(".")
+    return int(major), int(minor or 0)
+
+
+def lacks_scaled(device: Device, precision: Precision, recipe: Fp8Recipe | None, code: str) -> str:
+    """Why linear layers cannot multiply so, in one sentence with what to use; empty where they can, and for other
+    precisions, unless a recipe contradicts them.
+
+    The devices are those of TransformerEngine@d0067d0d `pytorch/quantization.py` and torchao@36027d82
+    `docs/source/workflows/training.md`: fp8 takes compute capability 8.9 or an MI300, blocks of 128 take 9.0, MXFP8
+    takes 10.0 and is not on 12.0 yet, NVFP4 takes 10.0.
+    """
+    if precision not in SCALED_PRECISIONS:
+        return f"--fp8-recipe {recipe} is for --precision fp8 or fp4, not {precision}" if recipe else ""
+    library = library_of(code)
+    if library is None:
+        others = ", ".join(LIBRARIES)
+        return f"--code {code} has no {precision} products; use --precision bf16, or --code {others}"
+    chosen = recipe or usual_recipe(device, precision)
+    if (chosen == "nvfp4") != (precision == "fp4"):
+        fits = "--fp8-recipe nvfp4" if precision == "fp4" else "another recipe, or --precision fp4"
+        return f"--precision {precision} does not go with --fp8-recipe {chosen}; use {fits}"
+    if chosen not in RECIPES_OF[library]:
+        return f"{library}, which --code {code} uses, has no {chosen} recipe; use {', '.join(RECIPES_OF[library])}"
+    if code == "llm-foundry" and chosen != "tensorwise":
+        return f"llm-foundry has no {chosen} recipe; use --fp8-recipe tensorwise, which its amp_fp8 is"
+    return _lacks(device, precision, chosen)
+
+
+def _lacks(device: Device, precision: Precision, recipe: Fp8Recipe) -> str:
+    """What a device has no units for."""
+    capability = capability_of(device)
+    if device.architecture in ("cdna3", "cdna4") and recipe in ("tensorwise", "rowwise"):
+        return ""
+    needed = {"tensorwise": (8, 9), "rowwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}[recipe]
+    if capability >= needed and not (recipe == "mxfp8" and capability >= (12, 0)):
+        return ""
+    if not capability >= (8, 9) and device.architecture not in ("cdna3", "cdna4"):
+        return f"{device.name} has no units for {precision} products; use --precision bf16 or fp16"
+    other = "--fp8-recipe tensorwise" if precision == "fp8" else "--precision fp8"
+    return f"{device.name} has no {recipe} products; use {other}"

@@ -130,6 +130,8 @@ def impossible(request: Request, configuration: Configuration) -> str:
         return "--gradient-compression int8 is for ddp, and zero1-3 with --backend native; use bf16, which all can"
     if (configuration.backend == "torch") == (strategy in words.ZERO_STAGES):
         return f"backend {configuration.backend} does not run {strategy}; use {words.default_backend(strategy)}"
+    if configuration.backend == "native" and configuration.precision in words.SCALED_PRECISIONS:
+        return f"backend native has no {configuration.precision} products; use --backend deepspeed, or --precision bf16"
     lacks = deepspeed_lacks(request.cluster.device, configuration.precision)
     if lacks and configuration.backend == "deepspeed":
         return f"{lacks}; {WITHOUT_DEEPSPEED}"
@@ -197,6 +199,11 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
 
 def unrunnable(configuration: Configuration) -> str:
     """Why `dsplan run` cannot run a configuration today; empty when it can."""
+    if configuration.precision in words.SCALED_PRECISIONS:
+        return (
+            f"dsplan run has no {configuration.precision} products; accelerate (torchao, Transformer Engine),"
+            " torchtitan and Megatron-LM run them"
+        )
     if configuration.tp > 1 or configuration.pp > 1:
         return f"dsplan run cannot yet run tp {configuration.tp} x pp {configuration.pp}; the plan can be emitted"
     return ""

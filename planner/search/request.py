@@ -11,6 +11,7 @@ from planner import limits
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cluster.budget import NO_BUDGET, Budget
+from planner.cost.precision import lacks_scaled, usual_recipe
 from planner.errors import ContradictoryRequest
 from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts, ParameterCounts
@@ -138,6 +139,7 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         fp8_recipe=options.fp8_recipe,
         ema=options.ema,
     )
+    _settle_products(cluster.device, workload, defaults, ranking)
     ranking["zero_backend"] = _zero_backend(ranking.get("zero_backend"), cluster.device, workload.precision, defaults)
     request = Request(
         facts=facts, counts=count_parameters(facts), workload=workload, cluster=cluster, defaults=tuple(defaults)
@@ -156,6 +158,16 @@ def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
     if options.lora_rank is None:
         defaults.append(f"adapters of rank {DEFAULT_LORA_RANK} (--lora-rank)")
     return {"lora_rank": DEFAULT_LORA_RANK, **said}
+
+
+def _settle_products(device: Device, workload: Workload, defaults: list[str], ranking: dict[str, Any]) -> None:
+    """What products in 8 or 4 bits need; nothing here runs them, so that every plan is for another tool."""
+    if problem := lacks_scaled(device, workload.precision, workload.fp8_recipe, workload.code):
+        raise ContradictoryRequest(problem)
+    if workload.precision in words.SCALED_PRECISIONS:
+        ranking["allow_unrunnable"] = True
+        if workload.fp8_recipe is None:
+            defaults.append(f"recipe {usual_recipe(device, workload.precision)} (--fp8-recipe)")
 
 
 def _task(facts: ModelFacts, options: WorkOptions) -> words.Task:

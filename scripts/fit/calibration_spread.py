@@ -84,16 +84,13 @@ def _ninth_decile(weighted: Sequence[tuple[float, float]]) -> float:
 
 
 def _felt(rows: Sequence[Scored], name: str) -> bool:
-    return any(abs(slopes(row.run.job, lambda job, row=row: _seconds(row, job))[name]) > _FELT for row in rows[:40])
+    return any(abs(slopes(row.run.job, lambda job: step_time(job).step_seconds)[name]) > _FELT for row in rows[:40])
 
 
 def _change(row: Scored, factors: Factors) -> float:
     """What factors add to the logarithm of the prediction."""
-    return math.log(_seconds(row, with_factors(row.run.job, factors)) / _seconds(row, row.run.job))
-
-
-def _seconds(row: Scored, job: object) -> float:
-    return step_time(job, row.run.code).step_seconds  # type: ignore[arg-type]
+    job = row.run.job
+    return math.log(step_time(with_factors(job, factors)).step_seconds / step_time(job).step_seconds)
 
 
 def main() -> None:

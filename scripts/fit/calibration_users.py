@@ -71,7 +71,7 @@ def _user(rows: Sequence[Scored]) -> User:
 
 
 def _modelled(job: Job, row: Scored) -> float:
-    return step_time(job, row.run.code).step_seconds
+    return step_time(job).step_seconds
 
 
 def main() -> None:

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hardware_db.datasheets import find_device, find_link
-from planner.cost.code_bases import Implementation
 from planner.models.facts import BlockCount, ModelFacts, ParameterCounts
 from planner.types.cluster import Cluster
 from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
-from scripts.fit.published_code import code_of
+from scripts.fit.published_code import code_of, is_compiled
 
 MEASUREMENTS = Path(__file__).resolve().parents[2] / "hardware_db" / "measurements"
 MEGATRON_SOURCES = ("bigscience", "vtrain")
@@ -62,7 +61,6 @@ class PublishedRun:
     job: Job
     measured_seconds: float
     alike: str
-    code: Implementation
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -173,7 +171,12 @@ def _run(row: Mapping[str, Any], name: str) -> PublishedRun:
         offload=row["offload"],
     )
     workload = Workload(
-        task="causal-lm", sequence_length=sequence, global_batch_size=batch, precision=configuration.precision
+        task="causal-lm",
+        sequence_length=sequence,
+        global_batch_size=batch,
+        precision=configuration.precision,
+        code=code_of(row),
+        compile=is_compiled(row),
     )
     job = Job(facts=facts, counts=counts, workload=workload, cluster=_cluster(row), configuration=configuration)
     gpus = int(row["gpus"])
@@ -192,7 +195,6 @@ def _run(row: Mapping[str, Any], name: str) -> PublishedRun:
         job=job,
         measured_seconds=seconds,
         alike=_alike(row["source"], job),
-        code=code_of(row),
     )
 
 

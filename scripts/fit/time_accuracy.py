@@ -85,7 +85,7 @@ def main() -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", "left_out_seconds", "shipped_seconds"])
     for run in runs:
-        shipped = step_time(run.job, run.code).step_seconds
+        shipped = step_time(run.job).step_seconds
         writer.writerow([run.name, f"{found[run.name]:.5g}", f"{shipped:.5g}"])
     replace_text(PATH, text.getvalue())
 

@@ -110,7 +110,7 @@ class Model:
                 known.clear()
             run = self.runs[index]
             job = replace(run.job, cluster=self._cluster(run, own))
-            known[own] = step_time(job, run.code).step_seconds
+            known[own] = step_time(job).step_seconds
         return known[own]
 
     def _cluster(self, run: PublishedRun, own: tuple[float, ...]) -> Cluster:

@@ -38,11 +38,18 @@ def models() -> str:
     return compile_catalogue()
 
 
+def code_bases() -> str:
+    from planner.cost.code_bases import compile_code_bases
+
+    return compile_code_bases()
+
+
 CATALOGUES: dict[str, Callable[[], str]] = {
     "hardware_db/datasheets/devices.json": devices,
     "hardware_db/datasheets/interconnects.json": interconnects,
     "planner/models/from_hf/architectures.json": architectures,
     "planner/models/catalogue.json": models,
+    "planner/cost/code_bases.json": code_bases,
 }
 
 

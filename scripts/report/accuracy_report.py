@@ -15,6 +15,7 @@ from pathlib import Path
 from hardware_db.units import MIB
 from scripts.fit import memory_bound
 from scripts.generate.generated import REFERENCE, write_or_check
+from scripts.report.accuracy_asked import asked_section
 from scripts.report.accuracy_cases import Case, Truth, all_cases
 from scripts.report.accuracy_peer_tables import peers
 from scripts.report.accuracy_published import published
@@ -121,6 +122,7 @@ def report(cases: Sequence[Case]) -> Iterator[str]:
     yield from modules()
     yield from gpus([case for case in cases if case.truth == "gpu" and case.measured])
     yield from published([case for case in cases if case.truth == "published"])
+    yield from asked_section()
     yield from times()
     yield from ranks()
     yield METHOD.rstrip()

@@ -19,7 +19,7 @@ from scripts.fit.time_scores import Scored, choices, errors
 
 def scored(runs: Iterable[PublishedRun]) -> list[Scored]:
     """Runs with what the shipped model says of them."""
-    return [Scored(run=run, predicted_seconds=step_time(run.job, run.code).step_seconds) for run in runs]
+    return [Scored(run=run, predicted_seconds=step_time(run.job).step_seconds) for run in runs]
 
 
 def report(rows: Sequence[Scored]) -> Iterator[str]:

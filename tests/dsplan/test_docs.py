@@ -27,6 +27,7 @@ ROOMS = ("dsplan", "strategies", "planner", "hardware_db", "scripts", "tests")
         "report.accuracy_report",
         "report.zero_report",
         "report.public_scripts",
+        "report.public_recipes",
     ],
 )
 def test_generated_pages_are_fresh(script: str) -> None:

@@ -52,23 +52,24 @@ class UnitBytes:
         return self.all_gather_output + max(self.all_gather_input, self.unsharded)
 
 
-def unit_bytes(unit: Unit, trained: Unit, recipe: Recipe, shards: int, *, offloads: bool) -> UnitBytes:
+def unit_bytes(
+    unit: Unit, trained: Unit, recipe: Recipe, shards: int, *, offloads: bool, width: float | None = None
+) -> UnitBytes:
     """A unit's bytes over `shards` ranks, `trained` being it without frozen weights. One rank alone unshards and
-    reduces by copies, tensor by tensor."""
+    reduces by copies, tensor by tensor. `width` are bytes of an unsharded parameter where they are not the recipe's."""
+    gather = recipe.gather if width is None else width
     local, reduced = unit.shard(shards), trained.shard(shards)
     padded = local.elements * shards
-    alone, casts = shards == 1, recipe.gather != recipe.weight
+    alone, casts = shards == 1, gather != recipe.weight
     if offloads:
-        all_gather_input = local.bytes(recipe.gather) + (
-            rounded(max(local.sizes, default=0) * recipe.weight) if casts else 0
-        )
+        all_gather_input = local.bytes(gather) + (rounded(max(local.sizes, default=0) * recipe.weight) if casts else 0)
     elif casts:
-        all_gather_input = rounded((max(local.sizes, default=0) if alone else local.elements) * recipe.gather)
+        all_gather_input = rounded((max(local.sizes, default=0) if alone else local.elements) * gather)
     else:
         all_gather_input = 0
     return UnitBytes(
-        unsharded=sum(rounded(size * shards * recipe.gather) for size in local.sizes),
-        all_gather_output=0 if alone else rounded(padded * recipe.gather),
+        unsharded=sum(rounded(size * shards * gather) for size in local.sizes),
+        all_gather_output=0 if alone else rounded(padded * gather),
         all_gather_input=all_gather_input,
         gradients=trained.bytes(recipe.gather),
         newest=rounded(max(trained.sizes, default=0) * recipe.gather),
@@ -191,7 +192,7 @@ class FsdpBuffers:
         shards = sharding.shards
         self._root = unit_bytes(units.root, trained.root, recipe, shards, offloads=self._offloads)
         blocks = [
-            (unit.repeats, unit_bytes(unit, own, recipe, shards, offloads=self._offloads))
+            (unit.repeats, unit_bytes(unit, own, recipe, shards, offloads=self._offloads, width=recipe.block_gather))
             for unit, own in zip(units.blocks, trained.blocks, strict=True)
         ]
         self._blocks = _Stack(blocks)

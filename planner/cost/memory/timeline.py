@@ -154,7 +154,7 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
     """What activations depend on: strategies only in the moments that are looked at."""
     chosen = job.configuration
     return (
-        (recipe.compute, recipe.residual, recipe.autocast, recipe.gather),
+        (recipe.compute, recipe.residual, recipe.autocast, recipe.gather, recipe.scaled),
         (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing, chosen.activations_on_host),
         (chosen.tp, chosen.pp, chosen.strategy in ("single", "ddp")),
     )

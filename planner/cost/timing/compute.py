@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cost.timing.efficiency import ATTENTION_BACKWARD, BACKWARD, DeviceRates, block_waste
+from planner.cost.precision import ScaledProducts
+from planner.cost.timing.efficiency import ATTENTION_BACKWARD, BACKWARD, DeviceRates, Waste, block_waste
 from planner.cost.timing.flops import (
     Geometry,
     attention_flops,
@@ -124,13 +125,13 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     moved = matmuls.stored / tp + tokens * (matmuls.unsplit_width + matmuls.split_width / tp)
     work = 2.0 * matmuls.active * tokens / tp, moved, matmuls.kernels
     waste = block_waste(stack, tokens, tp, rates.multiprocessors)
-    products = rates.products(*work, waste.forward)
+    products, products_backward = _product_passes(stack, tokens, tp, work, waste, rates)
     elementwise = _elementwise_seconds(stack, tokens, rates, tp)
     attention = _attention_passes(stack, job, shape, rates)
     host = _host_seconds(stack, rates)
     drawn = 2 * rates.random(tokens * stack.hidden) if stack.dropout else 0.0
     forward = _with_host(products + elementwise + attention.forward + drawn, host, rates)
-    device = rates.products_backward(*work, waste.backward) + BACKWARD * elementwise + attention.backward
+    device = products_backward + BACKWARD * elementwise + attention.backward
     backward = _with_host(device, BACKWARD * host, rates)
     skipped = products * stack.last_product / matmuls.active if rates.code.stops_early else 0.0
     again = _with_host(products - skipped + elementwise + attention.forward + drawn, host, rates)
@@ -138,6 +139,55 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     selective = elementwise + rates.code.selective_products * products
     recomputed = {"none": 0.0, "full": again, "selective": selective}[checkpointing]
     return Passes(forward=forward, backward=backward, recomputed=recomputed)
+
+
+def _product_passes(
+    stack: Stack, tokens: float, tp: int, work: tuple[float, float, float], waste: Waste, rates: DeviceRates
+) -> tuple[float, float]:
+    """Seconds of a block's weight products in the forward and in the backward."""
+    forward, backward = rates.products(*work, waste.forward), rates.products_backward(*work, waste.backward)
+    scaled = rates.scaled
+    if scaled is None or not stack.norms:
+        return forward, backward
+    share = scaled.blocks * _converted(stack, scaled)
+    matmuls = stack.matmuls
+    widths = (matmuls.unsplit_width + matmuls.split_width / tp) / 2
+    moved = scaled.operand * (matmuls.stored / tp + tokens * widths) + 2.0 * tokens * widths
+    inputs, outputs = _cast_widths(stack, tp)
+    weights = scaled.weight_casts / 2 * matmuls.stored / tp
+    casts = scaled.activation_casts * tokens * inputs, scaled.activation_casts * tokens * outputs
+    narrow = rates.scaled_products(work[0], moved, waste.forward)
+    narrow_backward = BACKWARD * rates.scaled_products(work[0], moved, waste.backward)
+    narrow += (casts[0] + weights) / rates.memory_bytes_per_s
+    narrow_backward += (casts[1] + weights) / rates.memory_bytes_per_s
+    return (1 - share) * forward + share * narrow, (1 - share) * backward + share * narrow_backward
+
+
+def _converted(stack: Stack, scaled: ScaledProducts) -> float:
+    """Share of a block's operations in layers that are converted: all, unless attention's are too small to gain."""
+    hidden, attention, keys = stack.hidden, stack.attention_width, stack.key_value_width
+    if not (hidden and stack.matmuls.active):
+        return 1.0
+    layers = ((attention, hidden), (keys, hidden), (keys, hidden), (hidden, attention))
+    left = 0.0
+    left += sum(outputs * inputs for outputs, inputs in layers if not scaled.takes(outputs, inputs))
+    if not stack.dispatched:
+        width = stack.mlp_width
+        left += (2 if stack.gated else 1) * hidden * width * (not scaled.takes(width, hidden))
+        left += hidden * width * (not scaled.takes(hidden, width))
+    return max(0.0, 1 - left / stack.matmuls.active)
+
+
+def _cast_widths(stack: Stack, tp: int) -> tuple[float, float]:
+    """Elements per token of a block's linear layers' inputs, those that several read counted once, and of outputs."""
+    if not stack.hidden:
+        width = (stack.matmuls.unsplit_width + stack.matmuls.split_width / tp) / 2
+        return width, width
+    routed = stack.dispatched or stack.hidden
+    attention, width = stack.attention_width / tp, stack.mlp_width / tp
+    inputs = stack.hidden + attention + routed + width
+    outputs = attention + 2 * stack.key_value_width / tp + stack.hidden
+    return inputs, outputs + (2 if stack.gated else 1) * width + routed
 
 
 def _with_host(device: float, host: float, rates: DeviceRates) -> float:

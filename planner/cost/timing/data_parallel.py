@@ -58,8 +58,9 @@ class StepContext:
     def collective(self, name: Collective, elements: float, width: float, members: Group) -> float:
         return collective_seconds(self.job.cluster, name, elements * width, members)
 
-    def all_gather(self, elements: float) -> float:
-        return self.collective("all_gather", elements, self.where.gather_bytes, self.where.shard_group)
+    def all_gather(self, elements: float, width: float | None = None) -> float:
+        """Parameters all-gathered among shards, `width` bytes each where those are not the root's."""
+        return self.collective("all_gather", elements, width or self.where.gather_bytes, self.where.shard_group)
 
     def reduce_scatter(self, elements: float) -> float:
         """Gradients reduce-scattered among shards, then all-reduced among replicas."""
@@ -134,8 +135,8 @@ def _updated_parameters(context: StepContext) -> float:
     """Every rank's part of the parameters to all others: one all-gather, or a broadcast from each rank in turn."""
     where = context.where
     if not context.code.broadcasts_partitions:
-        return context.all_gather(where.parameters)
-    return where.shards * context.collective("broadcast", where.owned, where.gather_bytes, where.shard_group)
+        return context.all_gather(where.parameters, where.whole_gather_bytes)
+    return where.shards * context.collective("broadcast", where.owned, where.whole_gather_bytes, where.shard_group)
 
 
 def _fully_sharded(context: StepContext) -> Communication:
@@ -145,7 +146,7 @@ def _fully_sharded(context: StepContext) -> Communication:
     accumulates without synchronisation. `fsdp-grad-op` gathers once: parameters stay whole until the backward's end.
     """
     where, block, layers = context.where, context.stage.block, context.where.layers
-    gather, root = context.all_gather(where.block), context.all_gather(where.root)
+    gather, root = context.all_gather(where.block, where.block_gather_bytes), context.all_gather(where.root)
     forward = Communication(
         total=layers * gather + root,
         exposed=root + gather + (layers - 1) * beside(block.forward, gather, context.slowdown),

@@ -8,14 +8,16 @@ docs/explanation/cost-model-time.md say how well. Nothing here is a property of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hardware_db.device import Device
 from planner.cost.code_bases import TRANSFORMERS, Implementation
+from planner.cost.precision import ScaledProducts
 from planner.cost.timing.stacks import USUAL_MATMULS, Stack
 from planner.types.cluster import Cluster, Factors, Rates
-from planner.vocabulary import Precision
+from planner.vocabulary import SCALED_PRECISIONS, Precision
 
 # Tile and wave quantization of matrix products on a GPU.
 
@@ -86,6 +88,9 @@ Ampere and Blackwell are fitted to kernels; the steps of A100-SXM4 ask for the s
 fitted to whole steps of every publication. Volta otherwise, Turing, Ada and CPUs are assumptions without a measurement.
 """
 
+SCALED_CEILING = {"fp8": {"hopper": 0.60, "blackwell": 0.50}, "fp4": {"blackwell": 0.40}}
+"""Share of the 8-bit or 4-bit dense peak that large products sustain, by architecture. Elsewhere GEMM_CEILING's."""
+
 OTHER_GEMM_CEILING = 0.55
 """The same for architectures without a measurement: below every one that has been measured."""
 
@@ -134,7 +139,7 @@ class DeviceRates:
     reach that tensor cores refuse; `element_bytes` the width of an activation; `multiprocessors` compute a tile of a
     product each, 0 where they are not known to. `measured` curves count before the rates wherever there are any,
     divided by the cluster's `factors`, which the rates already hold. `serial` says that host, kernels and collectives
-    take turns on the same cores.
+    take turns on the same cores. `scaled` says how linear layers multiply in 8 or 4 bits, at `scaled_flops`.
     """
 
     peak_flops: float | None
@@ -148,6 +153,8 @@ class DeviceRates:
     factors: Factors
     serial: bool
     multiprocessors: int
+    scaled: ScaledProducts | None = None
+    scaled_flops: float = 0.0
 
     def products(self, flops: float, moved_elements: float, kernels: float, waste: float = 1.0) -> float:
         """Seconds of `kernels` weight products of `flops` operations, whose matrices hold `moved_elements`.
@@ -166,6 +173,10 @@ class DeviceRates:
         if curve is not None:
             return 2 * kernels * curve.seconds(flops / kernels) / self.factors.compute
         return BACKWARD * self.products(flops, moved_elements, kernels, waste)
+
+    def scaled_products(self, flops: float, moved_bytes: float, waste: float = 1.0) -> float:
+        """Seconds of products of 8-bit or 4-bit operands, without the casts that make them."""
+        return waste * flops / self.scaled_flops + moved_bytes * GEMM_TRAFFIC / self.memory_bytes_per_s
 
     def attention(self, executed_flops: float) -> float:
         """Seconds of fused attention's forward over the products that it really computes."""
@@ -204,8 +215,13 @@ class DeviceRates:
 def compute_dtype(device: Device, precision: Precision) -> str:
     """The dtype that products run in: what was asked for, or fp32 where the device has no faster unit for it.
 
-    torch leaves TF32 off for matrix products unless told otherwise, so fp32 means fp32.
+    torch leaves TF32 off for matrix products unless told otherwise, so fp32 means fp32. Under fp8 and fp4 it is that of
+    linear layers, against whose peak publications count an fp8 run (llm-foundry, torchtitan, dgxc); bf16's where the
+    device's own is not known.
     """
+    if precision in SCALED_PRECISIONS:
+        narrow = ("fp4", "fp8") if precision == "fp4" else ("fp8",)
+        return next((name for name in narrow if device.peak_flops(name)), compute_dtype(device, "bf16"))
     wanted = "bf16" if precision.startswith("bf16") else precision
     peak, single = device.peak_flops(wanted), device.peak_flops("fp32")
     return "fp32" if peak is None or (single is not None and single > peak) else wanted
@@ -227,13 +243,24 @@ def ceilings(device: Device) -> tuple[float, float]:
     return products, ATTENTION_CEILING.get(formed) or ATTENTION_CEILING.get(kind, OTHER_ATTENTION_CEILING)
 
 
-def device_rates(cluster: Cluster, precision: Precision, code: Implementation = TRANSFORMERS) -> DeviceRates:
+def scaled_ceiling(device: Device, dtype: str) -> float:
+    """Share of the peak that products of 8-bit or 4-bit operands reach."""
+    return SCALED_CEILING.get(dtype, {}).get(device.architecture) or ceilings(device)[0]
+
+
+def device_rates(
+    cluster: Cluster,
+    precision: Precision,
+    code: Implementation = TRANSFORMERS,
+    scaled: ScaledProducts | None = None,
+) -> DeviceRates:
     """Rates of one device of the cluster; measured curves replace the datasheet's rates wherever there are any.
 
-    The cluster's factors multiply both.
+    The cluster's factors multiply both. `scaled` is how linear layers multiply under fp8 and fp4, whose other rates are
+    bf16's.
     """
     device, measured, factors = cluster.device, cluster.rates, cluster.factors
-    peak = device.peak_flops(compute_dtype(device, precision))
+    peak = device.peak_flops(compute_dtype(device, "bf16" if precision in SCALED_PRECISIONS else precision))
     products, attention = ceilings(device)
     gemm = (peak or assumed_peak(cluster)) * products
     # Large work takes these rates; only memory is asked for without a size.
@@ -251,7 +278,14 @@ def device_rates(cluster: Cluster, precision: Precision, code: Implementation = 
         factors=factors,
         serial=device.is_cpu,
         multiprocessors=multiprocessors(device),
+        scaled=scaled,
+        scaled_flops=_scaled_flops(device, precision, factors) if scaled else 0.0,
     )
+
+
+def _scaled_flops(device: Device, precision: Precision, factors: Factors) -> float:
+    dtype = compute_dtype(device, precision)
+    return (device.peak_flops(dtype) or math.inf) * scaled_ceiling(device, dtype) * factors.compute
 
 
 def _launched(code: Implementation, factor: float, measured: float | None) -> Implementation:

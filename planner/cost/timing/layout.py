@@ -45,7 +45,8 @@ class Layout:
 
     `layers` blocks of `block` parameters in `products` modules, and `root` parameters outside blocks, `embedding` of
     them last in the backward; all divided by tp. Widths are bytes per
-    parameter of what is all-gathered, of what is reduced, of that between ranks, and of a stored gradient.
+    parameter of what is all-gathered (of blocks apart), of what is reduced, of that between ranks, and of a stored
+    gradient.
     """
 
     layers: int
@@ -58,6 +59,7 @@ class Layout:
     shard_group: Group
     replica_group: Group
     gather_bytes: int
+    block_gather_bytes: float
     reduce_bytes: int
     communication_bytes: float
     gradient_bytes: int
@@ -66,6 +68,14 @@ class Layout:
     def parameters(self) -> float:
         """Parameters of the stage on one tp rank, before sharding over data-parallel ranks."""
         return self.layers * self.block + self.root
+
+    @property
+    def whole_gather_bytes(self) -> float:
+        """Bytes per parameter of an all-gather of all of them."""
+        if self.block_gather_bytes == self.gather_bytes:
+            return self.gather_bytes
+        blocks = self.layers * self.block
+        return (blocks * self.block_gather_bytes + self.root * self.gather_bytes) / max(self.parameters, 1)
 
     @property
     def owned(self) -> float:
@@ -106,6 +116,7 @@ def layout(job: Job) -> Layout:
         shard_group=group(job.cluster, shards, tp),
         replica_group=group(job.cluster, replicas, tp * shards),
         gather_bytes=recipe.gather,
+        block_gather_bytes=recipe.gather_of_blocks,
         reduce_bytes=recipe.reduce,
         communication_bytes=communication_bytes(configuration.gradient_compression, recipe.reduce),
         gradient_bytes=recipe.gradient,

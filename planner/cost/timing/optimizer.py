@@ -6,6 +6,7 @@ from planner.cost.timing.efficiency import DeviceRates
 from planner.cost.timing.layout import Layout
 from planner.types.cluster import Curve
 from planner.types.job import Job
+from planner.vocabulary import MIXED_PRECISIONS
 
 STEP_BYTES = {
     "adamw": 80,
@@ -37,7 +38,7 @@ def optimizer_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
         return _measured_step(where, curve, flat=configuration.zero_stage > 0) / rates.factors.cpu_optimizer
     scale = 0.5 if configuration.precision == "bf16-pure" else 1.0
     size = (STEP_BYTES[configuration.optimizer] + CLIPPING_BYTES) * scale
-    if configuration.zero_stage and configuration.precision in ("bf16", "fp16"):
+    if configuration.zero_stage and configuration.precision in MIXED_PRECISIONS:
         size += MASTER_COPY_BYTES
     seconds = where.owned * size / rates.memory_bytes_per_s
     if configuration.optimizer == "adamw-forloop":

@@ -12,7 +12,7 @@ from hardware_db.units import MIB
 from planner.cost.timing.efficiency import DeviceRates
 from planner.cost.timing.layout import Layout
 from planner.types.job import Job
-from planner.vocabulary import FSDP_STRATEGIES
+from planner.vocabulary import FSDP_STRATEGIES, MIXED_PRECISIONS
 
 AUTOCAST_BYTES = 12
 """Autocast casts fp32 weights for the forward (4 + 2) and 16-bit weight gradients back (2 + 4) in every micro-batch."""
@@ -77,7 +77,7 @@ def _streamed(job: Job, where: Layout) -> Copies:
 def _around_collectives(job: Job, where: Layout, rates: DeviceRates) -> Copies:
     configuration = job.configuration
     steps = configuration.gradient_accumulation_steps
-    mixed = configuration.precision in ("bf16", "fp16")
+    mixed = configuration.precision in MIXED_PRECISIONS
     accumulated = _accumulated(job, where) * (steps - 1)
     if configuration.strategy in FSDP_STRATEGIES:
         return accumulated + (_fully_sharded(job, where, rates) * steps if where.shards > 1 else Copies())

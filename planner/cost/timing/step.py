@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cost.code_bases import TRANSFORMERS, Implementation
+from planner.cost.code_bases import code_base
+from planner.cost.precision import scaled_products
 from planner.cost.timing.data_parallel import Communication, data_parallel
 from planner.cost.timing.efficiency import DeviceRates, compute_dtype, device_rates
 from planner.cost.timing.flops import model_flops
@@ -27,14 +28,11 @@ from planner.types.job import Job
 from planner.types.plan import StepTime, Throughput
 
 
-def step_time(job: Job, code: Implementation = TRANSFORMERS) -> StepTime:
-    """Seconds of one optimizer step in the steady state, on the busiest rank.
-
-    `code` says whose modules run; other implementations than transformers' serve to check the model against what others
-    measured.
-    """
+def step_time(job: Job) -> StepTime:
+    """Seconds of one optimizer step in the steady state, on the busiest rank, by the modules that the job runs."""
     steps = job.configuration.gradient_accumulation_steps
-    rates = device_rates(job.cluster, job.configuration.precision, code)
+    traits = code_base(job.workload.code).traits(compiled=job.workload.compile)
+    rates = device_rates(job.cluster, job.configuration.precision, traits.time, scaled_products(job))
     where = layout(job)
     pipeline = stages(job, rates)
     busiest = max(pipeline, key=lambda stage: stage.total)

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import le
+from typing import Any
 
-from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions
+from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
 from planner.cost.memory.activations.form import BlockForm, Form, Moment, find_form, per_sample, structure_of
-from planner.cost.memory.ledger import NOTHING, Amount
-from planner.cost.precision import Recipe
+from planner.cost.memory.ledger import NOTHING, Amount, plus
+from planner.cost.precision import Recipe, ScaledProducts
 from planner.models.facts import ModelFacts, TracedActivations
 from planner.types.job import Job
 
@@ -85,7 +86,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         traced = facts.traced.get(precision_mode(recipe))
         return _traced(job, recipe, traced) if traced is not None else _untraced(job, recipe)
     configuration = job.configuration
-    return _catalogued(
+    figures = _catalogued(
         facts,
         _Question(
             precision_mode(recipe),
@@ -96,6 +97,40 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
             job.source_length,
         ),
     )
+    return figures if recipe.scaled is None else _with_scaled_inputs(figures, job, recipe.scaled)
+
+
+def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> Figures:
+    """The figures where linear layers keep their inputs in 8 or 4 bits: a norm's output and what goes into the down
+    projection in place of the 16-bit tensor; attention's own output beside it, which its backward needs as it is.
+
+    Of blocks with experts the tokens that are dispatched go in; without a hidden width nothing is known.
+    """
+    facts, tp = job.facts, job.configuration.tp
+    if scaled.saved is None or not facts.hidden_size or not figures.blocks:
+        return figures
+    hidden, width = float(facts.hidden_size), facts.intermediate_size / tp
+    routed = hidden
+    if facts.is_moe:
+        width = (facts.experts_per_token * facts.moe_intermediate_size + shared_width(facts)) / tp
+        routed *= facts.experts_per_token
+    copies = (3, 2 if facts.gated_mlp else 1) if scaled.saved_apart else (1, 1)
+    less = hidden * (2 - copies[0] * scaled.saved) + routed * (2 - copies[1] * scaled.saved)
+    less += width * (2 - scaled.saved) - scaled.saved * facts.num_heads * facts.head_dim / tp
+    each = (0.0, -scaled.blocks * less * job.configuration.sequence_length)
+    blocks = []
+    for block in figures.blocks:
+        moved: dict[str, Any] = {name: [_moved(peak, each) for peak in getattr(block, name)] for name in _KEEPING}
+        blocks.append(replace(block, kept=plus(block.kept, each), **moved))
+    return replace(figures, blocks=blocks)
+
+
+_KEEPING = ("backward", "recomputed", "replayed")
+"""Moments with what the block itself kept."""
+
+
+def _moved(peak: Peak, amount: Amount) -> Peak:
+    return Peak(plus(peak.activations, amount), peak.cast, peak.gradients)
 
 
 def buffer_bytes(job: Job, recipe: Recipe) -> float:

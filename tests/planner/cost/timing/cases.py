@@ -81,3 +81,8 @@ def make_job(facts: ModelFacts | str = "facebook/opt-125m", where: Cluster | Non
 def on(job: Job, **cluster_changes: Any) -> Job:
     """The same job on a changed cluster of the same size."""
     return replace(job, cluster=replace(job.cluster, **cluster_changes))
+
+
+def run_by(job: Job, code: str) -> Job:
+    """The same job by another code base's modules."""
+    return replace(job, workload=replace(job.workload, code=code))

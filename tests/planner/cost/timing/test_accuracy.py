@@ -38,7 +38,7 @@ def test_kept_predictions_are_of_the_model_as_it_is() -> None:
     # Where this fails the time model has changed: run scripts/fit/time_accuracy.py, then build_accuracy_report.py.
     with time_accuracy.PATH.open(newline="") as lines:
         shipped = {row["run"]: float(row["shipped_seconds"]) for row in csv.DictReader(lines)}
-    drift = {run.name: step_time(run.job, run.code).step_seconds / shipped[run.name] - 1 for run in RUNS}
+    drift = {run.name: step_time(run.job).step_seconds / shipped[run.name] - 1 for run in RUNS}
     assert not {name: change for name, change in drift.items() if abs(change) > 0.02}
 
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.code_bases import TRANSFORMERS, Implementation
 from planner.cost.timing import step_time, throughput
 from planner.cost.timing.layout import layout
 from planner.models.catalogue import find_model, models
@@ -17,7 +16,7 @@ from planner.models.facts import ModelFacts
 from planner.types.cluster import Factors, Rates, constant_rate
 from planner.types.job import Job
 from planner.types.plan import StepTime
-from tests.planner.cost.timing.cases import FIRST_OF_TYPE, SHARDED, cluster, make_job, on
+from tests.planner.cost.timing.cases import FIRST_OF_TYPE, SHARDED, cluster, make_job, on, run_by
 
 EVERY_STRATEGY = ("ddp", *SHARDED)
 ELSEWHERE = (
@@ -85,13 +84,13 @@ def test_model_parallel_plans(checkpointing: str, tp: int, pp: int) -> None:
 
 
 def test_recomputation_costs_a_forward() -> None:
-    def compute(kind: str, code: Implementation = TRANSFORMERS) -> float:
+    def compute(kind: str, code: str = "transformers") -> float:
         job = make_job("huggyllama/llama-7b", micro_batch_size=4, activation_checkpointing=kind)
-        return step_time(job, code).compute_seconds
+        return step_time(run_by(job, code)).compute_seconds
 
     none, selective, full = (compute(kind) for kind in ("none", "selective", "full"))
     assert none < selective < full
-    whole = compute("full", replace(TRANSFORMERS, stops_early=False))
+    whole = compute("full", "transformers-2021")
     assert 1.3 < whole / none < 1.35
     # Nothing needs the output of the down projection, 22 % of a block's weights; norms and attention run again.
     assert 0.75 < (full - none) / (whole - none) < 0.85
@@ -99,8 +98,7 @@ def test_recomputation_costs_a_forward() -> None:
 
 def test_a_dropout_keeps_what_recomputation_would_skip() -> None:
     job = make_job("facebook/opt-6.7b", activation_checkpointing="full")
-    whole = replace(TRANSFORMERS, stops_early=False)
-    assert step_time(job).compute_seconds == step_time(job, whole).compute_seconds
+    assert step_time(job).compute_seconds == step_time(run_by(job, "transformers-2021")).compute_seconds
 
 
 def test_the_bubble_of_equal_stages_is_the_stages_that_wait() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hardware_db.device import Device
-from planner.cost.code_bases import TRANSFORMERS, Implementation
+from planner.cost.code_bases import code_base
 from planner.cost.timing import step_time
 from planner.cost.timing.data_parallel import Communication, data_parallel
 from planner.cost.timing.efficiency import device_rates
@@ -27,8 +27,8 @@ def rates_of(bytes_per_s: float) -> Rates:
     return Rates(collectives={(name, 8): constant_rate(bytes_per_s) for name in NAMES})
 
 
-def walk(job: Job, code: Implementation = TRANSFORMERS) -> tuple[Communication, Any, Any]:
-    rates = device_rates(job.cluster, job.configuration.precision, code)
+def walk(job: Job, code: str = "transformers") -> tuple[Communication, Any, Any]:
+    rates = device_rates(job.cluster, job.configuration.precision, code_base(code).eager.time)
     where = layout(job)
     (stage,) = stages(job, rates)
     return data_parallel(job, where, stage, rates), where, stage
@@ -79,7 +79,7 @@ def test_zero_hides_nothing_of_a_model_that_fits_one_bucket() -> None:
 def test_partitions_broadcast_in_turn_pay_a_latency_each() -> None:
     job = make_job("facebook/opt-1.3b", cluster(nodes=16), strategy="zero1")
     whole, _, _ = walk(job)
-    apart, _, _ = walk(job, replace(TRANSFORMERS, broadcasts_partitions=True))
+    apart, _, _ = walk(job, "internevo")
     assert apart.total > 1.5 * whole.total
 
 

@@ -1,0 +1,563 @@
+"""Every row of the collection of published runs as a question to `dsplan estimate`, or the reason why it is none.
+
+    python -m scripts.fit.asked_rows COLLECTION.csv
+
+What `published_memory.csv` and `published_training.csv` read of a row (its plan in our words, and what had to be
+assumed) is taken from there; the rest, which they had no words for (cp, ep, interleaved pipelines, fp8, adapters), is
+read from the collection's own columns and notes. Values are the row's, never fitted. `published_asked.csv` keeps them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hardware_db.files import replace_text
+from scripts.fit.published_code import BY_SOURCE
+from scripts.fit.published_rows import MEASUREMENTS, document_of
+
+PATH = MEASUREMENTS / "published_asked.csv"
+COLUMNS = (
+    "case",
+    "source",
+    "publication",
+    "reading",
+    "code",
+    "model",
+    "config",
+    "cluster",
+    "flags",
+    "tokens_per_s_per_gpu",
+    "memory_gib",
+    "memory_kind",
+    "ran",
+    "assumed",
+    "why_not",
+    "document",
+)
+Row = Mapping[str, str]
+Flags = dict[str, Any]
+
+
+class NotAskable(Exception):
+    """Why a row is no question."""
+
+
+CODES = {
+    "torchtune": "torch",
+    "fms_fsdp": "torch",
+    **BY_SOURCE,
+    "deepspeed_zero": "megatron-deepspeed",
+    "bmtrain": "megatron-deepspeed",
+    "megatron": "megatron",
+    "litgpt": "litgpt",
+}
+"""Whose modules a source ran, by the start of its name, the longer before the shorter; any other ran transformers'."""
+
+NAMED = {"transformers, deepspeed": "transformers-2021", "megatron": "megatron-deepspeed"}
+"""What `published_memory.csv` says of single rows, where it differs from the source's."""
+
+DEVICES = {
+    ("A100", "80"): "A100-SXM4-80GB",
+    ("A100", "40"): "A100-SXM4-40GB",
+    ("A100", ""): "A100-SXM4-80GB",
+    ("H100", "80"): "H100-SXM5-80GB",
+    ("H100", "96"): "H100-SXM5-96GB",
+    ("H100", "94"): "H100-SXM5-96GB",
+    ("H100", ""): "H100-SXM5-80GB",
+    ("B200", ""): "B200-SXM-180GB",
+    ("B300", ""): "B300-SXM-288GB",
+    ("GB200", ""): "GB200-186GB",
+    ("GB200", "186"): "GB200-186GB",
+    ("GB300", ""): "GB300-288GB",
+    ("MI300X", "192"): "MI300X",
+    ("RTX 3090", "24"): "RTX-3090",
+    ("RTX 4090", "24"): "RTX-4090",
+    ("A5000", "24"): "RTX-A5000",
+    ("A6000", "48"): "RTX-A6000",
+    ("A6000 Ada", "48"): "RTX-6000-Ada",
+    ("A10G", "24"): "A10G",
+}
+MODELS = {
+    "deepseekv3": "deepseek-ai/DeepSeek-V3",
+    "deepseek-v3-671b": "deepseek-ai/DeepSeek-V3",
+    "kimi_k2": "moonshotai/Kimi-K2-Base",
+    "kimi-k2": "moonshotai/Kimi-K2-Base",
+    "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-moe-30b": "Qwen/Qwen3-30B-A3B",
+    "qwen3_235b_a22b": "Qwen/Qwen3-235B-A22B",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gemma-2b": "google/gemma-2b",
+    "gemma-7b": "google/gemma-7b",
+    "gemma2-2b": "google/gemma-2-2b",
+    "gemma2-9b": "google/gemma-2-9b",
+    "falcon-7b": "tiiuae/falcon-7b",
+    "falcon-40b": "tiiuae/falcon-40b",
+    "phi-2": "microsoft/phi-2",
+    "phi-1.5": "microsoft/phi-1_5",
+    "stablelm-base-alpha-3b": "stabilityai/stablelm-base-alpha-3b",
+}
+"""Models whose blocks are neither Llama's nor GPT-2's, by the catalogue's names."""
+
+NO_PLAN = (
+    "bigscience",
+    "alpa",
+    "bmtrain",
+    "hf_",
+    "fms",
+    "litgpt_thunder",
+    "torchao_optim",
+    "megatron_llama",
+    "colossalai",
+)
+"""Sources whose other rows the earlier files left out for good: no flag would help."""
+
+GATED = ("llama", "mistral", "yi-", "qwen", "internlm", "tiny", "swiglu", "openbuddy", "baichuan")
+LINKS = {
+    "H100-SXM5-96GB": {
+        "inter_link": "ib-ndr",
+        "nics_per_node": 8,
+    },  # what nemo, Megatron-Bridge and dgxc run on: DGX H100 has 8 x 400 Gb/s (assumed)
+    "H100-SXM5-80GB": {"inter_link": "ib-ndr", "nics_per_node": 8},
+    "A100-SXM4-80GB": {"inter_link": "ib-hdr", "nics_per_node": 8},
+}
+RECIPES = {
+    "MXFP8": "mxfp8",
+    "FP8-MX": "mxfp8",
+    "FP8-CS": "tensorwise",
+    "NVFP4": "nvfp4",
+    "FP8 alt granularity (parenthesised value)": "",
+}
+
+
+def notes_of(row: Row) -> dict[str, str]:
+    """The notes of a row by key."""
+    return dict(part.split("=", 1) for part in row["notes"].split("; ") if "=" in part)
+
+
+def code_of(source: str) -> str:
+    """Whose modules a source ran."""
+    return next((code for name, code in CODES.items() if source.startswith(name)), "transformers")
+
+
+def gpt2(row: Row, *, dropout: float) -> dict[str, Any]:
+    """A model with learned positions, LayerNorm, GELU and tied embeddings, as a config of transformers."""
+    return {
+        "model_type": "gpt2",
+        "n_embd": int(row["hidden"]),
+        "n_layer": int(row["layers"]),
+        "n_head": int(row["heads"]),
+        "n_inner": int(row["ffn"] or 4 * int(row["hidden"])),
+        "vocab_size": int(row["vocab"]),
+        "n_positions": int(row.get("sequence_length") or row.get("seq_len") or 0),
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
+        "tie_word_embeddings": row.get("tied", "yes") != "no",
+    }
+
+
+def llama(row: Row) -> dict[str, Any]:
+    """A model with rotary positions, RMSNorm and a gated MLP, as a config of transformers."""
+    return {
+        "model_type": "llama",
+        "hidden_size": int(row["hidden"]),
+        "num_hidden_layers": int(row["layers"]),
+        "num_attention_heads": int(row["heads"]),
+        "num_key_value_heads": int(row["kv_heads"] or row["heads"]),
+        "intermediate_size": int(row["ffn"]),
+        "vocab_size": int(row["vocab"]),
+        "tie_word_embeddings": False,
+    }
+
+
+def starcoder2(row: Row) -> dict[str, Any]:
+    """A model with rotary positions, LayerNorm and a plain MLP (Nemotron), as a config of transformers."""
+    return llama(row) | {"model_type": "starcoder2", "use_bias": False, "residual_dropout": 0.0}
+
+
+def dropout_of(source: str) -> float:
+    """Megatron-LM trains with 0.1 unless told otherwise."""
+    return 0.1 if source.startswith(("bigscience", "deepspeed_zero", "bmtrain", "vtrain")) else 0.0
+
+
+# Rows that an earlier collection read.
+
+
+def from_memory(row: Row) -> tuple[str, dict[str, Any], dict[str, Any], Flags]:
+    """Model or config, cluster and flags of a row of published_memory.csv."""
+    name, config = row["like"], {}
+    if row["code"] == "litgpt" and not row["hidden"]:
+        pass
+    elif row["hidden"]:
+        name = row["model"]
+        plain = "gpt2" in row["like"] or "starcoder2-3b" in row["like"]
+        dropout = dropout_of(row["source"])
+        config = gpt2(row, dropout=dropout) if plain else starcoder2(row) if "starcoder2" in row["like"] else llama(row)
+    return name, config, cluster_of(row), plan_flags(row)
+
+
+def plan_flags(row: Row) -> Flags:
+    """The flags of a row in the words of a plan."""
+    if row["strategy"] != "hsdp" and row["dp_replicate"] != "1" and row["strategy"] not in ("ddp", "single"):
+        raise NotAskable("ZeRO groups smaller than the data-parallel ranks, which no flag says")
+    flags: Flags = {
+        "strategy": row["strategy"],
+        "backend": row["backend"],
+        "tp": int(row["tp"]),
+        "pp": int(row["pp"]),
+        "micro_batch": int(row["micro_batch"]),
+        "grad_accum": int(row["grad_accum"]),
+        "seq_len": int(row["sequence_length"]),
+        "precision": row["precision"],
+        "optimizer": row["optimizer"],
+        "attention": row["attention"],
+        "checkpointing": row["checkpointing"],
+        "offload": row["offload"],
+    }
+    if "compiled" in row.get("code", "") or row.get("compiled") == "y":
+        flags["compile"] = True
+    return flags
+
+
+def cluster_of(row: Row) -> dict[str, Any]:
+    """A cluster file: of a row of either earlier file."""
+    gpus, per_node = int(row["gpus"]), int(row["gpus_per_node"])
+    device = row["device"]
+    if row.get("capacity_gib") == "95.0" or row.get("power_watts") == "500":
+        device = "H100-SXM5-96GB"
+    given: dict[str, Any] = {
+        "gpu": device,
+        "nodes": -(-gpus // per_node),
+        "gpus_per_node": min(gpus, per_node),
+    }
+    if row.get("capacity_gib") and device == row["device"]:
+        given["capacity_gb"] = round(float(row["capacity_gib"]) * 1.073741824, 3)
+    if row.get("intra_link") and gpus > 1:
+        given["intra_link"] = row["intra_link"]
+    if row.get("inter_link") and given["nodes"] > 1:
+        given |= {"inter_link": row["inter_link"], "nics_per_node": int(row["nics"])}
+    return given
+
+
+def from_training(row: Row) -> tuple[str, dict[str, Any], dict[str, Any], Flags]:
+    """The same of a row of published_training.csv."""
+    if row["position"] == "learned":
+        config = gpt2(row, dropout=dropout_of(row["source"]))
+    else:
+        config = llama(row) if row["gated"] == "yes" else starcoder2(row)
+    return row["model"], config, cluster_of(row), plan_flags(row)
+
+
+# Rows that had no words before.
+
+
+def beyond(row: Row, why: str) -> tuple[str, dict[str, Any], dict[str, Any], Flags, str]:
+    """Model, config, cluster, flags and what was assumed, of a row that the earlier files left out."""
+    source, notes = row["source_id"], notes_of(row)
+    if "remark" in notes and not notes["remark"].startswith("throughput left out"):
+        raise NotAskable("contradicts itself (remark)")
+    if source.startswith(("libai", "colossalai_llama2")) or not row["gpu_name"]:
+        raise NotAskable("the GPU is not named")
+    if not (row["tp"] and row["seq_len"]):
+        raise NotAskable("sequence length or parallel plan not stated")
+    if not (row["micro_batch_per_gpu"] or notes.get("local_batch_per_dp_rank")):
+        raise NotAskable("batch not stated")
+    if source.startswith(
+        (
+            "bigscience",
+            "alpa",
+            "bmtrain",
+            "hf_",
+            "fms",
+            "litgpt_thunder",
+            "torchao_optim",
+            "megatron_llama",
+            "colossalai",
+        )
+    ):
+        raise NotAskable(why or "the parallel plan is not recorded")
+    assumed: list[str] = []
+    model, config = model_of(row, notes)
+    device = DEVICES.get((row["gpu_name"], row["gpu_mem_gb"]))
+    if device is None:
+        raise NotAskable(f"{row['gpu_name']} {row['gpu_mem_gb']} GB is in no catalogue")
+    flags = degrees(row, notes, assumed) | work(row, notes, assumed) | adapters(row, notes)
+    return model, config, cluster_of_collection(row, device), flags, "; ".join(assumed)
+
+
+def model_of(row: Row, notes: Row) -> tuple[str, dict[str, Any]]:
+    """A catalogue name, or a name and a config."""
+    name = row["model_name"]
+    stem = name.removesuffix("-lora").removesuffix("-sft").removesuffix("-2-node").removesuffix("-sft")
+    if stem in MODELS:
+        return MODELS[stem], {}
+    if notes.get("moe") == "yes" or "chatglm" in name or "T0" in name:
+        raise NotAskable(f"the architecture of {name} is not in the catalogue")
+    if not (row["hidden"] and row["layers"] and row["heads"]):
+        raise NotAskable("architecture not stated")
+    vocabulary = row["vocab"] or ("50304" if source_is_tiny(row) else "51200" if "gpt3" in name else "")
+    if not vocabulary:
+        raise NotAskable("architecture not stated")
+    full = {**row, "vocab": vocabulary}
+    if "swiglu" in row["notes"] and notes.get("swiglu") == "1":
+        return name, llama({**full, "ffn": row["ffn"] or str(4 * int(row["hidden"]))})
+    if stem.startswith(GATED):
+        if not row["ffn"]:
+            raise NotAskable("architecture not stated")
+        return name, llama(full)
+    if stem.startswith("nemotron"):
+        return name, starcoder2(full)
+    return name, gpt2({**full, "tied": "no" if notes.get("untied_emb") == "1" else "yes"}, dropout=0.0)
+
+
+def source_is_tiny(row: Row) -> bool:
+    """Megatron's CI models, whose vocabulary is GPT-2's, padded."""
+    return row["source_id"].startswith("megatron_golden")
+
+
+def number(text: str | None) -> int:
+    """A degree in the notes; 1 where none is given."""
+    return int(text) if text and text.isdigit() else 1
+
+
+def degrees(row: Row, notes: Row, assumed: list[str]) -> Flags:
+    """Strategy, tp, pp, cp, ep, schedule and batch."""
+    gpus, tp, pp = int(row["n_gpus"]), int(row["tp"]), int(row["pp"])
+    cp, ep, virtual = number(notes.get("cp")), number(notes.get("ep")), number(notes.get("vp"))
+    layers = int(row["layers"]) if row["layers"] else 0
+    if notes.get("vpp_layers"):  # Megatron's CI says layers per virtual stage
+        virtual = layers // pp // int(notes["vpp_layers"])
+    if gpus % (tp * pp * cp):
+        raise NotAskable("the degrees do not divide the GPUs")
+    ranks = gpus // (tp * pp * cp)
+    micro, steps = row["micro_batch_per_gpu"], row["grad_accum"]
+    if not micro:  # torchtitan's pipelines: the local batch of a data-parallel rank; its micro-batches are of 1
+        micro, steps = "1", notes["local_batch_per_dp_rank"]
+        assumed.append("micro-batches of 1 sample")
+    if not steps and row["global_batch"]:
+        steps = str(int(row["global_batch"]) // (ranks * int(micro)))
+    flags: Flags = {"tp": tp, "pp": pp, "micro_batch": int(micro), "grad_accum": int(steps or 1)}
+    if cp > 1:
+        flags["cp"] = cp
+    if ep > 1:
+        flags["ep"] = ep
+    if virtual > 1 and pp > 1:
+        flags |= {"pp_schedule": "interleaved", "virtual_stages": virtual}
+    if "Interleaved" in notes.get("variant", ""):
+        flags |= {"pp_schedule": "interleaved", "virtual_stages": 2}
+        assumed.append("2 stages per rank")
+    flags["strategy"] = strategy_of(row, notes, ranks * cp, assumed)
+    return flags
+
+
+def strategy_of(row: Row, notes: Row, ranks: int, assumed: list[str]) -> str:
+    """How the states are spread."""
+    source = row["source_id"]
+    if source.startswith(("torchtitan", "torchao", "nemo_automodel")):
+        return "fsdp" if int(row["n_gpus"]) > 1 else "single"
+    if source.startswith(("megatron_bridge", "nemo", "dgxc")):
+        if notes.get("dist_optimizer", "not stated") == "not stated":
+            assumed.append("distributed optimizer")
+        return "zero1" if ranks > 1 else "ddp" if int(row["n_gpus"]) > 1 else "single"
+    if source.startswith("megatron_golden"):
+        return "zero1" if notes.get("dist_optimizer") == "1" and ranks > 1 else "ddp"
+    if source.startswith("easycontext"):
+        return "zero3"
+    named = {"fsdp2": "fsdp", "ddp": "ddp", "fsdp": "fsdp", "zero2": "zero2", "zero3": "zero3"}[row["strategy"]]
+    return "single" if row["n_gpus"] == "1" else named
+
+
+def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
+    """Sequence, precision, optimizer, attention, recomputation, offload."""
+    source = row["source_id"]
+    flags: Flags = {"seq_len": int(row["seq_len"]), "optimizer": "adamw-fused"}
+    if source.startswith("llmfoundry"):
+        flags["optimizer"] = "adamw-forloop"
+    if source.startswith(("qwen", "swift", "litgpt", "torchtune", "fsdp_qlora")):
+        flags["optimizer"] = "adamw"
+    attention = row["attention"] if row["attention"] in ("flash", "sdpa", "eager") else ""
+    flags["attention"] = attention or ("flash" if source.startswith(("megatron", "nemo", "dgxc")) else "sdpa")
+    checkpointing = row["activation_checkpointing"]
+    if checkpointing.startswith("selective:layer"):
+        flags |= {"checkpointing": "full", "checkpoint_every": int(checkpointing.removeprefix("selective:layer"))}
+    elif checkpointing:
+        flags["checkpointing"] = checkpointing.partition(":")[0]
+    else:
+        assumed.append("no recomputation")
+        if source.startswith("qwen"):  # finetune_lora_*.sh beside the table: --gradient_checkpointing
+            flags["checkpointing"] = "full"
+            assumed[-1] = "recomputation, as the script beside the table asks for"
+    flags |= precision(row, notes, assumed)
+    if "param_cpu" in row["offload"]:
+        flags["offload"] = "all"
+    if "activation_cpu" in row["offload"]:
+        flags["activations_on_host"] = True
+    if row["torch_compile"] == "y":
+        flags["compile"] = True
+    return flags
+
+
+def precision(row: Row, notes: Row, assumed: list[str]) -> Flags:
+    """bf16, fp16, or 8 and 4 bit with their recipe."""
+    label, text = row["precision"], notes.get("precision_label", "") or notes.get("recipe", "")
+    scaling = f"{notes.get('scaling', '')} {notes.get('quant', '')}"
+    if label == "nvfp4":
+        return {"precision": "fp4", "fp8_recipe": "nvfp4"}
+    if label == "fp8":
+        recipe = RECIPES.get(text.strip())
+        if recipe is None:
+            recipe = "rowwise" if "rowwise" in scaling else "mxfp8" if "mxfp8" in (scaling + text).lower() else ""
+        if not recipe:
+            recipe = "tensorwise"
+            assumed.append("tensorwise scaling")
+        return {"precision": "fp8", "fp8_recipe": recipe}
+    stored = notes.get("params_stored", "")
+    return {"precision": "bf16-pure" if label == "bf16" and stored.startswith("bf16") else label or "bf16"}
+
+
+def adapters(row: Row, notes: Row) -> Flags:
+    """What is trained: all, or adapters of some rank over weights of some width."""
+    peft, source = notes.get("peft", ""), row["source_id"]
+    if not peft:
+        if source.startswith("torchtune"):
+            raise NotAskable("optimizer not stated")
+        return {}
+    if peft.startswith("adapter"):
+        raise NotAskable("LLaMA-Adapter, which no flag says")
+    if peft == "lora_emb":
+        raise NotAskable("LoRA whose embedding and head are trained too")
+    quant = notes.get("quant", "").lower()
+    flags: Flags = {"method": "qlora" if peft == "qlora" or "nf4" in quant or "bnb" in quant else "lora"}
+    if "gptq" in quant or (source.startswith("qwen") and peft == "qlora"):
+        raise NotAskable("LoRA over GPTQ weights, which no flag says")
+    ranks = {"qwen": 64, "swift": 8, "litgpt_peft": 8, "litgpt_config": 32, "fsdp_qlora": 64, "torchtune": 8}
+    flags["lora_rank"] = next((rank for name, rank in ranks.items() if source.startswith(name)), 8)
+    # Scripts beside the tables: Qwen c_attn, attn.c_proj, w1, w2; fsdp_qlora k, q, v, up, down, gate.
+    wide = source.startswith(("qwen", "fsdp_qlora", "swift"))
+    flags["lora_targets"] = "all-linear" if wide else "attention"
+    return flags
+
+
+def cluster_of_collection(row: Row, device: str) -> dict[str, Any]:
+    """A cluster file of a row of the collection."""
+    gpus, per_node = int(row["n_gpus"]), int(row["gpus_per_node"] or 0)
+    if not per_node:
+        per_node = 72 if device.startswith("GB") and gpus % 72 == 0 else 64 if device.startswith("GB") else 8
+    per_node = min(per_node, gpus)
+    if gpus % per_node:
+        raise NotAskable("GPUs do not fill whole nodes")
+    if device.startswith("GB") and gpus > 4:  # one NVLink domain of up to 72 GPUs
+        per_node = next(size for size in (72, 64, 48, 36, 32, 16, 8, 4) if gpus % size == 0 and size <= gpus)
+    given: dict[str, Any] = {"gpu": device, "nodes": gpus // per_node, "gpus_per_node": per_node}
+    if given["nodes"] > 1 and device in LINKS:
+        given |= LINKS[device]
+    return given
+
+
+# All of them.
+
+
+def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
+    """A row of published_asked.csv for each row of the collection."""
+    memory, training, reasons = read("published_memory"), _by_place(rows), _reasons()
+    memories = {row["case"]: row for row in memory}
+    for place, row in enumerate(rows):
+        source = row["source_id"]
+        case = f"{source}-{place + 2}"
+        known, timed = memories.get(case), training.get(place)
+        out = dict.fromkeys(COLUMNS, "") | {
+            "case": case,
+            "source": source,
+            "publication": document_of(source),
+            "reading": (timed or {}).get("reading", "vendor" if "vendor" in reasons.get(source, "") else "stated"),
+            "code": code_of(source),
+            "model": row["model_name"],
+            "document": f"{row['source_repo_or_doc']} {row['source_path']}",
+            "ran": "no" if row["fits"] == "0" else "yes",
+        }
+        if source.startswith(("megatron_bridge", "nemo", "dgxc")):
+            out["reading"] = "vendor"
+        try:
+            cluster: dict[str, Any]
+            assumed = ""
+            if timed is not None:
+                name, config, cluster, flags = from_training(timed)
+                if known is not None:
+                    flags |= {name: known[name] for name in ("precision", "optimizer")}
+                    cluster |= {key: value for key, value in cluster_of(known).items() if key == "capacity_gb"}
+            elif known is not None and not source.startswith("megatron_golden"):
+                name, config, cluster, flags = from_memory(known)
+            else:
+                name, config, cluster, flags, assumed = beyond(row, reasons.get(source, ""))
+            if known is not None:
+                assumed = known["assumed"]
+                out["code"] = NAMED.get(known["code"], out["code"]) if source.startswith("big") else out["code"]
+        except NotAskable as reason:
+            yield out | {"why_not": str(reason)}
+            continue
+        speed = "" if timed is None and not _fast_enough(row) else row["measured_tokens_per_s_per_gpu"]
+        least = "the least" in assumed
+        yield out | {
+            "model": name,
+            "config": json.dumps(config) if config else "",
+            "cluster": json.dumps(cluster),
+            "flags": json.dumps({flag: value for flag, value in flags.items() if value not in ("", None)}),
+            "tokens_per_s_per_gpu": "" if least or out["ran"] == "no" else speed,
+            "memory_gib": known["memory_gib"] if known is not None else row["measured_peak_mem_gib"],
+            "memory_kind": known["memory_kind"] if known is not None else row["mem_kind"],
+            "assumed": assumed,
+        }
+
+
+def _fast_enough(row: Row) -> bool:
+    """Whether a row's speed is one of training: CI tests of Megatron run deterministic kernels, and samples of
+    fine-tuning sets are shorter than the longest."""
+    return not row["source_id"].startswith(("megatron_golden", "swift", "litgpt", "bigscience_gpt2"))
+
+
+def _reasons() -> dict[str, str]:
+    """Why rows of a source were left out of times, the commonest last."""
+    return {row["source"]: row["why"] for row in read("published_training_left_out")}
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """The rows of a measurements file."""
+    with (MEASUREMENTS / f"{name}.csv").open(newline="", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _by_place(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
+    """Rows of published_training.csv by their place in the collection."""
+    found: dict[int, dict[str, str]] = {}
+    for run in read("published_training"):
+        speed = float(run["tokens_per_s_per_gpu"])
+        place = next(
+            place
+            for place, row in enumerate(rows)
+            if place not in found
+            and (row["source_id"], row["model_name"], row["n_gpus"]) == (run["source"], run["model"], run["gpus"])
+            and abs(float(row["measured_tokens_per_s_per_gpu"] or 0) / speed - 1) < 1e-3
+        )
+        found[place] = run
+    return found
+
+
+def main(arguments: Iterable[str]) -> None:
+    (collection,) = arguments
+    with open(collection, newline="", encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asked(rows))
+    replace_text(PATH, text.getvalue())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,225 @@
+"""Errors of published runs asked through the command line, by code base and publication, as tables.
+
+    python -m scripts.report.accuracy_asked
+
+prints them; `accuracy_report.py` puts them on the page. The answers are those that `scripts/fit/asked.py` kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from scripts.fit.asked import BEFORE, Answer, Asked, kept, questions
+from scripts.fit.published_rows import MEASUREMENTS, document_of
+from scripts.fit.time_scores import percentile
+from scripts.report.accuracy_tables import table
+
+GRID = "vtrain_a100"
+HEAD = """
+## Asked through the command line
+
+Every row of the collection of published runs, and vTrain's grid, asked as a person asks: as flags of `dsplan estimate`
+with `--code`, a config.json and a cluster file, through the command line's own question. `published_asked.csv` holds
+the flags of each row, `asked_answers.csv` what was said (`python -m scripts.fit.asked`, a few seconds). Errors are
+predicted / measured - 1, of tokens/s/GPU and of the memory that the row's kind means. Speeds are those of constants
+that have not seen the publication: an answer is scaled by what its publication's rows move by when the constants are
+fitted without it. No constant was fitted to memory.
+
+*Ran* counts runs whose plan is stated and that ran; a *false reject* is one of them that is called "does not fit", a
+*false fit* a run that went out of memory and is called "fits" or "tight". Runs tuned by a vendor (Megatron-Bridge,
+NeMo, dgxc) state neither recomputation nor how the optimizer is sharded: their speeds are asked with none and with the
+distributed optimizer, and their verdicts are not counted.
+"""
+BEFORE_HEAD = """
+### Before `--code` had an effect
+
+The same questions on the day the flags were first read, when every code base was answered for as eager transformers,
+and cp, ep, virtual stages, fp8 and adapters changed nothing.
+"""
+PUBLICATIONS = """
+### By publication
+"""
+THE_GRID = """
+### vTrain's grid
+
+{runs} plans of Megatron-DeepSpeed on A100. Regret is what the plan that is put first loses to the fastest of its group
+(the same GPUs, model, sequence length and batch; {groups} groups).
+"""
+REFUSED = """
+### What the command line refuses or cannot say
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Questions with their answers."""
+
+    pairs: Sequence[tuple[Asked, Answer]]
+
+    def errors(self, figure: str) -> list[float]:
+        """Signed errors of a figure over the rows that print it and ran."""
+        return [
+            getattr(answer, figure) / getattr(asked, figure) - 1
+            for asked, answer in self.pairs
+            if getattr(asked, figure) and asked.ran and asked.reading != "disclaimed" and not answer.refused
+        ]
+
+    @property
+    def speed(self) -> list[float]:
+        return self.errors("tokens_per_s_per_gpu")
+
+    @property
+    def memory(self) -> list[float]:
+        return self.errors("memory_bytes")
+
+    def verdicts(self, *, ran: bool) -> Counter[str]:
+        """Verdicts of runs whose plan is stated, that ran or ran out of memory."""
+        held = [answer for asked, answer in self.pairs if asked.ran == ran and _plan_is_stated(asked)]
+        return Counter(answer.verdict or "refused" for answer in held)
+
+
+def _plan_is_stated(asked: Asked) -> bool:
+    return asked.reading != "vendor" and asked.source != GRID
+
+
+def answered(found: Mapping[str, Answer]) -> list[tuple[Asked, Answer]]:
+    """Questions with their answers, speeds as constants say that have not seen the publication."""
+    moved = moves()
+    pairs = ((asked, found[asked.case]) for asked in questions() if asked.case in found)
+    return [(asked, answer.scaled(moved.get(asked.publication, 1.0))) for asked, answer in pairs]
+
+
+@cache
+def moves() -> Mapping[str, float]:
+    """What leaving a publication out makes of its speeds: the median over its rows of shipped over left-out seconds."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    with (MEASUREMENTS / "time_left_out.csv").open(newline="", encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            source = row["run"].rpartition("-")[0]
+            found[document_of(source)].append(float(row["shipped_seconds"]) / float(row["left_out_seconds"]))
+    return {publication: statistics.median(ratios) for publication, ratios in found.items()}
+
+
+Key = tuple[str, ...]
+
+
+def by(pairs: Iterable[tuple[Asked, Answer]], key: Callable[[Asked], Key]) -> list[tuple[Key, Rows]]:
+    """Rows by a key, in alphabetical order."""
+    groups: defaultdict[Key, list[tuple[Asked, Answer]]] = defaultdict(list)
+    for asked, answer in pairs:
+        groups[key(asked)].append((asked, answer))
+    return [(found, Rows(pairs=groups[found])) for found in sorted(groups)]
+
+
+FIGURES = ("rows", "median", "90 % within", "bias")
+COLUMNS = (
+    *(f"speed: {name}" if name == "rows" else name for name in FIGURES),
+    *(f"memory: {name}" if name == "rows" else name for name in FIGURES),
+    "ran",
+    "false rejects",
+    "out of memory",
+    "false fits",
+)
+
+
+def figures(errors: Sequence[float]) -> list[str]:
+    """Rows, median and 90th percentile of the sizes, and the median with its sign."""
+    if not errors:
+        return ["0", "-", "-", "-"]
+    sizes = [abs(error) for error in errors]
+    middle, most, bias = statistics.median(sizes), percentile(sizes, 0.9), statistics.median(errors)
+    return [str(len(errors)), f"{middle:.1%}", f"{most:.1%}", f"{bias:+.1%}"]
+
+
+def scores(rows: Rows) -> list[str]:
+    """The cells of a group."""
+    ran, out = rows.verdicts(ran=True), rows.verdicts(ran=False)
+    rejected = f"{ran['does_not_fit']} ({ran['does_not_fit'] / ran.total():.0%})" if ran else "-"
+    fitting = str(out["fits"] + out["tight"]) if out else "-"
+    return [*figures(rows.speed), *figures(rows.memory), str(ran.total()), rejected, str(out.total()), fitting]
+
+
+def losses(pairs: Iterable[tuple[Asked, Answer]]) -> list[float]:
+    """What the plan that is put first loses to the fastest, in each group that shares GPUs, model, length and batch."""
+    groups: defaultdict[Key, list[tuple[float, float]]] = defaultdict(list)
+    for asked, answer in pairs:
+        flags, gpus = asked.flags, asked.cluster["nodes"] * asked.cluster["gpus_per_node"]
+        batch = flags["micro_batch"] * flags["grad_accum"] * gpus // flags["tp"] // flags["pp"]
+        group = asked.model, asked.config["n_head"], flags["seq_len"], gpus, batch
+        groups[tuple(map(str, group))].append((answer.tokens_per_s_per_gpu, asked.tokens_per_s_per_gpu))
+    several = (plans for plans in groups.values() if len(plans) > 1)
+    return [1 - max(plans)[1] / max(measured for _, measured in plans) for plans in several]
+
+
+def asked_section() -> Iterator[str]:
+    """The lines of the section."""
+    pairs, before = answered(kept()), answered(kept(BEFORE))
+    yield HEAD
+    yield from _by_code(pairs)
+    yield BEFORE_HEAD
+    yield from _by_code(before)
+    yield PUBLICATIONS
+    groups = by(_without_grid(pairs), lambda asked: (asked.code, asked.publication, asked.reading))
+    yield from table(("code", "publication", "reading", *COLUMNS), ([*key, *scores(rows)] for key, rows in groups))
+    yield from _grid(pairs, before)
+    yield REFUSED
+    yield from _not_said(pairs)
+
+
+def _without_grid(pairs: Iterable[tuple[Asked, Answer]]) -> list[tuple[Asked, Answer]]:
+    return [pair for pair in pairs if pair[0].source != GRID]
+
+
+def _by_code(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[str]:
+    own = _without_grid(pairs)
+    groups = [*by(own, lambda asked: (asked.code,)), (("**all**",), Rows(pairs=own))]
+    yield from table(("code", *COLUMNS), ([*key, *scores(rows)] for key, rows in groups))
+
+
+def _grid(pairs: Sequence[tuple[Asked, Answer]], before: Sequence[tuple[Asked, Answer]]) -> Iterator[str]:
+    own = [[pair for pair in some if pair[0].source == GRID] for some in (pairs, before)]
+    yield THE_GRID.format(runs=len(own[0]), groups=len(losses(own[0])))
+    yield from table(
+        ("plans", "when", *FIGURES, "median regret", "90 % of regret within"),
+        (_grid_row(kind, when, some) for kind in _KINDS for when, some in zip(("now", "before"), own, strict=True)),
+    )
+
+
+_KINDS: Mapping[str, Callable[[Mapping[str, int]], bool]] = {
+    "all": lambda flags: True,
+    "tp 1, pp 1": lambda flags: flags["tp"] == flags["pp"] == 1,
+    "tp": lambda flags: flags["tp"] > 1 and flags["pp"] == 1,
+    "pp": lambda flags: flags["tp"] == 1 and flags["pp"] > 1,
+    "tp x pp": lambda flags: flags["tp"] > 1 and flags["pp"] > 1,
+}
+
+
+def _grid_row(kind: str, when: str, pairs: Sequence[tuple[Asked, Answer]]) -> list[str]:
+    own = [pair for pair in pairs if _KINDS[kind](pair[0].flags)]
+    regret = losses(own) if kind == "all" else []
+    chosen = [f"{statistics.median(regret):.1%}", f"{percentile(regret, 0.9):.1%}"] if regret else ["-", "-"]
+    return [kind, when, *figures(Rows(pairs=own).speed), *chosen]
+
+
+def _not_said(pairs: Sequence[tuple[Asked, Answer]]) -> Iterator[str]:
+    asked = questions()
+    total = sum(one.source != GRID for one in asked)
+    found = Counter((one.source, one.why_not) for one in asked if one.why_not)
+    found += Counter((one.source, f"refused: {answer.refused}") for one, answer in pairs if answer.refused)
+    yield f"{total - found.total()} of {total} rows of the collection are answered; the others:\n"
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for (source, why), count in found.items():
+        reasons[why].append(f"{count} of {source}")
+    ordered = sorted(reasons.items(), key=lambda item: -sum(int(text.split()[0]) for text in item[1]))
+    cells = ([why, str(sum(int(text.split()[0]) for text in of)), ", ".join(of)] for why, of in ordered)
+    yield from table(("why", "rows", "where"), cells)
+    yield ""
+
+
+if __name__ == "__main__":
+    print("\n".join(asked_section()))

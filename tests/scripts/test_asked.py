@@ -1,0 +1,74 @@
+"""Published runs are asked through the command line's own path, all of them, and scored as the page says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.fit.asked import Answer, Asked, Desk, answers, kept, questions
+from scripts.fit.published_rows import document_of
+from scripts.report.accuracy_asked import GRID, Rows, losses, moves
+from tests.dsplan.cli import Cli
+
+ASKED = questions()
+BY_CASE = {asked.case: asked for asked in ASKED}
+
+
+def some(count: int) -> list[Asked]:
+    """Questions evenly spaced over all."""
+    own = [asked for asked in ASKED if not asked.why_not]
+    return own[:: len(own) // count]
+
+
+def test_every_row_of_the_collection_is_a_question_or_says_why_not() -> None:
+    collection = [asked for asked in ASKED if asked.source != GRID]
+    assert len(collection) == 1540
+    assert len(ASKED) - len(collection) == 761
+    assert not [asked.case for asked in collection if bool(asked.why_not) == bool(asked.flags)]
+    assert set(kept()) == {asked.case for asked in ASKED if not asked.why_not}
+
+
+def test_the_command_line_says_what_was_kept_of_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli, desk = Cli(capsys), Desk(tmp_path)
+    for case in ("torchtitan_h100_2024-239", "vtrain_a100-700"):
+        said = cli("", *desk.command_line(BY_CASE[case])).json
+        answer = desk.answer(BY_CASE[case])
+        assert said["throughput"]["tokens_per_second_per_gpu"] == pytest.approx(answer.tokens_per_s_per_gpu)
+        assert said["verdict"] == answer.verdict
+
+
+def test_publications_are_left_out_whole() -> None:
+    named = {asked.publication for asked in ASKED}
+    assert named >= set(moves())
+    assert not [asked.case for asked in ASKED if asked.publication != document_of(asked.source)]
+
+
+def test_scores_by_hand() -> None:
+    first = next(asked for asked in ASKED if asked.memory_bytes and asked.tokens_per_s_per_gpu and asked.ran)
+    half = Answer(tokens_per_s_per_gpu=first.tokens_per_s_per_gpu / 2, memory_bytes=first.memory_bytes, verdict="fits")
+    out = replace(first, ran=False)
+    vendor = replace(first, reading="vendor")
+    rows = Rows(pairs=[(first, half), (out, half), (vendor, replace(half, verdict="does_not_fit"))])
+    assert rows.speed == [-0.5, -0.5]
+    assert rows.memory == [0.0, 0.0]
+    assert rows.verdicts(ran=True) == {"fits": 1}
+    assert rows.verdicts(ran=False) == {"fits": 1}
+
+
+def test_regret_by_hand() -> None:
+    slow, fast = (BY_CASE[f"{GRID}-{place}"] for place in (1, 1))
+    slow = replace(slow, tokens_per_s_per_gpu=80.0)
+    fast = replace(fast, tokens_per_s_per_gpu=100.0)
+    pairs = [(slow, Answer(tokens_per_s_per_gpu=9.0)), (fast, Answer(tokens_per_s_per_gpu=8.0))]
+    assert losses(pairs) == [pytest.approx(0.2)]
+
+
+def test_kept_answers_are_todays() -> None:
+    # Where this fails the answers have changed: run python -m scripts.fit.asked, then scripts.report.accuracy_report.
+    sample, known = some(60), kept()
+    found = answers(sample)
+    for figure in ("tokens_per_s_per_gpu", "memory_bytes"):
+        off = {case: getattr(known[case], figure) / (getattr(new, figure) or 1) - 1 for case, new in found.items()}
+        assert not {case: change for case, change in off.items() if abs(change) > 0.02 and not found[case].refused}
