@@ -543,7 +543,8 @@ def _python_fields(plan: Plan, form: str) -> tuple[Fields, Fields]:
     """Keyword arguments of the model, and of the data-parallel wrapper."""
     everything = {**model_fields(plan, form), **parallel_fields(plan, form), **_recompute(plan), **_fused_loss(plan)}
     everything |= _attention(plan)
-    everything.pop("ckpt_format", None)
+    for name in ("ckpt_format", "max_position_embeddings"):  # a setting of checkpoints; the sequence's length there
+        everything.pop(name, None)
     ddp = {name: everything.pop(name) for name in _DDP_FIELDS if name in everything}
     tp = plan.configuration.tp
     # Megatron-Core pads to multiples of this times tp.
