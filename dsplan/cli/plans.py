@@ -99,7 +99,8 @@ def emit(
         str,
         typer.Option(
             metavar="NAME",
-            help="deepspeed, accelerate, huggingface, torchrun, slurm, mpi or kubernetes.",
+            help="deepspeed, accelerate, huggingface, torchrun, slurm, mpi, kubernetes, torchtitan, megatron,"
+            " megatron-bridge, nemo or nanotron.",
             show_default=False,
         ),
     ],
@@ -140,20 +141,21 @@ def emit(
 def write_plans(plans: Sequence[Plan], directory: Path) -> None:
     """`plan-1.yaml` and in `plan-1/FORMAT/` its configs, and so on down the ranking.
 
-    A format that has no form of a plan (FSDP as a DeepSpeed config) is left out.
+    A plan for a trainer's code (`--code torchtitan`) has that trainer's config. A format that has no form of a plan
+    (FSDP as a DeepSpeed config) is left out.
 
     Raises:
         BrokenFile: the directory or a file cannot be written.
     """
-    from planner.emit import FORMATS
     from planner.emit import emit as emit_plan
+    from planner.emit import fitting_formats
     from planner.errors import ContradictoryRequest
     from planner.types.plan_io import save_plan
 
     for rank, plan in enumerate(plans, start=1):
         _make(directory)
         save_plan(plan, directory / f"plan-{rank}.yaml")
-        for format in FORMATS:
+        for format in fitting_formats(plan):
             # ContradictoryRequest is how a format says that it has no form of this plan.
             with contextlib.suppress(ContradictoryRequest):
                 write_files(emit_plan(plan, format), directory / f"plan-{rank}" / format)

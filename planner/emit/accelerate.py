@@ -15,6 +15,7 @@ from planner.emit.common import (
     node_layout,
     on_cpu,
     refuse,
+    require_whole_precision,
     script_duties,
 )
 from planner.emit.deepspeed import CONFIG_NAME, as_json, config_without_optimizer
@@ -72,6 +73,7 @@ def _several_machines(plan: Plan) -> list[str]:
 
 
 def _refuse_what_accelerate_lacks(plan: Plan, options: EmitOptions) -> None:
+    require_whole_precision(plan, _FORM)
     configuration = plan.configuration
     sharded = configuration.strategy in words.FSDP_STRATEGIES
     if on_cpu(plan, options) and (sharded or is_zero(plan)):

@@ -29,6 +29,7 @@ class EmitOptions:
 DEFAULTS = EmitOptions()
 TRAINERS = ("torchtitan", "megatron", "megatron-bridge", "nemo", "nanotron")
 """The formats of trainers that split layers, stacks of layers, sequences or experts."""
+LOW_PRECISIONS = ("fp8", "fp4")
 EMIT_ELSEWHERE = f"emit it as {', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}"
 # As the vendors' device plugins for Kubernetes call them.
 _RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}
@@ -160,13 +161,22 @@ def require(plan: Plan, form: str, can: Abilities) -> None:
         raise refuse(plan, form, "with activations on the host", "plan without --activations-on-host")
     method = workload_word(plan, "method") or "full"
     if method != "full":
-        raise refuse(
-            plan, form, f"with method {method}", "emit it as accelerate, whose script adds PEFT"
-        )
+        raise refuse(plan, form, f"with method {method}", "emit it as accelerate, whose script adds PEFT")
     for name in ("train_only", "ema"):
         if workload.get(name):
             flag = name.replace("_", "-")
             raise refuse(plan, form, f"with --{flag}", f"plan without --{flag}, which dsplan's own scripts can do")
+
+
+def require_whole_precision(plan: Plan, form: str) -> None:
+    """Refuse products in 8 or 4 bits, for which `form` has no words of ours.
+
+    Raises:
+        ContradictoryRequest: the precision is fp8 or fp4.
+    """
+    if plan.configuration.precision in LOW_PRECISIONS:
+        reason = f"in {plan.configuration.precision}"
+        raise refuse(plan, form, reason, "emit it as torchtitan or megatron, or as torchrun with a script of yours")
 
 
 def is_zero(plan: Plan) -> bool:
@@ -184,10 +194,16 @@ _OPTIMIZERS = {
     "adamw-fused": "torch.optim.AdamW(fused=True)",
     "adamw-forloop": "torch.optim.AdamW(foreach=False)",
     "adamw-8bit": "bitsandbytes.optim.AdamW8bit",
+    "adamw-8bit-paged": "bitsandbytes.optim.PagedAdamW8bit",
+    "adamw-4bit": "torchao.optim.AdamW4bit",
+    "adamw-fp8": "torchao.optim.AdamWFp8",
     "sgd": "torch.optim.SGD",
     "adafactor": "torch.optim.Adafactor",
     "lion": "a Lion optimizer",
+    "muon": "torch.optim.Muon for matrices and AdamW for the rest",
 }
+_BY_SCRIPT = frozenset({"adamw-8bit", "adamw-8bit-paged", "adamw-4bit", "adamw-fp8", "muon"})
+"""Optimizers that DeepSpeed's JSON cannot name."""
 
 
 def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:
@@ -200,6 +216,7 @@ def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, .
         *_degrees(plan, format),
         *_batch(plan, format),
         _loading(plan),
+        *_what_runs(plan),
         *_checkpointing(plan, format),
         *_parking(plan),
         *_travel(plan, format),
@@ -256,15 +273,15 @@ def _trainer_duties(plan: Plan, format: str) -> tuple[str, ...]:
     if format == "torchtitan" and configuration.tp > 1 and not configuration.sequence_parallel:
         duties.append("keeps whole sequences between its products; torchtitan 0.2.2 splits them, which takes less")
     loss = workload_word(plan, "loss") or "plain"
-    if loss not in _LOSSES.get(format, ("plain", "fused")):
-        duties.append(f"has a {loss} loss, for which the trainer has no setting")
+    if loss not in _LOSSES.get(format, ("plain",)):
+        duties.append(f"has a {loss} loss ({_LOSS_WAYS[loss]}), for which the trainer has no setting")
     if workload.get("compile") and format != "torchtitan":
         duties.append("compiles its blocks, for which the trainer has no setting")
     return tuple(duties)
 
 
-_LOSSES = {"torchtitan": ("plain", "chunked"), "nanotron": ("plain",)}
-"""How a format's trainer can compute the loss; Megatron's fuse it."""
+_LOSSES = {"torchtitan": ("plain", "chunked")}
+"""How a format's trainer can compute the loss; Megatron's fusion still makes logits."""
 
 
 def _batch(plan: Plan, format: str) -> tuple[str, ...]:
@@ -285,6 +302,36 @@ def _loading(plan: Plan) -> str:
         dtype = "bfloat16" if configuration.precision == "bf16" else "float16"
     attention = _ATTENTION[configuration.attention]
     return f"loads the model with dtype=torch.{dtype}, attn_implementation={attention!r}"
+
+
+def _what_runs(plan: Plan) -> tuple[str, ...]:
+    """What the workload asks for that is a matter of the script alone."""
+    workload, duties = plan.workload, []
+    if plan.configuration.precision in LOW_PRECISIONS:
+        recipe = workload_word(plan, "fp8_recipe") or "any"
+        duties.append(f"runs its products in {plan.configuration.precision} ({recipe} scaling), by torchao or its like")
+    method = workload_word(plan, "method") or "full"
+    if method != "full":
+        targets = f"rank {workload.get('lora_rank')}, on {workload.get('lora_targets')}"
+        duties.append(f"trains {method} adapters ({targets}) beside frozen weights, with PEFT")
+    if only := workload_word(plan, "train_only"):
+        duties.append(f"trains only weights whose names match {only!r}")
+    if dtype := workload_word(plan, "load_dtype"):
+        duties.append(f"loads frozen weights in {dtype}")
+    if workload.get("ema"):
+        duties.append("keeps a moving average of the weights")
+    if workload.get("compile"):
+        duties.append("puts blocks under torch.compile")
+    loss = workload_word(plan, "loss") or "plain"
+    if loss != "plain":
+        duties.append(f"has a {loss} loss: {_LOSS_WAYS[loss]}")
+    code = workload_word(plan, "code") or "transformers"
+    if code != "transformers":
+        duties.append(f"runs the modules of {code}")
+    return tuple(duties)
+
+
+_LOSS_WAYS = {"chunked": "logits of a part of the tokens at a time", "fused": "Liger's, without logits"}
 
 
 def _checkpointing(plan: Plan, format: str) -> tuple[str, ...]:
@@ -315,7 +362,7 @@ def _travel(plan: Plan, format: str) -> tuple[str, ...]:
 
 def _optimizer(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:
     name = plan.configuration.optimizer
-    in_json = name != "adamw-8bit" and not (name == "lion" and on_cpu(plan, options))
+    in_json = name not in _BY_SCRIPT and not (name == "lion" and on_cpu(plan, options))
     if (format == "deepspeed" and in_json) or (format == "huggingface" and name != "adamw-forloop"):
         return ()
     return (f"uses {_OPTIMIZERS[name]}",)

@@ -14,6 +14,7 @@ from planner.emit.common import (
     on_cpu,
     refuse,
     require_data_parallel_only,
+    require_whole_precision,
     script_duties,
 )
 from planner.emit.deepspeed import config_without_optimizer
@@ -26,6 +27,8 @@ _OPTIMIZERS = {
     "adamw-fused": "adamw_torch_fused",
     "adamw-forloop": "adamw_torch",
     "adamw-8bit": "adamw_bnb_8bit",
+    "adamw-8bit-paged": "paged_adamw_8bit",
+    "adamw-4bit": "adamw_torch_4bit",
     "sgd": "sgd",
     "adafactor": "adafactor",
     "lion": "lion_32bit",
@@ -70,6 +73,9 @@ def training_arguments(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str,
 
 def _refuse_what_trainer_lacks(plan: Plan, options: EmitOptions) -> None:
     require_data_parallel_only(plan, _FORM)
+    require_whole_precision(plan, _FORM)
+    if plan.configuration.optimizer not in _OPTIMIZERS:
+        raise refuse(plan, _FORM, f"with optimizer {plan.configuration.optimizer}", "emit it as accelerate or torchrun")
     configuration = plan.configuration
     if configuration.strategy == "hsdp":
         # TrainingArguments takes a ParallelismConfig object here, which JSON cannot hold.

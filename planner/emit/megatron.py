@@ -8,6 +8,8 @@ One mapping of Megatron-Core's field names serves all three. Source of the names
 
 from __future__ import annotations
 
+import json
+
 from planner.emit.common import (
     DEFAULTS,
     Abilities,
@@ -62,6 +64,7 @@ def arguments(plan: Plan, options: EmitOptions, form: str = "Megatron-LM argumen
     Raises:
         ContradictoryRequest: Megatron-LM has no form of this plan.
     """
+    require(plan, form, _ABILITIES)
     configuration = plan.configuration
     model = model_fields(plan, form)
     vocabulary = _padded(int(str(model.pop("vocab_size"))), configuration.tp)
@@ -272,7 +275,6 @@ def parallel_fields(plan: Plan, form: str) -> Fields:
     Raises:
         ContradictoryRequest: Megatron cannot combine them.
     """
-    require(plan, form, _ABILITIES)
     configuration, facts = plan.configuration, facts_of(plan, form)
     fields: Fields = {
         "tensor_model_parallel_size": configuration.tp,
@@ -364,9 +366,10 @@ def _recompute(plan: Plan) -> Fields:
 
 
 def _fused_loss(plan: Plan) -> Fields:
+    """Megatron's fusion still makes logits; Transformer Engine's is refused by Megatron-LM as unstable."""
     if workload_word(plan, "loss") != "fused":
         return {}
-    return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
 
 
 def _attention(plan: Plan) -> Fields:
@@ -378,9 +381,9 @@ def _attention(plan: Plan) -> Fields:
 
 _DDP = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "use_megatron_fsdp")
 _DDP_FIELDS = (*_DDP, "data_parallel_sharding_strategy", "num_distributed_optimizer_instances")
+_BACKEND = "from megatron.core.transformer.enums import AttnBackend\n"
 _BRIDGE = """{head}
 import torch
-import torch.nn.functional as F
 from megatron.bridge.models.{provider_module} import {provider}
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -397,8 +400,7 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
 from megatron.bridge.training.pretrain import pretrain
-from megatron.core.transformer.enums import AttnBackend
-
+{backend}
 TRAIN_ITERS = 100
 
 MODEL = {provider}(
@@ -449,6 +451,7 @@ def emit_bridge(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
         provider="MLAModelProvider" if mla else "GPTModelProvider",
         provider_module="mla_provider" if mla else "gpt_provider",
         model=_keywords(fields, 4),
+        backend=_BACKEND if "attention_backend" in fields else "",
         micro=configuration.micro_batch_size,
         batch=configuration.global_batch_size,
         sequence=configuration.sequence_length,
@@ -469,6 +472,7 @@ def emit_nemo(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
     """
     form = "a NeMo 2 recipe"
     configuration = plan.configuration
+    require(plan, form, _ABILITIES)
     if facts_of(plan, form).mla is not None:
         raise refuse(plan, form, "of latent attention", "emit it as megatron-bridge or megatron")
     fields, ddp = _python_fields(plan, form)
@@ -481,6 +485,7 @@ def emit_nemo(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
     text = _NEMO.format(
         head=_docstring(plan, "NeMo 2", "nemo_plan.py"),
         model=_keywords(fields, 4),
+        backend=_BACKEND if "attention_backend" in fields else "",
         micro=configuration.micro_batch_size,
         batch=configuration.global_batch_size,
         sequence=configuration.sequence_length,
@@ -503,11 +508,9 @@ _STRATEGY_FIELDS = (
 """Fields that NeMo 2 takes in its strategy and sets in the model itself."""
 _NEMO = """{head}
 import torch
-import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.enums import AttnBackend
-from nemo import lightning as nl
+{backend}from nemo import lightning as nl
 from nemo.collections import llm
 
 MODEL = llm.GPTConfig(
@@ -541,6 +544,7 @@ if __name__ == "__main__":
 
 def _python_fields(plan: Plan, form: str) -> tuple[Fields, Fields]:
     """Keyword arguments of the model, and of the data-parallel wrapper."""
+    require(plan, form, _ABILITIES)
     everything = {**model_fields(plan, form), **parallel_fields(plan, form), **_recompute(plan), **_fused_loss(plan)}
     everything |= _attention(plan)
     for name in ("ckpt_format", "max_position_embeddings"):  # a setting of checkpoints; the sequence's length there
@@ -589,18 +593,20 @@ def _keywords(fields: Fields, indent: int) -> str:
             value = _Name(f"AttnBackend.{value}")
         lines.append(f"{name}={_literal(value)}")
         if name == "gated_linear_unit" and value is True:
-            lines.append("activation_func=F.silu")
+            lines.append("activation_func=torch.nn.functional.silu")
     return "".join(f"{' ' * indent}{line},\n" for line in lines)
 
 
 def _call(function: str, fields: Fields) -> str:
-    return f"{function}({', '.join(f'{name}={_literal(value)}' for name, value in fields.items())})"
+    return f"{function}(\n{_keywords(fields, 8)}    )"
 
 
 def _literal(value: object) -> str:
     if isinstance(value, list) and 0 in value:
         dense = value.index(1)
         return f"[0] * {dense} + [1] * {len(value) - dense}"
+    if isinstance(value, list):
+        return json.dumps(value)
     return f'"{value}"' if isinstance(value, str) and not isinstance(value, _Name) else str(value)
 
 

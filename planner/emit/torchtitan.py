@@ -125,7 +125,8 @@ def _checked(plan: Plan) -> _Flavor:
     _require_stages(plan, facts.num_layers)
     flavor = _FLAVORS.get((facts.model_type, facts.hidden_size, facts.num_layers, facts.vocab_size))
     if flavor is None:
-        names = ", ".join(f"{known.module} {known.name}" for known in _FLAVORS.values())
+        alike = ", ".join(known.name for key, known in _FLAVORS.items() if key[0] == facts.model_type)
+        names = alike or "llama3, qwen3, deepseek_v3 and gpt_oss"
         raise refuse(plan, _FORM, f"of {facts.name}", f"it registers {names}; emit it as megatron or accelerate")
     return flavor
 
@@ -273,19 +274,18 @@ def _toml(sections: dict[str, Section]) -> str:
 
 _PYTHON = """{head}
 from torchtitan.components.data import ConcatThenSplitPackingConfig, GrainDataLoader
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.loss import {losses}
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.components.quantization import Float8LinearConverter, MXFP8LinearConverter, NVFP4LinearConverter
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.hf_datasets.text_datasets import DATASETS
+{quantization}from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+{policies}from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.{module} import model_registry
 from torchtitan.trainer import Trainer
 
 
 def plan() -> Trainer.Config:
-    model_spec = model_registry("{flavor}", converters={converters})
+    converters = {converters}
+    model_spec = model_registry("{flavor}", converters=converters)
     loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec))
     optimizer = default_adamw(lr={lr}, weight_decay={decay})
     optimizer.implementation = "{implementation}"
@@ -327,24 +327,36 @@ def _python(plan: Plan, flavor: _Flavor, options: EmitOptions) -> str:
     if configuration.pp > 1 or configuration.ep > 1:
         training["disable_cuda_graphs"] = True
     name = str(plan.model.get("name", "model")).rsplit("/", 1)[-1]
+    chunked = workload_word(plan, "loss") not in ("", "plain")
+    policy = _POLICIES[configuration.activation_checkpointing]
+    converters = _CONVERTERS[_recipe(plan)].format(compiled)
     return _PYTHON.format(
         head=f'"""{configuration.strategy} on {configuration.world_size} ranks, for torchtitan after 0.2.2."""\n',
         module=flavor.module,
         flavor=flavor.name,
-        converters=_CONVERTERS[_recipe(plan)].format(compiled),
+        losses="ChunkedLossWrapper, CrossEntropyLoss" if chunked else "CrossEntropyLoss",
+        quantization=_imported("components.quantization", converters),
+        policies=_imported("distributed.activation_checkpoint", policy),
+        converters=converters,
         lr=options.learning_rate,
         decay=options.weight_decay,
         implementation=_IMPLEMENTATIONS[configuration.optimizer],
         assets=f"./assets/hf/{name}",
-        loss="loss" if workload_word(plan, "loss") in ("", "plain") else "ChunkedLossWrapper.Config(loss_fn=loss)",
+        loss="ChunkedLossWrapper.Config(loss_fn=loss)" if chunked else "loss",
         training=_keywords(training),
         parallelism=_keywords(parallelism),
-        checkpointing=_POLICIES[configuration.activation_checkpointing],
+        checkpointing=policy,
         compile=compiled,
     )
 
 
 _POLICIES = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
+
+
+def _imported(module: str, expression: str) -> str:
+    """The import of the class whose Config an expression makes; empty for None."""
+    name = expression.removeprefix("[").split(".")[0]
+    return "" if name == "None" else f"from torchtitan.{module} import {name}\n"
 
 
 def _keywords(section: Section) -> str:

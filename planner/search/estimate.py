@@ -204,9 +204,15 @@ def unrunnable(configuration: Configuration) -> str:
             f"dsplan run has no {configuration.precision} products; accelerate (torchao, Transformer Engine),"
             " torchtitan and Megatron-LM run them"
         )
-    if configuration.tp > 1 or configuration.pp > 1:
-        return f"dsplan run cannot yet run tp {configuration.tp} x pp {configuration.pp}; the plan can be emitted"
-    return ""
+    if not configuration.splits_model:
+        return ""
+    further = "".join(
+        f" x {name} {size}" for name, size in (("cp", configuration.cp), ("ep", configuration.ep)) if size > 1
+    )
+    degrees = f"tp {configuration.tp} x pp {configuration.pp}{further}"
+    trainer = "torchtitan" if configuration.strategy in words.FSDP_STRATEGIES else "megatron"
+    written = trainer if configuration.zero_stage < 2 else "torchrun"
+    return f"dsplan run cannot yet run {degrees}; dsplan emit --format {written} can write it"
 
 
 def _remarks(priced: Priced) -> list[str]:

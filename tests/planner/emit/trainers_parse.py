@@ -1,10 +1,12 @@
-"""Reads [[tool, {filename: text}, facts], ...] from stdin and prints what each tool's own parser makes of the files.
+"""Reads [[tool, {filename: text}, ranks], ...] from stdin and prints what each tool's own parser makes of the files.
 
-The tools are checkouts under the directory that DSPLAN_TRAINERS names. What they import and a CPU does not have (Triton and
-kernels) is replaced; nothing that reads a config is.
+The tools are checkouts under the directory that DSPLAN_TRAINERS names; its folder `site` may hold packages that they
+need (pip install --target: dacite, tyro, spmd_types, grain, portpicker, torchdata). What they import and a CPU does not
+have (Triton and kernels) is replaced; nothing that reads a config is.
 """
 
 import ast
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -19,6 +21,7 @@ from unittest.mock import MagicMock
 import typing_extensions
 
 ROOT = Path(os.environ["DSPLAN_TRAINERS"])
+sys.path.append(str(ROOT / "site"))
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -41,11 +44,9 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def prepare(checkout):
     if not hasattr(typing, "override"):  # Megatron-LM is for Python 3.12
         typing.override = typing_extensions.override
-    import torch._dynamo
-    import torch._inductor.runtime.triton_heuristics
-    import torch.utils.flop_counter
-    from torch.utils import _pytree  # noqa: F401
-
+    # These look for Triton when they are imported, and must find what is really here.
+    for name in ("torch._dynamo", "torch._inductor.runtime.triton_heuristics", "torch.utils.flop_counter"):
+        importlib.import_module(name)
     sys.meta_path.append(Absent())
     sys.path.insert(0, str(checkout))
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -76,7 +77,6 @@ def megatron(files, world):
     out, sys.stdout = sys.stdout, sys.stderr
     try:
         validate_args(args)
-        from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory  # noqa: F401
     finally:
         sys.stdout = out
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
