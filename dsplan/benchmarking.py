@@ -35,6 +35,7 @@ class BenchQuestion:
     gpu: str | None = None
     nodes: int | None = None
     node_type: str | None = None
+    interconnect: str | None = None
     cluster: Path | None = None
     ranks: str | None = None
     quick: bool = False
@@ -47,7 +48,8 @@ class BenchQuestion:
 
     @property
     def names_hardware(self) -> bool:
-        return any(value is not None for value in (self.gpus, self.gpu, self.nodes, self.node_type, self.cluster))
+        named = (self.gpus, self.gpu, self.nodes, self.node_type, self.interconnect, self.cluster)
+        return any(value is not None for value in named)
 
     def check(self) -> None:
         """Hold the flags against each other.
@@ -62,8 +64,8 @@ class BenchQuestion:
             )
         if self.names_hardware and not self.generate:
             raise ContradictoryRequest(
-                "--gpus, --gpu, --nodes, --node-type and --cluster describe hardware to --generate a plan for; a"
-                " benchmark measures the machine it runs on, with --ranks processes"
+                "--gpus, --gpu, --nodes, --node-type, --interconnect and --cluster describe hardware to --generate a"
+                " plan for; a benchmark measures the machine it runs on, with --ranks processes"
             )
 
 
@@ -147,6 +149,7 @@ def _cluster(question: BenchQuestion) -> Cluster:
             gpu=question.gpu,
             nodes=question.nodes,
             node_type=question.node_type,
+            interconnect=question.interconnect,
             cluster_file=None if question.cluster is None else str(question.cluster),
         )
     )

@@ -37,6 +37,7 @@ class Question(WorkOptions):
     gpu: str | None = None
     nodes: int | None = None
     node_type: str | None = None
+    interconnect: str | None = None
     cluster: str | Path | None = None
 
     def request(self, facts: ModelFacts | None = None, **ranking: Any) -> Request:
@@ -56,6 +57,7 @@ class Question(WorkOptions):
             gpu=self.gpu,
             nodes=self.nodes,
             node_type=self.node_type,
+            interconnect=self.interconnect,
             cluster_file=None if self.cluster is None else str(self.cluster),
             memory_gb=self.max_memory_gb,
         )

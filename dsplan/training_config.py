@@ -133,7 +133,7 @@ def _values(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": configuration.gradient_accumulation_steps,
         "global_batch_size": configuration.global_batch_size,
         "sequence_length": configuration.sequence_length,
-        "mixed_precision": configuration.precision in ("bf16", "fp16"),
+        "mixed_precision": configuration.precision in words.MIXED_PRECISIONS,
         "precision": configuration.precision,
         "optimizer": configuration.optimizer,
         "gradient_checkpointing": recomputes,

@@ -12,7 +12,8 @@ from hardware_db.units import GB, GIB, MIB
 class Device:
     """One accelerator as the driver shows it; field names and units are those of `datasheets/devices.yaml`.
 
-    `peak_tflops_dense` maps fp32/tf32/fp16/bf16/fp8 to 1e12 FLOP/s without sparsity, or None if unsupported or unknown.
+    `peak_tflops_dense` maps fp32/tf32/fp16/bf16/fp8/fp4 to 1e12 FLOP/s without sparsity, None where unsupported or
+    unknown.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Device:
         return None if self.memory_bandwidth_gbs is None else self.memory_bandwidth_gbs * GB
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Return the dense FLOP/s of `fp32`, `tf32`, `fp16`, `bf16` or `fp8`, or None if unsupported or unknown."""
+        """Dense FLOP/s of `fp32`, `tf32`, `fp16`, `bf16`, `fp8` or `fp4`; None where unsupported or unknown."""
         teraflops = self.peak_tflops_dense.get(dtype)
         return None if teraflops is None else teraflops * 1e12
 
@@ -104,13 +105,17 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeType:
-    """A machine as it is bought or rented: accelerators, links, host, and where one is published, its price."""
+    """A machine as it is bought or rented: accelerators, links, host, and where one is published, its price.
+
+    `usual_nodes` is how many are meant by its name where nothing else is said: the trays of a rack.
+    """
 
     name: str
     aliases: tuple[str, ...] = ()
     provider: str
     gpu: str
     gpus_per_node: int
+    usual_nodes: int = 1
     intra_link: str | None = None
     inter_link: str | None = None
     inter_node_gbit: float | None = None

@@ -7,6 +7,7 @@ Every other exception is a bug and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -21,13 +22,18 @@ class DsplanError(Exception):
 
 
 class UnknownName(DsplanError):
-    """A name that is not in a catalogue; the message offers the nearest ones."""
+    """A name that is not in a catalogue; the message offers the nearest ones. `called` is the whole of what was written
+    where `name`, which is compared, is a part of it."""
 
-    def __init__(self, what: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
+    def __init__(self, what: str, name: str, known: Iterable[str], *, hint: str = "", called: str = "") -> None:
         lowered = {candidate.lower(): candidate for candidate in known}
-        near = [lowered[match] for match in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)]
+        # A name that is one word of others is meant sooner than letters that happen to be alike: M2 is no MI250.
+        word = re.compile(rf"(?<![a-z0-9]){re.escape(name.lower())}(?![a-z0-9])") if name.strip() else None
+        holding = sorted((candidate for candidate in lowered if word and word.search(candidate)), key=len)[:3]
+        alike = holding or difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)
+        near = [lowered[match] for match in alike]
         nearest = f"; nearest: {', '.join(near)}" if near else ""
-        super().__init__(f"unknown {what} {name!r}{nearest}{'; ' + hint if hint else ''}")
+        super().__init__(f"unknown {what} {(called or name)!r}{nearest}{'; ' + hint if hint else ''}")
         self.near = near
 
 

@@ -26,6 +26,7 @@ _TIME_UNITS = (
     ("ms", 1e-3, 1),
     ("us", 1e-6, 0),
 )
+_LENGTH_SUFFIXES = {"": 1, "k": KIB, "m": 10**6}
 _COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -84,3 +85,17 @@ def parse_count(text: str) -> int:
     if count <= 0:
         raise DsplanError(f"{shown(text)} is not a size; write a count such as 350M, 6.7B or 1.3T")
     return count
+
+
+def parse_length(text: str) -> int:
+    """A length or a batch such as `8k`, `4M` or `2048`: `k` is 1024, as such numbers are powers of two (a sequence of
+    8k is 8192 tokens), and `M` is 1e6.
+
+    Raises:
+        DsplanError: the text is not a positive whole number with one of these suffixes.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([kKmM]?)", text)
+    amount = float(match[1]) * _LENGTH_SUFFIXES[match[2].lower()] if match else 0.0
+    if not 0 < amount < math.inf or amount != round(amount):
+        raise DsplanError(f"{shown(text)} is not a whole number; write 2048, 8k (8192) or 4M (4,000,000)")
+    return round(amount)

@@ -5,6 +5,7 @@ A module of this package offers commands, each as a function named after it, or 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dsplan.cli.flags import read_strictly
+from dsplan.cli.flags import GroupedCommand, read_strictly
 from hardware_db.errors import DsplanError, UnknownName
 from planner.limits import Limit
 
@@ -67,13 +68,18 @@ def run(arguments: Sequence[str]) -> int:
     """
     # UsageError, the base of every complaint about flags, which typer exports under no name of its own.
     usage_error: Any = typer.BadParameter.__base__
-    command = build()
+    completes = COMPLETION in os.environ
+    command = build(completion=completes or bool(_ABOUT_COMPLETION.intersection(arguments[:1])))
     try:
+        if completes:
+            command.main(list(arguments), prog_name="dsplan", complete_var=COMPLETION)
         # typer's own `main` would end the process where the reader of the output is gone.
         with command.make_context("dsplan", list(arguments)) as context:
             command.invoke(context)
     except typer.Exit as ending:
         return int(ending.exit_code)
+    except SystemExit as ending:  # how typer's completion ends
+        return int(ending.code or 0)
     except typer.Abort:
         return 130
     except usage_error as error:
@@ -85,9 +91,15 @@ class WrongFlag(DsplanError):
     """A command line that cannot be read."""
 
 
-def build() -> Any:
-    """The whole command line as one command object."""
-    app = typer.Typer(cls=LazyGroup, add_completion=False, invoke_without_command=True, rich_markup_mode=None)
+COMPLETION = "_DSPLAN_COMPLETE"
+"""The environment variable in which a shell says what it wants completed."""
+_ABOUT_COMPLETION = frozenset(("--help", "--install-completion", "--show-completion"))
+"""What has to know of completion, whose modules others need not wait for."""
+
+
+def build(*, completion: bool = False) -> Any:
+    """The whole command line as one command object, with the flags of shell completion where asked for."""
+    app = typer.Typer(cls=LazyGroup, add_completion=completion, invoke_without_command=True, rich_markup_mode=None)
     app.callback()(dsplan)
     return typer.main.get_command(app)
 
@@ -107,7 +119,7 @@ def dsplan(
 
 def _single_command_app(function: Any) -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(function)
+    app.command(cls=GroupedCommand)(function)
     return app
 
 

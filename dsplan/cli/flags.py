@@ -15,16 +15,40 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
+from hardware_db.errors import DsplanError
 from hardware_db.handed_in import shown
+from hardware_db.units import parse_length
 from planner import limits
 from planner import vocabulary as words
 
+WITH_SUFFIX = "N[k|M]"
+"""How help names a number that may be written as 8k or 4M, and how reading a flag knows that it may."""
+_COUNTED_IN_THOUSANDS = (limits.TOKENS, limits.SAMPLES)
 
-def number(limit: limits.Limit, text: str, metavar: str = "N") -> Any:
-    """The option of a number within a limit."""
+
+def number(limit: limits.Limit, text: str, metavar: str = "") -> Any:
+    """The option of a number within a limit. Tokens and samples may be written as `8k` (`units.parse_length`)."""
+    metavar = metavar or (WITH_SUFFIX if limit in _COUNTED_IN_THOUSANDS else "N")
     least, most = (limit.least, limit.most) if limit.fraction else (int(limit.least), int(limit.most))
     return typer.Option(min=least, max=most, metavar=metavar, help=text)
+
+
+def _names(catalogue: str) -> Callable[[str], list[str]]:
+    """What a shell completes a name with: those of a catalogue that begin with what is written, in its case or in
+    small letters, as shells compare letters strictly and catalogues do not."""
+
+    def beginning_with(incomplete: str) -> list[str]:
+        from hardware_db import datasheets
+        from planner.models.catalogue import every_model
+
+        rows: Any = every_model() if catalogue == "models" else getattr(datasheets, catalogue)()
+        spellings = (name for row in rows for name in (row.name, row.name.rpartition("/")[2], *row.aliases))
+        written = (name if name.startswith(incomplete) else name.lower() for name in spellings)
+        return sorted({name for name in written if name.startswith(incomplete)})
+
+    return beginning_with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +56,12 @@ class ModelFlags:
     """Which model, and what it is trained for."""
 
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Catalogue name, Hub id, config.json, or package.module:factory.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Catalogue name, Hub id, config.json, or package.module:factory.",
+            autocompletion=_names("models"),
+        ),
     ] = None
     model_size: Annotated[str | None, typer.Option(metavar="SIZE", help="A size such as 6.7B instead of a model.")] = (
         None
@@ -45,10 +74,26 @@ class HardwareFlags:
     """Which devices; with none of these flags, the probed machine."""
 
     gpus: Annotated[int | None, number(limits.GPUS, "GPUs in total.")] = None
-    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="GPU, as `dsplan devices` lists it.")] = None
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="GPU, as `dsplan devices` lists it.", autocompletion=_names("devices")),
+    ] = None
     nodes: Annotated[int | None, number(limits.GPUS, "Nodes the GPUs are spread over.")] = None
     node_type: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Machine type, as `dsplan devices --nodes` lists it.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Machine type, as `dsplan devices --nodes` lists it.",
+            autocompletion=_names("node_types"),
+        ),
+    ] = None
+    interconnect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Link between nodes, as `dsplan devices --links` lists it; 4xNAME for four in a node.",
+            autocompletion=_names("links"),
+        ),
     ] = None
     cluster: Annotated[Path | None, typer.Option(metavar="FILE", help="A cluster written down in YAML.")] = None
 
@@ -75,7 +120,9 @@ class WorkFlags:
     eval_keep: Annotated[
         int | None,
         number(
-            limits.SAMPLES, "Evaluation steps whose logits stay on the GPU at once, as metrics need them; else none."
+            limits.SAMPLES,
+            "Evaluation steps whose logits stay on the GPU at once, as metrics need them; else none.",
+            "N",
         ),
     ] = None
     save: Annotated[
@@ -90,7 +137,7 @@ class WorkFlags:
         words.Loss, typer.Option(help="How logits become a loss: all at once, in chunks, or fused, without logits.")
     ] = "plain"
     method: Annotated[words.Method, typer.Option(help="All weights, or adapters beside frozen ones.")] = "full"
-    lora_rank: Annotated[int | None, number(limits.SAMPLES, "Rank of the adapters.")] = None
+    lora_rank: Annotated[int | None, number(limits.SAMPLES, "Rank of the adapters.", "N")] = None
     lora_targets: Annotated[
         str | None, typer.Option(metavar="WHAT", help="attention, all-linear, or a pattern of module names.")
     ] = None
@@ -115,7 +162,7 @@ class ConfigurationFlags:
     micro_batch: Annotated[int | None, number(limits.SAMPLES, "Samples per forward pass and GPU; 1 if left open.")] = (
         None
     )
-    grad_accum: Annotated[int | None, number(limits.SAMPLES, "Forward passes per optimizer step.")] = None
+    grad_accum: Annotated[int | None, number(limits.SAMPLES, "Forward passes per optimizer step.", "N")] = None
     checkpointing: Annotated[words.Checkpointing, typer.Option(help="Activations that are computed twice.")] = "none"
     offload: Annotated[words.Offload, typer.Option(help="States that live in host memory or on NVMe.")] = "none"
     offload_ratio: Annotated[
@@ -181,7 +228,22 @@ class RankingFlags:
     ] = None
 
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Output")]
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its flags by what they are about, as plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or plain, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,11 +273,24 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _spelled_out(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name])
-        for item in fields(group)
-    ]
+    panel, parameters = group.__name__.removesuffix("Flags"), []
+    for item in fields(group):
+        panel = _PANEL_FROM.get((group.__name__, item.name), panel)
+        hints[item.name].__metadata__[0].rich_help_panel = panel
+        parameters.append(
+            inspect.Parameter(
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name]
+            )
+        )
+    return parameters
 
+
+_PANEL_FROM = {
+    ("WorkFlags", "code"): "What runs",
+    ("RankingFlags", "objective"): "Goal",
+    ("RankingFlags", "out"): "Output",
+}
+"""Under which heading help lists a group's flags from one on; before, it is the group's own name."""
 
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _SPELLINGS = {
@@ -243,6 +318,8 @@ def read_strictly(command: Any) -> Any:
 
 def _cast(parameter: Any, cast: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
     try:
+        if isinstance(value, str) and getattr(parameter, "metavar", None) == WITH_SUFFIX:
+            value = _in_plain_digits(value)
         for word in value if isinstance(value, list | tuple) else (value,):
             if isinstance(word, str):
                 _check_word(parameter, word)
@@ -250,6 +327,19 @@ def _cast(parameter: Any, cast: Callable[[Any, Any], Any], context: Any, value: 
     except typer.BadParameter as error:
         error.ctx, error.param = error.ctx or context, error.param or parameter
         raise
+
+
+def _in_plain_digits(word: str) -> str:
+    """`8k` as `8192`; a word without a suffix as it is."""
+    if word[-1:] not in _LENGTH_SUFFIXES or len(word) > _MOST_DIGITS:
+        return word
+    try:
+        return str(parse_length(word))
+    except DsplanError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+_LENGTH_SUFFIXES = tuple("kKmM")
 
 
 def _check_word(parameter: Any, word: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsplan.cli.flags import JsonFlag, number, with_flags
+from dsplan.cli.flags import GroupedCommand, JsonFlag, number, with_flags
 from hardware_db.notices import notice
 from planner import limits
 from strategies.run_directory.spec import LauncherName
@@ -117,7 +117,11 @@ run = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 # Options behind the script belong to the script.
-@run.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@run.command(
+    "run",
+    cls=GroupedCommand,
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+)
 @with_flags
 def run_script(
     planning: PlanningFlags,

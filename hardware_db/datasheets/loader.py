@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -39,16 +40,23 @@ def name_index(rows: Iterable[Mapping[str, Any]], path: Path) -> dict[str, int]:
     return index
 
 
+_VENDORS = re.compile(r"^(nvidia|amd|intel)?(geforce|tesla|instinct|quadro|radeon)?")
+_GIGABYTES = re.compile(r"([0-9])gi?b?$")
+
 _HERE = Path(__file__).parent
 _Value = TypeVar("_Value", Device, Link, NodeType)
 
 
 def find_device(name: str) -> Device:
-    """The accelerator with this name or alias; case, spaces, dashes and underscores do not count.
+    """The accelerator with this name or alias; case, spaces, dashes and underscores do not count, nor does the vendor;
+    `40G` is `40GB`.
 
     Raises:
         UnknownName: no row answers to the name.
     """
+    if normalise(name) not in _devices()["names"]:
+        plain = _GIGABYTES.sub(r"\1gb", _VENDORS.sub("", normalise(name)))
+        name = plain if plain in _devices()["names"] else name
     return _find("GPU", name, _devices(), Device, "`dsplan devices` lists them all")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hardware_db.datasheets import find_device, find_link, find_node_type
+from hardware_db.datasheets import find_device, find_link, find_node_type, links
 from hardware_db.device import Device, NodeType
 from hardware_db.handed_in import read_yaml, shown
 from hardware_db.probe import Machine, probe_hardware
@@ -40,7 +41,9 @@ ASSUMED_COUNT = 8
 class HardwareRequest:
     """The hardware flags as they were given. `gpus` is the total over all nodes.
 
-    `memory_gb` stands in for a datasheet that has no memory figure (1e9 bytes per device) and is ignored otherwise.
+    `interconnect` is a link between nodes, with the number of them in a node before it (`4xib-hdr`) where that is not
+    the node type's. `memory_gb` stands in for a datasheet that has no memory figure (1e9 bytes per device) and is
+    ignored otherwise.
 
     Raises:
         ContradictoryRequest: a count is not between 1 and 1,000,000.
@@ -50,6 +53,7 @@ class HardwareRequest:
     gpu: str | None = None
     nodes: int | None = None
     node_type: str | None = None
+    interconnect: str | None = None
     cluster_file: str | None = None
     memory_gb: float | None = None
 
@@ -85,9 +89,42 @@ def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) ->
         cluster = _from_machine(request, machine)
     if cluster.probed and machine is not None:
         cluster = of_machine(cluster, machine)
+    if request.interconnect is not None:
+        cluster = _joined_by(cluster, request.interconnect, request.cluster_file)
     if cluster.gpus > limits.GPUS.most:
         raise ContradictoryRequest(f"{cluster.gpus:,} GPUs are more than {limits.GPUS.most:,}; ask for fewer nodes")
     return cluster
+
+
+def _joined_by(cluster: Cluster, asked: str, cluster_file: str | None) -> Cluster:
+    """The cluster with the named link between its nodes. An adapter is as often in a node as the node type has
+    adapters, or as the name says; Ethernet, which hosts have beside them, once."""
+    match = _SEVERAL.fullmatch(asked)
+    count, name = (int(match[1]), match[2]) if match else (None, asked)
+    link = find_link(name)
+    if link.scope != "inter":
+        between = ", ".join(other.name for other in links() if other.scope == "inter")
+        raise ContradictoryRequest(f"--interconnect {asked} is a link inside a node; between nodes are {between}")
+    if cluster.nodes == 1:
+        raise ContradictoryRequest(
+            f"--interconnect {asked} is between nodes, and {cluster.gpus} x {cluster.device.name} are one node here;"
+            " leave it out or give --nodes"
+        )
+    if cluster_file is not None and link != cluster.inter_link:
+        raise ContradictoryRequest(f"--interconnect {asked} contradicts {cluster_file}; write inter_link: {name} there")
+    if count is not None and (link.per != "NIC" or not limits.NICS.allows(count)):
+        raise ContradictoryRequest(
+            f"--interconnect {asked}: a node has no {count} x {link.name}; leave {match[1] if match else count}x out"
+        )
+    ordinary = link.name.startswith("eth-")
+    nics = count or (1 if link.per != "NIC" or ordinary else cluster.nics_per_node)
+    parts = [cluster.assumed] if cluster.assumed else []
+    if link.per == "NIC" and count is None:
+        parts.append(f"{nics} x {link.name} in each node (--interconnect {nics}x{link.name} names their number)")
+    return replace(cluster, inter_link=link, nics_per_node=nics, assumed="; ".join(parts))
+
+
+_SEVERAL = re.compile(r"([0-9]{1,4})x(.+)")
 
 
 def _from_node_type(request: HardwareRequest) -> Cluster:
@@ -97,7 +134,7 @@ def _from_node_type(request: HardwareRequest) -> Cluster:
         raise ContradictoryRequest(f"--node-type {node.name} has {device.name}, not {request.gpu}; drop one of the two")
     per_node, gpus = node.gpus_per_node, request.gpus
     if gpus is None:
-        layout = Layout(nodes=request.nodes or 1, gpus_per_node=per_node)
+        layout = Layout(nodes=request.nodes or node.usual_nodes, gpus_per_node=per_node)
     elif request.nodes is None and gpus < per_node:
         layout = Layout(nodes=1, gpus_per_node=gpus)
     else:

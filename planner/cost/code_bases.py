@@ -138,6 +138,8 @@ class CodeBase:
     """Whether gradients lie in one buffer that is there from the first step on, which autograd adds to."""
     steps_in_place: bool = False
     """Whether the optimizer's step makes nothing beside its states."""
+    scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
+    """Whose linear layers multiply in 8 and 4 bits."""
     dropout: float | None = None
     """Of hidden states and attention by default, None for what the model's config says."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -287,5 +289,6 @@ class _Row:
     accumulator: Mapping[str, int] = field(default_factory=dict)
     whole_gradients: bool = False
     steps_in_place: bool = False
+    scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
     dropout: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)

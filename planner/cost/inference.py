@@ -22,8 +22,8 @@ from planner.models.facts import ModelFacts
 
 USABLE_SHARE = 0.9
 """Of a GPU's memory, for weights and the cache."""
-VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16-pure": 2}
-"""Of a weight, a key or a value in each precision."""
+VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16-pure": 2, "fp8": 2, "fp4": 2}
+"""Of a weight, a key or a value in each precision; those of fp8 and fp4 training are bf16."""
 _CACHING = ("decoder", "vision-language", "encoder-decoder", "speech-encoder-decoder")
 _ENCODING = ("encoder", "vision", "vision-text")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hardware_db.device import Device
+from planner.cost.code_bases import code_base, code_names
 from planner.types.job import Job
 from planner.types.plan import Configuration
 from planner.vocabulary import (
@@ -172,20 +173,7 @@ def _native_recipe(configuration: Configuration) -> Recipe:
 # Products of 8-bit and 4-bit operands: who makes them, on which devices, and what they cost beside the products.
 
 
-Library = Literal["torchao", "Transformer Engine"]
-
-LIBRARIES: Mapping[str, Library] = {
-    "transformers": "torchao",
-    "torch": "torchao",
-    "torchtitan": "torchao",
-    "megatron": "Transformer Engine",
-    "nemo": "Transformer Engine",
-    "llm-foundry": "Transformer Engine",
-}
-"""Whose linear layers a code base puts in: accelerate's default is torchao where it is installed, llm-foundry's
-`amp_fp8`, Megatron-Core and NeMo run Transformer Engine. Other named code bases have none."""
-
-RECIPES_OF: Mapping[Library, tuple[Fp8Recipe, ...]] = {
+RECIPES_OF: Mapping[str, tuple[Fp8Recipe, ...]] = {
     "torchao": ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"),
     "Transformer Engine": ("tensorwise", "blockwise", "mxfp8", "nvfp4"),
 }
@@ -204,11 +192,12 @@ class ScaledProducts:
 
     `dtype` names the peak; `operand` are bytes of an operand's element with its scales. `activation_casts` and
     `weight_casts` are bytes that casts read and write per element, for both orders of it that products need: of an
-    input or an output's gradient once each, of a weight in every micro-batch. `saved` are bytes kept for the backward
-    of an element of a layer's input, None where the 16-bit tensor itself is kept; `saved_apart` says that layers that
-    share an input keep a copy each. `cached` are bytes of weights kept in 8 bits beside the others, `gather` those that
-    an all-gather of weights takes under the strategies in `gathered_by`. `smallest` names torchao's rule for layers
-    too small to gain, `blocks` the share of blocks that run so.
+    input or an output's gradient once each, of a weight in every micro-batch; `casts_shards` says that under tensor
+    parallelism each rank casts its part of a sequence, which is then all-gathered in 8 bits. `saved` are bytes kept for
+    the backward of an element of a layer's input, None where the 16-bit tensor itself is kept; `saved_apart` says that
+    layers that share an input keep a copy each. `cached` are bytes of weights kept in 8 bits beside the others,
+    `gather` those that an all-gather of weights takes under the strategies in `gathered_by`. `smallest` names torchao's
+    rule for layers too small to gain, `blocks` the share of blocks that run so.
     """
 
     dtype: Literal["fp8", "fp4"]
@@ -220,6 +209,7 @@ class ScaledProducts:
     cached: int = 0
     gather: float = 2.0
     gathered_by: frozenset[str] = frozenset()
+    casts_shards: bool = False
     smallest: Smallest = ""
     blocks: float = 1.0
 
@@ -248,18 +238,23 @@ _TORCHAO: Mapping[Fp8Recipe, ScaledProducts] = {
         weight_casts=8.0,
         gather=1.0,
         gathered_by=FSDP_STRATEGIES,
+        casts_shards=True,
         smallest="tensorwise",
     ),
-    "rowwise": ScaledProducts(dtype="fp8", operand=1.0, activation_casts=8.0, weight_casts=10.0, smallest="rowwise"),
+    # Counted 8, but a maximum along columns does not run at a copy's speed: fitted to torchao's own H100 table.
+    "rowwise": ScaledProducts(dtype="fp8", operand=1.0, activation_casts=24.0, weight_casts=10.0, smallest="rowwise"),
     "blockwise": ScaledProducts(dtype="fp8", operand=1.0, activation_casts=6.0, weight_casts=6.0),
-    "mxfp8": ScaledProducts(dtype="fp8", operand=MX, activation_casts=4 + 2 * MX, weight_casts=4 + 2 * MX),
-    # `nvfp4_linear.py`: one pass for the maximum, one that reads and writes both orders; only codes are saved. The last
-    # 15 % of blocks stay in bf16 (torchtitan@b5bcd76c `nvfp4.md`).
+    # Counted 6; 20 with what surrounds the casts, fitted to torchao's own B200 table.
+    "mxfp8": ScaledProducts(dtype="fp8", operand=MX, activation_casts=20.0, weight_casts=4 + 2 * MX),
+    # `nvfp4_linear.py`: a rotation and its maximum, then both orders; only codes are saved. Casts are those of its
+    # kernels measured on a GB200 (`benchmarks/prototype/nvfp4_training/README.md`: 2.2 and 3.1 picoseconds an element
+    # of an input and a gradient, 3.7 of a weight), as bytes at a copy's speed. The last 15 % of blocks stay in bf16
+    # (torchtitan@b5bcd76c `nvfp4.md`).
     "nvfp4": ScaledProducts(
         dtype="fp4",
         operand=NV,
-        activation_casts=4 + 2 * NV,
-        weight_casts=4 + 2 * NV,
+        activation_casts=18.0,
+        weight_casts=25.0,
         saved=NV,
         saved_apart=True,
         blocks=0.85,
@@ -293,24 +288,17 @@ def scaled_products(job: Job) -> ScaledProducts | None:
     precision = job.configuration.precision
     if precision not in SCALED_PRECISIONS:
         return None
-    library = library_of(job.workload.code) or "torchao"
+    library = code_base(job.workload.code).scaled_products
     recipe = job.workload.fp8_recipe or usual_recipe(job.cluster.device, precision)
     if library == "Transformer Engine":
         found = _TRANSFORMER_ENGINE.get(recipe, _TRANSFORMER_ENGINE["tensorwise"])
         # Sharded weights are cast after each all-gather.
         casts = 4.0 if job.configuration.strategy in _SHARDED else found.weight_casts
-        return replace(found, weight_casts=casts)
+        return replace(found, weight_casts=casts, casts_shards=True)
     found = _TORCHAO[recipe]
     if job.workload.compile:
         return found
     return replace(found, activation_casts=EAGER_CAST_BYTES, weight_casts=EAGER_CAST_BYTES)
-
-
-def library_of(code: str) -> Library | None:
-    """Who makes a code base's products; a code base of one's own is taken to use torchao."""
-    if code in LIBRARIES:
-        return LIBRARIES[code]
-    return None if code in ("megatron-deepspeed", "nanotron", "litgpt", "internevo", "alpa") else "torchao"
 
 
 def usual_recipe(device: Device, precision: Precision) -> Fp8Recipe:
@@ -336,9 +324,9 @@ def lacks_scaled(device: Device, precision: Precision, recipe: Fp8Recipe | None,
     """
     if precision not in SCALED_PRECISIONS:
         return f"--fp8-recipe {recipe} is for --precision fp8 or fp4, not {precision}" if recipe else ""
-    library = library_of(code)
-    if library is None:
-        others = ", ".join(LIBRARIES)
+    library = code_base(code).scaled_products
+    if library == "none":
+        others = ", ".join(name for name in code_names() if code_base(name).scaled_products != "none")
         return f"--code {code} has no {precision} products; use --precision bf16, or --code {others}"
     chosen = recipe or usual_recipe(device, precision)
     if (chosen == "nvfp4") != (precision == "fp4"):

@@ -10,12 +10,12 @@ from planner.emit.common import (
     EMIT_ELSEWHERE,
     EmitOptions,
     as_comment,
+    converts_products,
     is_zero,
     model_word,
     node_layout,
     on_cpu,
     refuse,
-    require_whole_precision,
     script_duties,
 )
 from planner.emit.deepspeed import CONFIG_NAME, as_json, config_without_optimizer
@@ -73,7 +73,6 @@ def _several_machines(plan: Plan) -> list[str]:
 
 
 def _refuse_what_accelerate_lacks(plan: Plan, options: EmitOptions) -> None:
-    require_whole_precision(plan, _FORM)
     configuration = plan.configuration
     sharded = configuration.strategy in words.FSDP_STRATEGIES
     if on_cpu(plan, options) and (sharded or is_zero(plan)):
@@ -111,13 +110,20 @@ def _distribution(plan: Plan) -> dict[str, object]:
         # Precision and accumulation may not stand here as well: accelerate refuses a key that the JSON also holds.
         section = {"deepspeed_config_file": CONFIG_NAME, "zero3_init_flag": plan.configuration.zero_stage == 3}
         return {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
-    precision = {"mixed_precision": {"bf16": "bf16", "fp16": "fp16"}.get(plan.configuration.precision, "no")}
+    precision = _precision(plan)
     if plan.configuration.strategy in words.FSDP_STRATEGIES:
         return {"distributed_type": "FSDP", **precision, "fsdp_config": _fsdp(plan), **_parallelism(plan)}
     if plan.configuration.world_size == 1:
         return {"distributed_type": "NO", **precision}
     # MULTI_CPU would start ranks through mpirun only; MULTI_GPU with use_cpu starts them as torchrun does.
     return {"distributed_type": "MULTI_GPU", **precision}
+
+
+def _precision(plan: Plan) -> dict[str, object]:
+    if converts_products(plan, "accelerate"):
+        return {"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}
+    words_of = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "fp4": "bf16"}
+    return {"mixed_precision": words_of.get(plan.configuration.precision, "no")}
 
 
 def _fsdp(plan: Plan) -> dict[str, object]:
@@ -130,7 +136,8 @@ def _fsdp(plan: Plan) -> dict[str, object]:
         **({"fsdp_transformer_layer_cls_to_wrap": block} if block else {}),
         "fsdp_offload_params": configuration.offload == "all",
         "fsdp_activation_checkpointing": configuration.activation_checkpointing != "none",
-        "fsdp_cpu_ram_efficient_loading": True,
+        # accelerate 1.15 refuses it beside torchao's layers.
+        "fsdp_cpu_ram_efficient_loading": not converts_products(plan, "accelerate"),
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
 

@@ -29,7 +29,6 @@ class EmitOptions:
 DEFAULTS = EmitOptions()
 TRAINERS = ("torchtitan", "megatron", "megatron-bridge", "nemo", "nanotron")
 """The formats of trainers that split layers, stacks of layers, sequences or experts."""
-LOW_PRECISIONS = ("fp8", "fp4")
 EMIT_ELSEWHERE = f"emit it as {', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}"
 # As the vendors' device plugins for Kubernetes call them.
 _RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}
@@ -168,17 +167,6 @@ def require(plan: Plan, form: str, can: Abilities) -> None:
             raise refuse(plan, form, f"with --{flag}", f"plan without --{flag}, which dsplan's own scripts can do")
 
 
-def require_whole_precision(plan: Plan, form: str) -> None:
-    """Refuse products in 8 or 4 bits, for which `form` has no words of ours.
-
-    Raises:
-        ContradictoryRequest: the precision is fp8 or fp4.
-    """
-    if plan.configuration.precision in LOW_PRECISIONS:
-        reason = f"in {plan.configuration.precision}"
-        raise refuse(plan, form, reason, "emit it as torchtitan or megatron, or as torchrun with a script of yours")
-
-
 def is_zero(plan: Plan) -> bool:
     """Whether the plan is one of the ZeRO stages."""
     return plan.configuration.strategy in words.ZERO_STAGES
@@ -216,6 +204,7 @@ def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, .
         *_degrees(plan, format),
         *_batch(plan, format),
         _loading(plan),
+        *_products(plan, format),
         *_what_runs(plan),
         *_checkpointing(plan, format),
         *_parking(plan),
@@ -298,18 +287,29 @@ def _loading(plan: Plan) -> str:
     """transformers 5 loads a checkpoint in the dtype it was saved in unless told otherwise."""
     configuration = plan.configuration
     dtype = "bfloat16" if configuration.precision == "bf16-pure" else "float32"
-    if is_zero(plan) and configuration.precision in ("bf16", "fp16"):
-        dtype = "bfloat16" if configuration.precision == "bf16" else "float16"
+    if is_zero(plan) and configuration.precision in words.MIXED_PRECISIONS:
+        dtype = "float16" if configuration.precision == "fp16" else "bfloat16"
     attention = _ATTENTION[configuration.attention]
     return f"loads the model with dtype=torch.{dtype}, attn_implementation={attention!r}"
+
+
+def _products(plan: Plan, format: str) -> tuple[str, ...]:
+    """torchao's float8 and MX converters, where the format itself does not ask accelerate for them."""
+    if plan.configuration.precision not in words.SCALED_PRECISIONS or converts_products(plan, format):
+        return ()
+    recipe = plan.workload.get("fp8_recipe") or "tensorwise"
+    what = f"converts the linear layers of its blocks to {plan.configuration.precision} with the {recipe} recipe"
+    return (f"{what} (torchao, or Transformer Engine) and computes in bf16 besides",)
+
+
+def converts_products(plan: Plan, format: str) -> bool:
+    """Whether a format has accelerate put torchao's layers in, whose only recipe there is by whole tensors."""
+    return format == "accelerate" and not is_zero(plan) and plan.workload.get("fp8_recipe") == "tensorwise"
 
 
 def _what_runs(plan: Plan) -> tuple[str, ...]:
     """What the workload asks for that is a matter of the script alone."""
     workload, duties = plan.workload, []
-    if plan.configuration.precision in LOW_PRECISIONS:
-        recipe = workload_word(plan, "fp8_recipe") or "any"
-        duties.append(f"runs its products in {plan.configuration.precision} ({recipe} scaling), by torchao or its like")
     method = workload_word(plan, "method") or "full"
     if method != "full":
         targets = f"rank {workload.get('lora_rank')}, on {workload.get('lora_targets')}"
@@ -370,7 +370,7 @@ def _optimizer(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]
 
 def _reduction(plan: Plan, format: str) -> tuple[str, ...]:
     """accelerate's FSDP2 policy reduces gradients in the compute dtype; the plan counts fp32."""
-    mixed = plan.configuration.precision in ("bf16", "fp16")
+    mixed = plan.configuration.precision in words.MIXED_PRECISIONS
     if format not in ("accelerate", "huggingface") or not _is_fsdp(plan) or not mixed:
         return ()
     return ("gets gradients reduced in the compute dtype, which is accelerate's policy; the plan counts fp32",)

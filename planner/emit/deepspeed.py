@@ -20,7 +20,6 @@ from planner.emit.common import (
     on_cpu,
     refuse,
     require_data_parallel_only,
-    require_whole_precision,
 )
 from planner.types.plan import Plan
 
@@ -118,7 +117,6 @@ def config_without_optimizer(plan: Plan, form: str, options: EmitOptions = DEFAU
 
 def _refuse_what_deepspeed_lacks(plan: Plan) -> None:
     require_data_parallel_only(plan, _FORM)
-    require_whole_precision(plan, _FORM)
     configuration = plan.configuration
     if not is_zero(plan):
         if configuration.strategy not in ("single", "ddp"):

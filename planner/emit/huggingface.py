@@ -14,7 +14,6 @@ from planner.emit.common import (
     on_cpu,
     refuse,
     require_data_parallel_only,
-    require_whole_precision,
     script_duties,
 )
 from planner.emit.deepspeed import config_without_optimizer
@@ -54,7 +53,7 @@ def training_arguments(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str,
     """
     _refuse_what_trainer_lacks(plan, options)
     configuration = plan.configuration
-    sixteen_bit = {"bf16": configuration.precision == "bf16", "fp16": configuration.precision == "fp16"}
+    sixteen_bit = {"bf16": configuration.precision in ("bf16", "fp8", "fp4"), "fp16": configuration.precision == "fp16"}
     if is_zero(plan) and configuration.precision == "bf16-pure":
         sixteen_bit["bf16"] = True
     return {
@@ -73,7 +72,6 @@ def training_arguments(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str,
 
 def _refuse_what_trainer_lacks(plan: Plan, options: EmitOptions) -> None:
     require_data_parallel_only(plan, _FORM)
-    require_whole_precision(plan, _FORM)
     if plan.configuration.optimizer not in _OPTIMIZERS:
         raise refuse(plan, _FORM, f"with optimizer {plan.configuration.optimizer}", "emit it as accelerate or torchrun")
     configuration = plan.configuration

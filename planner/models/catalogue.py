@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from hardware_db.datasheets.loader import normalise, read_compiled
-from planner.errors import UnknownName
+from hardware_db.handed_in import shown
+from planner.errors import DsplanError, UnknownName
 from planner.models.facts import BlockCount, BlockWork, MlaFacts, ModelFacts, ParameterCounts, TowerFacts
 
 COMPILED = Path(__file__).parent / "catalogue.json"
@@ -46,15 +48,15 @@ def knows_model(name: str) -> bool:
 
 
 def find_model(name: str) -> ModelFacts:
-    """The model with this Hub id or alias; the organisation, case, spaces, dashes and underscores do not count.
+    """The model with this Hub id or alias; the organisation, case, spaces, dashes and underscores do not count, nor do
+    words for a training or a storage that leaves the shapes as they are (`-Instruct`, `-hf`, `-bnb-4bit`).
 
     Raises:
-        UnknownName: no row answers to the name.
+        DsplanError: no row answers to the name, or it is that of a family; the message names what may be meant.
     """
     found = _row(name)
     if found is None:
-        hint = "`dsplan models` lists them; a config.json, --model-size 6.7B or package.module:factory work too"
-        raise UnknownName("model", name.rpartition("/")[2] or name, _spellings(), hint=hint)
+        raise _unknown(name)
     return _build(found)
 
 
@@ -64,12 +66,92 @@ def _row(name: str) -> Mapping[str, Any] | None:
             if spelling in table["names"]:
                 row: Mapping[str, Any] = table["rows"][table["names"][spelling]]
                 return row
-    return None
+    words = _shape_words(name)
+    return _by_words().get(words) or _by_words().get(tuple(word for word in words if word != "base"))
+
+
+# Names that no row spells out: those of trainings and storages of a model, of families, of models of the Hub.
+
+
+_WORD = re.compile(r"[0-9]+(?:\.[0-9]+)?[bm](?![a-z0-9])|[0-9]+(?:\.[0-9]+)*|[a-z]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SAME_SHAPES = frozenset(
+    ("instruct", "chat", "hf", "it", "pt", "sft", "dpo", "meta", "bnb", "awq", "gptq", "gguf", "bf", "fp", "bit")
+)
+"""Words of a name that say how a model was trained or is stored; `base` may be a size as well (bert-base)."""
+_STORED_BITS = re.compile(r"(bf16|fp16|fp8|int8|int4|4bit|8bit|[48]-bit)$")
+_OFFERED = 8
+"""Models of a family that an error names."""
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """`Llama-3.1-8B-Instruct` as llama, 3.1, 8b, instruct; the organisation does not count."""
+    return tuple(_WORD.findall(name.rpartition("/")[2].lower()))
+
+
+def _shape_words(name: str) -> tuple[str, ...]:
+    """The words of a name without those that leave the shapes as they are."""
+    plain = name.rpartition("/")[2].lower()
+    while (shorter := _STORED_BITS.sub("", plain).rstrip("-_")) != plain:
+        plain = shorter
+    return tuple(word for word in _words(plain) if word not in _SAME_SHAPES)
+
+
+@lru_cache(maxsize=1)
+def _by_words() -> Mapping[tuple[str, ...], Mapping[str, Any] | None]:
+    """Rows by the words of their names; None where two rows have the same."""
+    index: dict[tuple[str, ...], Mapping[str, Any] | None] = {}
+    for row in _rows():
+        for words in {_shape_words(spelling) for spelling in (row["name"], *row["aliases"])}:
+            index[words] = row if index.get(words, row) is row else None
+    return index
+
+
+def _unknown(name: str) -> DsplanError:
+    """Why a name stands for no model, and what may be meant."""
+    short = name.rpartition("/")[2]
+    family = _family(short)
+    if len(family) > 1:
+        more = f" and {len(family) - _OFFERED} more" if len(family) > _OFFERED else ""
+        text = f"{shown(name)} is the name of several models: {', '.join(family[:_OFFERED])}{more}; name one of them"
+        return DsplanError(f"{text} (`dsplan models` lists all)")
+    if not _HUB_ID.fullmatch(name):
+        hint = "`dsplan models` lists them; a config.json, --model-size 6.7B or package.module:factory work too"
+        return UnknownName("model", short or name, family or _spellings(), hint=hint)
+    size = re.search(r"(?<![0-9.x])([0-9]+(?:\.[0-9]+)?[bm])(?![a-z])", short.lower())
+    by_size = f"--model-size {size[1].upper()}" if size else "a size such as --model-size 6.7B"
+    known = "`dsplan models` lists what is known, and the Hub was not asked"
+    hint = f"{known}: download {name}'s config.json and give its path to --model, or give {by_size}"
+    return UnknownName("model", short, _spellings(), hint=hint, called=name)
+
+
+def _family(name: str) -> list[str]:
+    """The shortest names of the models whose names have all the words of this one, smallest model first."""
+    wanted = [word for word in _words(name) if word not in _SAME_SHAPES]
+    if not any(word.isalpha() and len(word) > 1 for word in wanted):
+        return []
+    found = []
+    for row in _rows():
+        spellings = (*row["aliases"], row["name"])
+        fitting = [spelling for spelling in spellings if _has_words(_words(spelling), wanted)]
+        if fitting:
+            shortest = min((spelling.rpartition("/")[2] for spelling in fitting), key=len)
+            found.append((row["parameters"], shortest))
+    return [shortest for _, shortest in sorted(found)]
+
+
+def _has_words(words: tuple[str, ...], wanted: Sequence[str]) -> bool:
+    """Whether all are there, the first of them first; 3 is there where 3.1 is."""
+    begins = bool(words) and words[0] == wanted[0]
+    return begins and all(any(word == own or own.startswith(f"{word}.") for own in words) for word in wanted)
+
+
+def _rows() -> list[Mapping[str, Any]]:
+    return [*_table()["rows"], *_recorded()["rows"]]
 
 
 def _spellings() -> list[str]:
-    rows = [*_table()["rows"], *_recorded()["rows"]]
-    return [spelling for row in rows for spelling in (*row["aliases"], row["name"], row["name"].rpartition("/")[2])]
+    return [spelling for row in _rows() for spelling in (*row["aliases"], row["name"], row["name"].rpartition("/")[2])]
 
 
 def _build(row: Mapping[str, Any]) -> ModelFacts:

@@ -201,8 +201,8 @@ def unrunnable(configuration: Configuration) -> str:
     """Why `dsplan run` cannot run a configuration today; empty when it can."""
     if configuration.precision in words.SCALED_PRECISIONS:
         return (
-            f"dsplan run has no {configuration.precision} products; accelerate (torchao, Transformer Engine),"
-            " torchtitan and Megatron-LM run them"
+            f"dsplan run has no {configuration.precision} products; accelerate with torchao, torchtitan and Megatron-LM"
+            " run them"
         )
     if not configuration.splits_model:
         return ""

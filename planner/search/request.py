@@ -109,18 +109,23 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
 
     Raises:
         ContradictoryRequest: a number is out of range, the sequence is longer than the model has positions for, the
-            task is not one of such a model's, or `zero_backend` has not got the precision.
+            task is not one of such a model's, or the device, the code or `zero_backend` has not got the precision.
     """
     for name, limit in _LIMITS.items():
         limit.check(f"--{name.replace('_', '-')}", getattr(options, name))
     task = _task(facts, options)
     facts = facts_for_task(facts, task)
     defaults: list[str] = [cluster.assumed] if cluster.assumed else []
+    precision = options.precision or _precision(cluster, defaults)
+    recipe = _scaled_recipe(cluster.device, precision, options, defaults)
+    if precision in words.SCALED_PRECISIONS:
+        # Nothing here runs such products, so that every plan is for another tool.
+        ranking["allow_unrunnable"] = True
     workload = Workload(
         task=task,
         sequence_length=_sequence_length(facts, options, defaults),
         global_batch_size=_global_batch(cluster, options, defaults),
-        precision=options.precision or _precision(cluster, defaults),
+        precision=precision,
         optimizer=options.optimizer,
         attention=options.attention,
         source_length=_source_length(facts, options),
@@ -136,10 +141,9 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         **_adapters(options, defaults),
         train_only=options.train_only or "",
         load_dtype=options.load_dtype,
-        fp8_recipe=options.fp8_recipe,
+        fp8_recipe=recipe,
         ema=options.ema,
     )
-    _settle_products(cluster.device, workload, defaults, ranking)
     ranking["zero_backend"] = _zero_backend(ranking.get("zero_backend"), cluster.device, workload.precision, defaults)
     request = Request(
         facts=facts, counts=count_parameters(facts), workload=workload, cluster=cluster, defaults=tuple(defaults)
@@ -160,14 +164,17 @@ def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
     return {"lora_rank": DEFAULT_LORA_RANK, **said}
 
 
-def _settle_products(device: Device, workload: Workload, defaults: list[str], ranking: dict[str, Any]) -> None:
-    """What products in 8 or 4 bits need; nothing here runs them, so that every plan is for another tool."""
-    if problem := lacks_scaled(device, workload.precision, workload.fp8_recipe, workload.code):
+def _scaled_recipe(
+    device: Device, precision: words.Precision, options: WorkOptions, defaults: list[str]
+) -> words.Fp8Recipe | None:
+    """How products in 8 or 4 bits are scaled: as asked, else as the device's own units do it."""
+    if problem := lacks_scaled(device, precision, options.fp8_recipe, options.code):
         raise ContradictoryRequest(problem)
-    if workload.precision in words.SCALED_PRECISIONS:
-        ranking["allow_unrunnable"] = True
-        if workload.fp8_recipe is None:
-            defaults.append(f"recipe {usual_recipe(device, workload.precision)} (--fp8-recipe)")
+    if precision not in words.SCALED_PRECISIONS or options.fp8_recipe is not None:
+        return options.fp8_recipe
+    recipe = usual_recipe(device, precision)
+    defaults.append(f"recipe {recipe} (--fp8-recipe)")
+    return recipe
 
 
 def _task(facts: ModelFacts, options: WorkOptions) -> words.Task:

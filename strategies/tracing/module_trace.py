@@ -36,6 +36,8 @@ MODES: Mapping[Precision, tuple[str, ...]] = {
     "bf16": ("autocast", "pure"),
     "fp16": ("autocast", "pure"),
     "bf16-pure": ("pure",),
+    "fp8": ("autocast", "pure"),
+    "fp4": ("autocast", "pure"),
 }
 """Which runs a plan of each precision may choose between (docs/explanation/strategies.md, "What a precision means")."""
 BATCHES = (2, 4)

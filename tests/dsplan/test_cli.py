@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -166,7 +167,7 @@ def test_models_and_devices(cli: Cli) -> None:
     assert len(cli("models --json").json) == 295
     assert len(cli("devices --json").json) == 85
     assert len(cli("devices --links --json").json) == 52
-    assert len(cli("devices --nodes --json").json) == 109
+    assert len(cli("devices --nodes --json").json) == 144
     assert "gpt2-xl" in cli("models gpt2").out
     assert "H100-SXM5-80GB" in cli("devices h100").out
     assert cli("devices h100 --json").json[0]["source"]
@@ -177,3 +178,32 @@ def test_probe_answers_on_any_machine(cli: Cli) -> None:
     assert printed.status == 0
     assert "memory" in printed.out
     assert cli("probe --json").json["host"]["logical_cores"]
+
+
+def test_lengths_and_batches_take_suffixes(cli: Cli) -> None:
+    line = "estimate --model llama3-8b --gpus 8 --gpu H100 --strategy fsdp --seq-len 8k --global-batch 1k --json"
+    plan = cli(line).json["plan"]
+    assert (plan["sequence_length"], plan["global_batch_size"]) == (8192, 1024)
+
+
+def test_help_lists_flags_by_what_they_are_about(cli: Cli) -> None:
+    out = cli("recommend --help").out
+    panels = re.findall(r"^(\w[\w ]*):$", out, flags=re.MULTILINE)
+    assert panels == ["Model", "Hardware", "Work", "What runs", "Goal", "Output", "Options"]
+    goal = out[out.index("\nGoal:") : out.index("\nOutput:")]
+    assert "--objective" in goal
+    assert "--model " not in goal
+
+
+def test_a_shell_completes_flags_and_names(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "complete -o default -F" in cli("--show-completion bash").out
+    monkeypatch.setenv("_DSPLAN_COMPLETE", "complete_bash")
+    for words, expected in (
+        ("dsplan reco", "recommend"),
+        ("dsplan recommend --objective m", "memory"),
+        ("dsplan recommend --model llama3-7", "llama3-70b"),
+        ("dsplan estimate --gpu h100-s", "h100-sxm5-80gb"),
+    ):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+        assert expected in cli("").out.split()

@@ -153,7 +153,7 @@ def _product_passes(
     matmuls = stack.matmuls
     widths = (matmuls.unsplit_width + matmuls.split_width / tp) / 2
     moved = scaled.operand * (matmuls.stored / tp + tokens * widths) + 2.0 * tokens * widths
-    inputs, outputs = _cast_widths(stack, tp)
+    inputs, outputs = _cast_widths(stack, tp, tp if scaled.casts_shards else 1)
     weights = scaled.weight_casts / 2 * matmuls.stored / tp
     casts = scaled.activation_casts * tokens * inputs, scaled.activation_casts * tokens * outputs
     narrow = rates.scaled_products(work[0], moved, waste.forward)
@@ -169,8 +169,7 @@ def _converted(stack: Stack, scaled: ScaledProducts) -> float:
     if not (hidden and stack.matmuls.active):
         return 1.0
     layers = ((attention, hidden), (keys, hidden), (keys, hidden), (hidden, attention))
-    left = 0.0
-    left += sum(outputs * inputs for outputs, inputs in layers if not scaled.takes(outputs, inputs))
+    left: float = sum(outputs * inputs for outputs, inputs in layers if not scaled.takes(outputs, inputs))
     if not stack.dispatched:
         width = stack.mlp_width
         left += (2 if stack.gated else 1) * hidden * width * (not scaled.takes(width, hidden))
@@ -178,16 +177,17 @@ def _converted(stack: Stack, scaled: ScaledProducts) -> float:
     return max(0.0, 1 - left / stack.matmuls.active)
 
 
-def _cast_widths(stack: Stack, tp: int) -> tuple[float, float]:
-    """Elements per token of a block's linear layers' inputs, those that several read counted once, and of outputs."""
+def _cast_widths(stack: Stack, tp: int, parts: int) -> tuple[float, float]:
+    """Elements per token of a block's linear layers' inputs, those that several read counted once, and of outputs.
+
+    Of what is as wide as the model a rank casts one of `parts`."""
     if not stack.hidden:
         width = (stack.matmuls.unsplit_width + stack.matmuls.split_width / tp) / 2
         return width, width
-    routed = stack.dispatched or stack.hidden
+    hidden, routed = stack.hidden / parts, (stack.dispatched or stack.hidden) / parts
     attention, width = stack.attention_width / tp, stack.mlp_width / tp
-    inputs = stack.hidden + attention + routed + width
-    outputs = attention + 2 * stack.key_value_width / tp + stack.hidden
-    return inputs, outputs + (2 if stack.gated else 1) * width + routed
+    outputs = attention + 2 * stack.key_value_width / tp + hidden
+    return hidden + attention + routed + width, outputs + (2 if stack.gated else 1) * width + routed
 
 
 def _with_host(device: float, host: float, rates: DeviceRates) -> float:

@@ -88,8 +88,9 @@ Ampere and Blackwell are fitted to kernels; the steps of A100-SXM4 ask for the s
 fitted to whole steps of every publication. Volta otherwise, Turing, Ada and CPUs are assumptions without a measurement.
 """
 
-SCALED_CEILING = {"fp8": {"hopper": 0.60, "blackwell": 0.50}, "fp4": {"blackwell": 0.40}}
-"""Share of the 8-bit or 4-bit dense peak that large products sustain, by architecture. Elsewhere GEMM_CEILING's."""
+FP4_OVER_FP8 = 2.0
+"""Rate of 4-bit products over 8-bit ones of the same device at most. GB300's sheet says 3, but steps of GB200 and GB300
+gain alike (Megatron-Bridge's tables): the power that products may take is the same."""
 
 OTHER_GEMM_CEILING = 0.55
 """The same for architectures without a measurement: below every one that has been measured."""
@@ -243,11 +244,6 @@ def ceilings(device: Device) -> tuple[float, float]:
     return products, ATTENTION_CEILING.get(formed) or ATTENTION_CEILING.get(kind, OTHER_ATTENTION_CEILING)
 
 
-def scaled_ceiling(device: Device, dtype: str) -> float:
-    """Share of the peak that products of 8-bit or 4-bit operands reach."""
-    return SCALED_CEILING.get(dtype, {}).get(device.architecture) or ceilings(device)[0]
-
-
 def device_rates(
     cluster: Cluster,
     precision: Precision,
@@ -284,8 +280,10 @@ def device_rates(
 
 
 def _scaled_flops(device: Device, precision: Precision, factors: Factors) -> float:
-    dtype = compute_dtype(device, precision)
-    return (device.peak_flops(dtype) or math.inf) * scaled_ceiling(device, dtype) * factors.compute
+    """FLOP/s of large products of 8-bit or 4-bit operands: the share of the peak that 16-bit ones reach of theirs."""
+    peak = device.peak_flops(compute_dtype(device, precision)) or math.inf
+    eight = device.peak_flops("fp8") or math.inf
+    return min(peak, FP4_OVER_FP8 * eight) * ceilings(device)[0] * factors.compute
 
 
 def _launched(code: Implementation, factor: float, measured: float | None) -> Implementation:

@@ -135,7 +135,8 @@ def _live_job(accelerator: Any, objects: tuple[Any, ...], *, accumulates: bool) 
         gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
         sequence_length=sequence_length(data, collate),
         example=example_batch(data, collate),
-        precision=precision if precision in ("bf16", "fp16") else "fp32",  # type: ignore[arg-type]
+        # All but its products is bf16 under fp8.
+        precision={"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(precision, "fp32"),  # type: ignore[arg-type]
         optimizer=_optimizer_name(optimizer),
         # Without `accumulate` in the script nothing would accumulate, and an unusual loader cannot be cut anew.
         accumulates=accumulates,

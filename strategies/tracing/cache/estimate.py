@@ -20,6 +20,7 @@ from planner.search.estimate import Priced, judged, plan_of, possible
 from planner.search.request import Request
 from planner.types.job import Job
 from planner.types.plan import Configuration, Plan
+from planner.vocabulary import SCALED_PRECISIONS
 from strategies.tracing.cache.ask import AGREEMENT, Tracing, ask
 from strategies.tracing.cache.cache import trace_versions
 from strategies.tracing.cache.reading import Reading, Refusal, Sizes
@@ -45,6 +46,9 @@ def coverage_of(job: Job) -> Coverage:
     asked = job.configuration
     if asked.tp > 1 or asked.pp > 1:
         remark = f"the trace does not cover tp {asked.tp} x pp {asked.pp}; the closed form is used, with a wider bound"
+        return Coverage(job=None, remark=remark)
+    if asked.precision in SCALED_PRECISIONS:
+        remark = f"the trace does not cover {asked.precision} products; the closed form is used, with a wider bound"
         return Coverage(job=None, remark=remark)
     if not asked.zero_stage and asked.offload == "none":
         return Coverage(job=job)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hardware_db.datasheets import devices, find_device, find_link, links, node_types, sources
+from hardware_db.datasheets import devices, find_device, find_link, find_node_type, links, node_types, sources
 from hardware_db.datasheets.compile import compile_devices, compile_interconnects
 from hardware_db.errors import BrokenFile, UnknownName
 from hardware_db.units import MIB
@@ -18,7 +18,7 @@ DATA = Path("hardware_db/datasheets")
 
 
 def test_every_row_is_there() -> None:
-    assert (len(devices()), len(links()), len(node_types())) == (86, 52, 109)
+    assert (len(devices()), len(links()), len(node_types())) == (86, 52, 144)
 
 
 def test_compiled_catalogues_are_fresh() -> None:
@@ -127,3 +127,28 @@ def test_one_device_loads_within_five_milliseconds() -> None:
     )
     best = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert float(best) < 0.005
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("A100-40G", "A100-SXM4-40GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_vendors_and_gigabytes_are_written_in_several_ways(name: str, device: str) -> None:
+    assert find_device(name).name == device
+
+
+def test_a_name_that_is_a_word_of_others_is_none_that_looks_alike() -> None:
+    with pytest.raises(UnknownName) as caught:
+        find_device("M2")
+    assert "Apple-M2-Ultra" in caught.value.near
+    assert not any(name.startswith("MI") for name in caught.value.near)
+
+
+@pytest.mark.parametrize("name", ["hgx-h800", "gb200-nvl72", "8x3090", "4x4090", "mi300x", "lambda-8xh100"])
+def test_boxes_that_people_have_are_there(name: str) -> None:
+    assert find_node_type(name).gpus_per_node in (4, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -371,3 +372,42 @@ def test_a_broken_cluster_file_is_one_line_with_the_remedy(tmp_path: Path, text:
 def test_a_missing_cluster_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(BrokenFile, match="cannot be read \\(No such file or directory\\); give a YAML file"):
         resolve(cluster_file=str(tmp_path / "nowhere.yaml"))
+
+
+def test_an_nvl72_is_a_rack_of_trays() -> None:
+    rack = resolve(node_type="gb200-nvl72")
+    assert (rack.nodes, rack.gpus_per_node) == (18, 4)
+    assert resolve(node_type="gb200-nvl72", gpus=8).nodes == 2
+    assert resolve(node_type="gb200-nvl72-tray").gpus == 4
+
+
+def test_interconnect_names_the_link_between_nodes() -> None:
+    usual = resolve(gpu="H100", gpus=16)
+    slower = resolve(gpu="H100", gpus=16, interconnect="ib-hdr")
+    assert (usual.inter_link, usual.nics_per_node) == (find_link("ib-ndr"), 8)
+    assert (slower.inter_link, slower.nics_per_node) == (find_link("ib-hdr"), 8)
+    assert "8 x ib-hdr in each node" in slower.assumed
+    four = resolve(gpu="H100", gpus=16, interconnect="4xib-hdr")
+    assert (four.nics_per_node, "ib-hdr" in four.assumed) == (4, False)
+    assert resolve(gpu="H100", gpus=16, interconnect="eth-100").nics_per_node == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"gpus": 16, "interconnect": "ib-hdrr"}, r"unknown link 'ib-hdrr'; nearest: ib-hdr"),
+        ({"gpus": 16, "interconnect": "nvlink4-h100"}, r"is a link inside a node; between nodes are .*ib-ndr"),
+        ({"gpus": 16, "interconnect": "0xib-hdr"}, r"a node has no 0 x ib-hdr"),
+        ({"gpus": 8, "interconnect": "ib-hdr"}, r"are one node here; leave it out or give --nodes"),
+    ],
+)
+def test_an_interconnect_that_cannot_be_is_one_line(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(DsplanError, match=message):
+        resolve(gpu="H100", **asked)
+
+
+def test_an_interconnect_beside_a_cluster_file_may_only_repeat_it(tmp_path: Path) -> None:
+    path = cluster_file(tmp_path, "node_type: dgx-h100\nnodes: 2\n")
+    assert resolve(cluster_file=path, interconnect="ib-ndr").inter_link == find_link("ib-ndr")
+    with pytest.raises(ContradictoryRequest, match=r"contradicts .*cluster.yaml; write inter_link: ib-hdr there"):
+        resolve(cluster_file=path, interconnect="ib-hdr")

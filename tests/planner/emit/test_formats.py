@@ -64,8 +64,6 @@ REFUSED = [
     ("huggingface", make_plan("fsdp", gpus=2, vendor="cpu"), "for CPU ranks"),
     ("huggingface", make_plan("fsdp", dp_shard=4, pp=2), "with tp 1 and pp 2"),
     ("huggingface", make_plan("fsdp", optimizer="muon"), "with optimizer muon"),
-    ("huggingface", make_plan("fsdp", precision="fp8"), "in fp8"),
-    ("accelerate", make_plan("fsdp", precision="fp4"), "in fp4"),
     ("deepspeed", make_plan("zero1", dp_shard=4, cp=2), "with tp 1 and pp 1 and cp 2"),
     ("accelerate", make_plan("fsdp", ep=4), "with ep 4"),
     ("accelerate", make_plan("zero2", dp_shard=4, cp=2), "with cp 2"),

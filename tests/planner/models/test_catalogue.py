@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
-from planner.errors import BrokenFile, UnknownName
+from planner.errors import BrokenFile, DsplanError, UnknownName
 from planner.models import catalogue, compile
 from planner.models.catalogue import find_model, models
 from planner.models.from_hf import reader
@@ -71,7 +72,8 @@ def test_compiled_files_are_fresh() -> None:
 
 
 def test_unknown_name_offers_the_nearest() -> None:
-    with pytest.raises(UnknownName, match=r"unknown model 'opt-6\.8b'; nearest: opt-6\.7b, .*dsplan models") as caught:
+    line = r"unknown model 'facebook/opt-6\.8b'; nearest: opt-6\.7b, .*dsplan models"
+    with pytest.raises(UnknownName, match=line) as caught:
         find_model("facebook/opt-6.8b")
     assert "\n" not in str(caught.value)
 
@@ -151,3 +153,43 @@ def test_a_broken_architecture_entry_is_named(tmp_path: Path, text: str, message
     path.write_text(text, encoding="utf-8")
     with pytest.raises(BrokenFile, match=message):
         compile.compile_architectures(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("Meta-Llama-3-8B-Instruct", "meta-llama/Meta-Llama-3-8B"),
+        ("unsloth/llama-3-8b-bnb-4bit", "meta-llama/Meta-Llama-3-8B"),
+        ("Llama-3.1-405B-Instruct-FP8", "meta-llama/Llama-3.1-405B"),
+        ("llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf"),
+        ("Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
+        ("gemma-2-9b-it", "google/gemma-2-9b"),
+        ("deepseek-v3-base", "deepseek-ai/DeepSeek-V3"),
+        ("mixtral-8x7b-instruct-v0.1", "mistralai/Mixtral-8x7B-v0.1"),
+    ],
+)
+def test_words_for_a_training_or_a_storage_do_not_count(name: str, model: str) -> None:
+    assert find_model(name).name == model
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "strangers"),
+    [
+        ("llama3", ("llama3-8b", "llama3-70b", "llama3.1-405b"), ("llama-30b", "llama2-7b")),
+        ("llama-70b", ("llama2-70b", "llama3-70b"), ("llama2-7b",)),
+        ("qwen3", ("qwen3-8b", "qwen3-32b"), ("qwen2.5-3b",)),
+        ("bert", ("bert-base", "bert-large"), ("distilbert",)),
+    ],
+)
+def test_a_family_names_its_models_and_no_others(name: str, members: Sequence[str], strangers: Sequence[str]) -> None:
+    with pytest.raises(DsplanError, match=f"'{name}' is the name of several models") as caught:
+        find_model(name)
+    offered = str(caught.value).partition(": ")[2].partition(";")[0].split(", ")
+    assert set(members) <= set(offered)
+    assert not set(strangers) & set(offered)
+
+
+def test_a_stranger_of_the_hub_is_told_what_to_pass() -> None:
+    with pytest.raises(UnknownName, match=r"'acme/foo-7b'.*the Hub was not asked.*config\.json.*--model-size 7B$"):
+        find_model("acme/foo-7b")

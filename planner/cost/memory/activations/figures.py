@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import le
-from typing import Any
 
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
 from planner.cost.memory.activations.form import BlockForm, Form, Moment, find_form, per_sample, structure_of
@@ -118,19 +117,22 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
     less = hidden * (2 - copies[0] * scaled.saved) + routed * (2 - copies[1] * scaled.saved)
     less += width * (2 - scaled.saved) - scaled.saved * facts.num_heads * facts.head_dim / tp
     each = (0.0, -scaled.blocks * less * job.configuration.sequence_length)
-    blocks = []
-    for block in figures.blocks:
-        moved: dict[str, Any] = {name: [_moved(peak, each) for peak in getattr(block, name)] for name in _KEEPING}
-        blocks.append(replace(block, kept=plus(block.kept, each), **moved))
+    blocks = [
+        replace(
+            block,
+            kept=plus(block.kept, each),
+            backward=_moved(block.backward, each),
+            recomputed=_moved(block.recomputed, each),
+            replayed=_moved(block.replayed, each),
+        )
+        for block in figures.blocks
+    ]
     return replace(figures, blocks=blocks)
 
 
-_KEEPING = ("backward", "recomputed", "replayed")
-"""Moments with what the block itself kept."""
-
-
-def _moved(peak: Peak, amount: Amount) -> Peak:
-    return Peak(plus(peak.activations, amount), peak.cast, peak.gradients)
+def _moved(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
+    """Moments with `amount` more of activations."""
+    return [Peak(plus(peak.activations, amount), peak.cast, peak.gradients) for peak in peaks]
 
 
 def buffer_bytes(job: Job, recipe: Recipe) -> float:

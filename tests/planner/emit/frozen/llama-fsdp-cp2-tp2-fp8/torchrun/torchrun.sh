@@ -4,7 +4,7 @@
 #  - sets up tensor parallel 2, pipeline parallel 1, context parallel 2, because `dsplan run` cannot run such a plan yet; or emit it as torchtitan, megatron, megatron-bridge, nemo or nanotron
 #  - takes 2 samples per rank and step, accumulated 4 times (global batch 32)
 #  - loads the model with dtype=torch.float32, attn_implementation='sdpa'
-#  - runs its products in fp8 (rowwise scaling), by torchao or its like
+#  - converts the linear layers of its blocks to fp8 with the rowwise recipe (torchao, or Transformer Engine) and computes in bf16 besides
 #  - has a chunked loss: logits of a part of the tokens at a time
 #  - uses torch.optim.AdamW
 set -euo pipefail
