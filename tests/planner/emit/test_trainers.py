@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dsplan.cli.plans import write_plans
 from planner.emit import FORMATS, EmitOptions, emit, fitting_formats, script_duties
 from planner.emit.common import TRAINERS
 from planner.errors import ContradictoryRequest
@@ -291,6 +292,15 @@ def test_a_plan_for_a_trainers_code_is_written_for_that_trainer(code: str, forma
 def test_trainers_formats_come_with_plans_that_split_the_model() -> None:
     assert set(fitting_formats(make_plan("fsdp"))) == set(FORMATS) - set(TRAINERS)
     assert set(fitting_formats(split_plan())) == set(FORMATS)
+
+
+def test_recommended_plans_are_written_for_their_trainer_or_for_the_others(tmp_path: Path) -> None:
+    for_titan = {"code": "torchtitan"}
+    sharded = split_plan("llama-3-8b", "fsdp", tp=1, pp=1, workload=for_titan)
+    write_plans([sharded, make_plan("zero3", workload=for_titan)], tmp_path)
+    written = {path.name for path in (tmp_path / "plan-1").iterdir()}
+    assert written == {"torchtitan"}
+    assert {"deepspeed", "torchrun"} <= {path.name for path in (tmp_path / "plan-2").iterdir()}
 
 
 def test_a_plan_counted_for_other_modules_says_so() -> None:
