@@ -51,26 +51,26 @@ class _Flavor:
 
 
 _FLAVORS = {
-    ("llama", 2048, 16, 128256): _Flavor("llama3", "1B", in_release=False),
-    ("llama", 3072, 28, 128256): _Flavor("llama3", "3B", in_release=False),
-    ("llama", 4096, 32, 128256): _Flavor("llama3", "8B"),
-    ("llama", 8192, 80, 128256): _Flavor("llama3", "70B"),
-    ("llama", 16384, 126, 128256): _Flavor("llama3", "405B"),
-    ("qwen3", 1024, 28, 151936): _Flavor("qwen3", "0.6B"),
-    ("qwen3", 2048, 28, 151936): _Flavor("qwen3", "1.7B"),
-    ("qwen3", 2560, 36, 151936): _Flavor("qwen3", "4B"),
-    ("qwen3", 4096, 36, 151936): _Flavor("qwen3", "8B"),
-    ("qwen3", 5120, 40, 151936): _Flavor("qwen3", "14B"),
-    ("qwen3", 5120, 64, 151936): _Flavor("qwen3", "32B"),
-    ("qwen3_moe", 2048, 48, 151936): _Flavor("qwen3", "30B-A3B"),
-    ("qwen3_moe", 4096, 94, 151936): _Flavor("qwen3", "235B-A22B"),
-    ("deepseek_v2", 2048, 27, 102400): _Flavor("deepseek_v3", "16B"),
-    ("deepseek_v2", 5120, 60, 102400): _Flavor("deepseek_v3", "236B"),
-    ("deepseek_v3", 7168, 61, 129280): _Flavor("deepseek_v3", "671B"),
-    ("gpt_oss", 2880, 24, 201088): _Flavor("gpt_oss", "20b"),
-    ("gpt_oss", 2880, 36, 201088): _Flavor("gpt_oss", "120b"),
+    ("llama", 1_235_814_400): _Flavor("llama3", "1B", in_release=False),
+    ("llama", 3_212_749_824): _Flavor("llama3", "3B", in_release=False),
+    ("llama", 8_030_261_248): _Flavor("llama3", "8B"),
+    ("llama", 70_553_706_496): _Flavor("llama3", "70B"),
+    ("llama", 405_853_388_800): _Flavor("llama3", "405B"),
+    ("qwen3", 596_049_920): _Flavor("qwen3", "0.6B"),
+    ("qwen3", 1_720_574_976): _Flavor("qwen3", "1.7B"),
+    ("qwen3", 4_022_468_096): _Flavor("qwen3", "4B"),
+    ("qwen3", 8_190_735_360): _Flavor("qwen3", "8B"),
+    ("qwen3", 14_768_307_200): _Flavor("qwen3", "14B"),
+    ("qwen3", 32_762_123_264): _Flavor("qwen3", "32B"),
+    ("qwen3_moe", 30_532_122_624): _Flavor("qwen3", "30B-A3B"),
+    ("qwen3_moe", 235_093_634_560): _Flavor("qwen3", "235B-A22B"),
+    ("deepseek_v2", 15_706_484_224): _Flavor("deepseek_v3", "16B"),
+    ("deepseek_v2", 235_741_434_880): _Flavor("deepseek_v3", "236B"),
+    ("deepseek_v3", 671_026_404_352): _Flavor("deepseek_v3", "671B"),
+    ("gpt_oss", 20_914_757_184): _Flavor("gpt_oss", "20b"),
+    ("gpt_oss", 116_829_156_672): _Flavor("gpt_oss", "120b"),
 }
-"""Registered models by their type, width, layers and vocabulary."""
+"""Registered models by their type and their weights, counted over the modules that b5bcd76c builds."""
 
 Section = dict[str, object]
 
@@ -123,7 +123,7 @@ def _checked(plan: Plan) -> _Flavor:
     if configuration.strategy == "ddp" and configuration.splits_model:
         raise refuse(plan, _FORM, "beside other degrees", "torchtitan combines DDP with nothing; plan fsdp")
     _require_stages(plan, facts.num_layers)
-    flavor = _FLAVORS.get((facts.model_type, facts.hidden_size, facts.num_layers, facts.vocab_size))
+    flavor = _FLAVORS.get((facts.model_type, facts.parameters))
     if flavor is None:
         alike = ", ".join(known.name for key, known in _FLAVORS.items() if key[0] == facts.model_type)
         names = alike or "llama3, qwen3, deepseek_v3 and gpt_oss"

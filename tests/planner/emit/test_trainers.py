@@ -345,3 +345,4 @@ def check_answer(tool: str, plan: Plan, answer: dict[str, Any]) -> None:
     else:
         found = [degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp, degrees.pp]
         assert answer["degrees"] == found
+        assert answer.get("weights", plan.model["parameters"]) == plan.model["parameters"]

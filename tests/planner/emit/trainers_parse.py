@@ -140,7 +140,11 @@ def torchtitan_python(files, world):
     sys.path.remove(directory)
     names = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree")
     names += ("tensor_parallel_degree", "pipeline_parallel_degree")
-    return {"degrees": [getattr(config.parallelism, name) for name in names], "model": config.model_spec.flavor}
+    import torch
+
+    with torch.device("meta"):
+        weights = sum(weight.numel() for weight in config.model_spec.model.build().parameters())
+    return {"degrees": [getattr(config.parallelism, name) for name in names], "weights": weights}
 
 
 def fields_of(*paths):
