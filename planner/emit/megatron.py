@@ -67,7 +67,7 @@ def arguments(plan: Plan, options: EmitOptions, form: str = "Megatron-LM argumen
     require(plan, form, _ABILITIES)
     configuration = plan.configuration
     model = model_fields(plan, form)
-    vocabulary = _padded(int(str(model.pop("vocab_size"))), configuration.tp)
+    vocabulary = _padded(int(str(model["vocab_size"])), configuration.tp)
     fields: Fields = {
         **model,
         "max_position_embeddings": model.get("max_position_embeddings", configuration.sequence_length),

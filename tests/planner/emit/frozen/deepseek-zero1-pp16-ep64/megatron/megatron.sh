@@ -18,6 +18,7 @@ exec torchrun --nnodes=128 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoin
     --ffn-hidden-size 18432 \
     --num-attention-heads 128 \
     --seq-length 2048 \
+    --vocab-size 129280 \
     --normalization RMSNorm \
     --swiglu \
     --disable-bias-linear \

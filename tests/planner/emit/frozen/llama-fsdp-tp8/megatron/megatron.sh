@@ -20,6 +20,7 @@ exec torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=
     --ffn-hidden-size 14336 \
     --num-attention-heads 32 \
     --seq-length 2048 \
+    --vocab-size 128256 \
     --normalization RMSNorm \
     --swiglu \
     --disable-bias-linear \

@@ -18,6 +18,7 @@ exec torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=
     --ffn-hidden-size 28672 \
     --num-attention-heads 64 \
     --seq-length 2048 \
+    --vocab-size 128256 \
     --normalization RMSNorm \
     --swiglu \
     --disable-bias-linear \
