@@ -54,8 +54,9 @@ _CODE_FORMATS = {
 
 def fitting_formats(plan: Plan) -> tuple[str, ...]:
     """The formats to write a recommended plan in: its own trainer's; where none is named, the others, and the trainers'
-    too for a plan that splits the model. A format may still have no form of the plan."""
+    too for a plan that `dsplan run` cannot run. A format may still have no form of the plan."""
     code = workload_word(plan, "code")
     if code in _CODE_FORMATS:
         return _CODE_FORMATS[code]
-    return tuple(name for name in FORMATS if name not in TRAINERS or plan.configuration.splits_model)
+    needs_trainer = plan.configuration.splits_model or not plan.runnable
+    return tuple(name for name in FORMATS if name not in TRAINERS or needs_trainer)

@@ -83,6 +83,9 @@ def _refuse_what_accelerate_lacks(plan: Plan, options: EmitOptions) -> None:
     for name, degree in (("tp", configuration.tp), ("cp", configuration.cp)):
         if degree > 1 and not sharded:
             raise refuse(plan, _FORM, f"with {name} {degree}", f"accelerate combines {name} with FSDP only")
+    if configuration.cp > 1 and configuration.attention != "sdpa":
+        # torch's context_parallel replaces scaled_dot_product_attention and nothing else.
+        raise refuse(plan, _FORM, f"with cp and attention {configuration.attention}", "plan with --attention sdpa")
     if configuration.tp > 1 and sharded and configuration.dp_shard * configuration.cp == 1:
         # accelerate 1.15, ParallelismConfig: FSDP shards over dp_shard x cp, which then has no ranks.
         reason = f"with tp {configuration.tp} over all its ranks"

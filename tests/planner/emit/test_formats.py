@@ -67,6 +67,7 @@ REFUSED = [
     ("deepspeed", make_plan("zero1", dp_shard=4, cp=2), "with tp 1 and pp 1 and cp 2"),
     ("accelerate", make_plan("fsdp", ep=4), "with ep 4"),
     ("accelerate", make_plan("zero2", dp_shard=4, cp=2), "with cp 2"),
+    ("accelerate", make_plan("fsdp", dp_shard=4, cp=2, attention="flash"), "with cp and attention flash"),
     ("accelerate", make_plan("fsdp", dp_shard=1, tp=8), "with tp 8 over all its ranks"),
 ]
 

@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dsplan.cli.plans import write_plans
 from planner.emit import FORMATS, EmitOptions, emit, fitting_formats, script_duties
 from planner.emit.common import TRAINERS
 from planner.errors import ContradictoryRequest
+from planner.search.estimate import unrunnable
 from planner.types.plan import Plan
 from tests.planner.emit.canaries import CANARIES
 from tests.planner.emit.consumers import ask
@@ -289,9 +291,18 @@ def test_a_plan_for_a_trainers_code_is_written_for_that_trainer(code: str, forma
     assert fitting_formats(make_plan("fsdp", workload={"code": code})) == formats
 
 
-def test_trainers_formats_come_with_plans_that_split_the_model() -> None:
+def test_trainers_formats_come_with_plans_that_dsplan_run_cannot_run() -> None:
     assert set(fitting_formats(make_plan("fsdp"))) == set(FORMATS) - set(TRAINERS)
     assert set(fitting_formats(split_plan())) == set(FORMATS)
+    assert set(fitting_formats(replace(make_plan("fsdp", precision="fp8"), runnable=False))) == set(FORMATS)
+
+
+@pytest.mark.parametrize("case", ["llama-3-8b fsdp tp8", "llama-3-8b cp", "llama-3-70b zero1", "deepseek-v3"])
+def test_a_plan_that_dsplan_run_cannot_run_names_a_format_that_writes_it(case: str) -> None:
+    reason = unrunnable(GRID[case].configuration)
+    assert reason.startswith("dsplan run cannot yet run tp ")
+    format = reason.split("--format ")[1].split()[0]
+    assert emit(GRID[case], format)
 
 
 def test_recommended_plans_are_written_for_their_trainer_or_for_the_others(tmp_path: Path) -> None:
