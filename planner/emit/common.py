@@ -239,7 +239,7 @@ def _accelerate_degrees(plan: Plan) -> tuple[str, ...]:
     if configuration.tp > 1:
         duties.append(f"loads the model with tp_plan='auto' (tensor parallel {configuration.tp})")
     if configuration.cp > 1:
-        duties.append("enters accelerator.maybe_context_parallel around every step, with its inputs as buffers")
+        duties.append("enters accelerator.maybe_context_parallel in every step, inputs as its buffers; HF Trainer does")
     return tuple(duties)
 
 

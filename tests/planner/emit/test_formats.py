@@ -63,6 +63,7 @@ REFUSED = [
     ("huggingface", make_plan("fsdp", offload="nvme"), "with offload nvme"),
     ("huggingface", make_plan("fsdp", gpus=2, vendor="cpu"), "for CPU ranks"),
     ("huggingface", make_plan("fsdp", dp_shard=4, pp=2), "with tp 1 and pp 2"),
+    ("huggingface", make_plan("fsdp", dp_shard=2, tp=2, cp=2), "with tp 2 and cp 2"),
     ("huggingface", make_plan("fsdp", optimizer="muon"), "with optimizer muon"),
     ("deepspeed", make_plan("zero1", dp_shard=4, cp=2), "with tp 1 and pp 1 and cp 2"),
     ("accelerate", make_plan("fsdp", ep=4), "with ep 4"),
