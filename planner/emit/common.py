@@ -79,16 +79,19 @@ def model_word(plan: Plan, key: str) -> str:
 
 
 def facts_of(plan: Plan, form: str) -> ModelFacts:
-    """The sizes of the plan's model.
+    """The sizes of the plan's model, a decoder.
 
     Raises:
-        ContradictoryRequest: neither the plan nor the catalogue holds them, or they are counts without an architecture.
+        ContradictoryRequest: neither the plan nor the catalogue holds them, they are counts without an architecture, or
+            the model is no decoder.
     """
     task = workload_word(plan, "task") or "causal-lm"
     facts = facts_of_plan(plan.model, task) if task in words.TASKS else None
-    if facts is None or facts.measured_counts is not None or facts.recorded_as or not facts.vocab_size:
-        name = model_word(plan, "name") or "its model"
+    name = model_word(plan, "name") or "its model"
+    if facts is None or facts.measured_counts is not None or facts.recorded_as:
         raise refuse(plan, form, f"of {name}", "name a model of the catalogue or a config.json and plan again")
+    if facts.kind != "decoder":
+        raise refuse(plan, form, f"of {name}, no decoder,", "emit it as accelerate or torchrun")
     return facts
 
 

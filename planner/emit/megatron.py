@@ -86,8 +86,8 @@ def arguments(plan: Plan, options: EmitOptions, form: str = "Megatron-LM argumen
     }
     if configuration.gradient_compression == "bf16":
         fields["grad_reduce_in_bf16"] = True
-    told = (_argument(name, value) for name, value in fields.items())
-    return ["--use-mcore-models", *filter(None, told)]
+    rendered = (_argument(name, value) for name, value in fields.items())
+    return ["--use-mcore-models", *filter(None, rendered)]
 
 
 _WHEN_OFF = {
@@ -205,7 +205,6 @@ def _weights(facts: ModelFacts, biased: bool) -> int:
 def _odd(facts: ModelFacts) -> str:
     """What of a model Megatron's GPT does not have; empty when it has all."""
     found = {
-        f"{facts.kind} blocks": facts.kind != "decoder",
         "a parallel residual": facts.parallel_residual,
         f"{facts.position_type} positions": facts.position_type not in ("rope", "learned"),
         "an offset in its positions": bool(facts.position_offset),

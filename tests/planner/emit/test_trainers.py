@@ -264,6 +264,8 @@ REFUSED = [
     ("megatron", split_plan("llama-3-8b", pp=1, ep=4), "with ep 4", "no experts"),
     ("megatron", split_plan(workload={"method": "lora", "lora_rank": 8}), "with method lora", "PEFT"),
     ("megatron", split_plan(workload={"ema": True}), "with --ema", "plan without --ema"),
+    ("megatron", split_plan("t5-3b", pp=1), "of google-t5/t5-3b, no decoder,", "emit it as accelerate"),
+    ("nanotron", split_plan("google/vit-base-patch16-224", pp=1), "no decoder", "emit it as accelerate"),
     ("nemo", split_plan("deepseek-v3", tp=1, pp=1, ep=4), "latent attention", "megatron-bridge"),
     ("nanotron", split_plan(strategy="fsdp"), "fsdp plan", "plan zero1 or ddp"),
     ("nanotron", split_plan("mixtral-8x7b", pp=1), "of the experts", "emit it as megatron"),
