@@ -174,7 +174,9 @@ def _footnotes(answer: Recommendation) -> list[Block]:
     measured = [describe(plan.configuration) for plan in plans if plan.time.predicted_step_seconds is not None]
     notes += [Text(text=f"step measured here before: {name}", style="faint") for name in measured]
     if any(not plan.runnable for plan in plans):
-        notes.append(Text(text="* can be emitted for other trainers; dsplan run cannot run it yet", style="faint"))
+        trainers = "torchtitan, Megatron-LM, NeMo or nanotron"
+        text = f"* dsplan run cannot run it yet; dsplan emit writes it for {trainers} where they have its strategy"
+        notes.append(Text(text=text, style="faint"))
     return notes + [Text(text=f"note: {note}", style="warning") for note in _shared_notes(plans)]
 
 

@@ -326,7 +326,12 @@ def unrunnable(configuration: Configuration) -> str:
         return ""
     degrees = {name: getattr(configuration, name) for name in ("tp", "pp", "cp", "ep")}
     split = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
-    return f"dsplan run cannot yet run {split}; {other_trainer(configuration)} does"
+    trainer = "torchtitan" if configuration.strategy in words.FSDP_STRATEGIES else "megatron"
+    written = trainer if configuration.zero_stage < 2 else "torchrun"
+    return (
+        f"dsplan run cannot yet run {split}; {other_trainer(configuration)} does: dsplan emit --format {written} can"
+        " write it"
+    )
 
 
 def other_trainer(configuration: Configuration) -> str:
