@@ -212,7 +212,7 @@ def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
 def _form_of(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
     """The form of the code that runs, and how far its structure is from the model's. Code bases other than transformers
     are written out for decoders; other kinds of models go by transformers' modules."""
-    written = has_written_form(facts, question.code, compiled=question.compiled)
+    written = has_written_form(facts, question.code, question.length, compiled=question.compiled)
     plain = question.loss == "plain" or not facts.vocab_size
     if plain and not written:
         return _traced_form(facts, question)
@@ -243,9 +243,10 @@ def _written_form(facts: ModelFacts, question: _Question, *, blocks: bool, loss:
     return known.with_loss(form, loss, width=width, weight=weight, rows=rows), differences
 
 
-def has_written_form(facts: ModelFacts, code: str, *, compiled: bool) -> bool:
-    """Whether the code base's own blocks are counted, rather than transformers' eager ones."""
-    is_decoder = facts.kind == "decoder" and not facts.recorded_as and not facts.sliding_window
+def has_written_form(facts: ModelFacts, code: str, length: int, *, compiled: bool) -> bool:
+    """Whether the code base's own blocks are counted, rather than transformers' eager ones: of decoders whose windows,
+    where they have some, are no shorter than a sample."""
+    is_decoder = facts.kind == "decoder" and not facts.recorded_as and not 0 < facts.sliding_window < length
     return is_decoder and code_base(code).traits(compiled=compiled).block is not None
 
 
