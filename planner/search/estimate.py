@@ -15,7 +15,7 @@ from planner.cost.memory.load import MADE_BYTES
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, differs
 from planner.cost.memory.states import states_of
 from planner.cost.memory.units import shards_of, shards_over, units_of
-from planner.cost.precision import recipe_of
+from planner.cost.precision import EAGER_CAST_BYTES, recipe_of, scaled_products
 from planner.cost.timing import step_time, throughput
 from planner.cost.verdict import Judgement, judge, limited_by
 from planner.errors import ContradictoryRequest
@@ -273,6 +273,9 @@ def _remarks_on_code(job: Job) -> list[str]:
         found.append(f"--compile changes nothing that is known of {code.name}, whose kernels are fused already")
     elif work.compile and code.eager.block is None and not own_blocks:
         found.append(f"only plain decoders' blocks are known compiled; those of {facts.name} take eager ones' memory")
+    own = ["--compile"] * work.compile + [f"--loss {work.loss}"] * (work.loss != "plain")
+    if own and code.runs_here:
+        found.append(f"{' and '.join(own)}: counted as the script does it; dsplan run changes no module")
     if work.loss != "plain" and (facts.kind == "custom" or not facts.vocab_size):
         found.append(f"--loss {work.loss} is counted for language models of the catalogue, not for {facts.name}")
     return found
@@ -318,6 +321,9 @@ def _remarks(priced: Priced) -> list[str]:
         remarks.append("flash attention takes 16-bit types only; in fp32 the run needs --attention sdpa")
     if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:
         remarks.append(f"{device.name} has no bf16 units; fp16 is its fast precision")
+    scaled = scaled_products(job)
+    if scaled is not None and scaled.activation_casts == EAGER_CAST_BYTES:
+        remarks.append("without --compile torchao's casts run kernel by kernel, and are counted so")
     if loads_once(job):
         copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(MADE_BYTES * job.counts.total)} each"
         way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"

@@ -50,13 +50,16 @@ class NotAskable(Exception):
 CODES = {
     "torchtune": "torch",
     "fms_fsdp": "torch",
+    "nemo_automodel": "torch",
     **BY_SOURCE,
+    "megatron_bridge": "nemo",
     "deepspeed_zero": "megatron-deepspeed",
     "bmtrain": "megatron-deepspeed",
     "megatron": "megatron",
     "litgpt": "litgpt",
 }
-"""Whose modules a source ran, by the start of its name, the longer before the shorter; any other ran transformers'."""
+"""Whose modules a source ran, by the start of its name, the longer before the shorter; any other ran transformers'.
+Megatron-Bridge is what NeMo trains with today; Automodel shards Hugging Face's models, with fused kernels, by FSDP2."""
 
 NAMED = {"transformers, deepspeed": "transformers-2021", "megatron": "megatron-deepspeed"}
 """What `published_memory.csv` says of single rows, where it differs from the source's."""
@@ -183,7 +186,8 @@ def starcoder2(row: Row) -> dict[str, Any]:
 
 def dropout_of(source: str) -> float:
     """Megatron-LM trains with 0.1 unless told otherwise."""
-    return 0.1 if source.startswith(("bigscience", "deepspeed_zero", "bmtrain", "vtrain")) else 0.0
+    own = ("bigscience", "deepspeed_zero", "bmtrain", "vtrain", "megatron_golden")
+    return 0.1 if source.startswith(own) else 0.0
 
 
 # Rows that an earlier collection read.
@@ -313,7 +317,8 @@ def model_of(row: Row, notes: Row) -> tuple[str, dict[str, Any]]:
         return name, llama(full)
     if stem.startswith("nemotron"):
         return name, starcoder2(full)
-    return name, gpt2({**full, "tied": "no" if notes.get("untied_emb") == "1" else "yes"}, dropout=0.0)
+    tied = "no" if notes.get("untied_emb") == "1" else "yes"
+    return name, gpt2({**full, "tied": tied}, dropout=dropout_of(row["source_id"]))
 
 
 def source_is_tiny(row: Row) -> bool:
@@ -382,7 +387,8 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
     if source.startswith(("qwen", "swift", "litgpt", "torchtune", "fsdp_qlora")):
         flags["optimizer"] = "adamw"
     attention = row["attention"] if row["attention"] in ("flash", "sdpa", "eager") else ""
-    flags["attention"] = attention or ("flash" if source.startswith(("megatron", "nemo", "dgxc")) else "sdpa")
+    fused = "eager" if source.startswith("megatron_golden") else "flash"
+    flags["attention"] = attention or (fused if source.startswith(("megatron", "nemo", "dgxc")) else "sdpa")
     checkpointing = row["activation_checkpointing"]
     if checkpointing.startswith("selective:layer"):
         flags |= {"checkpointing": "full", "checkpoint_every": int(checkpointing.removeprefix("selective:layer"))}

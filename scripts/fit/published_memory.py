@@ -16,7 +16,7 @@ from typing import Any
 from hardware_db.datasheets import find_device
 from hardware_db.units import GIB
 from planner.cost.code_bases import facts_for_code
-from planner.cost.memory.overhead import BEYOND_NEED, FRAGMENTATION, FRAGMENTATION_UPPER
+from planner.cost.memory.overhead import FRAGMENTATION, FRAGMENTATION_UPPER, beyond_need
 from planner.cost.memory.units import units_of
 from planner.cost.verdict import judge
 from planner.models.catalogue import find_model
@@ -81,7 +81,7 @@ class PublishedRun:
         """What dsplan says of the run, with what the document says that the run kept beyond it."""
         priced = price(self.request, self.configuration)
         extra = self.extra_bytes_per_parameter * units_of(priced.job).elements
-        memory = _with(priced.memory, extra) if extra else priced.memory
+        memory = _with(priced.memory, extra, beyond_need(priced.job)) if extra else priced.memory
         return memory, judge(priced.job, memory).verdict
 
 
@@ -92,8 +92,8 @@ def predicted_bytes(memory: MemoryEstimate, kind: str) -> int:
     return memory.peak_reserved_bytes if kind == "reserved" else memory.device_used_bytes
 
 
-def _with(memory: MemoryEstimate, extra: float) -> MemoryEstimate:
-    """An estimate with `extra` bytes that stay allocated through every phase."""
+def _with(memory: MemoryEstimate, extra: float, beyond: float) -> MemoryEstimate:
+    """An estimate with `extra` bytes that stay allocated through every phase; the bound lies `beyond` their need."""
     reserved = round(extra * (1 + FRAGMENTATION))
     needed = round(extra * (1 + FRAGMENTATION_UPPER))
     return replace(
@@ -102,7 +102,7 @@ def _with(memory: MemoryEstimate, extra: float) -> MemoryEstimate:
         peak_reserved_bytes=memory.peak_reserved_bytes + reserved,
         device_used_bytes=memory.device_used_bytes + reserved,
         device_needed_bytes=memory.device_needed_bytes + needed,
-        device_used_upper_bytes=memory.device_used_upper_bytes + round(needed * (1 + BEYOND_NEED)),
+        device_used_upper_bytes=memory.device_used_upper_bytes + round(needed * (1 + beyond)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.instants import instants_of
 from planner.cost.memory.estimate import composed, phases_of
 from planner.cost.memory.ledger import Ledger, bytes_at
@@ -49,6 +50,8 @@ def coverage_of(job: Job) -> Coverage:
         split = f"tp {asked.tp} x pp {asked.pp}{more}"
         remark = f"the trace does not cover {split}; the closed form is used, with a wider bound"
         return Coverage(job=None, remark=remark)
+    if own := _not_transformers(job):
+        return Coverage(job=None, remark=f"the trace does not cover {own}; the closed form is used, with a wider bound")
     if asked.precision in SCALED_PRECISIONS:
         remark = f"the trace does not cover {asked.precision} products; the closed form is used, with a wider bound"
         return Coverage(job=None, remark=remark)
@@ -58,6 +61,16 @@ def coverage_of(job: Job) -> Coverage:
     remark = f"the trace does not run {what}: its activations are traced, its states and buffers are closed forms"
     kept = replace(asked, offload="none", offload_ratio=1.0)
     return Coverage(job=replace(job, configuration=kept), partly=True, remark=remark)
+
+
+def _not_transformers(job: Job) -> str:
+    """What is asked for that transformers' modules in eager torch, which are traced, do not do."""
+    work = job.workload
+    if not code_base(work.code).name.startswith("transformers"):
+        return f"--code {work.code}"
+    if work.compile:
+        return "--compile"
+    return f"--loss {work.loss}" if work.loss != "plain" else ""
 
 
 TRACED_MARGIN = FRAGMENTATION

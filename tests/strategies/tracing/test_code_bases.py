@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.code_bases import code_base
@@ -27,6 +28,7 @@ from planner.search.request import WorkOptions, make_request
 from planner.types.job import Job
 from planner.types.plan import Configuration
 from planner.vocabulary import Checkpointing, Loss
+from strategies.tracing.cache.estimate import coverage_of
 from strategies.tracing.storage_tracker import StorageTracker
 
 SAMPLES, LENGTH = 4, 256
@@ -111,8 +113,15 @@ class _Block(nn.Module):
         return self.down(functional.silu(self.gate(normed)) * self.up(normed))
 
 
+_PRODUCTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
 class _Model(nn.Module):
-    def __init__(self, facts: ModelFacts, *, recomputes: bool = False) -> None:
+    def __init__(self, facts: ModelFacts, *, recomputes: Checkpointing = "none") -> None:
         super().__init__()
         self.recomputes = recomputes
         self.table = nn.Embedding(facts.vocab_size, facts.hidden_size)
@@ -120,10 +129,18 @@ class _Model(nn.Module):
         self.norm = nn.LayerNorm(facts.hidden_size)
         self.head = nn.Linear(facts.hidden_size, facts.vocab_size, bias=False)
 
+    def _block(self, block: nn.Module, x: Tensor) -> Tensor:
+        if self.recomputes == "none":
+            return block(x)
+        if self.recomputes == "full":
+            return checkpoint(block, x, use_reentrant=False)
+        contexts = partial(create_selective_checkpoint_contexts, _PRODUCTS)
+        return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
     def hidden(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = self._block(block, x)
         return self.norm(x)
 
 
@@ -179,7 +196,7 @@ def _fused(model: _Model, tokens: Tensor) -> None:
     loss(model.hidden(tokens).flatten(0, 1), model.head.weight, tokens.flatten()).backward()
 
 
-def _peak(facts: ModelFacts, loss: Loss, *, recomputes: bool = False) -> int:
+def _peak(facts: ModelFacts, loss: Loss, *, recomputes: Checkpointing = "none") -> int:
     torch.manual_seed(0)
     model = _Model(facts, recomputes=recomputes).to(torch.bfloat16)
     tokens = torch.randint(facts.vocab_size, (SAMPLES, LENGTH))
@@ -210,11 +227,12 @@ def test_a_written_form_says_what_a_module_written_by_hand_takes(gated: bool, lo
     assert _predicted(_job(facts, loss)) == pytest.approx(_peak(facts, loss), rel=allowed)
 
 
+@pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("gated", [True, False], ids=["llama", "gpt"])
-def test_a_written_form_says_what_recomputing_takes(gated: bool) -> None:
+def test_a_written_form_says_what_recomputing_takes(gated: bool, kind: Checkpointing) -> None:
     facts = _facts(gated=gated, layers=6, vocabulary=SMALL)
-    measured = _peak(facts, "plain", recomputes=True)
-    assert _predicted(_job(facts, checkpointing="full")) == pytest.approx(measured, rel=0.02)
+    measured = _peak(facts, "plain", recomputes=kind)
+    assert _predicted(_job(facts, checkpointing=kind)) == pytest.approx(measured, rel=0.02)
 
 
 # Blocks under torch.compile: what the partitioner hands from forward to backward.
@@ -301,3 +319,15 @@ def _handed_over(module: nn.Module, x: Tensor, arguments: dict[str, Any], *, cas
 def _is_activation(tensor: Tensor) -> bool:
     """Whether a dimension is that of the samples, or of all positions of all samples."""
     return bool({SAMPLES, SAMPLES * LENGTH} & set(tensor.shape))
+
+
+@pytest.mark.parametrize(
+    ("work", "what"),
+    [({"code": "torch"}, "--code torch"), ({"compile": True}, "--compile"), ({"loss": "fused"}, "--loss fused")],
+)
+def test_a_trace_says_what_it_does_not_run(work: dict[str, Any], what: str) -> None:
+    job = _job(_facts(gated=True))
+    own = replace(job, workload=replace(job.workload, **{"code": "transformers", **work}))
+    found = coverage_of(own)
+    assert found.job is None
+    assert found.remark.startswith(f"the trace does not cover {what}; the closed form is used")

@@ -13,7 +13,7 @@ outputs of products, attention's tensors, the block's input and the norms' scale
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.cost.code_bases import BlockTraits, LogitBytes, Traits
@@ -182,7 +182,7 @@ class _Writer:
     def routed(self) -> Walk:
         return self._block(self._experts)
 
-    def _block(self, mlp: object) -> Walk:
+    def _block(self, mlp: Callable[[str], None]) -> Walk:
         facts = self._facts
         self._norm("x", "n1")
         self._latent_attention() if facts.mla is not None else self._attend()
@@ -193,12 +193,12 @@ class _Writer:
             if facts.norms_per_layer > 1:
                 self._norm("x", "n2")
                 source = "n2"
-            mlp(source)  # type: ignore[operator]
+            mlp(source)
             self._add(Operation(reads=("x", attended), makes=("x2",), is_sum=True), x2=self._stream())
         else:
             self._add(Operation(reads=("x", attended), makes=("x2",), is_sum=True), x2=self._stream())
             self._norm("x2", "n2", instead=attended)
-            mlp("n2")  # type: ignore[operator]
+            mlp("n2")
         out = self._after("out", "ended") if facts.norms_per_layer > 2 or facts.post_norm else "out"
         out = self._dropped(out)
         self._add(Operation(reads=("x2", out), makes=("y",), is_sum=True), y=self._stream())
@@ -510,8 +510,8 @@ def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float) -
     ends = tuple(moment for moment in form.loss_backward if "V b s" not in moment.activations)
     if loss == "chunked":
         copies = {"b h s": float(width + 4)}
-        forward = added((beside, copies, _share(_logits(COPIED["forward"], width), rows)))
-        backward = added((beside, copies, _share(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
+        forward = added((beside, copies, scaled(_logits(COPIED["forward"], width), rows)))
+        backward = added((beside, copies, scaled(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
         made: Polynomial = {"V h": 1}
         # The next chunk's gradient of the head, as its product makes it and as it is added to what is there.
         head = {"V h": float(weight + (width if width < weight else 0))}
@@ -523,10 +523,6 @@ def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float) -
     each = {"V h": 0.0 if weight == 4 else width + 4.0}
     working = added((beside, {"b h s": float(width), "V b s": width * rows, "V h": float(weight)}, each))
     return replace(form, loss=(Moment(activations=working, cast=cast, gradients=ZERO),), loss_backward=ends)
-
-
-def _share(polynomial: Polynomial, part: float) -> Polynomial:
-    return scaled(polynomial, part)
 
 
 def fused_rows(tokens: int, vocabulary: int, hidden: int) -> float:
