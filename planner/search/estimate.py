@@ -292,7 +292,7 @@ def _remarks_on_code(job: Job) -> list[str]:
     """What of the code that was asked for is not counted as its own."""
     facts, work, found = job.facts, job.workload, []
     code = code_base(work.code)
-    own_blocks = has_written_form(facts, work.code, compiled=work.compile)
+    own_blocks = has_written_form(facts, work.code, work.sequence_length, compiled=work.compile)
     if code.eager.block is not None and not own_blocks:
         found.append(f"only plain decoders' blocks are known of {code.name}; of {facts.name} transformers' count")
     if work.compile and code.compiled is None:
