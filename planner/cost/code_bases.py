@@ -22,7 +22,10 @@ class Implementation:
 
     Passes are elements read or written per element of the tensor, in the compute dtype, by one forward.
     `score_bytes` is the traffic of one attention score that is not fused away, `loss_bytes` of one logit from cast to
-    gradient, `attention_share` the rate of its fused attention over that of the kernels that were measured.
+    gradient, `attention_share` the rate of its fused attention over that of the kernels that were measured,
+    `hopper_attention_share` that on Hopper besides (FlashAttention-3 and cuDNN's kernels over FlashAttention-2),
+    `tuned_product_share` the rate of its products on Hopper and Blackwell over those that the ceilings are of,
+    `hidden_tensor_parallel` which share of tensor parallelism's collectives runs beside the products that need them.
     `skips_masked` says whether fused attention leaves out the masked half of a causal product, `hides_reductions`
     whether gradients are reduced behind the backward, `reduces_whole` whether ZeRO-1 and 2 all-reduce gradients rather
     than reduce-scatter them, `broadcasts_partitions` whether they send updated parameters rank by rank,
@@ -43,6 +46,9 @@ class Implementation:
     score_bytes: float = 24.0
     loss_bytes: float = 30.0
     attention_share: float = 1.0
+    hopper_attention_share: float = 1.0
+    tuned_product_share: float = 1.0
+    hidden_tensor_parallel: float = 0.0
     skips_masked: bool = True
     hides_reductions: bool = True
     reduces_whole: bool = True
@@ -182,6 +188,12 @@ def code_base(name: str) -> CodeBase:
 def code_names() -> tuple[str, ...]:
     """The names of the catalogue, in its order."""
     return tuple(_rows())
+
+
+def of_any_year(name: str) -> str:
+    """A code base whatever its version: the catalogue names older ones by their year."""
+    stem, _, year = name.rpartition("-")
+    return stem if len(year) == 4 and year.isdigit() else name
 
 
 def facts_for_code(facts: ModelFacts, name: str) -> ModelFacts:

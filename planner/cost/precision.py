@@ -327,19 +327,19 @@ _TORCHAO: Mapping[Fp8Recipe, ScaledProducts] = {
         casts_shards=True,
         smallest="tensorwise",
     ),
-    # Counted 8, but a maximum along columns does not run at a copy's speed: fitted to torchao's own H100 table.
-    "rowwise": ScaledProducts(dtype="fp8", operand=1.0, activation_casts=24.0, weight_casts=10.0, smallest="rowwise"),
+    # Counted 8, but a maximum along columns does not run at a copy's speed: 20, fitted to torchao's own H100 table.
+    "rowwise": ScaledProducts(dtype="fp8", operand=1.0, activation_casts=20.0, weight_casts=10.0, smallest="rowwise"),
     "blockwise": ScaledProducts(dtype="fp8", operand=1.0, activation_casts=6.0, weight_casts=6.0),
     # Counted 6; 20 with what surrounds the casts, fitted to torchao's own B200 table.
     "mxfp8": ScaledProducts(dtype="fp8", operand=MX, activation_casts=20.0, weight_casts=4 + 2 * MX),
-    # `nvfp4_linear.py`: a rotation and its maximum, then both orders; only codes are saved. Casts are those of its
-    # kernels measured on a GB200 (`benchmarks/prototype/nvfp4_training/README.md`: 2.2 and 3.1 picoseconds an element
-    # of an input and a gradient, 3.7 of a weight), as bytes at a copy's speed. The last 15 % of blocks stay in bf16
-    # (torchtitan@b5bcd76c `nvfp4.md`).
+    # `nvfp4_linear.py`: a rotation and its maximum, then both orders; only codes are saved. Its kernels alone take as
+    # long as 18 bytes of an activation and 25 of a weight at a copy's speed on a GB200
+    # (`benchmarks/prototype/nvfp4_training/README.md`); 34 with what surrounds them, fitted to torchtitan@b5bcd76c
+    # `nvfp4.md`, whose last 15 % of blocks stay in bf16.
     "nvfp4": ScaledProducts(
         dtype="fp4",
         operand=NV,
-        activation_casts=18.0,
+        activation_casts=34.0,
         weight_casts=25.0,
         saved=NV,
         saved_apart=True,

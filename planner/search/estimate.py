@@ -15,7 +15,7 @@ from planner.cost.memory.load import made_bytes
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, differs
 from planner.cost.memory.states import states_of
 from planner.cost.memory.units import shards_of, shards_over, units_of
-from planner.cost.precision import recipe_of
+from planner.cost.precision import EAGER_CAST_BYTES, recipe_of, scaled_products
 from planner.cost.timing import step_time, throughput
 from planner.cost.verdict import Judgement, judge, limited_by
 from planner.errors import ContradictoryRequest
@@ -331,6 +331,8 @@ def unrunnable(configuration: Configuration) -> str:
 def _copies(job: Job) -> list[str]:
     """What the script must do beside the training that was asked for, and how it is counted."""
     workload, remarks = job.workload, []
+    if workload.freezes and (workload.code != "transformers" or workload.compile):
+        remarks.append("what is frozen and adapters are counted as transformers' modules and PEFT's run eagerly")
     if workload.ema:
         remarks.append("the script keeps the average of the weights itself (torch.optim.swa_utils.AveragedModel)")
     if job.has_reference:
@@ -362,6 +364,9 @@ def _remarks(priced: Priced) -> list[str]:
         remarks.append("flash attention takes 16-bit types only; in fp32 the run needs --attention sdpa")
     if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:
         remarks.append(f"{device.name} has no bf16 units; fp16 is its fast precision")
+    scaled = scaled_products(job)
+    if scaled is not None and scaled.activation_casts == EAGER_CAST_BYTES:
+        remarks.append("without --compile torchao's casts run kernel by kernel, and are counted so")
     if loads_once(job):
         copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(made_bytes(job))} each"
         way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"

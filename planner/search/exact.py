@@ -63,7 +63,7 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
         ep=options.ep,
         pp_schedule=options.pp_schedule,
         virtual_stages=options.virtual_stages,
-        sequence_parallel=_sequence_parallel(request, options),
+        sequence_parallel=_splits_sequence(request, options),
         checkpoint_every=options.checkpoint_every,
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
@@ -83,8 +83,8 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
     return replace(request, workload=workload, defaults=defaults), configuration
 
 
-def _sequence_parallel(request: Request, options: ExactOptions) -> bool:
-    """As asked, else as the code does it where there are tp ranks."""
+def _splits_sequence(request: Request, options: ExactOptions) -> bool:
+    """As asked; else where there are tensor-parallel ranks and the code does it unless told otherwise."""
     if options.sequence_parallel is not None:
         return options.sequence_parallel
     return options.tp > 1 and code_base(request.workload.code).sequence_parallel

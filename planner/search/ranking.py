@@ -16,7 +16,7 @@ from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.calibration.spread import AGAIN, NINE_OF_TEN
 from planner.cluster.budget import bill_of
-from planner.cost.memory.overhead import BEYOND_NEED
+from planner.cost.memory.overhead import beyond_need
 from planner.cost.timing import step_time
 from planner.cost.verdict import device_limit, limited_by
 from planner.search.estimate import Priced, plan_of, unrunnable, waits_mostly
@@ -292,7 +292,7 @@ def _without_room(first: Timed, fuller: Timed, objective: words.Objective) -> st
     return (
         f"with micro-batch {chosen.micro_batch_size} and {recompute} recomputation it is predicted"
         f" {_ahead(first, fuller, objective)} and needs {format_bytes(need)} of {format_bytes(limit)}, where one run in"
-        f" twenty takes {BEYOND_NEED:.0%} more"
+        f" twenty takes {beyond_need(job):.0%} more"
     )
 
 

@@ -50,13 +50,16 @@ class NotAskable(Exception):
 CODES = {
     "torchtune": "torch",
     "fms_fsdp": "torch",
+    "nemo_automodel": "torch",
     **BY_SOURCE,
+    "megatron_bridge": "nemo",
     "deepspeed_zero": "megatron-deepspeed",
     "bmtrain": "megatron-deepspeed",
     "megatron": "megatron",
     "litgpt": "litgpt",
 }
-"""Whose modules a source ran, by the start of its name, the longer before the shorter; any other ran transformers'."""
+"""Whose modules a source ran, by the start of its name, the longer before the shorter; any other ran transformers'.
+Megatron-Bridge is what NeMo trains with today; Automodel shards Hugging Face's models, with fused kernels, by FSDP2."""
 
 NAMED = {"transformers, deepspeed": "transformers-2021", "megatron": "megatron-deepspeed"}
 """What `published_memory.csv` says of single rows, where it differs from the source's."""
@@ -140,8 +143,10 @@ def notes_of(row: Row) -> dict[str, str]:
     return dict(part.split("=", 1) for part in row["notes"].split("; ") if "=" in part)
 
 
-def code_of(source: str) -> str:
-    """Whose modules a source ran."""
+def code_of(source: str, gpu: str) -> str:
+    """Whose modules a source ran on a GPU; what torchtitan printed of H100s is of 2024 and early 2025."""
+    if source.startswith(("torchtitan", "torchao")) and gpu == "H100":
+        return "torchtitan-2024"
     return next((code for name, code in CODES.items() if source.startswith(name)), "transformers")
 
 
@@ -183,7 +188,8 @@ def starcoder2(row: Row) -> dict[str, Any]:
 
 def dropout_of(source: str) -> float:
     """Megatron-LM trains with 0.1 unless told otherwise."""
-    return 0.1 if source.startswith(("bigscience", "deepspeed_zero", "bmtrain", "vtrain")) else 0.0
+    own = ("bigscience", "deepspeed_zero", "bmtrain", "vtrain", "megatron_golden")
+    return 0.1 if source.startswith(own) else 0.0
 
 
 # Rows that an earlier collection read.
@@ -313,7 +319,8 @@ def model_of(row: Row, notes: Row) -> tuple[str, dict[str, Any]]:
         return name, llama(full)
     if stem.startswith("nemotron"):
         return name, starcoder2(full)
-    return name, gpt2({**full, "tied": "no" if notes.get("untied_emb") == "1" else "yes"}, dropout=0.0)
+    tied = "no" if notes.get("untied_emb") == "1" else "yes"
+    return name, gpt2({**full, "tied": tied}, dropout=dropout_of(row["source_id"]))
 
 
 def source_is_tiny(row: Row) -> bool:
@@ -382,7 +389,8 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
     if source.startswith(("qwen", "swift", "litgpt", "torchtune", "fsdp_qlora")):
         flags["optimizer"] = "adamw"
     attention = row["attention"] if row["attention"] in ("flash", "sdpa", "eager") else ""
-    flags["attention"] = attention or ("flash" if source.startswith(("megatron", "nemo", "dgxc")) else "sdpa")
+    fused = "eager" if source.startswith("megatron_golden") else "flash"
+    flags["attention"] = attention or (fused if source.startswith(("megatron", "nemo", "dgxc")) else "sdpa")
     checkpointing = row["activation_checkpointing"]
     if checkpointing.startswith("selective:layer"):
         flags |= {"checkpointing": "full", "checkpoint_every": int(checkpointing.removeprefix("selective:layer"))}
@@ -476,7 +484,7 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
             "source": source,
             "publication": document_of(source),
             "reading": (timed or {}).get("reading", "vendor" if "vendor" in reasons.get(source, "") else "stated"),
-            "code": code_of(source),
+            "code": code_of(source, row["gpu_name"]),
             "model": row["model_name"],
             "document": f"{row['source_repo_or_doc']} {row['source_path']}",
             "ran": "no" if row["fits"] == "0" else "yes",

@@ -21,9 +21,10 @@ SHARE = 0.95
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beyond:
-    """One run: where it was published, and what it took over what it is said to need."""
+    """One run: where it was published, whose code it ran, and what it took over what it is said to need."""
 
     source: str
+    code: str
     ratio: float
 
 
@@ -50,7 +51,13 @@ def measured() -> list[Beyond]:
     for run in published_runs():
         if run.memory_bytes:
             memory, _ = run.predicted()
-            found.append(Beyond(source=run.source, ratio=run.memory_bytes / needed_bytes(memory, run.kind)))
+            found.append(
+                Beyond(
+                    source=run.source,
+                    code=run.request.workload.code,
+                    ratio=run.memory_bytes / needed_bytes(memory, run.kind),
+                )
+            )
     return found
 
 

@@ -16,8 +16,6 @@ from typing import Any
 from hardware_db.datasheets import find_device
 from hardware_db.units import GIB
 from planner.cost.code_bases import facts_for_code
-from planner.cost.memory.overhead import BEYOND_NEED, FRAGMENTATION, FRAGMENTATION_UPPER
-from planner.cost.memory.units import units_of
 from planner.cost.verdict import judge
 from planner.models.catalogue import find_model
 from planner.models.counting.count import count_parameters
@@ -60,8 +58,7 @@ class PublishedRun:
     """A run that was published: `code` is whose modules it ran.
 
     `memory_bytes` was printed, 0 where only that it ran, or ran out, is known; `kind` says what was printed (allocated,
-    reserved, nvidia-smi or unknown); `extra_bytes_per_parameter` the document itself says that its code keeps and a
-    plan does not.
+    reserved, nvidia-smi or unknown).
     """
 
     case: str
@@ -73,16 +70,13 @@ class PublishedRun:
     kind: str
     assumed: str
     document: str
-    extra_bytes_per_parameter: float
     request: Request
     configuration: Configuration
 
     def predicted(self) -> tuple[MemoryEstimate, Verdict]:
-        """What dsplan says of the run, with what the document says that the run kept beyond it."""
+        """What dsplan says of the run."""
         priced = price(self.request, self.configuration)
-        extra = self.extra_bytes_per_parameter * units_of(priced.job).elements
-        memory = _with(priced.memory, extra) if extra else priced.memory
-        return memory, judge(priced.job, memory).verdict
+        return priced.memory, judge(priced.job, priced.memory).verdict
 
 
 def predicted_bytes(memory: MemoryEstimate, kind: str) -> int:
@@ -90,20 +84,6 @@ def predicted_bytes(memory: MemoryEstimate, kind: str) -> int:
     if kind == "allocated":
         return memory.peak_allocated_bytes
     return memory.peak_reserved_bytes if kind == "reserved" else memory.device_used_bytes
-
-
-def _with(memory: MemoryEstimate, extra: float) -> MemoryEstimate:
-    """An estimate with `extra` bytes that stay allocated through every phase."""
-    reserved = round(extra * (1 + FRAGMENTATION))
-    needed = round(extra * (1 + FRAGMENTATION_UPPER))
-    return replace(
-        memory,
-        peak_allocated_bytes=memory.peak_allocated_bytes + round(extra),
-        peak_reserved_bytes=memory.peak_reserved_bytes + reserved,
-        device_used_bytes=memory.device_used_bytes + reserved,
-        device_needed_bytes=memory.device_needed_bytes + needed,
-        device_used_upper_bytes=memory.device_used_upper_bytes + round(needed * (1 + BEYOND_NEED)),
-    )
 
 
 def published_runs() -> Iterator[PublishedRun]:
@@ -135,7 +115,6 @@ def _run(row: Row) -> PublishedRun:
         ran=row["ran"] == "yes",
         memory_bytes=float(row["memory_gib"] or 0) * GIB,
         kind=row["memory_kind"],
-        extra_bytes_per_parameter=float(row["extra_bytes_per_parameter"] or 0),
         request=Request(facts=facts, counts=count_parameters(facts), workload=workload, cluster=_cluster(row)),
         configuration=configuration,
     )

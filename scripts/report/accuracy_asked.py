@@ -31,7 +31,8 @@ that have not seen the publication: an answer is scaled by what its publication'
 fitted without it. No constant was fitted to memory.
 
 *Ran* counts runs whose plan is stated and that ran; a *false reject* is one of them that is called "does not fit", a
-*false fit* a run that went out of memory and is called "fits" or "tight". Runs tuned by a vendor (Megatron-Bridge,
+*false fit* a run that went out of memory and is called "fits"; others of those are called "tight", which is where one
+real run in twenty goes beyond the capacity. Runs tuned by a vendor (Megatron-Bridge,
 NeMo, dgxc) state neither recomputation nor how the optimizer is sharded: their speeds are asked with none and with the
 distributed optimizer, and their verdicts are not counted.
 """
@@ -49,6 +50,13 @@ THE_GRID = """
 
 {runs} plans of Megatron-DeepSpeed on A100. Regret is what the plan that is put first loses to the fastest of its group
 (the same GPUs, model, sequence length and batch; {groups} groups).
+"""
+GAINS = """
+### What fp8 and fp4 gain
+
+Pairs of runs of one document that differ in nothing but the precision: the step in 8 bits over the same in bf16, in
+4 bits over the one in bf16, or where there is none in 8 bits. Errors are of that gain, so that what both runs share
+does not count. *Twice* is what a plain ratio of peaks would be off by.
 """
 REFUSED = """
 ### What the command line refuses or cannot say
@@ -124,6 +132,7 @@ COLUMNS = (
     "false rejects",
     "out of memory",
     "false fits",
+    "called tight",
 )
 
 
@@ -140,8 +149,8 @@ def scores(rows: Rows) -> list[str]:
     """The cells of a group."""
     ran, out = rows.verdicts(ran=True), rows.verdicts(ran=False)
     rejected = f"{ran['does_not_fit']} ({ran['does_not_fit'] / ran.total():.0%})" if ran else "-"
-    fitting = str(out["fits"] + out["tight"]) if out else "-"
-    return [*figures(rows.speed), *figures(rows.memory), str(ran.total()), rejected, str(out.total()), fitting]
+    wrong = [str(out["fits"]), str(out["tight"])] if out else ["-", "-"]
+    return [*figures(rows.speed), *figures(rows.memory), str(ran.total()), rejected, str(out.total()), *wrong]
 
 
 def losses(pairs: Iterable[tuple[Asked, Answer]]) -> list[float]:
@@ -167,6 +176,8 @@ def asked_section() -> Iterator[str]:
     groups = by(_without_grid(pairs), lambda asked: (asked.code, asked.publication, asked.reading))
     yield from table(("code", "publication", "reading", *COLUMNS), ([*key, *scores(rows)] for key, rows in groups))
     yield from _grid(pairs, before)
+    yield GAINS
+    yield from _gains(pairs)
     yield REFUSED
     yield from _not_said(pairs)
 
@@ -204,6 +215,46 @@ def _grid_row(kind: str, when: str, pairs: Sequence[tuple[Asked, Answer]]) -> li
     regret = losses(own) if kind == "all" else []
     chosen = [f"{statistics.median(regret):.1%}", f"{percentile(regret, 0.9):.1%}"] if regret else ["-", "-"]
     return [kind, when, *figures(Rows(pairs=own).speed), *chosen]
+
+
+_PLAN = ("strategy", "tp", "pp", "cp", "ep", "virtual_stages", "seq_len", "micro_batch", "grad_accum", "checkpointing")
+
+
+def gains(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[tuple[Asked, float, float, float]]:
+    """Runs in 8 or 4 bits that have a twin in wider products: what they measured and predicted of its rate, and the
+    ratio of the peaks."""
+    groups: defaultdict[Key, dict[str, list[tuple[Asked, Answer]]]] = defaultdict(lambda: defaultdict(list))
+    for asked, answer in pairs:
+        if asked.tokens_per_s_per_gpu and not answer.refused and asked.source != GRID:
+            plan = (str(asked.flags.get(name)) for name in _PLAN)
+            where = asked.source.replace("_fp8", ""), asked.model, asked.cluster["gpu"], str(asked.cluster["nodes"])
+            key = (*where, str(asked.config), *plan)
+            groups[key][asked.flags["precision"]].append((asked, answer))
+    for found in groups.values():
+        for narrow, wider in (("fp8", ("bf16",)), ("fp4", ("bf16", "fp8"))):
+            name = next((name for name in wider if found[name]), None)
+            for asked, answer in found[narrow] if name else ():
+                twin, said = min(found[name], key=lambda pair: abs(_place(pair[0]) - _place(asked)))
+                measured = asked.tokens_per_s_per_gpu / twin.tokens_per_s_per_gpu
+                peaks = 4.0 if (narrow, name) == ("fp4", "bf16") else 2.0
+                yield asked, measured, answer.tokens_per_s_per_gpu / said.tokens_per_s_per_gpu, peaks
+
+
+def _place(asked: Asked) -> int:
+    return int(asked.case.rpartition("-")[2])
+
+
+def _gains(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[str]:
+    groups: defaultdict[Key, list[tuple[float, float, float]]] = defaultdict(list)
+    for asked, *ratios in gains(pairs):
+        groups[(asked.code, asked.source, asked.flags.get("fp8_recipe", ""))].append((ratios[0], ratios[1], ratios[2]))
+    cells = []
+    for key, found in sorted(groups.items()):
+        errors = [predicted / measured - 1 for measured, predicted, _ in found]
+        plain = statistics.median(peaks / measured - 1 for measured, _, peaks in found)
+        lowest, most = min(measured for measured, *_ in found), max(measured for measured, *_ in found)
+        cells.append([*key, f"{lowest:.2f} to {most:.2f}", *figures(errors), f"{plain:+.0%}"])
+    yield from table(("code", "source", "recipe", "measured gain", "pairs", *FIGURES[1:], "twice"), cells)
 
 
 def _not_said(pairs: Sequence[tuple[Asked, Answer]]) -> Iterator[str]:

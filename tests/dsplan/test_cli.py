@@ -165,7 +165,7 @@ def test_explain_tells_why_the_others_lost(cli: Cli, tmp_path: Path) -> None:
 
 def test_models_and_devices(cli: Cli) -> None:
     assert len(cli("models --json").json) == 295
-    assert len(cli("devices --json").json) == 85
+    assert len(cli("devices --json").json) == 86
     assert len(cli("devices --links --json").json) == 52
     assert len(cli("devices --nodes --json").json) == 144
     assert "gpt2-xl" in cli("models gpt2").out

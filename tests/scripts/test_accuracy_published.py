@@ -15,8 +15,15 @@ def verdict(run: PublishedRun) -> str:
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if not run.ran], ids=lambda run: run.case)
-def test_what_ran_out_of_memory_does_not_fit(run: PublishedRun) -> None:
-    assert verdict(run) == "does_not_fit"
+def test_what_ran_out_of_memory_is_never_said_to_fit(run: PublishedRun) -> None:
+    assert verdict(run) != "fits"
+
+
+def test_what_ran_out_of_memory_is_seldom_called_tight() -> None:
+    """Tight is where one real run in twenty goes beyond the capacity."""
+    out = [run for run in RUNS if not run.ran]
+    tight = [run.case for run in out if verdict(run) == "tight"]
+    assert len(tight) <= 0.05 * len(out), tight
 
 
 def test_what_ran_and_printed_its_memory_is_seldom_refused() -> None:
@@ -43,12 +50,9 @@ def test_a_figure_is_compared_with_its_own_kind() -> None:
     ]
 
 
-def test_what_a_document_says_that_its_code_keeps_beyond_a_plan_is_counted() -> None:
-    run = next(run for run in RUNS if run.extra_bytes_per_parameter)
-    bare = PublishedRun(
-        **{name: getattr(run, name) for name in PublishedRun.__slots__ if name != "extra_bytes_per_parameter"},
-        extra_bytes_per_parameter=0,
-    )
-    extra = run.predicted()[0].peak_allocated_bytes - bare.predicted()[0].peak_allocated_bytes
+def test_whole_gradients_in_fp32_are_counted_where_a_code_base_accumulates_them() -> None:
+    """BigScience's BF16 optimizer keeps 4 bytes per parameter beside the 16-bit gradients, on every rank."""
+    run = next(run for run in RUNS if run.code == "megatron-deepspeed" and run.configuration.precision == "bf16")
     dims = run.configuration
-    assert extra > 0.9 * run.extra_bytes_per_parameter * run.request.counts.total / dims.tp / dims.pp
+    parameters = run.request.counts.total / dims.tp / dims.pp
+    assert run.predicted()[0].gradients_bytes > 0.9 * (2 + 4) * parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from scripts.fit.asked import Answer, Asked, Desk, answers, kept, questions
 from scripts.fit.published_rows import document_of
-from scripts.report.accuracy_asked import GRID, Rows, losses, moves
+from scripts.fit.time_scores import percentile
+from scripts.report.accuracy_asked import GRID, Rows, answered, gains, losses, moves
 from tests.dsplan.cli import Cli
 
 ASKED = questions()
@@ -72,3 +74,23 @@ def test_kept_answers_are_todays() -> None:
     for figure in ("tokens_per_s_per_gpu", "memory_bytes"):
         off = {case: getattr(known[case], figure) / (getattr(new, figure) or 1) - 1 for case, new in found.items()}
         assert not {case: change for case, change in off.items() if abs(change) > 0.02 and not found[case].refused}
+
+
+def test_gains_by_hand() -> None:
+    wide = next(asked for asked in ASKED if asked.flags and asked.flags["precision"] == "bf16")
+    wide = replace(wide, tokens_per_s_per_gpu=100.0)
+    narrow = replace(wide, source=f"{wide.source}_fp8", tokens_per_s_per_gpu=130.0)
+    narrow = replace(narrow, flags={**wide.flags, "precision": "fp8", "fp8_recipe": "tensorwise"})
+    elsewhere = replace(narrow, flags={**narrow.flags, "tp": 2})
+    said = [Answer(tokens_per_s_per_gpu=rate) for rate in (50.0, 60.0, 70.0)]
+    assert list(gains(zip((wide, narrow, elsewhere), said, strict=True))) == [(narrow, 1.3, 1.2, 2.0)]
+
+
+def test_gains_of_fp8_are_predicted_for_publications_that_nothing_was_fitted_to() -> None:
+    own = ("llmfoundry_h100_fp8", "dgxc_h100", "dgxc_gb200", "torchtitan_h100_2024")
+    errors = [
+        predicted / measured - 1 for asked, measured, predicted, _ in gains(answered(kept())) if asked.source in own
+    ]
+    assert len(errors) > 25
+    assert statistics.median(map(abs, errors)) < 0.05
+    assert percentile([abs(error) for error in errors], 0.9) < 0.12

@@ -88,16 +88,17 @@ def memory_estimate(job: Job) -> MemoryEstimate:
     return _composed(busiest, states, phases, margin)
 
 
-def phases_of(job: Job) -> dict[str, Ledger]:
-    """What is alive on the busiest rank at the peak of each phase; `eval` and `save` only where they were asked for."""
-    return _busiest(job)[2]
+def phases_of(job: Job, *, stages: tuple[int, ...] | None = None) -> dict[str, Ledger]:
+    """What is alive on the busiest rank at the peak of each phase; `eval` and `save` only where they were asked for.
+    Without `stages` of those pipeline stages that can be the busiest."""
+    return _busiest(job, stages)[2]
 
 
-def _busiest(job: Job) -> tuple[Job, States, dict[str, Ledger]]:
+def _busiest(job: Job, stages: tuple[int, ...] | None = None) -> tuple[Job, States, dict[str, Ledger]]:
     """The job as the pipeline stage with the largest peak sees it, with its states; and of every phase the largest
     moment of any stage."""
     recipe, found = recipe_of(job), []
-    for stage in stages_looked_at(job.configuration.pp):
+    for stage in stages or stages_looked_at(job.configuration.pp):
         here = replace(job, stage=stage) if stage != job.stage else job
         states = states_of(here, recipe)
         found.append((here, states, _phases_of(here, recipe, states)))

@@ -258,14 +258,17 @@ def device_rates(
     device, measured, factors = cluster.device, cluster.rates, cluster.factors
     peak = device.peak_flops(compute_dtype(device, "bf16" if precision in SCALED_PRECISIONS else precision))
     products, attention = ceilings(device)
-    gemm = (peak or assumed_peak(cluster)) * products
+    gemm = (peak or assumed_peak(cluster)) * products * _product_share(device, code)
     # Large work takes these rates; only memory is asked for without a size.
     memory = measured.memory.rate(LARGE_BYTES) if measured.memory else None
     bandwidth = (device.memory_bandwidth_bytes_per_s or CPU_BANDWIDTH) * MEMORY_CEILING
     return DeviceRates(
         peak_flops=peak,
         gemm_flops=gemm * factors.compute,
-        attention_flops=gemm * attention / products * factors.attention,
+        attention_flops=(peak or assumed_peak(cluster))
+        * attention
+        * factors.attention
+        * _attention_share(device, code),
         plain_flops=min(gemm, (device.peak_flops("fp32") or assumed_peak(cluster)) * products) * factors.attention,
         memory_bytes_per_s=(memory or bandwidth) * factors.memory,
         element_bytes=4 if precision == "fp32" else 2,
@@ -275,8 +278,18 @@ def device_rates(
         serial=device.is_cpu,
         multiprocessors=multiprocessors(device),
         scaled=scaled,
-        scaled_flops=_scaled_flops(device, precision, factors) if scaled else 0.0,
+        scaled_flops=_scaled_flops(device, precision, factors) * _product_share(device, code) if scaled else 0.0,
     )
+
+
+def _product_share(device: Device, code: Implementation) -> float:
+    """How fast a code base's products are on a device, over those that its ceilings are of."""
+    return code.tuned_product_share if device.architecture in ("hopper", "blackwell") else 1.0
+
+
+def _attention_share(device: Device, code: Implementation) -> float:
+    """How fast a code base's own kernels of attention are on a device, over those that its ceiling is of."""
+    return code.hopper_attention_share if device.architecture == "hopper" else 1.0
 
 
 def _scaled_flops(device: Device, precision: Precision, factors: Factors) -> float:

@@ -74,7 +74,11 @@ def _tensor_parallel(job: Job, where: Layout, rates: DeviceRates) -> Exchanges:
         # What comes out of the MLP is not needed again.
         repeated = each_way // 2 if rates.code.stops_early else each_way
     # One more each way: for the embedding's output, and for the gradient that leaves the head.
-    return Exchanges(forward=(each_way + 1) * one, backward=(each_way + repeated + 1) * one)
+    visible = 1 - rates.code.hidden_tensor_parallel
+    forward, backward = (each_way + 1) * one, (each_way + repeated + 1) * one
+    return Exchanges(
+        forward=visible * forward, backward=visible * backward, hidden=(1 - visible) * (forward + backward)
+    )
 
 
 def _context_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> Exchanges:

@@ -33,12 +33,15 @@ def understood(files: dict[str, str]) -> dict[str, object]:
         "machines": launch.num_machines,
         "processes": launch.num_processes,
         "mixed_precision": launch.mixed_precision,
+        "fp8": config.fp8_config["backend"] if config.fp8_config else None,
         "fsdp": fsdp(launch) if launch.use_fsdp else None,
         "zero": zero(config.deepspeed_config) if launch.use_deepspeed else None,
     }
 
 
 def fsdp(launch: object) -> dict[str, object]:
+    if launch.mixed_precision == "fp8":
+        launch.mixed_precision = "bf16"  # torchao is looked for otherwise, and is not installed here
     environment = prepare_multi_gpu_env(launch)
     before = dict(os.environ)
     os.environ.update({key: value for key, value in environment.items() if key.startswith(("FSDP_", "PARALLELISM_"))})

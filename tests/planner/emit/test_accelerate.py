@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from planner.emit import emit
@@ -24,6 +25,10 @@ def grid() -> list[Plan]:
             plans += [make_plan("fsdp", dp_shard=4, tp=2, **words)]
             plans += [make_plan(strategy, **words) for strategy in ("zero1", "zero2", "zero3")]
     plans += [make_plan("zero2", offload="optimizer"), make_plan("zero3", offload="all")]
+    plans += [
+        replace(make_plan(name, precision="fp8"), workload={"fp8_recipe": "tensorwise"}) for name in ("ddp", "fsdp")
+    ]
+    plans += [replace(make_plan("fsdp", precision="fp8"), workload={"fp8_recipe": "mxfp8"})]
     return [*plans, make_plan("zero3", offload="nvme")]
 
 
@@ -38,6 +43,10 @@ def test_accelerate_understands_every_plan_as_it_was_meant(tmp_path: Path) -> No
             check_zero(plan, answer)
             continue
         named = configuration.precision if configuration.precision in ("bf16", "fp16") else "no"
+        if configuration.precision == "fp8":
+            converted = plan.workload["fp8_recipe"] == "tensorwise"
+            named = "fp8" if converted else "bf16"
+            assert answer["fp8"] == ("AO" if converted else None)
         assert answer["mixed_precision"] == named
         if configuration.strategy.startswith(("fsdp", "hsdp")):
             check_fsdp(plan, answer)

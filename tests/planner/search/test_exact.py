@@ -90,3 +90,22 @@ def test_the_memory_figures_add_up_to_the_byte(strategy: Strategy, micro: int) -
         memory.peak_allocated_bytes
     )
     assert memory.peak_reserved_bytes + memory.device_overhead_bytes == memory.device_used_bytes
+
+
+@pytest.mark.parametrize(
+    ("code", "tp", "asked", "split"),
+    [
+        ("megatron", 2, None, True),
+        ("megatron", 2, False, False),
+        ("megatron", 1, None, False),
+        ("megatron-deepspeed", 2, None, False),
+        ("transformers", 2, True, True),
+    ],
+)
+def test_tp_ranks_split_the_sequence_where_the_code_does_it(
+    code: str, tp: int, asked: bool | None, split: bool
+) -> None:
+    cluster = resolve_cluster(HardwareRequest(gpus=8, gpu="A100-SXM4-80GB"))
+    request = make_request(find_model("llama-2-7b"), cluster, WorkOptions(code=code))
+    _, chosen = exact(request, ExactOptions(strategy="zero1", tp=tp, sequence_parallel=asked))
+    assert chosen.sequence_parallel is split

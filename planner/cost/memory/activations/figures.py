@@ -98,14 +98,14 @@ class _Question:
     tp: int
     length: int
     source: int
-    code: str
-    compiled: bool
-    loss: Loss
     cp: int
     ep: int
     is_sequence_parallel: bool
     exchange: AttentionExchange
     keeps_shards: bool
+    code: str
+    compiled: bool
+    loss: Loss
     training: Training | None = None
     numbers: Numbers | None = None
 
@@ -124,14 +124,14 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         configuration.tp,
         configuration.sequence_length,
         job.source_length,
-        job.workload.code,
-        job.workload.compile,
-        job.workload.loss,
         configuration.cp,
         configuration.ep,
         configuration.sequence_parallel and configuration.tp > 1,
         attention_exchange(job) if configuration.cp > 1 else "ring",
         configuration.tp > 1 and keeps_sequence_shards(job),
+        job.workload.code,
+        job.workload.compile,
+        job.workload.loss,
     )
     if job.workload.freezes and not job.counts.trains_all:
         numbers = Numbers(_frozen_mode(recipe), configuration.tp, job.eager_attention, recipe.dequantises)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from planner.cost.memory.activations import figures
 from planner.cost.memory.activations.form import WHOLE, Spread, per_rank
 from planner.cost.memory.activations.instants import instants_of
 from planner.cost.memory.estimate import memory_estimate
 from planner.cost.memory.states import states_of
 from planner.cost.memory.units import shards_of, units_of
 from planner.cost.precision import recipe_of
-from planner.cost.split import blocks_per_stage, kinds_on_stage, micro_batches_in_flight
+from planner.cost.split import blocks_per_stage, exchange_elements, kinds_on_stage, micro_batches_in_flight
 from planner.models.catalogue import find_model
 from planner.models.counting.count import count_parameters
 from planner.types.job import Job, Workload
@@ -174,17 +173,20 @@ def test_context_parallel_ranks_share_states_and_tokens() -> None:
 
 
 def test_around_a_ring_fewer_keys_lie_beside_a_block_than_all_gathered() -> None:
-    """Llama 3 8B: keys and values of 2 x 8 x 128 elements a token, 2 bytes each; of 16384 tokens 9 / 8 (the part that
-    is sent with them), or 2 / 8 around a ring."""
+    """Llama 3 8B's keys and values, 2 x 8 x 128 elements a token: of 8 ranks and the part that is sent with them, or of
+    two under way around a ring."""
+    facts, keys = find_model("llama-3-8b"), 2 * 8 * 128
+    gathered, ring = (exchange_elements(facts, way, 1, 8) for way in ("all-gather", "ring"))
+    assert [more - less for more, less in zip(gathered, ring, strict=True)] == [keys * 7 / 8] * 2
+    assert exchange_elements(facts, "all-gather", 1, 1) == (0, 0)
     split = job("llama-3-8b", cp=8, sequence_length=8 * 2048, activation_checkpointing="full")
-    largest = []
-    for exchange in ("all-gather", "ring"):
-        with pytest.MonkeyPatch.context() as changed:
-            changed.setattr(figures, "attention_exchange", lambda _, kind=exchange: kind)
-            blocks = [instant for instant in instants_of(split, recipe_of(split)) if instant.phase == "forward"]
-        largest.append(max(instant.activations[1] for instant in blocks))
-    gathered, ring = largest
-    assert gathered - ring == pytest.approx(2 * 16384 * 2 * 8 * 128 * (9 - 2) / 8)
+    beside = []
+    for cp in (1, 8):
+        chosen = replace(split.configuration, cp=cp, sequence_length=cp * 2048)
+        here = replace(split, configuration=chosen)
+        blocks = [instant for instant in instants_of(here, recipe_of(here)) if instant.phase == "forward"]
+        beside.append(max(instant.activations[1] for instant in blocks))
+    assert beside[1] - beside[0] == pytest.approx(2 * 16384 * gathered[0])
 
 
 def test_experts_are_spread_over_ranks() -> None:
