@@ -56,9 +56,9 @@ def _prepare() -> None:
     import gc
     from contextlib import suppress
 
+    gc.set_threshold(COLLECT_AFTER)
     import dsplan.cli.app  # noqa: F401
 
-    gc.set_threshold(COLLECT_AFTER)
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

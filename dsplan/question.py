@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import shown
@@ -17,10 +17,13 @@ from planner.cluster.budget import Budget
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
-from planner.search.exact import ExactOptions, exact
+from planner.models.resolve import is_factory, resolve_model
 from planner.search.recall import recalled
 from planner.search.request import Request, WorkOptions, make_request
 from planner.types.plan import Plan
+
+if TYPE_CHECKING:
+    from planner.search.exact import ExactOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +50,13 @@ class Question(WorkOptions):
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
         """
-        from strategies.tracing.factory import model_and_made
-
         made = None
-        if facts is None:
+        if facts is None and self.model is not None and is_factory(self.model):
+            from strategies.tracing.factory import model_and_made
+
             facts, made = model_and_made(self.model, model_size=self.model_size)
+        elif facts is None:
+            facts = resolve_model(self.model, model_size=self.model_size)
         hardware = HardwareRequest(
             gpus=self.gpus,
             gpu=self.gpu,
@@ -82,6 +87,8 @@ def estimated(
     Raises:
         DsplanError: the model, the hardware, a number or the configuration is not possible, or torch is missing.
     """
+    from planner.search.exact import exact
+
     if report is None:
         from planner.search.estimate import estimate
 

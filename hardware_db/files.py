@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -53,6 +51,8 @@ def database_is_there() -> bool:
 def provide_torch_extensions(variables: MutableMapping[str, str]) -> None:
     """Have torch compile DeepSpeed's operators in a directory for temporary files where the usual cache cannot be
     written, `~/.cache` as a rule; nothing where TORCH_EXTENSIONS_DIR names one."""
+    import tempfile
+
     if "TORCH_EXTENSIONS_DIR" in variables:
         return
     cache = Path(variables.get("XDG_CACHE_HOME") or _home() / ".cache")
@@ -100,6 +100,8 @@ def canonical_json(value: object) -> str:
 
 def digest(value: object, length: int) -> str:
     """The first `length` hexadecimal digits of the SHA-256 of the canonical JSON of `value`."""
+    import hashlib
+
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:length]
 
 
@@ -109,6 +111,8 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         BrokenFile: the directory is missing or not writable, the disk is full, or `path` is a directory or a device.
     """
+    import tempfile
+
     temporary: str | None = None
     try:
         target = path.resolve()

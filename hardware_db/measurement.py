@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
@@ -191,6 +190,8 @@ Record: TypeAlias = Measurement | RateMeasurement
 
 def new_id() -> str:
     """An id no other record has: 32 hexadecimal digits."""
+    import uuid
+
     return uuid.uuid4().hex
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dsplan.cli.flags import GroupedCommand, read_strictly
+from dsplan.cli.flags import GroupedCommand, read_strictly, with_flags
 from hardware_db.errors import DsplanError, UnknownName
 from planner.limits import Limit
 
@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "devices": "dsplan.cli.catalogues:devices",
     "estimate": "dsplan.cli.plans:estimate",
     "recommend": "dsplan.cli.plans:recommend",
+    "max": "dsplan.cli.plans:maximum",
     "explain": "dsplan.cli.plans:explain",
     "emit": "dsplan.cli.plans:emit",
     "run": "dsplan.cli.run:run",
@@ -119,7 +120,7 @@ def dsplan(
 
 def _single_command_app(function: Any) -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(cls=GroupedCommand)(function)
+    app.command(cls=GroupedCommand)(with_flags(function))
     return app
 
 

@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 
-from dsplan.cli.flags import HardwareFlags, JsonFlag, number, with_flags
+from dsplan.cli.flags import HardwareFlags, JsonFlag, number
 from planner import limits
 
 
-@with_flags
 def bench(
     hardware: HardwareFlags,
     ranks: Annotated[

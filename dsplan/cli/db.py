@@ -22,7 +22,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 @app.command("list")
 def list_measurements(
     model: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this model.")] = None,
-    strategy: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this strategy.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only runs of this strategy, or unplanned ones.")
+    ] = None,
     limit: Annotated[
         int, typer.Option(min=1, max=1_000_000, metavar="N", help="How many of the newest runs to show.")
     ] = 20,
@@ -37,9 +39,11 @@ def list_measurements(
     from hardware_db.store.repair import set_aside_files
     from hardware_db.store.transfer import SCHEMA_VERSION, to_document
     from planner.vocabulary import STRATEGIES
+    from strategies.launch.record import UNPLANNED
 
-    if strategy is not None and strategy not in STRATEGIES:
-        raise UnknownName("strategy", strategy, STRATEGIES, hint=f"the strategies are {', '.join(STRATEGIES)}")
+    known = (*STRATEGIES, UNPLANNED)
+    if strategy is not None and strategy not in known:
+        raise UnknownName("strategy", strategy, known, hint=f"the strategies are {', '.join(known)}")
     with open_store(thorough=True) as store:
         total = store.count()
         # One more than asked for, to know whether there are older ones.

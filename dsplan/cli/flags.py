@@ -188,6 +188,24 @@ class ConfigurationFlags:
     checkpoint_every: Annotated[int, number(limits.GPUS, "Checkpoint every K-th block.", "K")] = 1
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaximumFlags:
+    """Of which ways to run the most that fits is asked, for `max`."""
+
+    strategy: Annotated[words.Strategy | None, typer.Option(help="Only this strategy; by default every one.")] = None
+    backend: Annotated[words.Backend | None, typer.Option(help="Who runs the strategy.")] = None
+    checkpointing: Annotated[
+        words.Checkpointing | None, typer.Option(help="Only so; by default none and full, each a row.")
+    ] = None
+    offload: Annotated[
+        words.Offload | None, typer.Option(help="Only so; by default none, and the most that a strategy can.")
+    ] = None
+    tp: Annotated[int, number(limits.GPUS, "Tensor-parallel degree.")] = 1
+    pp: Annotated[int, number(limits.GPUS, "Pipeline-parallel degree.")] = 1
+    cp: Annotated[int, number(limits.GPUS, "Context-parallel degree.")] = 1
+    ep: Annotated[int, number(limits.GPUS, "Expert-parallel degree.")] = 1
+
+
 ExactFlag = Annotated[
     bool,
     typer.Option(
@@ -247,7 +265,8 @@ class GroupedCommand(TyperCommand):
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command` with every parameter that is a group of flags replaced by the group's fields.
+    """`command` with every parameter that is a group of flags replaced by the group's fields; that takes milliseconds,
+    so a command gets it when it is loaded and not when its module is.
 
     Field types keep their `Annotated[..., typer.Option(...)]`, which is all that typer reads.
     """
@@ -286,6 +305,7 @@ def _spelled_out(group: Any) -> list[inspect.Parameter]:
 
 
 _PANEL_FROM = {
+    ("MaximumFlags", "strategy"): "Configuration",
     ("WorkFlags", "code"): "What runs",
     ("RankingFlags", "objective"): "Goal",
     ("RankingFlags", "out"): "Output",

@@ -1,9 +1,9 @@
-"""`dsplan recommend`, `estimate`, `explain` and `emit`: plans ranked, priced, explained, written as configs."""
+"""`dsplan recommend`, `estimate`, `max`, `explain` and `emit`: plans ranked, priced, explained, written as configs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,17 +15,16 @@ from dsplan.cli.flags import (
     ExactFlag,
     HardwareFlags,
     JsonFlag,
+    MaximumFlags,
     ModelFlags,
     RankingFlags,
     WorkFlags,
-    with_flags,
 )
 
 if TYPE_CHECKING:
     from planner.types.plan import Plan
 
 
-@with_flags
 def estimate(
     model: ModelFlags,
     hardware: HardwareFlags,
@@ -52,7 +51,6 @@ def estimate(
     raise typer.Exit(plan.verdict == "does_not_fit")
 
 
-@with_flags
 def recommend(
     model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, ranking: RankingFlags, json: JsonFlag = False
 ) -> None:
@@ -74,6 +72,30 @@ def recommend(
         if ranking.out is not None and answer.plans:
             typer.echo(f"{len(answer.plans)} plans and their configs are in {ranking.out}")
     raise typer.Exit(not answer.plans)
+
+
+def maximum(
+    model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, configuration: MaximumFlags, json: JsonFlag = False
+) -> None:
+    """The largest micro-batch, longest sequence and largest model that fit. Exit status 1 if nothing does."""
+    from dsplan.question import Question
+    from dsplan.render.plan_view import maxima_blocks, maxima_to_dict
+    from dsplan.render.show import show, show_json
+    from planner.errors import ContradictoryRequest
+    from planner.search.maximum import MaximumOptions, maxima
+
+    if work.global_batch is not None:
+        raise ContradictoryRequest(
+            f"--global-batch {work.global_batch} says how large a step is, and max how large a micro-batch may be;"
+            " leave it out"
+        )
+    request = Question(**asdict(model), **asdict(hardware), **asdict(work)).request()
+    found = maxima(request, MaximumOptions(**asdict(configuration)))
+    if json:
+        show_json(maxima_to_dict(request, found))
+    else:
+        show(maxima_blocks(request, found))
+    raise typer.Exit(not any(row.micro_batch_size for row in found))
 
 
 def explain(
@@ -99,7 +121,8 @@ def emit(
         str,
         typer.Option(
             metavar="NAME",
-            help="deepspeed, accelerate, huggingface, torchrun, slurm, mpi or kubernetes.",
+            help="deepspeed, accelerate, huggingface, torchrun, slurm, mpi, kubernetes, torchtitan, megatron,"
+            " megatron-bridge, nemo or nanotron.",
             show_default=False,
         ),
     ],
@@ -140,23 +163,34 @@ def emit(
 def write_plans(plans: Sequence[Plan], directory: Path) -> None:
     """`plan-1.yaml` and in `plan-1/FORMAT/` its configs, and so on down the ranking.
 
-    A format that has no form of a plan (FSDP as a DeepSpeed config) is left out.
+    A plan for a trainer's code (`--code torchtitan`) has that trainer's config, or those of the other tools where the
+    trainer lacks something of it. A format that has no form of a plan (FSDP as a DeepSpeed config) is left out.
 
     Raises:
         BrokenFile: the directory or a file cannot be written.
     """
-    from planner.emit import FORMATS
-    from planner.emit import emit as emit_plan
-    from planner.errors import ContradictoryRequest
+    from planner.emit import FORMATS, fitting_formats
     from planner.types.plan_io import save_plan
 
     for rank, plan in enumerate(plans, start=1):
         _make(directory)
         save_plan(plan, directory / f"plan-{rank}.yaml")
-        for format in FORMATS:
-            # ContradictoryRequest is how a format says that it has no form of this plan.
-            with contextlib.suppress(ContradictoryRequest):
-                write_files(emit_plan(plan, format), directory / f"plan-{rank}" / format)
+        configs = _configs(plan, fitting_formats(plan)) or _configs(plan, FORMATS)
+        for format, files in configs.items():
+            write_files(files, directory / f"plan-{rank}" / format)
+
+
+def _configs(plan: Plan, formats: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The files of a plan in each of these formats that has a form of it."""
+    from planner.emit import emit as emit_plan
+    from planner.errors import ContradictoryRequest
+
+    configs = {}
+    for format in formats:
+        # ContradictoryRequest is how a format says that it has no form of this plan.
+        with contextlib.suppress(ContradictoryRequest):
+            configs[format] = emit_plan(plan, format)
+    return configs
 
 
 def write_files(files: Mapping[str, str], directory: Path) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_count, format_seconds, three_digits, time_unit
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
+
+if TYPE_CHECKING:
+    from planner.search.maximum import Maximum
+    from planner.search.request import Request
 
 VERDICT_STYLES: dict[str, Style] = {"fits": "good", "tight": "warning", "does_not_fit": "bad"}
 
@@ -191,3 +195,91 @@ def _host(memory: MemoryEstimate) -> str:
 
 def _provenance(plan: Plan) -> str:
     return ", ".join(f"{group} {source}" for group, source in plan.provenance.items()) or "datasheet"
+
+
+# The most that fits (`dsplan max`): a row for each way to run.
+
+
+def maxima_blocks(request: Request, rows: Sequence[Maximum]) -> list[Block]:
+    """Model and hardware; the largest micro-batch, sequence and model of each way to run; what each is searched at."""
+    from planner.cost.verdict import device_limit
+    from planner.search.maximum import SEQUENCE_STEP
+
+    cluster, workload = request.cluster, request.workload
+    where = f"{cluster.gpus} x {cluster.device.name}{f' on {cluster.nodes} nodes' if cluster.nodes > 1 else ''}"
+    blocks: list[Block] = [
+        Text(text=f"{request.facts.name}: {format_count(request.counts.total)} parameters", style="heading"),
+        Text(text=f"{where}, {format_bytes(device_limit(workload, cluster))} usable each"),
+    ]
+    assumed = _assumed(request)
+    blocks += [Text(text=f"assumed: {'; '.join(assumed)}", style="warning")] if assumed else []
+    names = columns("strategy", "degrees", "recompute", "offload", ">micro-batch", ">sequence", ">model")
+    blocks += [Text(text=""), Table(title="", columns=names, rows=[_maximum_row(row) for row in rows])]
+    at = f"{workload.precision}, {workload.optimizer}, {workload.attention} attention"
+    blocks.append(Text(text=f"every figure is the largest that fits by itself, as `dsplan estimate` judges it; {at}"))
+    blocks.append(Text(text=f"micro-batch: samples of {workload.sequence_length} tokens on each GPU", style="faint"))
+    if any(row.sequence_length for row in rows):
+        blocks.append(Text(text=f"sequence: tokens of one sample per GPU, in steps of {SEQUENCE_STEP}", style="faint"))
+    if any(row.model_size for row in rows):
+        text = (
+            f"model: a decoder like LLaMA (--model-size), one sample of {workload.sequence_length} tokens on each GPU"
+        )
+        blocks.append(Text(text=text, style="faint"))
+    return [*blocks, *_beyond_positions(request, rows)]
+
+
+def maxima_to_dict(request: Request, rows: Sequence[Maximum]) -> dict[str, Any]:
+    """What `max --json` prints: `maxima`, a list of one object for each way to run, and what they are searched at."""
+    from planner.types.job import Job, described
+
+    sections = described(
+        Job(
+            facts=request.facts,
+            counts=request.counts,
+            workload=request.workload,
+            cluster=request.cluster,
+            configuration=rows[0].configuration,
+        )
+    )
+    plain = ("strategy", "backend", "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "activation_checkpointing")
+    return {
+        "schema_version": 1,
+        **{name: dict(sections[name]) for name in ("model", "cluster", "workload")},
+        "maxima": [
+            {
+                **{name: getattr(row.configuration, name) for name in (*plain, "offload")},
+                "micro_batch_size": row.micro_batch_size,
+                "sequence_length": row.sequence_length,
+                "model_size": row.model_size,
+                "model_parameters": row.model_parameters,
+            }
+            for row in rows
+        ],
+        "defaults": _assumed(request),
+    }
+
+
+def _assumed(request: Request) -> list[str]:
+    """What was taken for granted, without the batch, which is what is asked for."""
+    return [text for text in request.defaults if "--global-batch" not in text]
+
+
+def _maximum_row(row: Maximum) -> list[Cell]:
+    chosen = row.configuration
+    figures = (row.micro_batch_size, row.sequence_length, row.model_size)
+    return [
+        chosen.strategy,
+        dims_text(chosen),
+        chosen.activation_checkpointing,
+        offload_text(chosen),
+        *("-" if figure is None else f"{figure:,}" if isinstance(figure, int) else figure for figure in figures),
+    ]
+
+
+def _beyond_positions(request: Request, rows: Sequence[Maximum]) -> list[Block]:
+    positions = request.facts.max_position_embeddings
+    longest = max((row.sequence_length or 0 for row in rows), default=0)
+    if not positions or longest <= positions or request.facts.learned_positions:
+        return []
+    text = f"note: {request.facts.name} was made for {positions:,} positions; longer sequences fit, untrained"
+    return [Text(text=text, style="warning")]

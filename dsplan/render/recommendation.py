@@ -10,7 +10,7 @@ from dsplan.render.plan_view import describe, dims_text, header, interval_text, 
 from dsplan.render.show import Bar, Block, Cell, Table, Text, columns
 from hardware_db.units import DAY_SECONDS, format_seconds, gib, three_digits
 from planner.cluster.budget import Bill, bill_of
-from planner.search.device_counts import OnDevices
+from planner.search.device_counts import MOST_DEVICES, OnDevices
 from planner.search.request import Request
 from planner.search.search import Recommendation
 from planner.types.job import Workload
@@ -174,7 +174,9 @@ def _footnotes(answer: Recommendation) -> list[Block]:
     measured = [describe(plan.configuration) for plan in plans if plan.time.predicted_step_seconds is not None]
     notes += [Text(text=f"step measured here before: {name}", style="faint") for name in measured]
     if any(not plan.runnable for plan in plans):
-        notes.append(Text(text="* can be emitted for other trainers; dsplan run cannot run it yet", style="faint"))
+        trainers = "torchtitan, Megatron-LM, NeMo or nanotron"
+        text = f"* dsplan run cannot run it yet; dsplan emit writes it for {trainers} where they have its strategy"
+        notes.append(Text(text=text, style="faint"))
     return notes + [Text(text=f"note: {note}", style="warning") for note in _shared_notes(plans)]
 
 
@@ -223,7 +225,12 @@ def _nothing_fits(answer: Recommendation) -> list[Block]:
     for number, item in enumerate(answer.remedies, start=1):
         blocks.append(Text(text=f"  {number}. {item.change} ({item.flag}): {item.plan}"))
     if not answer.remedies:
-        blocks.append(Text(text="no single change that was tried makes it fit; combine a smaller model with more GPUs"))
+        nothing = (
+            f"no number of GPUs up to {MOST_DEVICES:,} ends in time; give it more time or fewer tokens"
+            if late
+            else "no single change that was tried makes it fit; combine several (`dsplan max` says what fits here)"
+        )
+        blocks.append(Text(text=nothing))
     return blocks
 
 

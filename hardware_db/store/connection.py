@@ -7,7 +7,6 @@ import shutil
 import sqlite3
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -169,6 +168,8 @@ def _open_read_only(path: Path) -> sqlite3.Connection:
     log = Path(f"{path.resolve()}-wal")
     if not log.exists() or not log.stat().st_size:
         return open_untrusting(f"{address}?mode=ro&immutable=1", uri=True)
+    import tempfile
+
     try:
         with tempfile.TemporaryDirectory(prefix="dsplan-") as directory:
             for file in (path, log):

@@ -7,7 +7,6 @@ import os
 import shutil
 import sqlite3
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -119,6 +118,8 @@ def _rebuild(path: Path, damaged: Path) -> dict[str, int]:
 def _readable_copy(path: Path) -> Iterator[sqlite3.Connection]:
     """A copy of a damaged database in which SQLite reads what it can: it passes over definitions that make no sense and
     over a wrong size. Part of a page at the end goes, as SQLite would read zeros for the rest of it."""
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="dsplan-") as directory:
         copy = Path(directory, "copy.db")
         shutil.copyfile(path, copy)

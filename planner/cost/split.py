@@ -107,6 +107,12 @@ def attention_exchange(job: Job) -> AttentionExchange:
     return "ring" if job.workload.code in _RINGS else "all-gather"
 
 
+def logit_parts(job: Job) -> int:
+    """Ranks among which the logits of a token are split: transformers' plans gather them on every tp rank
+    (`lm_head: colwise_gather_output`, `transformers/modeling_utils.py` of 5.23), all others compute a split loss."""
+    return 1 if job.workload.code == "transformers" else job.configuration.tp
+
+
 def keeps_sequence_shards(job: Job) -> bool:
     """Whether a column-parallel product keeps its rank's part of the input and all-gathers it again in backward."""
     block = code_base(job.workload.code).traits(compiled=job.workload.compile).block

@@ -6,20 +6,25 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
-from planner.emit.common import DEFAULTS, EmitOptions, script_duties
+from planner.emit.common import DEFAULTS, TRAINERS, EmitOptions, script_duties, workload_word
 from planner.errors import UnknownName
 from planner.types.plan import Plan
 
-__all__ = ["FORMATS", "EmitOptions", "emit", "script_duties"]
+__all__ = ["FORMATS", "EmitOptions", "emit", "fitting_formats", "script_duties"]
 
 FORMATS: dict[str, str] = {
     "deepspeed": "planner.emit.deepspeed:emit",
     "accelerate": "planner.emit.accelerate:emit",
     "huggingface": "planner.emit.huggingface:emit",
-    "torchrun": "planner.emit.torchrun:emit",
-    "slurm": "planner.emit.slurm:emit",
-    "mpi": "planner.emit.mpi:emit",
-    "kubernetes": "planner.emit.kubernetes:emit",
+    "torchrun": "planner.emit.launchers:torchrun",
+    "slurm": "planner.emit.launchers:slurm",
+    "mpi": "planner.emit.launchers:mpi",
+    "kubernetes": "planner.emit.launchers:kubernetes",
+    "torchtitan": "planner.emit.torchtitan:emit",
+    "megatron": "planner.emit.megatron:emit",
+    "megatron-bridge": "planner.emit.megatron:emit_bridge",
+    "nemo": "planner.emit.megatron:emit_nemo",
+    "nanotron": "planner.emit.nanotron:emit",
 }
 
 _Emitter = Callable[[Plan, EmitOptions], dict[str, str]]
@@ -36,3 +41,22 @@ def emit(plan: Plan, format: str, options: EmitOptions = DEFAULTS) -> dict[str, 
         raise UnknownName("format", format, FORMATS, hint=f"choose one of {', '.join(FORMATS)}")
     module, _, function = FORMATS[format].partition(":")
     return cast("_Emitter", getattr(import_module(module), function))(plan, options)
+
+
+_CODE_FORMATS = {
+    "torchtitan": ("torchtitan",),
+    "megatron": ("megatron", "megatron-bridge"),
+    "nemo": ("nemo", "megatron-bridge"),
+    "nanotron": ("nanotron",),
+}
+"""Formats of the trainers whose modules a plan's `code` can name."""
+
+
+def fitting_formats(plan: Plan) -> tuple[str, ...]:
+    """The formats to write a recommended plan in: its own trainer's; where none is named, the others, and the trainers'
+    too for a plan that `dsplan run` cannot run. A format may still have no form of the plan."""
+    code = workload_word(plan, "code")
+    if code in _CODE_FORMATS:
+        return _CODE_FORMATS[code]
+    needs_trainer = plan.configuration.splits_model or not plan.runnable
+    return tuple(name for name in FORMATS if name not in TRAINERS or needs_trainer)

@@ -7,6 +7,7 @@ import yaml
 from planner import vocabulary as words
 from planner.emit.common import (
     DEFAULTS,
+    EMIT_ELSEWHERE,
     EmitOptions,
     as_comment,
     converts_products,
@@ -76,10 +77,19 @@ def _refuse_what_accelerate_lacks(plan: Plan, options: EmitOptions) -> None:
     sharded = configuration.strategy in words.FSDP_STRATEGIES
     if on_cpu(plan, options) and (sharded or is_zero(plan)):
         raise refuse(plan, _FORM, "for CPU ranks", "accelerate shards on GPUs only; use `dsplan run`")
-    if configuration.pp > 1:
-        raise refuse(plan, _FORM, f"with pp {configuration.pp}", "emit it as torchrun")
-    if configuration.tp > 1 and not sharded:
-        raise refuse(plan, _FORM, f"with tp {configuration.tp}", "accelerate combines tp with FSDP only")
+    for name, degree in (("pp", configuration.pp), ("ep", configuration.ep)):
+        if degree > 1:
+            raise refuse(plan, _FORM, f"with {name} {degree}", EMIT_ELSEWHERE)
+    for name, degree in (("tp", configuration.tp), ("cp", configuration.cp)):
+        if degree > 1 and not sharded:
+            raise refuse(plan, _FORM, f"with {name} {degree}", f"accelerate combines {name} with FSDP only")
+    if configuration.cp > 1 and configuration.attention != "sdpa":
+        # torch's context_parallel replaces scaled_dot_product_attention and nothing else.
+        raise refuse(plan, _FORM, f"with cp and attention {configuration.attention}", "plan with --attention sdpa")
+    if configuration.tp > 1 and sharded and configuration.dp_shard * configuration.cp == 1:
+        # accelerate 1.15, ParallelismConfig: FSDP shards over dp_shard x cp, which then has no ranks.
+        reason = f"with tp {configuration.tp} over all its ranks"
+        raise refuse(plan, _FORM, reason, "accelerate's FSDP needs ranks to shard over; plan with a smaller --tp")
     if sharded:
         require_whole_offload(plan, _FORM)
     elif not is_zero(plan) and configuration.offload != "none":
@@ -137,7 +147,8 @@ def _fsdp(plan: Plan) -> dict[str, object]:
 
 def _parallelism(plan: Plan) -> dict[str, object]:
     configuration = plan.configuration
-    if configuration.dp_replicate == 1 and configuration.tp == 1:
+    if configuration.dp_replicate == configuration.tp == configuration.cp == 1:
         return {}
     sizes = {"dp_replicate": configuration.dp_replicate, "dp_shard": configuration.dp_shard, "tp": configuration.tp}
+    sizes["cp"] = configuration.cp
     return {"parallelism_config": {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}}

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
+from planner.models.facts import ModelFacts
+from planner.models.facts_document import facts_of_plan
 from planner.types.plan import Plan
 
 
@@ -25,6 +27,9 @@ class EmitOptions:
 
 
 DEFAULTS = EmitOptions()
+TRAINERS = ("torchtitan", "megatron", "megatron-bridge", "nemo", "nanotron")
+"""The formats of trainers that split layers, stacks of layers, sequences or experts."""
+EMIT_ELSEWHERE = f"emit it as {', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}"
 # As the vendors' device plugins for Kubernetes call them.
 _RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}
 
@@ -73,6 +78,29 @@ def model_word(plan: Plan, key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
+def facts_of(plan: Plan, form: str) -> ModelFacts:
+    """The sizes of the plan's model, a decoder.
+
+    Raises:
+        ContradictoryRequest: neither the plan nor the catalogue holds them, they are counts without an architecture, or
+            the model is no decoder.
+    """
+    task = workload_word(plan, "task") or "causal-lm"
+    facts = facts_of_plan(plan.model, task) if task in words.TASKS else None
+    name = model_word(plan, "name") or "its model"
+    if facts is None or facts.measured_counts is not None or facts.recorded_as:
+        raise refuse(plan, form, f"of {name}", "name a model of the catalogue or a config.json and plan again")
+    if facts.kind != "decoder":
+        raise refuse(plan, form, f"of {name}, no decoder,", "emit it as accelerate or torchrun")
+    return facts
+
+
+def workload_word(plan: Plan, key: str) -> str:
+    """A word of the plan's workload, empty where the plan does not hold it."""
+    value = plan.workload.get(key)
+    return value if isinstance(value, str) else ""
+
+
 def refuse(plan: Plan, form: str, reason: str, remedy: str) -> ContradictoryRequest:
     """The error for a plan that `form` cannot carry."""
     plan_words = " ".join(("a", plan.configuration.strategy, "plan", *reason.split()))
@@ -86,8 +114,60 @@ def require_data_parallel_only(plan: Plan, form: str) -> None:
         ContradictoryRequest: tp or pp is above 1.
     """
     degrees = plan.configuration
-    if degrees.tp > 1 or degrees.pp > 1:
-        raise refuse(plan, form, f"with tp {degrees.tp} and pp {degrees.pp}", "emit it as torchrun")
+    if degrees.splits_model:
+        further = "".join(f" and {name} {size}" for name, size in (("cp", degrees.cp), ("ep", degrees.ep)) if size > 1)
+        raise refuse(plan, form, f"with tp {degrees.tp} and pp {degrees.pp}{further}", EMIT_ELSEWHERE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Abilities:
+    """What a trainer that splits layers can do, by the plan's words; what it lacks is refused by `require`."""
+
+    strategies: frozenset[str]
+    instead: str
+    """What to plan in place of a strategy that it lacks."""
+    precisions: frozenset[str]
+    optimizers: frozenset[str]
+    schedules: frozenset[str]
+    checkpointings: frozenset[str] = frozenset({"none", "full", "selective"})
+    compressions: frozenset[str] = frozenset({"none"})
+    offloads: frozenset[str] = frozenset({"none"})
+    attentions: frozenset[str] = frozenset(words.ATTENTIONS)
+
+
+def require(plan: Plan, form: str, can: Abilities) -> None:
+    """Refuse in one line what a trainer lacks.
+
+    Raises:
+        ContradictoryRequest: a word of the plan is none of the trainer's.
+    """
+    configuration, workload = plan.configuration, plan.workload
+    if plan.cluster.get("vendor") == "cpu":
+        raise refuse(plan, form, "for CPU ranks", "it trains on GPUs; use `dsplan run`")
+    if configuration.strategy not in can.strategies:
+        raise refuse(plan, form, "", can.instead)
+    for reason, word, allowed, flag in (
+        ("in", configuration.precision, can.precisions, "precision"),
+        ("with optimizer", configuration.optimizer, can.optimizers, "optimizer"),
+        ("with checkpointing", configuration.activation_checkpointing, can.checkpointings, "checkpointing"),
+        ("with gradient compression", configuration.gradient_compression, can.compressions, "gradient-compression"),
+        ("with offload", configuration.offload, can.offloads, "offload"),
+        ("with attention", configuration.attention, can.attentions, "attention"),
+    ):
+        if word not in allowed:
+            raise refuse(plan, form, f"{reason} {word}", f"plan with --{flag} {' or '.join(sorted(allowed))}")
+    if configuration.pp > 1 and configuration.pp_schedule not in can.schedules:
+        choices = " or ".join(sorted(can.schedules))
+        raise refuse(plan, form, f"with schedule {configuration.pp_schedule}", f"plan with --pp-schedule {choices}")
+    if configuration.activations_on_host:
+        raise refuse(plan, form, "with activations on the host", "plan without --activations-on-host")
+    method = workload_word(plan, "method") or "full"
+    if method != "full":
+        raise refuse(plan, form, f"with method {method}", "emit it as accelerate, whose script adds PEFT")
+    for name in ("train_only", "ema"):
+        if workload.get(name):
+            flag = name.replace("_", "-")
+            raise refuse(plan, form, f"with --{flag}", f"plan without --{flag}, which dsplan's own scripts can do")
 
 
 def is_zero(plan: Plan) -> bool:
@@ -108,13 +188,11 @@ _OPTIMIZERS = {
     "adamw-8bit-paged": "bitsandbytes.optim.PagedAdamW8bit",
     "adamw-4bit": "torchao.optim.AdamW4bit",
     "adamw-fp8": "torchao.optim.AdamWFp8",
-    "muon": "torch.optim.Muon for the matrices of blocks and torch.optim.AdamW for the rest",
     "sgd": "torch.optim.SGD",
     "adafactor": "torch.optim.Adafactor",
     "lion": "a Lion optimizer",
+    "muon": "torch.optim.Muon for matrices and AdamW for the rest",
 }
-
-
 _IN_JSON = ("adamw", "adamw-fused", "adamw-forloop", "sgd", "adafactor", "lion")
 """What DeepSpeed makes of its JSON."""
 _TRAINER_LACKS = ("adamw-forloop", "adamw-fp8", "muon")
@@ -123,13 +201,16 @@ _TRAINER_LACKS = ("adamw-forloop", "adamw-fp8", "muon")
 
 def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:
     """One sentence per duty, for the head of a file and for standard error; none where `dsplan run` does it all."""
-    if format == "slurm" and plan.configuration.tp == plan.configuration.pp == 1:
+    if format in TRAINERS:
+        return _trainer_duties(plan, format)
+    if format == "slurm" and not plan.configuration.splits_model:
         return ()
     return (
         *_degrees(plan, format),
         *_batch(plan, format),
         _loading(plan),
         *_products(plan, format),
+        *_what_runs(plan),
         *_checkpointing(plan, format),
         *_parking(plan),
         *_travel(plan, format),
@@ -147,12 +228,54 @@ def as_comment(duties: tuple[str, ...]) -> str:
 
 def _degrees(plan: Plan, format: str) -> tuple[str, ...]:
     configuration = plan.configuration
-    if configuration.tp == 1 and configuration.pp == 1:
+    if not configuration.splits_model:
         return ()
-    wanted = f"tensor parallel {configuration.tp}, pipeline parallel {configuration.pp}"
     if format == "accelerate":
-        return (f"loads the model with tp_plan='auto' ({wanted})",)
-    return (f"sets up {wanted}, because `dsplan run` cannot run such a plan yet",)
+        return _accelerate_degrees(plan)
+    degrees = {"tensor": configuration.tp, "pipeline": configuration.pp}
+    degrees |= {name: size for name, size in (("context", configuration.cp), ("expert", configuration.ep)) if size > 1}
+    wanted = ", ".join(f"{name} parallel {size}" for name, size in degrees.items())
+    return (f"sets up {wanted}, because `dsplan run` cannot run such a plan yet; or {EMIT_ELSEWHERE}",)
+
+
+def _accelerate_degrees(plan: Plan) -> tuple[str, ...]:
+    configuration = plan.configuration
+    duties = []
+    if configuration.tp > 1:
+        duties.append(f"loads the model with tp_plan='auto' (tensor parallel {configuration.tp})")
+    if configuration.cp > 1:
+        duties.append("enters accelerator.maybe_context_parallel in every step, inputs as its buffers; HF Trainer does")
+    return tuple(duties)
+
+
+_CODES = {"torchtitan": ("torchtitan",), "nanotron": ("nanotron",)}
+"""Whose modules a plan was counted for where the format fits; those of Megatron's formats are one."""
+
+
+def _trainer_duties(plan: Plan, format: str) -> tuple[str, ...]:
+    """What a trainer's own config leaves open, and where the trainer does otherwise than the plan counts."""
+    configuration, workload = plan.configuration, plan.workload
+    codes = _CODES.get(format, ("megatron", "nemo"))
+    code = workload_word(plan, "code") or "transformers"
+    duties = ["has its number of steps, data and tokenizer from you"]
+    if code not in codes:
+        duties.append(f"runs the modules of {code}; plan again with --code {codes[0]} for this trainer's own")
+    if format != "torchtitan" and plan.model.get("family") not in ("gpt2",):
+        duties.append("is given the model's rope base and scaling, which a plan does not hold")
+    if configuration.activation_checkpointing == "selective" and code not in codes:
+        duties.append("recomputes all but matrix products and attention; the trainer's own choice is another")
+    if format == "torchtitan" and configuration.tp > 1 and not configuration.sequence_parallel:
+        duties.append("keeps whole sequences between its products; torchtitan 0.2.2 splits them, which takes less")
+    loss = workload_word(plan, "loss") or "plain"
+    if loss not in _LOSSES.get(format, ("plain",)):
+        duties.append(f"has a {loss} loss ({_LOSS_WAYS[loss]}), for which the trainer has no setting")
+    if workload.get("compile") and format != "torchtitan":
+        duties.append("compiles its blocks, for which the trainer has no setting")
+    return tuple(duties)
+
+
+_LOSSES = {"torchtitan": ("plain", "chunked")}
+"""How a format's trainer can compute the loss; Megatron's fusion still makes logits."""
 
 
 def _batch(plan: Plan, format: str) -> tuple[str, ...]:
@@ -187,6 +310,33 @@ def _products(plan: Plan, format: str) -> tuple[str, ...]:
 def converts_products(plan: Plan, format: str) -> bool:
     """Whether a format has accelerate put torchao's layers in, whose only recipe there is by whole tensors."""
     return format == "accelerate" and not is_zero(plan) and plan.workload.get("fp8_recipe") == "tensorwise"
+
+
+def _what_runs(plan: Plan) -> tuple[str, ...]:
+    """What the workload asks for that is a matter of the script alone."""
+    workload, duties = plan.workload, []
+    method = workload_word(plan, "method") or "full"
+    if method != "full":
+        targets = f"rank {workload.get('lora_rank')}, on {workload.get('lora_targets')}"
+        duties.append(f"trains {method} adapters ({targets}) beside frozen weights, with PEFT")
+    if only := workload_word(plan, "train_only"):
+        duties.append(f"trains only weights whose names match {only!r}")
+    if dtype := workload_word(plan, "load_dtype"):
+        duties.append(f"loads frozen weights in {dtype}")
+    if workload.get("ema"):
+        duties.append("keeps a moving average of the weights")
+    if workload.get("compile"):
+        duties.append("puts blocks under torch.compile")
+    loss = workload_word(plan, "loss") or "plain"
+    if loss != "plain":
+        duties.append(f"has a {loss} loss: {_LOSS_WAYS[loss]}")
+    code = workload_word(plan, "code") or "transformers"
+    if code != "transformers":
+        duties.append(f"runs the modules of {code}")
+    return tuple(duties)
+
+
+_LOSS_WAYS = {"chunked": "logits of a part of the tokens at a time", "fused": "Liger's, without logits"}
 
 
 def _checkpointing(plan: Plan, format: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from planner.emit.common import (
     script_duties,
 )
 from planner.emit.deepspeed import config_without_optimizer
-from planner.emit.torchrun import launch_script
+from planner.emit.launchers import launch_script
 from planner.types.plan import Plan
 
 _FORM = "HF TrainingArguments"
@@ -44,7 +44,7 @@ def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
     """
     duties = script_duties(plan, "huggingface", options)
     arguments = json.dumps(training_arguments(plan, options), indent=2) + "\n"
-    return {"training_arguments.json": arguments, **launch_script(plan, duties)}
+    return {"training_arguments.json": arguments, "torchrun.sh": launch_script(plan, "torchrun.sh train.py", duties)}
 
 
 def training_arguments(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, object]:
@@ -73,17 +73,28 @@ def training_arguments(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str,
 
 
 def _refuse_what_trainer_lacks(plan: Plan, options: EmitOptions) -> None:
+    _refuse_what_needs_a_mesh(plan)
     require_data_parallel_only(plan, _FORM)
+    if plan.configuration.optimizer not in _OPTIMIZERS:
+        raise refuse(plan, _FORM, f"with optimizer {plan.configuration.optimizer}", "emit it as accelerate or torchrun")
     configuration = plan.configuration
-    if configuration.strategy == "hsdp":
-        # TrainingArguments takes a ParallelismConfig object here, which JSON cannot hold.
-        raise refuse(plan, _FORM, "", "emit it as accelerate and start the Trainer script with accelerate launch")
     if configuration.strategy in words.FSDP_STRATEGIES:
         require_whole_offload(plan, _FORM)
         if on_cpu(plan, options):
             raise refuse(plan, _FORM, "for CPU ranks", "Trainer would run it as DDP there; use `dsplan run`")
     elif not is_zero(plan) and configuration.offload != "none":
         raise refuse(plan, _FORM, f"with offload {configuration.offload}", "choose FSDP or ZeRO")
+
+
+def _refuse_what_needs_a_mesh(plan: Plan) -> None:
+    """TrainingArguments takes a ParallelismConfig object, which JSON cannot hold; accelerate launch sets one."""
+    configuration = plan.configuration
+    sharded = configuration.strategy in words.FSDP_STRATEGIES and configuration.pp * configuration.ep == 1
+    if sharded and (configuration.strategy == "hsdp" or configuration.splits_model):
+        sizes = ((name, getattr(configuration, name)) for name in ("tp", "cp"))
+        reason = " and ".join(f"{name} {size}" for name, size in sizes if size > 1)
+        remedy = "emit it as accelerate and start the Trainer script with accelerate launch"
+        raise refuse(plan, _FORM, f"with {reason}" if reason else "", remedy)
 
 
 def _checkpointing(plan: Plan) -> dict[str, object]:

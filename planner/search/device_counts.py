@@ -12,6 +12,8 @@ from planner.types.plan import Plan
 
 LARGEST_NODE = 8
 """Devices up to which one node is doubled; beyond, there are more nodes."""
+MOST_DEVICES = 16_384
+"""As many as public trainings have used (Llama 3, arXiv 2407.21783, section 3.3)."""
 
 
 def device_counts(request: Request) -> Iterator[Request]:
@@ -23,9 +25,11 @@ def device_counts(request: Request) -> Iterator[Request]:
 
 
 def on_fewer_devices(request: Request) -> Iterator[Request]:
-    """The request on half its devices, a quarter, and so on, down to one or an odd number."""
+    """The request on half its devices, a quarter, and so on, down to one or an odd number; machines that are rented
+    whole, at a list price, stay whole."""
     cluster = halved(request.cluster)
-    while cluster is not None:
+    rented = request.cluster.usd_per_gpu_hour is not None and request.budget.usd_per_gpu_hour is None
+    while cluster is not None and not (rented and cluster.gpus_per_node < request.cluster.gpus_per_node):
         yield replace(request, cluster=cluster)
         cluster = halved(cluster)
 
@@ -52,8 +56,6 @@ def doubled(cluster: Cluster) -> Cluster:
 
 
 Fastest = Callable[[Request], Plan | None]
-MOST_DOUBLINGS = 4
-"""Sixteen times the devices: beyond, it is another machine that is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +72,9 @@ class OnDevices:
 
 
 def on_other_device_counts(request: Request, fastest: Fastest) -> tuple[OnDevices, ...]:
-    """The devices that were asked for, fewer down to the first that are too slow, and more up to what is in time; the
-    global batch is the same on all of them. Fewest devices first; numbers on which nothing fits are left out.
+    """The devices that were asked for, fewer down to the first that are too slow, and more up to what is in time. A
+    global batch that was asked for stays, or is the next multiple of the devices; else it is as large on each of more
+    devices. Fewest devices first; numbers on which nothing fits are left out.
 
     `fastest` returns the first plan of a request, or None if nothing fits.
     """
@@ -88,19 +91,39 @@ def on_other_device_counts(request: Request, fastest: Fastest) -> tuple[OnDevice
     if here is None or not here.in_time:
         for option in _more(request):
             answer = _answer(option, fastest)
-            more += [answer] if answer else []
             if answer is not None and answer.in_time:
+                more += [_between(request, option, fastest) or answer]
                 break
+            more += [answer] if answer else []
     return (*reversed(less), *([here] if here else []), *more)
 
 
 def _more(request: Request) -> Iterator[Request]:
     cluster = request.cluster
-    for _ in range(MOST_DOUBLINGS):
+    while cluster.gpus * 2 <= MOST_DEVICES:
         cluster = doubled(cluster)
-        if request.workload.global_batch_size % cluster.gpus:
-            return
-        yield replace(request, cluster=cluster)
+        yield _on(request, cluster)
+
+
+def _on(request: Request, cluster: Cluster) -> Request:
+    """The request on other devices, with a batch that divides over them: as large for each as it was where nobody asked
+    for one."""
+    batch = request.workload.global_batch_size
+    if any("--global-batch" in text for text in request.defaults):
+        batch = batch * cluster.gpus // request.cluster.gpus
+    workload = replace(request.workload, global_batch_size=batch + -batch % cluster.gpus)
+    return replace(request, cluster=cluster, workload=workload)
+
+
+def _between(request: Request, enough: Request, fastest: Fastest) -> OnDevices | None:
+    """Three quarters of the devices that are enough, where those end in time too, are whole nodes and need no larger
+    batch."""
+    cluster = enough.cluster
+    fewer = _on(request, replace(cluster, nodes=cluster.nodes * 3 // 4))
+    if cluster.nodes % 4 or fewer.workload.global_batch_size > enough.workload.global_batch_size:
+        return None
+    answer = _answer(fewer, fastest)
+    return answer if answer is not None and answer.in_time else None
 
 
 def _answer(request: Request, fastest: Fastest) -> OnDevices | None:

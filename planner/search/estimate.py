@@ -10,10 +10,11 @@ from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cost.code_bases import code_base
 from planner.cost.memory import memory_estimate
 from planner.cost.memory.activations.figures import has_written_form
+from planner.cost.memory.activations.instants import selective_saves
 from planner.cost.memory.host import loads_once
 from planner.cost.memory.load import made_bytes
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, differs
-from planner.cost.memory.states import states_of
+from planner.cost.memory.states import is_uneven, nominal_states_of, states_of
 from planner.cost.memory.units import shards_of, shards_over, units_of
 from planner.cost.precision import EAGER_CAST_BYTES, recipe_of, scaled_products
 from planner.cost.timing import step_time, throughput
@@ -291,7 +292,7 @@ def _remarks_on_code(job: Job) -> list[str]:
     """What of the code that was asked for is not counted as its own."""
     facts, work, found = job.facts, job.workload, []
     code = code_base(work.code)
-    own_blocks = has_written_form(facts, work.code, compiled=work.compile)
+    own_blocks = has_written_form(facts, work.code, work.sequence_length, compiled=work.compile)
     if code.eager.block is not None and not own_blocks:
         found.append(f"only plain decoders' blocks are known of {code.name}; of {facts.name} transformers' count")
     if work.compile and code.compiled is None:
@@ -321,11 +322,24 @@ def unrunnable(configuration: Configuration) -> str:
             f"dsplan run has no {configuration.precision} products; accelerate with torchao, torchtitan and Megatron-LM"
             " run them"
         )
-    if configuration.splits_model:
-        more = "".join(f" x {name} {n}" for name, n in (("cp", configuration.cp), ("ep", configuration.ep)) if n > 1)
-        split = f"tp {configuration.tp} x pp {configuration.pp}{more}"
-        return f"dsplan run cannot yet run {split}; the plan can be emitted"
-    return ""
+    if not configuration.splits_model:
+        return ""
+    degrees = {name: getattr(configuration, name) for name in ("tp", "pp", "cp", "ep")}
+    split = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
+    trainer = "torchtitan" if configuration.strategy in words.FSDP_STRATEGIES else "megatron"
+    written = trainer if configuration.zero_stage < 2 else "torchrun"
+    return (
+        f"dsplan run cannot yet run {split}; {other_trainer(configuration)} does: dsplan emit --format {written} can"
+        " write it"
+    )
+
+
+def other_trainer(configuration: Configuration) -> str:
+    """The trainer that people run such splits of layers with: torchtitan shards by FSDP2, Megatron-LM keeps replicas
+    and shards their optimizer, Megatron-DeepSpeed shards further by ZeRO."""
+    if configuration.strategy in words.FSDP_STRATEGIES:
+        return "torchtitan"
+    return "Megatron-DeepSpeed" if configuration.strategy in ("zero2", "zero3") else "Megatron-LM"
 
 
 def _copies(job: Job) -> list[str]:
@@ -346,7 +360,7 @@ def _copies(job: Job) -> list[str]:
 def _remarks(priced: Priced) -> list[str]:
     job = priced.job
     facts, device, configuration = job.facts, job.cluster.device, job.configuration
-    remarks = _remarks_on_code(job)
+    remarks, recipe = _remarks_on_code(job), recipe_of(job)
     if facts.traced:
         remarks.append(f"activations and operations are those of a trace of {facts.name} with a batch of its own")
     elif facts.kind == "custom" and priced.memory_source != "traced":
@@ -365,16 +379,33 @@ def _remarks(priced: Priced) -> list[str]:
     scaled = scaled_products(job)
     if scaled is not None and scaled.activation_casts == EAGER_CAST_BYTES:
         remarks.append("without --compile torchao's casts run kernel by kernel, and are counted so")
+    if configuration.activation_checkpointing == "selective" and not selective_saves(job, recipe):
+        remarks.append(
+            "selective checkpointing keeps more here than none does: products that backward does not need; use"
+            " --checkpointing none or full"
+        )
+    remarks += _experts_dealt_out_whole(job) or _uneven_shards(job)
     if loads_once(job):
         copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(made_bytes(job))} each"
         way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
         remarks.append(f"a node has no room to load {copies}: counted for one, as {way} makes it")
-    remarks += _experts_dealt_out_whole(job)
     asked, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes
     if asked is not None and asked > capacity:
         usable = f"the {format_bytes(capacity)} usable on one {device.name}, which stay the limit"
         remarks.append(f"--max-memory-gb {asked / GB:g} is more than {usable}")
     return remarks
+
+
+def _uneven_shards(job: Job) -> list[str]:
+    """What a rank rests with where rows of weights do not spread evenly over FSDP2's ranks."""
+    recipe = recipe_of(job)
+    states, even = states_of(job, recipe), nominal_states_of(job, recipe)
+    if job.configuration.strategy not in words.FSDP_STRATEGIES or not is_uneven(states, even):
+        return []
+    return [
+        "FSDP2 shards the first dimension of weights, which is not even here: the busiest rank rests with"
+        f" {format_bytes(states.on_device)} of states, where even shards would be {format_bytes(even.on_device)}"
+    ]
 
 
 def _experts_dealt_out_whole(job: Job) -> list[str]:

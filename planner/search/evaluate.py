@@ -6,7 +6,7 @@ the order of the best that each could be, until none that is left can beat what 
 - memory grows with the micro-batch, but for the last of them, which needs no gradients to be kept from one to the next;
 - no micro-batch takes less work than the largest where it divides it (else TILES of it at least, or CACHES on a CPU),
   and none has a shorter bubble than the smallest;
-- computing activations again takes time and no more memory;
+- computing activations again takes time and no more memory: selective checkpointing that does is dropped;
 - the same layout over fewer devices takes no less memory of each.
 """
 
@@ -19,9 +19,11 @@ from copy import copy
 from dataclasses import replace
 
 from planner import vocabulary as words
+from planner.cost.memory.activations.instants import selective_saves
 from planner.cost.memory.host import host_load_bytes
+from planner.cost.precision import recipe_of
 from planner.cost.verdict import device_limit, host_limit
-from planner.search.estimate import Priced, job_of, price, resident_bytes, timed, unrunnable
+from planner.search.estimate import Priced, job_of, price, resident_bytes, timed
 from planner.search.ranking import ONE_STRATEGY, Timed, clearly_worse, order, worth
 from planner.search.request import Request
 from planner.search.space import CandidateLayout, configuration_of, micro_batches
@@ -87,6 +89,11 @@ class Candidate:
 
     def fits_somehow(self) -> bool:
         return any(self.fits(index) for index in self.ends())
+
+    def selective_saves(self) -> bool:
+        """Whether selective checkpointing keeps less than none, which no degree changes."""
+        job = job_of(self.request, self.configuration(0))
+        return selective_saves(job, recipe_of(job))
 
     def time(self, index: int) -> StepTime:
         """Of a step as it is expected, had it never run; whether it fits or not."""
@@ -154,52 +161,48 @@ class Family:
     """Candidates that differ only in the activations they compute again: none first, all last."""
 
     def __init__(self, members: Sequence[Candidate]) -> None:
-        self._members = members
+        self.members = members
         self.gpus = members[0].request.cluster.gpus
 
     def bound(self) -> float:
         """Seconds that a step of any of them takes at least."""
-        return self._members[0].bound()
+        return self.members[0].bound()
 
     def is_hopeless(self) -> bool:
-        """Whether weights, gradients and optimizer states alone do not fit, or a node has no room to load the model."""
-        first = self._members[0]
+        """Whether weights, gradients and optimizer states alone do not fit, or loading them on the host."""
+        first = self.members[0]
         job = job_of(first.request, first.configuration(0))
-        limit = host_limit(job.workload, job.cluster)
-        if limit and host_load_bytes(job) > limit:
+        on_host = host_limit(job.workload, job.cluster)
+        if 0 < on_host < host_load_bytes(job):
             return True
         return resident_bytes(job) > device_limit(job.workload, job.cluster)
 
-    def fits_somehow(self) -> bool:
-        return self._members[-1].fits_somehow()
-
-    @property
-    def is_unrunnable(self) -> bool:
-        """Whether `dsplan run` has nothing to run any of them with."""
-        return bool(unrunnable(self._members[0].configuration(0)))
-
-    def first_fitting(self) -> Priced | None:
-        """The one with least computed again that fits, at the smallest or the largest micro-batch."""
-        if not self.fits_somehow():
+    def first_that_fits(self) -> Priced | None:
+        """Without recomputation if that fits, else with the least that makes it; None without one."""
+        if self.is_hopeless() or not self.fits_somehow():
             return None
-        every = ((member, index) for member in self._members for index in member.ends())
-        return next((member.priced(index) for member, index in every if member.fits(index)), None)
+        return next(
+            (member.priced(index) for member in self.members for index in member.ends() if member.fits(index)), None
+        )
+
+    def fits_somehow(self) -> bool:
+        return self.members[-1].fits_somehow()
 
     def misses(self) -> Iterator[Priced]:
         """What takes least memory, where nothing fits."""
-        last = self._members[-1]
+        last = self.members[-1]
         return (last.priced(index) for index in last.ends())
 
     @property
     def split(self) -> tuple[object, ...]:
         """What it has in common with the same family over fewer devices."""
-        layout = self._members[0].layout
+        layout = self.members[0].layout
         degrees = layout.tp, layout.pp, layout.cp, layout.ep, layout.virtual_stages, layout.pp_schedule
         return layout.strategy, *degrees, layout.offload, layout.offload_ratio, layout.sync_each_micro_batch
 
     def within(self, seconds: float) -> Iterator[Timed]:
         """Ever faster configurations that fit and take at most so many seconds a step."""
-        for member in self._members:
+        for member in self.members:
             if member.bound() <= seconds:
                 index = member.fastest_fitting(seconds)
                 if index is not None:
@@ -229,6 +232,11 @@ def preferred(group: Sequence[Candidate], objective: words.Objective, limit: flo
     if roomy is None or clearly_worse(roomy, found, objective):
         return found
     return replace(roomy, passed_over=found)
+
+
+def any_that_fits(group: Iterable[Candidate]) -> Priced | None:
+    """The first configuration that fits, or None without one."""
+    return next((found for family in families_of(group) if (found := family.first_that_fits()) is not None), None)
 
 
 def closest(group: Sequence[Candidate]) -> Priced | None:
@@ -265,14 +273,20 @@ def _known(group: Iterable[Candidate]) -> Iterator[Timed]:
 
 def families_of(group: Iterable[Candidate]) -> list[Family]:
     """Candidates that differ only in what they compute again, together, in the order of the first of each."""
-    families: dict[tuple[int, CandidateLayout], list[Candidate]] = {}
+    alike: dict[tuple[int, CandidateLayout], list[Candidate]] = {}
+    saves: dict[tuple[int, str], bool] = {}
     for candidate in group:
+        if candidate.layout.checkpointing == "selective" and candidate.micros:
+            key_of_saving = id(candidate.request), candidate.layout.strategy
+            if key_of_saving not in saves:
+                saves[key_of_saving] = candidate.selective_saves()
+            if not saves[key_of_saving]:
+                continue
         if candidate.micros:
             key = id(candidate.request), replace(candidate.layout, checkpointing="none")
-            families.setdefault(key, []).append(candidate)
+            alike.setdefault(key, []).append(candidate)
     members = (
-        sorted(family, key=lambda candidate: _RECOMPUTED[candidate.layout.checkpointing])
-        for family in families.values()
+        sorted(family, key=lambda candidate: _RECOMPUTED[candidate.layout.checkpointing]) for family in alike.values()
     )
     return [Family(family) for family in members]
 

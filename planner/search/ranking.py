@@ -19,7 +19,7 @@ from planner.cluster.budget import bill_of
 from planner.cost.memory.overhead import beyond_need
 from planner.cost.timing import step_time
 from planner.cost.verdict import device_limit, limited_by
-from planner.search.estimate import Priced, plan_of, unrunnable, waits_mostly
+from planner.search.estimate import Priced, other_trainer, plan_of, unrunnable, waits_mostly
 from planner.search.request import Request
 from planner.search.space import inapplicable
 from planner.types.plan import Configuration, Plan, StepTime
@@ -189,8 +189,9 @@ def clearly_worse(item: Timed, best: Timed, objective: words.Objective) -> bool:
 
 def worse_threshold(item: Timed, best: Timed, objective: words.Objective) -> float:
     """By how much a plan must be worse than another to count as worse. Memory is predicted well enough to be compared
-    as it is; two plans that this machine has run differ by what a run does when it is made again."""
-    if objective == "memory" or preference(item) == preference(best):
+    as it is, and who asks for cost gets the cheapest; two plans that this machine has run differ by what a run does
+    when it is made again."""
+    if objective in ("memory", "cost") or preference(item) == preference(best):
         return 0.0
     if item.was_run and best.was_run:
         return math.exp(NINE_OF_TEN * math.sqrt(2) * AGAIN) - 1
@@ -273,33 +274,45 @@ def why_first(request: Request, ranked: Sequence[Timed]) -> str:
         name, other = group_name(first.configuration), group_name(best.configuration)
         why = f"{name} is simpler than {other}" if best.has_room else f"{name} has more room in memory than {other}"
         reason = (
-            f"{why}, which is predicted {_ahead(first, best, objective)}; two such plans are told apart from"
+            f"{why}, which is predicted {ahead(first, best, objective)}; two such plans are told apart from"
             f" {width:.0%} on"
         )
     if first.passed_over is not None:
         reason += f"; {_without_room(first, first.passed_over, objective)}"
+    if not first.has_room:
+        reason += f"; it {_tight(first)}"
     if best_of_all not in peers:
-        ahead = _ahead(first, best_of_all, objective)
-        reason += f"; {group_name(best_of_all.configuration)}, which dsplan run cannot run, is predicted {ahead}"
+        gain, trainer = ahead(first, best_of_all, objective), other_trainer(best_of_all.configuration)
+        name = group_name(best_of_all.configuration)
+        reason += f"; {name}, which {trainer} runs and dsplan run cannot, is predicted {gain}"
     return reason
+
+
+def _tight(item: Timed) -> str:
+    """That a plan fits without room: `needs 77.0 GiB of 79.1 GiB, where one run in twenty takes 21% more`."""
+    job, need = item.priced.job, item.priced.memory.device_needed_bytes
+    limit = device_limit(job.workload, job.cluster)
+    more = f"{beyond_need(job):.0%} more"
+    return f"needs {format_bytes(need)} of {format_bytes(limit)}, where one run in twenty takes {more}"
 
 
 def _without_room(first: Timed, fuller: Timed, objective: words.Objective) -> str:
     """The plan of the first one's group that would be better and has no room."""
-    chosen, memory, job = fuller.configuration, fuller.priced.memory, fuller.priced.job
-    need, limit = memory.device_needed_bytes, device_limit(job.workload, job.cluster)
+    chosen = fuller.configuration
     recompute = "no" if chosen.activation_checkpointing == "none" else chosen.activation_checkpointing
     return (
         f"with micro-batch {chosen.micro_batch_size} and {recompute} recomputation it is predicted"
-        f" {_ahead(first, fuller, objective)} and needs {format_bytes(need)} of {format_bytes(limit)}, where one run in"
-        f" twenty takes {beyond_need(job):.0%} more"
+        f" {ahead(first, fuller, objective)} and {_tight(fuller)}"
     )
 
 
-def _ahead(first: Timed, other: Timed, objective: words.Objective) -> str:
-    """How much better another plan is predicted to be: `6% faster`."""
-    less = 1 - worth(other, objective) / worth(first, objective)
-    return f"{less:.0%} {_BETTER[objective]}" if less >= 0.005 else f"less than 1% {_BETTER[objective]}"
+def ahead(first: Timed, other: Timed, objective: words.Objective) -> str:
+    """How much better another plan is predicted to be: `6% faster` in speed, `4.0x as fast`, `30% cheaper` in price."""
+    ratio = worth(first, objective) / worth(other, objective)
+    if objective == "throughput" and ratio >= 2:
+        return f"{ratio:.1f}x as fast"
+    share = ratio - 1 if objective == "throughput" else 1 - 1 / ratio
+    return f"{share:.0%} {_BETTER[objective]}" if share >= 0.005 else f"less than 1% {_BETTER[objective]}"
 
 
 _IS_BEST = {"throughput": "is predicted fastest", "memory": "needs least memory", "cost": "costs least per token"}

@@ -11,7 +11,7 @@ from planner.cost.precision import LOADED_BYTES, load_dtype_of
 from planner.cost.verdict import device_limit, host_limit
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, doubled
-from planner.search.estimate import Priced, is_last_resort
+from planner.search.estimate import Priced, other_trainer
 from planner.search.request import Request, counts_of
 from planner.types.plan import Configuration, Plan
 from planner.vocabulary import Method
@@ -56,9 +56,8 @@ def adapter_remedies(
     """Adapters in place of all weights, where that fits on the devices alone and all weights do not: `instead` is the
     best plan for those, None where there is none."""
     workload = request.workload
-    on_devices = instead is not None and instead.configuration.offload == "none" and not is_last_resort(instead)
     cluster = request.cluster
-    if workload.freezes or on_devices or cluster.device.is_cpu or cluster.gpus > MOST_GPUS_FOR_ADAPTERS:
+    if workload.freezes or cluster.device.is_cpu or cluster.gpus > MOST_GPUS_FOR_ADAPTERS:
         return ()
     found = []
     for method, change in _ADAPTERS:
@@ -86,12 +85,17 @@ def _with_speed(plan: Plan, instead: Plan | None) -> str:
 
 def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple[Remedy, ...]:
     """The numbers of devices on which a plan ends in time, fewest first."""
-    here = request.cluster.gpus
+    here, asked = request.cluster.gpus, request.workload.global_batch_size
+
+    def batch(devices: OnDevices, words: str) -> str:
+        size = devices.plan.configuration.global_batch_size
+        return "" if size == asked else f"{words}{size}"
+
     return tuple(
         Remedy(
-            change=f"use {devices.gpus} GPUs instead of {here}:"
+            change=f"use {devices.gpus} GPUs instead of {here}{batch(devices, ' and a global batch of ')}:"
             f" {format_seconds((devices.bill.days or 0.0) * DAY_SECONDS)}",
-            flag=f"--gpus {devices.gpus}",
+            flag=f"--gpus {devices.gpus}{batch(devices, ' --global-batch ')}",
             plan=f"{devices.plan.configuration.strategy}, {format_seconds(devices.plan.time.step_seconds)} a step",
         )
         for devices in on_devices
@@ -185,11 +189,7 @@ def _model_parallel(request: Request, fits: Fits) -> Remedy | None:
     if priced is None:
         return None
     dims = priced.job.configuration
-    return _remedy(
-        f"split {_splits(dims)}, which another trainer has to run",
-        "--all-plans",
-        priced,
-    )
+    return _remedy(f"split {_splits(dims)}, which {other_trainer(dims)} runs", "--all-plans", priced)
 
 
 def _splits(chosen: Configuration) -> str:

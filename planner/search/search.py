@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
-from planner.search.estimate import Priced, plan_of
-from planner.search.evaluate import Candidate, best, closest, families_of, preferred
-from planner.search.pareto import pareto_front
+from planner.search.estimate import Priced, is_last_resort, plan_of, unrunnable
+from planner.search.evaluate import Candidate, any_that_fits, best, closest, preferred
 from planner.search.ranking import (
     Rejection,
     Timed,
@@ -28,10 +28,12 @@ from planner.search.ranking import (
     too_late,
     why_first,
 )
-from planner.search.remedies import Remedy, adapter_remedies, in_time_remedies, remedies
 from planner.search.request import Request
 from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
+
+if TYPE_CHECKING:
+    from planner.search.remedies import Remedy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +65,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     limit = request.budget.step_limit(request.workload)
     groups = grouped(request)
     found, late = [], []
-    choose = preferred if request.simplest_first else best
+    choose = preferred if request.simplest_first and request.objective != "cost" else best
     for group in groups.values():
         item = choose(group, request.objective, limit)
         if item is not None:
@@ -79,24 +81,35 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     return Recommendation(
         request=request,
         plans=plans,
-        remedies=adapter_remedies(request, _first, plans[0]),
+        remedies=_adapters(request, plans[0]),
         rejected=rejected,
         choice=why_first(request, ranked),
         on_devices=on_other_device_counts(request, _first) if limit < math.inf else (),
-        front=tuple(item.plan for item in pareto_front(request)) if with_front else (),
+        front=_front(request) if with_front else (),
     )
+
+
+def _adapters(request: Request, instead: Plan | None) -> tuple[Remedy, ...]:
+    """Adapters beside a plan that does not keep the training of all weights on the devices, or where there is none."""
+    if instead is not None and instead.configuration.offload == "none" and not is_last_resort(instead):
+        return ()
+    from planner.search.remedies import adapter_remedies
+
+    return adapter_remedies(request, _first, instead)
+
+
+def _front(request: Request) -> tuple[Plan, ...]:
+    from planner.search.pareto import pareto_front
+
+    return tuple(item.plan for item in pareto_front(request))
 
 
 def can_fit(request: Request) -> Priced | None:
     """Return the first plan that fits, in the order of `enumerate_candidates`, or None if there is none."""
-    candidates = (Candidate(request, layout) for layout in enumerate_candidates(request) if layout.virtual_stages == 1)
-    for family in families_of(candidates):
-        if not request.allow_unrunnable and family.is_unrunnable:
-            continue
-        found = None if family.is_hopeless() else family.first_fitting()
-        if found is not None:
-            return found
-    return None
+    every = (Candidate(request, layout) for layout in enumerate_candidates(request) if layout.virtual_stages == 1)
+    if not request.allow_unrunnable:
+        every = (found for found in every if found.micros and not unrunnable(found.configuration(0)))
+    return any_that_fits(every)
 
 
 def describe(plan: Plan) -> str:
@@ -134,6 +147,8 @@ def _first(request: Request) -> Plan | None:
 
 def _late(request: Request, late: Sequence[Timed], rejected: tuple[Rejection, ...]) -> Recommendation:
     """Plans fit, and none ends in time: the best of them, and the numbers of devices on which one would."""
+    from planner.search.remedies import in_time_remedies
+
     on_devices = on_other_device_counts(request, _first)
     return Recommendation(
         request=request,
@@ -150,13 +165,15 @@ def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Reject
         raise ContradictoryRequest(
             f"global batch {request.workload.global_batch_size} cannot be split over {request.cluster.gpus} GPUs"
         )
+    from planner.search.remedies import remedies
+
     nearest = min(missing, key=lambda priced: priced.judgement.pressure)
     return Recommendation(
         request=request,
         plans=(),
         rejected=rejected,
         closest=plan_of(nearest, step_time(nearest.job)),
-        remedies=(*adapter_remedies(request, _first, None), *remedies(request, can_fit)),
+        remedies=(*_adapters(request, None), *remedies(request, can_fit)),
     )
 
 

@@ -192,8 +192,8 @@ class MemoryEstimate:
 
     `phases` maps load, forward, loss, backward and step, and eval and save where they were asked for, to their
     allocated peaks; `states` holds the resident parameters_bytes, gradients_bytes and optimizer_bytes of the ZeRO
-    arithmetic, whatever the peak's phase. `host_bytes_per_node` is what training takes, `host_load_bytes_per_node` what
-    loading the model takes.
+    arithmetic, whatever the peak's phase; those of the busiest rank where FSDP2 cannot spread them evenly.
+    `host_bytes_per_node` is what training takes, `host_load_bytes_per_node` what loading the model takes.
     `device_used_bytes` is what NVML shows for the process where there is room, `device_used_upper_bytes` what nineteen
     of twenty real runs stay below: a plan has room where that fits. `device_needed_bytes` is what it cannot do without,
     and decides whether it fits at all; 0 in plans of earlier releases.

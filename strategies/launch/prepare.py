@@ -245,10 +245,11 @@ def _processes(request: RunRequest, plan: Plan | None, placement: Placement, gpu
 
 def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> int:
     configuration = plan.configuration
-    if configuration.tp > 1 or configuration.pp > 1:
+    if configuration.splits_model:
+        degrees = f"tp {configuration.tp}, pp {configuration.pp}, cp {configuration.cp}, ep {configuration.ep}"
         raise DsplanError(
-            f"{request.plan_file}: the plan splits layers (tp {configuration.tp}, pp {configuration.pp}), which"
-            " dsplan run cannot do yet; use a plan with tp 1 and pp 1, or `dsplan emit` it for another trainer"
+            f"{request.plan_file}: the plan splits the model ({degrees}), which dsplan run cannot do yet; use a plan"
+            " where these are 1, or `dsplan emit` it for another trainer"
         )
     nodes = int(str(plan.cluster.get("nodes") or 1))
     if nodes > 1 and not placement.least_nodes <= nodes <= placement.most_nodes:

@@ -207,3 +207,27 @@ def test_a_shell_completes_flags_and_names(cli: Cli, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
         assert expected in cli("").out.split()
+
+
+def test_the_command_prints_a_row_for_each_way_and_ends_by_what_fits(cli: Cli) -> None:
+    line = "max --model opt-1.3b --gpus 8 --gpu A100-SXM4-80GB"
+    shown = cli(line)
+    assert shown.status == 0
+    assert "micro-batch  sequence  model" in shown.out
+    answer = cli(f"{line} --strategy zero3 --json").json
+    assert {row["strategy"] for row in answer["maxima"]} == {"zero3"}
+    assert all(row["micro_batch_size"] > 0 and row["model_parameters"] > 10**9 for row in answer["maxima"])
+    assert not any("--global-batch" in text for text in answer["defaults"])
+    assert cli("max --model llama3.1-405b --gpus 1 --gpu RTX-3070").status == 1
+    for wrong, words in (
+        (f"{line} --global-batch 8", "leave it out"),
+        (f"{line} --strategy hsdp", "--strategy hsdp: the same as fsdp"),
+        (f"{line} --tp 3", "does not divide 8 GPUs"),
+        (f"{line} --strategy ddp --offload optimizer", "--offload optimizer is not possible with ddp"),
+    ):
+        assert words in cli.refuses(wrong)
+
+
+def test_runs_without_a_plan_can_be_listed(cli: Cli) -> None:
+    assert cli("db list --strategy unplanned").status == 0
+    assert "nearest: unplanned" in cli.refuses("db list --strategy unplaned")

@@ -149,9 +149,9 @@ def test_another_length_follows_from_three(cli: Cli, model: Path, monkeypatch: p
 
 
 def test_what_the_trace_does_not_cover_is_said(cli: Cli, model: Path) -> None:
-    asked = f"estimate {HARDWARE} --gpus 4 --strategy ddp --tp 2 --json --model"
+    asked = f"estimate {HARDWARE} --gpus 4 --strategy ddp --code torchtitan --json --model"
     closed, plan = cli(asked, model).json, cli(asked, model, "--exact").json
-    said = "the trace does not cover tp 2 x pp 1; the closed form is used, with a wider bound"
+    said = "the trace does not cover --code torchtitan; the closed form is used, with a wider bound"
     assert said in plan["notes"]
     assert plan["provenance"] == closed["provenance"]
     assert upper_margin(plan) > upper_margin(closed)

@@ -11,7 +11,7 @@ from planner.cost.memory.host import host_bytes, host_load_bytes
 from planner.cost.memory.ledger import Ledger, States
 from planner.cost.memory.load import load_ledger, saving_of
 from planner.cost.memory.overhead import closed_form_margin, device_use, library_workspace
-from planner.cost.memory.states import nominal_states_of, states_of
+from planner.cost.memory.states import is_uneven, nominal_states_of, states_of
 from planner.cost.memory.timeline import largest_moments
 from planner.cost.memory.units import trained_units_of
 from planner.cost.precision import Recipe, recipe_of, stored_precision
@@ -130,7 +130,8 @@ def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEst
 
 
 def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
-    nominal = nominal_states_of(job, recipe_of(job))
+    even = nominal_states_of(job, recipe_of(job))
+    resting = states if is_uneven(states, even) else even
     peak_phase = max(phases, key=lambda name: phases[name].total)
     categories = phases[peak_phase].rounded()
     allocated = sum(categories.values())
@@ -148,9 +149,9 @@ def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: fl
         host_load_bytes_per_node=round(host_load_bytes(job)),
         phases={name: round(ledger.total) for name, ledger in phases.items()},
         states={
-            "parameters_bytes": round(nominal.parameters),
-            "gradients_bytes": round(nominal.gradients),
-            "optimizer_bytes": round(nominal.optimizer),
+            "parameters_bytes": round(resting.parameters),
+            "gradients_bytes": round(resting.gradients),
+            "optimizer_bytes": round(resting.optimizer),
         },
     )
 

@@ -77,3 +77,8 @@ class States:
     elements: float
     local: float
     stepped: float
+
+    @property
+    def on_device(self) -> float:
+        """Parameters, gradients and optimizer states together."""
+        return self.parameters + self.gradients + self.optimizer

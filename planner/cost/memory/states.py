@@ -135,6 +135,16 @@ def _with_copies(job: Job, recipe: Recipe, states: States) -> States:
     return replace(states, parameters=states.parameters + copies)
 
 
+ROUNDING = 0.05
+"""More than this share above the arithmetic is no rounding of an allocator."""
+
+
+def is_uneven(states: States, even: States) -> bool:
+    """Whether the busiest rank's states are clearly more than the arithmetic's: FSDP2 shards the first dimension of
+    each weight, and cannot spread what has fewer rows than there are ranks."""
+    return states.on_device > (1 + ROUNDING) * even.on_device
+
+
 def _by_arithmetic(job: Job, recipe: Recipe) -> States:
     """What is sharded is one flat partition, as DeepSpeed makes it; nothing is offloaded."""
     configuration = job.configuration

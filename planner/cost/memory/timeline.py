@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from planner.cost.code_bases import code_base
@@ -134,7 +134,7 @@ def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch)
     saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression)
     key = (*engine, *saving, degrees, steps, chosen.optimizer)
-    found = _CACHE.get(alike := _Alike(job, recipe, (*key, *_activations_key(job, recipe))))
+    found = _CACHE.get(alike := _Alike(job, recipe, (*key, recipe, *_activations_key(job, recipe))))
     if found is None:
         found = _CACHE[alike] = _worked_out(job, recipe, states)
         if len(_CACHE) > _REMEMBERED:
@@ -147,9 +147,27 @@ _REMEMBERED = 512
 
 
 def _worked_out(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
-    buffers = buffers_of(job, recipe, states)
+    steps = job.configuration.gradient_accumulation_steps
+    if job.configuration.pp == 1 or job.configuration.pp_schedule != "gpipe" or steps == 1:
+        return _lines_between(job, job, recipe, states)
+    # Every forward comes first: no gradients yet beside all micro-batches, and all of them beside all but one.
+    first = _lines_between(_of_steps(job, 1), job, recipe, states)
+    later = _of_steps(job, max(steps - 1, 2))
+    return [*first, *(line for line in _lines_between(later, later, recipe, states) if line.phase == "backward")]
+
+
+def _of_steps(job: Job, steps: int) -> Job:
+    """The job with another number of micro-batches."""
+    chosen = job.configuration
+    batch = chosen.global_batch_size // chosen.gradient_accumulation_steps * steps
+    return replace(job, configuration=replace(chosen, gradient_accumulation_steps=steps, global_batch_size=batch))
+
+
+def _lines_between(held: Job, run: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
+    """The moments of `run` beside the buffers of `held`."""
+    buffers = buffers_of(held, recipe, states)
     lines = [_Line(phase, ledger, 0.0, 0.0, ledger.total) for phase, ledger in buffers.own_moments()]
-    for instant in _instants(_Alike(job, recipe, _activations_key(job, recipe))):
+    for instant in _instants(_Alike(run, recipe, _activations_key(run, recipe))):
         ledger, (fixed, grows) = buffers.at(instant), instant.activations
         lines.append(_Line(instant.phase, ledger, fixed, grows, ledger.total + fixed))
     return lines

@@ -45,10 +45,9 @@ class Coverage:
 def coverage_of(job: Job) -> Coverage:
     """The traced step is the asked one, or the same without offload, of which only the activations count."""
     asked = job.configuration
-    if asked.splits_model:
-        more = "".join(f" x {name} {n}" for name, n in (("cp", asked.cp), ("ep", asked.ep)) if n > 1)
-        split = f"tp {asked.tp} x pp {asked.pp}{more}"
-        remark = f"the trace does not cover {split}; the closed form is used, with a wider bound"
+    beyond = _beyond_traces(job)
+    if beyond:
+        remark = f"the trace does not cover {beyond}; the closed form is used, with a wider bound"
         return Coverage(job=None, remark=remark)
     if own := _not_transformers(job):
         return Coverage(job=None, remark=f"the trace does not cover {own}; the closed form is used, with a wider bound")
@@ -68,9 +67,20 @@ def _not_transformers(job: Job) -> str:
     work = job.workload
     if not code_base(work.code).name.startswith("transformers"):
         return f"--code {work.code}"
-    if work.compile:
-        return "--compile"
-    return f"--loss {work.loss}" if work.loss != "plain" else ""
+    return "--compile" if work.compile else ""
+
+
+def _beyond_traces(job: Job) -> str:
+    """The first part of a configuration that the tracer does not run; empty where it runs all."""
+    asked = job.configuration
+    whole_only = asked.zero_stage or asked.offload != "none"
+    more = "".join(f" x {name} {n}" for name, n in (("cp", asked.cp), ("ep", asked.ep)) if n > 1)
+    beyond = {
+        f"--pp-schedule {asked.pp_schedule}": asked.pp > 1 and asked.pp_schedule == "zero-bubble",
+        f"--checkpoint-every {asked.checkpoint_every}": asked.checkpoint_every > 1,
+        f"tp {asked.tp} x pp {asked.pp}{more} beside ZeRO or offload": whole_only and asked.splits_model,
+    }
+    return next((name for name, is_asked in beyond.items() if is_asked), "")
 
 
 TRACED_MARGIN = FRAGMENTATION

@@ -100,13 +100,23 @@ def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Q
     configuration = {name: value for name, value in asdict(job.configuration).items() if name not in _LEFT_OUT}
     if not job.configuration.activations_on_host:
         del configuration["activations_on_host"]  # traces that are older than it
+    if job.configuration.pp > 1:
+        configuration["micro_batches"] = job.configuration.gradient_accumulation_steps
     asked: dict[str, object] = {
         "model": source.identity,
         "configuration": configuration,
         "accumulates": job.configuration.gradient_accumulation_steps > 1,
         "task": job.workload.task,
+        **_training_code(job),
         "device": "cpu" if job.cluster.device.is_cpu else job.cluster.device.compute_capability,
         "versions": dict(versions),
     }
     sizes = sizes_of(job)
     return Question(key=trace_key({**asked, "sizes": asdict(sizes)}), series=trace_key(asked), sizes=sizes)
+
+
+def _training_code(job: Job) -> dict[str, object]:
+    """What the code does that makes other tensors; nothing where it trains all weights with a plain loss."""
+    work = job.workload
+    adapters = {name: getattr(work, name) for name in ("method", "lora_rank", "lora_targets", "load_dtype")}
+    return (adapters if work.method != "full" else {}) | ({"loss": work.loss} if work.loss != "plain" else {})

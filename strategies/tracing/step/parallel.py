@@ -17,6 +17,7 @@ from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES
 from strategies.tracing.step.refusal import TraceFailed
 from strategies.tracing.step.storages import Storages
+from strategies.tracing.storage_tracker import plain_parts
 
 # The dtypes that a plan's precision means for weights, for computing, and for autocast: docs/explanation/strategies.md,
 # "What a precision means".
@@ -42,6 +43,7 @@ def all_gather_dtype(configuration: Configuration) -> torch.dtype | None:
     return _SIXTEEN_BITS[configuration.precision] if casts else None
 
 
+_SHARDS = "dp_shard_cp"
 _FIRST_BUCKET_BYTES = 1 << 20
 _BUCKET_BYTES = 25 << 20
 
@@ -59,17 +61,30 @@ def ranks(configuration: Configuration) -> Iterator[DeviceMesh]:
         raise TraceFailed("", "", "this process is a rank of a running job")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=configuration.world_size)
     try:
-        if configuration.strategy == "hsdp":
-            degrees = (configuration.dp_replicate, configuration.dp_shard)
-            yield init_device_mesh("cpu", degrees, mesh_dim_names=("dp_replicate", "dp_shard"))
-        else:
-            yield init_device_mesh("cpu", (configuration.dp_shard,), mesh_dim_names=("dp_shard",))
+        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        degrees = tuple(getattr(configuration, name) for name in names)
+        mesh = init_device_mesh("cpu", degrees, mesh_dim_names=names)
+        mesh["dp_shard", "cp"]._flatten(_SHARDS)
+        yield mesh
     finally:
         dist.destroy_process_group()
 
 
-def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, configuration: Configuration) -> None:
-    """FSDP2 over the blocks and the root, as `strategies.backends.fsdp` wraps them.
+def expert_ranks(configuration: Configuration) -> DeviceMesh:
+    """The mesh of a job whose experts are spread: `ep`, and `alone` of one rank that splits no batch."""
+    others = configuration.world_size // configuration.ep
+    return init_device_mesh("cpu", (others, configuration.ep, 1), mesh_dim_names=("efsdp", "ep", "alone"))
+
+
+def shard(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    configuration: Configuration,
+    experts: DeviceMesh | None = None,
+) -> None:
+    """FSDP2 over the blocks and the root, as `strategies.backends.fsdp` wraps them. Experts that are spread over ranks
+    are units of their own, shared by those ranks that have the same ones, as transformers has it.
 
     Raises:
         TraceFailed: FSDP2 does not take the module; a parameter that is a scalar, say.
@@ -77,10 +92,16 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, conf
     dtype = all_gather_dtype(configuration)
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     reshard = configuration.strategy != "fsdp-grad-op"
+    # torchtitan and accelerate share the states among cp's ranks too.
+    sharding = mesh["dp_replicate", _SHARDS] if configuration.strategy == "hsdp" else mesh[_SHARDS]
     try:
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        with _meshes_apart():
+            for block in blocks:
+                if experts is not None:
+                    for inner in _spread_experts(block):
+                        fully_shard(inner, mesh=experts["efsdp"], mp_policy=policy, reshard_after_forward=reshard)
+                fully_shard(block, mesh=sharding, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(module, mesh=sharding, mp_policy=policy)
     except ValueError as problem:
         raise TraceFailed("fully_shard", type(module).__name__, str(problem)) from problem
 
@@ -96,7 +117,9 @@ def reduction_buckets(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
     torch's reducer, which is C++, does not run on fake tensors; its own function says how it cuts the buckets.
     """
-    trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
+    # What tensor parallelism splits is a DTensor, of which DDP sees the local part.
+    local: list[Any] = [part for weight in reversed(parameters) if weight.requires_grad for part in plain_parts(weight)]
+    trained: list[torch.Tensor] = local
     collectives: Any = dist
     buckets, _ = collectives._compute_bucket_assignment_by_size(trained, [_FIRST_BUCKET_BYTES, _BUCKET_BYTES])
     return [
@@ -141,6 +164,27 @@ def sharding_counted(storages: Storages, watch: Callable[[Sequence[nn.Parameter]
         parameter.init_unsharded_param = initialize
         for name, original in originals.items():
             setattr(group, name, original)
+
+
+def _spread_experts(block: nn.Module) -> list[nn.Module]:
+    return [part for part in block.modules() if getattr(part, "_is_expert_parallel", False)]
+
+
+@contextlib.contextmanager
+def _meshes_apart() -> Iterator[None]:
+    """FSDP2 over a tensor-parallel model joins two meshes, which looks for this rank in a tensor of rank numbers."""
+    mesh: Any = DeviceMesh
+    original = mesh._concatenate
+
+    def apart(meshes: Any) -> Any:
+        with _disable_current_modes():
+            return original(meshes)
+
+    mesh._concatenate = staticmethod(apart)
+    try:
+        yield
+    finally:
+        mesh._concatenate = staticmethod(original)
 
 
 @contextlib.contextmanager

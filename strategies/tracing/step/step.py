@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -13,11 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hardware_db.device import Device
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, PAIRED
+from strategies.tracing.blocks import repeated_blocks
 from strategies.tracing.cuda.as_cuda import DEFAULT_CAPABILITY, as_cuda
 from strategies.tracing.cuda.kernels import cpu_outputs, scratch_bytes
 from strategies.tracing.cuda.masks import unpadded, windows_without_masks
@@ -25,9 +29,11 @@ from strategies.tracing.example import arguments_of
 from strategies.tracing.step.build import Subject, subject_of, with_adapters
 from strategies.tracing.step.checkpointing import checkpoint_activations
 from strategies.tracing.step.images import images_followed, is_known
-from strategies.tracing.step.optimizers import host_states, make_optimizer
+from strategies.tracing.step.methods import compile_block, compute_loss_as, host_states, make_optimizer
 from strategies.tracing.step.parallel import (
+    all_gather_dtype,
     autocast_dtype,
+    expert_ranks,
     ranks,
     reduction_buckets,
     shard,
@@ -36,6 +42,16 @@ from strategies.tracing.step.parallel import (
     weight_dtype,
 )
 from strategies.tracing.step.refusal import Following, TraceFailed
+from strategies.tracing.step.split import (
+    Chunk,
+    actions,
+    chunks_of,
+    enough_micro_batches,
+    split_attention,
+    split_experts,
+    split_weights,
+    splits_sequences,
+)
 from strategies.tracing.step.storages import Category, Storages
 
 # A copy of a module whose weights are fake.
@@ -113,7 +129,8 @@ class TracedStep:
 def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
     """Run a step of the job on fake tensors, on a CUDA device's terms unless the job's device is a CPU.
 
-    Optimizer states exist before it, so that it is a step of the steady state.
+    Optimizer states exist before it, so that it is a step of the steady state. In a pipeline each phase is that of the
+    rank on which it needs most.
 
     `subject` is the user's own module with its batches; by default the model that `job.facts` describe.
 
@@ -121,35 +138,64 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
         TraceFailed: an operation cannot be followed, or the plan has something that is not traced.
         DsplanError: transformers has no class for the model.
     """
-    configuration = job.configuration
-    if configuration.tp * configuration.pp > 1:
-        raise TraceFailed("", "", "tensor and pipeline parallelism are not traced")
-    if configuration.offload != "none":
+    steps = trace_stages(job, subject)
+    largest = {name: max(steps, key=lambda step: step.totals.get(name, 0)) for name in PHASES}
+    return TracedStep(phases={name: step.phases[name] for name, step in largest.items() if name in step.phases})
+
+
+def trace_stages(job: Job, subject: Traceable | None = None) -> list[TracedStep]:
+    """The step of every rank of a pipeline, the first one's first; of one rank where there is no pipeline.
+
+    Raises:
+        TraceFailed, DsplanError: as `trace_step`.
+    """
+    if job.configuration.offload != "none":
         raise TraceFailed("", "", "offload is not traced")
     if job.workload.ema or job.workload.task in PAIRED:
         raise TraceFailed("", "", "an average of the weights, a reference model and pairs of samples are not traced")
-    chosen = subject or _described(job)
+    if job.workload.compile and (job.configuration.pp > 1 or job.configuration.activation_checkpointing != "none"):
+        raise TraceFailed("", "", "compiled blocks are traced without pipelines and checkpointing")
+    chosen = _trained_as(subject or _described(job), job)
+    return [_traced(job, chosen, rank) for rank in range(job.configuration.pp)]
+
+
+def _traced(job: Job, chosen: Traceable, rank: int) -> TracedStep:
+    configuration = job.configuration
     with contextlib.ExitStack() as stack:
-        mesh = stack.enter_context(ranks(configuration)) if configuration.strategy in FSDP_STRATEGIES else None
+        degrees = configuration.tp * configuration.cp * configuration.ep
+        is_split = configuration.strategy in FSDP_STRATEGIES or degrees > 1
+        mesh = stack.enter_context(ranks(configuration)) if is_split else None
+        experts = expert_ranks(configuration) if configuration.ep > 1 else None
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(on_device(job.cluster.device))
         stack.enter_context(unpadded())
         stack.enter_context(images_followed(chosen.module))
         if configuration.attention == "flash":
             stack.enter_context(windows_without_masks())
-        return _Run(job, chosen, mode, mesh).steps()
+        if configuration.cp > 1 and mesh is not None:
+            stack.enter_context(split_attention(mesh["cp"]))
+        run = _PipelineRun if configuration.pp > 1 else _Run
+        return run(job, chosen, mode, Meshes(ranks=mesh, experts=experts), rank).steps()
 
 
 def _described(job: Job) -> Subject:
     subject = subject_of(job.facts, attention=job.configuration.attention, task=job.workload.task)
-    if job.workload.method != "full":
-        subject = with_adapters(subject, job.counts, job.workload)
-    elif job.workload.load_dtype is not None:
-        subject.module.to(getattr(torch, _LOADED[job.workload.load_dtype]))
-    if job.workload.train_only:
-        for name, weight in subject.module.named_parameters():
-            weight.requires_grad_(re.search(job.workload.train_only, name) is not None)
     return replace(subject, with_images=job.facts.kind == "vision-language")
+
+
+def _trained_as(chosen: Traceable, job: Job) -> Traceable:
+    """The subject with what is trained of it, adapters or some of its weights, and loaded as it is asked."""
+    work = job.workload
+    if work.method != "full":
+        if not isinstance(chosen, Subject):
+            raise TraceFailed("", "", f"--method {work.method} is traced for models of transformers")
+        return with_adapters(chosen, job.counts, work)
+    if work.load_dtype is not None:
+        chosen.module.to(getattr(torch, _LOADED[work.load_dtype]))
+    if work.train_only:
+        for name, weight in chosen.module.named_parameters():
+            weight.requires_grad_(re.search(work.train_only, name) is not None)
+    return chosen
 
 
 _LOADED = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -163,25 +209,68 @@ def on_device(device: Device) -> AbstractContextManager[object]:
     return as_cuda((int(major), int(minor))) if minor else as_cuda(DEFAULT_CAPABILITY)
 
 
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The ranks of a split job by their degrees, and those that spread experts; None where nothing is split so."""
+
+    ranks: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+
+
 class _Run:
-    def __init__(self, job: Job, subject: Traceable, mode: FakeTensorMode, mesh: Any) -> None:
-        self._job, self._configuration = job, job.configuration
+    """A step of one rank, which has the whole depth of the model."""
+
+    def __init__(self, job: Job, subject: Traceable, mode: FakeTensorMode, meshes: Meshes, rank: int) -> None:
+        self._job, self._configuration, self._rank = job, job.configuration, rank
         self._on_cpu = job.cluster.device.is_cpu
         self._storages = Storages(mode, None if self._on_cpu else scratch_bytes)
         dtype = weight_dtype(self._configuration)
-        self._batch = _narrowed(self._batch_of(subject), dtype)
-        self._module, self._blocks = fake_copy(subject.module, subject.blocks, mode, dtype)
+        self._batch = self._positions(_narrowed(self._batch_of(subject), dtype))
         self._phases: dict[str, Mapping[Category, int]] = {}
         self._in_forward = False
-        checkpoint_activations(
-            self._module,
-            self._configuration.activation_checkpointing,
-            on_host=self._configuration.activations_on_host and not self._on_cpu,
-        )
-        if mesh is not None:
-            shard(self._module, self._blocks, mesh, self._configuration)
+        whole, blocks = self._part_of(subject)
+        self._module, self._blocks = fake_copy(whole, blocks, mode, dtype)
+        for part in self._parts():
+            self._prepare(part, meshes)
         for block in self._blocks:  # after FSDP2's own hook, which frees the block's all-gathered weights
             block.register_forward_hook(self._block_done)
+
+    def _part_of(self, subject: Traceable) -> tuple[nn.Module, Sequence[nn.Module]]:
+        """What this rank has of the model, and its blocks."""
+        return subject.module, subject.blocks
+
+    def _parts(self) -> Iterable[nn.Module]:
+        """The modules that are called one by one."""
+        return (self._module,)
+
+    def _prepare(self, part: nn.Module, meshes: Meshes) -> None:
+        """Make a module what the job's code, method and strategy make of it."""
+        chosen = self._configuration
+        model = part.model if isinstance(part, Chunk) else part
+        if not isinstance(part, Chunk) or part.is_last:
+            compute_loss_as(model, self._job.workload.loss)
+        on_host = chosen.activations_on_host and not self._on_cpu
+        checkpoint_activations(model, chosen.activation_checkpointing, on_host=on_host)
+        if meshes.ranks is None:
+            return
+        if chosen.tp > 1:
+            split_weights(model, meshes.ranks["tp"], sequence_parallel=chosen.sequence_parallel)
+        if meshes.experts is not None:
+            split_experts(model, meshes.experts)
+        if chosen.strategy in FSDP_STRATEGIES:
+            inside = {id(module) for module in part.modules()}
+            shard(part, [block for block in self._blocks if id(block) in inside], meshes.ranks, chosen, meshes.experts)
+
+    def _positions(self, batch: Any) -> Any:
+        """Where a rank has a part of the sequence, a model is given the positions of the whole."""
+        if not splits_sequences(self._configuration):
+            return batch
+        return {**batch, "position_ids": torch.zeros(1, self._length, dtype=torch.long)}
+
+    @property
+    def _length(self) -> int:
+        """Tokens of a sample that this rank's blocks attend from."""
+        return self._configuration.sequence_length // self._configuration.cp
 
     def steps(self) -> TracedStep:
         storages, module = self._storages, self._module
@@ -190,24 +279,41 @@ class _Run:
         buckets = reduction_buckets(list(module.parameters())) if self._configuration.strategy == "ddp" else []
         storages.label(buckets, "buffers")
         storages.cast_is_temporary(module.parameters())
+        self._compile()
         self._watch_gradients(module.parameters())
         with sharding_counted(storages, self._watch_gradients), storages, Following(module, storages):
-            optimizer = self._optimizer()
+            optimizers = self._optimizers()
             self._phases = {}
             self._accumulate()
-            self._update(optimizer)
+            self._update(optimizers)
         return TracedStep(phases={name: self._phases[name] for name in PHASES if name in self._phases})
 
-    def _optimizer(self) -> torch.optim.Optimizer | None:
-        """With its states, as after a first step."""
+    def _compile(self) -> None:
+        """Blocks that are compiled are traced by their first call, which is none of the step."""
+        if not self._job.workload.compile:
+            return
+        for block in self._blocks:
+            compile_block(block)
+        positional, named = arguments_of(self._batch)
+        with self._autocast():
+            loss = loss_of(self._module(*positional, **named))
+        torch.autograd.backward(loss)
+        self._module.zero_grad(set_to_none=True)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """With their states, as after a first step. One kernel takes no DTensors beside plain tensors, so that a model
+        that has both has two; none under ZeRO."""
         if self._configuration.zero_stage:
-            return None
+            return []
         trained = [weight for weight in self._module.parameters() if weight.requires_grad]
-        optimizer = make_optimizer(self._configuration.optimizer, trained, on_cpu=self._on_cpu)
+        split = [weight for weight in trained if isinstance(weight, DTensor)]
+        plain = [weight for weight in trained if not isinstance(weight, DTensor)]
+        name, on_cpu = self._configuration.optimizer, self._on_cpu
+        optimizers = [make_optimizer(name, weights, on_cpu=on_cpu) for weights in (split, plain) if weights]
         for weight in trained:
             weight.grad = torch.zeros_like(weight)
-        self._update(optimizer)
-        return optimizer
+        self._update(optimizers)
+        return optimizers
 
     def _accumulate(self) -> None:
         """Two micro-batches stand for any larger number: from the second on, gradients are there. Three do where
@@ -231,19 +337,21 @@ class _Run:
         self._end("loss")
         return loss
 
-    def _update(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is None:
+    def _update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if not optimizers:
             return
         storages = self._storages
         storages.answers_items = True
         with storages.making("temporaries"):
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
         storages.answers_items = False
         self._end("step")
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        storages.label([value for value in states if isinstance(value, torch.Tensor)], "optimizer")
-        if not self._on_cpu:
-            storages.label(host_states(optimizer), "host")
+        for optimizer in optimizers:
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            storages.label([value for value in states if isinstance(value, torch.Tensor)], "optimizer")
+            if not self._on_cpu:
+                storages.label(host_states(optimizer), "host")
         self._module.zero_grad(set_to_none=True)
 
     def _block_done(self, *_arguments: object) -> None:
@@ -277,9 +385,65 @@ class _Run:
 
     def _batch_of(self, subject: Traceable) -> Any:
         configuration = self._configuration
-        return subject.batch_of(
-            configuration.micro_batch_size, configuration.sequence_length, self._job.workload.source_length or None
+        return subject.batch_of(configuration.micro_batch_size, self._length, self._job.workload.source_length or None)
+
+
+class _PipelineRun(_Run):
+    """A step of one rank of a pipeline: chunks of the model's blocks, in the order of the schedule.
+
+    As in torch's pipelining, a rank keeps what a chunk was given and what it made until its backward.
+    """
+
+    def _part_of(self, subject: Traceable) -> tuple[nn.Module, Sequence[nn.Module]]:
+        with _disable_current_modes():  # as they are, and not as the fake tensors they become
+            chunks = nn.ModuleList(chunks_of(subject.module, self._configuration, self._rank))
+        return chunks, [block for chunk in chunks for block in repeated_blocks(chunk)]
+
+    def _parts(self) -> Iterable[nn.Module]:
+        return self._module.children()
+
+    def _accumulate(self) -> None:
+        chosen = self._configuration
+        chunks: list[Any] = list(self._parts())
+        micro_batches = enough_micro_batches(chosen)
+        kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        schedule = actions(
+            chosen.pp_schedule, pp=chosen.pp, rank=self._rank, chunks=len(chunks), micro_batches=micro_batches
         )
+        for action, number, index in schedule:
+            self._storages.take_peak()
+            if action == "forward":
+                given = self._received(chunks[number])
+                kept[number, index] = given, self._forward_of(chunks[number], given)
+                continue
+            given, made = kept.pop((number, index))
+            synchronize(chunks[number], chosen, reduces=index == micro_batches - 1)
+            gradient = None if chunks[number].is_last else torch.empty_like(made)
+            torch.autograd.backward(made, gradient)
+            del given, made, gradient
+            self._end("backward")
+
+    def _received(self, chunk: Chunk) -> torch.Tensor:
+        """Token ids, or the states that the rank before has sent."""
+        if chunk.is_first:
+            ids: torch.Tensor = self._batch["input_ids"]
+            return ids
+        chosen = self._configuration
+        length = self._length // (chosen.tp if splits_sequences(chosen) else 1)
+        dtype = weight_dtype(chosen) or all_gather_dtype(chosen) or torch.float32
+        width = self._job.facts.hidden_size
+        return torch.empty(chosen.micro_batch_size, length, width, dtype=dtype).requires_grad_()
+
+    def _forward_of(self, chunk: Chunk, given: torch.Tensor) -> torch.Tensor:
+        others = {name: value for name, value in self._batch.items() if name not in ("input_ids", "labels")}
+        self._in_forward = True
+        with self._autocast():
+            made: torch.Tensor = chunk(given, self._batch["labels"], **others)
+            if chunk.is_last:
+                made = made / self._configuration.gradient_accumulation_steps
+        self._in_forward = False
+        self._end("loss" if chunk.is_last else "forward")
+        return made
 
 
 def _narrowed(batch: Any, dtype: torch.dtype | None) -> Any:

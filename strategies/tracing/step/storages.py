@@ -145,6 +145,7 @@ _FAKE = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _DEVICE = torch.ops.prim.device.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 Scratch = Callable[[Any, tuple[Any, ...]], int]
 
 
@@ -213,6 +214,8 @@ class Storages:
         """The operation, its inputs and results counted."""
         if func is _ITEM and self.answers_items:
             return 1
+        if func is _WAIT:
+            return args[0]  # its fake form makes a second tensor
         self.operation = str(func)
         for value in args:
             self._see(value)

@@ -56,7 +56,7 @@ def fsdp(launch: object) -> dict[str, object]:
         "checkpointing": plugin.activation_checkpointing,
         "blocks": plugin.transformer_cls_names_to_wrap,
         "state_dict": plugin.state_dict_type.name,
-        "mesh": mesh and [mesh.dp_replicate_size, mesh.dp_shard_size, mesh.tp_size],
+        "mesh": mesh and [mesh.dp_replicate_size, mesh.dp_shard_size, mesh.tp_size, mesh.cp_size],
     }
 
 

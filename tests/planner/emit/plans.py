@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from planner.models.catalogue import find_model
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime, Throughput
 
 OPT_6_7B: dict[str, object] = {
@@ -18,6 +19,14 @@ OPT_6_7B: dict[str, object] = {
     "vocab_size": 50272,
 }
 TINY: dict[str, object] = {**OPT_6_7B, "name": "tiny", "parameters": 20_000, "hidden_size": 32, "num_layers": 2}
+
+
+def catalogue_model(name: str) -> dict[str, object]:
+    """The model section of a plan for a model of the catalogue."""
+    facts = find_model(name)
+    keys = ("name", "family", "model_type", "block_class", "parameters", "hidden_size", "num_layers", "vocab_size")
+    return {key: getattr(facts, key) for key in keys}
+
 
 _ZERO_MEMORY = MemoryEstimate(
     parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0, buffers_bytes=0, temporaries_bytes=0,
@@ -37,6 +46,7 @@ def make_plan(
     nodes: int = 1,
     vendor: str = "nvidia",
     model: dict[str, object] | None = None,
+    workload: dict[str, object] | None = None,
     **changes: Any,
 ) -> Plan:
     """A plan of `strategy` over `gpus` devices; `changes` replace fields of its configuration.
@@ -67,6 +77,7 @@ def make_plan(
         verdict="fits",
         limited_by="compute",
         runnable=True,
+        workload=workload or {},
     )
 
 

@@ -23,6 +23,9 @@ def grid() -> list[Plan]:
                 plans += [make_plan(strategy, offload=offload, **words) for offload in ("none", "all")]
             plans += [make_plan("hsdp", gpus=16, nodes=2, dp_replicate=2, dp_shard=8, **words)]
             plans += [make_plan("fsdp", dp_shard=4, tp=2, **words)]
+            plans += [make_plan("fsdp", dp_shard=2, cp=2, tp=2, **words), make_plan("fsdp", dp_shard=1, cp=8, **words)]
+            split = {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
+            plans += [make_plan("hsdp", gpus=16, nodes=2, **split, **words)]
             plans += [make_plan(strategy, **words) for strategy in ("zero1", "zero2", "zero3")]
     plans += [make_plan("zero2", offload="optimizer"), make_plan("zero3", offload="all")]
     plans += [
@@ -56,7 +59,7 @@ def test_accelerate_understands_every_plan_as_it_was_meant(tmp_path: Path) -> No
 
 def check_fsdp(plan: Plan, answer: dict[str, object]) -> None:
     configuration = plan.configuration
-    meshed = configuration.dp_replicate > 1 or configuration.tp > 1
+    meshed = configuration.dp_replicate * configuration.tp * configuration.cp > 1
     assert answer["type"] == "FSDP"
     assert answer["fsdp"] == {
         "version": 2,
@@ -65,7 +68,7 @@ def check_fsdp(plan: Plan, answer: dict[str, object]) -> None:
         "checkpointing": configuration.activation_checkpointing != "none",
         "blocks": ["OPTDecoderLayer"],
         "state_dict": "SHARDED_STATE_DICT",
-        "mesh": [configuration.dp_replicate, configuration.dp_shard, configuration.tp] if meshed else None,
+        "mesh": [getattr(configuration, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")] if meshed else None,
     }
 
 

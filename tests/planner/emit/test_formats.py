@@ -14,7 +14,10 @@ from tests.planner.emit.plans import make_plan
 
 
 def test_formats_are_these() -> None:
-    assert list(FORMATS) == ["deepspeed", "accelerate", "huggingface", "torchrun", "slurm", "mpi", "kubernetes"]
+    assert list(FORMATS) == [
+        *("deepspeed", "accelerate", "huggingface", "torchrun", "slurm", "mpi", "kubernetes"),
+        *("torchtitan", "megatron", "megatron-bridge", "nemo", "nanotron"),
+    ]
     for target in FORMATS.values():
         module, _, function = target.partition(":")
         assert callable(getattr(import_module(module), function))
@@ -26,7 +29,7 @@ def test_an_unknown_format_names_those_that_exist(name: str) -> None:
         emit(make_plan(), name)
     message = str(caught.value)
     assert "\n" not in message
-    assert message.endswith("choose one of deepspeed, accelerate, huggingface, torchrun, slurm, mpi, kubernetes")
+    assert message.endswith(f"choose one of {', '.join(FORMATS)}")
 
 
 @pytest.mark.parametrize("case", CANARIES)
@@ -60,6 +63,13 @@ REFUSED = [
     ("huggingface", make_plan("fsdp", offload="nvme"), "with offload nvme"),
     ("huggingface", make_plan("fsdp", gpus=2, vendor="cpu"), "for CPU ranks"),
     ("huggingface", make_plan("fsdp", dp_shard=4, pp=2), "with tp 1 and pp 2"),
+    ("huggingface", make_plan("fsdp", dp_shard=2, tp=2, cp=2), "with tp 2 and cp 2"),
+    ("huggingface", make_plan("fsdp", optimizer="muon"), "with optimizer muon"),
+    ("deepspeed", make_plan("zero1", dp_shard=4, cp=2), "with tp 1 and pp 1 and cp 2"),
+    ("accelerate", make_plan("fsdp", ep=4), "with ep 4"),
+    ("accelerate", make_plan("zero2", dp_shard=4, cp=2), "with cp 2"),
+    ("accelerate", make_plan("fsdp", dp_shard=4, cp=2, attention="flash"), "with cp and attention flash"),
+    ("accelerate", make_plan("fsdp", dp_shard=1, tp=8), "with tp 8 over all its ranks"),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from planner.emit import emit
 from planner.emit.common import node_layout
-from planner.emit.torchrun import launch_command
+from planner.emit.launchers import launch_command
 from planner.errors import ContradictoryRequest
 from strategies.distributed.network import free_port
 from tests.planner.emit.consumers import launch, write

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -18,9 +19,12 @@ from planner.cluster.budget import Budget, bill_of, tokens_per_step
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
-from planner.search.ranking import group_name, simplicity, slower_threshold
+from planner.search.estimate import other_trainer
+from planner.search.evaluate import Candidate
+from planner.search.ranking import ahead, group_name, simplicity, slower_threshold
 from planner.search.request import WorkOptions, make_request
 from planner.search.search import Recommendation, can_fit, recommend
+from planner.search.space import enumerate_candidates
 from tests.planner.search.exhaustive import everything_that_fits
 from tests.planner.search.questions import question
 
@@ -233,3 +237,92 @@ def test_plans_that_mostly_wait_are_last_resorts() -> None:
     assert all("a last resort" in plan.notes[0] for plan in slow)
     order = [(plan.throughput.mfu or 0) < 0.02 for plan in answer.plans]
     assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus"),
+    [("opt-6.7b", "a100-80gb", 8), ("llama-3-70b", "h100", 64), ("gpt2", "4090", 4), ("mixtral-8x7b", "h100", 32)],
+)
+def test_no_runnable_plan_beats_the_first_by_a_fifth(model: str, gpu: str, gpus: int) -> None:
+    request = question(model, gpu, gpus)
+    first = recommend(request).plans[0]
+    by_time = recommend(replace(request, simplest_first=False, top=50)).plans
+    assert first.runnable
+    assert first.time.step_seconds <= 1.2 * min(plan.time.step_seconds for plan in by_time if plan.runnable)
+
+
+def test_cost_puts_the_cheapest_first_on_however_many_devices() -> None:
+    request = question("llama-3-8b", "a100-80gb", 8, objective="cost", top=50)
+    answer = recommend(request)
+    costs = [plan.time.step_seconds * plan.configuration.world_size for plan in answer.plans if plan.runnable]
+    assert costs == sorted(costs)
+    assert len({plan.configuration.world_size for plan in answer.plans}) > 1
+
+
+def test_machines_that_are_rented_whole_are_not_priced_in_parts() -> None:
+    rented = question("opt-1.3b", "h100", 16, objective="cost", top=50)
+    rented = replace(rented, cluster=replace(rented.cluster, usd_per_gpu_hour=2.0))
+    counts = {plan.configuration.world_size for plan in recommend(rented).plans}
+    assert 8 in counts
+    assert min(counts) == 8
+    own = replace(rented, budget=Budget(usd_per_gpu_hour=2.0))
+    assert min(plan.configuration.world_size for plan in recommend(own).plans) < 8
+
+
+def test_a_far_deadline_is_answered_with_the_devices_and_the_batch() -> None:
+    request = question("llama-3-8b", "h100", 8)
+    answer = recommend(replace(request, budget=Budget(tokens=15e12, deadline_days=30)))
+    assert not answer.plans
+    flags = dict(zip(answer.remedies[0].flag.split()[::2], answer.remedies[0].flag.split()[1::2], strict=True))
+    gpus, batch = int(flags["--gpus"]), int(flags["--global-batch"])
+    assert batch % gpus == 0
+    budget = Budget(tokens=15e12, deadline_days=30)
+    assert recommend(question("llama-3-8b", "h100", gpus, global_batch=batch, budget=budget)).plans
+    assert not recommend(question("llama-3-8b", "h100", gpus // 2, global_batch=batch, budget=budget)).plans
+
+
+def test_percentages_mean_what_they_say() -> None:
+    request = question("gpt2", "a100-80gb", 1)
+    layout = next(iter(enumerate_candidates(request)))
+    some_plan = Candidate(request, layout).timed(0)
+    first, quick, near, same = (
+        replace(some_plan, time=replace(some_plan.time, step_seconds=seconds)) for seconds in (4.0, 1.0, 3.2, 3.999)
+    )
+    assert ahead(first, quick, "throughput") == "4.0x as fast"
+    assert ahead(first, near, "throughput") == "25% faster"
+    assert ahead(first, near, "cost") == "20% cheaper"
+    assert ahead(first, same, "throughput") == "less than 1% faster"
+
+
+def test_a_faster_plan_that_only_others_run_is_named_with_its_trainer() -> None:
+    request = question("llama-3-70b", "l40s", 64)
+    blocked = recommend(replace(request, allow_unrunnable=True, simplest_first=False))
+    answer = recommend(request)
+    others = [plan for plan in blocked.plans if not plan.runnable]
+    assert answer.plans[0].runnable
+    assert blocked.plans[0] == others[0]
+    assert f"which {other_trainer(others[0].configuration)} runs and dsplan run cannot, is predicted" in answer.choice
+
+
+@pytest.mark.parametrize(("model", "gpu", "gpus"), [("llama-3.1-405b", "rtx3070", 1), ("mixtral-8x22b", "t4", 64)])
+def test_that_nothing_fits_is_known_within_a_second(model: str, gpu: str, gpus: int) -> None:
+    request = question(model, gpu, gpus)
+    began = time.process_time()
+    answer = recommend(request)
+    assert time.process_time() - began < 0.6
+    assert not answer.plans
+    assert answer.closest is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"strategies": ("fsdp",)}, {"allow_unrunnable": True}])
+@pytest.mark.parametrize(("model", "gpu", "gpus"), [("llama-3-8b", "h100", 8), ("llama-3-70b", "a100-80gb", 16)])
+def test_something_is_found_to_fit_where_anything_does(
+    model: str, gpu: str, gpus: int, options: dict[str, object]
+) -> None:
+    request = question(model, gpu, gpus, **options)
+    found = can_fit(request)
+    assert found is not None
+    assert found.judgement.verdict != "does_not_fit"
+    little = replace(request, workload=replace(request.workload, max_memory_bytes=10**9))
+    assert can_fit(little) is None
+    assert next(everything_that_fits(little), None) is None

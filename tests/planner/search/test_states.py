@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+import dsplan
+from planner import vocabulary as words
 from planner.search.estimate import estimate
+from planner.search.evaluate import Candidate, families_of
+from planner.search.space import enumerate_candidates
 from planner.types.plan import Configuration, Plan
 from tests.planner.search.questions import question
 
@@ -101,3 +105,29 @@ def test_unsynchronised_accumulation_costs_four_bytes_per_parameter() -> None:
     assert more["loss"] == pytest.approx(whole, rel=1e-5)
     # Backward's are not: only the synchronised one has a reduction beside it, of a block at most.
     assert whole - 4 * request.counts.largest_block <= more["backward"] <= whole
+
+
+def test_one_screen_says_one_thing_of_experts_that_do_not_spread() -> None:
+    few = dsplan.estimate(model="mixtral-8x7b", gpus=64, gpu="H100", strategy="fsdp", checkpointing="full")
+    states, memory = few.memory.states, few.memory
+    assert states["parameters_bytes"] == pytest.approx(memory.parameters_bytes, rel=0.01)
+    assert states["optimizer_bytes"] == pytest.approx(memory.optimizer_bytes, rel=0.01)
+    assert any("experts have 8 for 64 ranks" in note and "--ep" in note for note in few.notes)
+    enough = dsplan.estimate(model="mixtral-8x7b", gpus=8, gpu="H100", strategy="fsdp", checkpointing="full")
+    assert not any("--ep" in note for note in enough.notes)
+
+
+@pytest.mark.parametrize(("attention", "saves"), [("eager", False), ("sdpa", True)])
+def test_selective_checkpointing_that_saves_nothing_is_said_and_not_proposed(
+    attention: words.Attention, saves: bool
+) -> None:
+    asked = {"model": "gemma-3-4b", "gpus": 8, "gpu": "H200", "attention": attention, "precision": "fp32"}
+    none, selective = (
+        dsplan.estimate(**asked, strategy="fsdp", checkpointing=level) for level in ("none", "selective")
+    )
+    assert (selective.memory.peak_allocated_bytes < none.memory.peak_allocated_bytes) == saves
+    assert any("selective checkpointing keeps more" in note for note in selective.notes) != saves
+    request = question("gemma-3-4b", "h200", 8, attention=attention, precision="fp32")
+    candidates = [Candidate(request, layout) for layout in enumerate_candidates(request)]
+    offered = {member.layout.checkpointing for family in families_of(candidates) for member in family.members}
+    assert ("selective" in offered) == saves

@@ -73,8 +73,10 @@ def test_a_plan_decides_the_number_of_processes(script: Path, tmp_path: Path) ->
     assert launch.spec.environment["DSPLAN_PLAN"] == str(tmp_path / "plan.yaml")
 
 
-def test_a_plan_that_splits_layers(script: Path, tmp_path: Path) -> None:
-    plan = _plan_file(tmp_path, _plan(tp=2, dp_replicate=1, global_batch_size=8))
+@pytest.mark.parametrize("degree", ["tp", "cp"])
+def test_a_plan_that_splits_the_model(degree: str, script: Path, tmp_path: Path) -> None:
+    plan = _plan_file(tmp_path, _plan(**{degree: 2}, dp_replicate=1, global_batch_size=8))
+    assert f"{degree} 2" in _refusal(RunRequest(script=script, plan_file=plan))
     assert "cannot do yet" in _refusal(RunRequest(script=script, plan_file=plan))
 
 

@@ -513,10 +513,12 @@ def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float) -
         forward = added((beside, copies, scaled(_logits(COPIED["forward"], width), rows)))
         backward = added((beside, copies, scaled(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
         made: Polynomial = {"V h": 1}
+        # The next chunk's gradient of the head, as its product makes it and as it is added to what is there.
+        head = {"V h": float(weight + (width if width < weight else 0))}
+        again = added((beside, copies, {"V b s": width * rows}, head))
+        moments = (Moment(activations=each, cast=cast, gradients=made) for each in (backward, again))
         return replace(
-            form,
-            loss=(Moment(activations=forward, cast=cast, gradients=ZERO),),
-            loss_backward=(Moment(activations=backward, cast=cast, gradients=made), *ends),
+            form, loss=(Moment(activations=forward, cast=cast, gradients=ZERO),), loss_backward=(*moments, *ends)
         )
     each = {"V h": 0.0 if weight == 4 else width + 4.0}
     working = added((beside, {"b h s": float(width), "V b s": width * rows, "V h": float(weight)}, each))

@@ -30,9 +30,11 @@ from planner.cost.split import (
     EXPERT_IMBALANCE,
     AttentionExchange,
     attention_exchange,
+    attention_widths,
     exchange_elements,
     keeps_sequence_shards,
     kinds_on_stage,
+    logit_parts,
 )
 from planner.models.facts import ModelFacts, TracedActivations
 from planner.types.job import Job
@@ -106,6 +108,7 @@ class _Question:
     code: str
     compiled: bool
     loss: Loss
+    logit_parts: int
     training: Training | None = None
     numbers: Numbers | None = None
 
@@ -132,6 +135,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         job.workload.code,
         job.workload.compile,
         job.workload.loss,
+        logit_parts(job),
     )
     if job.workload.freezes and not job.counts.trains_all:
         numbers = Numbers(_frozen_mode(recipe), configuration.tp, job.eager_attention, recipe.dequantises)
@@ -229,7 +233,7 @@ def _of_form(facts: ModelFacts, question: _Question, form: Form, differences: in
 def _form_of(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
     """The form of the code that runs, and how far its structure is from the model's. Code bases other than transformers
     are written out for decoders; other kinds of models go by transformers' modules."""
-    written = has_written_form(facts, question.code, compiled=question.compiled)
+    written = has_written_form(facts, question.code, question.length, compiled=question.compiled)
     plain = question.loss == "plain" or not facts.vocab_size
     if plain and not written:
         return _traced_form(facts, question)
@@ -260,9 +264,10 @@ def _written_form(facts: ModelFacts, question: _Question, *, blocks: bool, loss:
     return known.with_loss(form, loss, width=width, weight=weight, rows=rows), differences
 
 
-def has_written_form(facts: ModelFacts, code: str, *, compiled: bool) -> bool:
-    """Whether the code base's own blocks are counted, rather than transformers' eager ones."""
-    is_decoder = facts.kind == "decoder" and not facts.recorded_as and not facts.sliding_window
+def has_written_form(facts: ModelFacts, code: str, length: int, *, compiled: bool) -> bool:
+    """Whether the code base's own blocks are counted, rather than transformers' eager ones: of decoders whose windows,
+    where they have some, are no shorter than a sample."""
+    is_decoder = facts.kind == "decoder" and not facts.recorded_as and not 0 < facts.sliding_window < length
     return is_decoder and code_base(code).traits(compiled=compiled).block is not None
 
 
@@ -295,16 +300,17 @@ class _Sizes:
 
 def _sizes(facts: ModelFacts, question: _Question) -> _Sizes:
     """Experts that are spread over ranks are whole there, and get the tokens of other ranks for those they send."""
-    tokens = model_dimensions(facts, question.tp) | _lengths(facts, question)
+    weights = model_dimensions(facts, question.tp) | _lengths(facts, question)
+    tokens = weights | {"V": facts.vocab_size / question.logit_parts}
     spread = Spread(
         cp=question.cp,
         tp=question.tp if question.is_sequence_parallel else 1,
         uneven=EXPERT_IMBALANCE if question.ep > 1 else 1.0,
     )
     if question.ep == 1:
-        return _Sizes(tokens, tokens, spread)
+        return _Sizes(tokens, weights, spread)
     experts = {"E": facts.num_experts / question.ep, "m": tokens["m"] * question.tp}
-    return _Sizes(tokens, tokens | experts, spread)
+    return _Sizes(tokens, weights | experts, spread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,11 +334,17 @@ def _exchanges(facts: ModelFacts, question: _Question) -> _Exchanges:
     stream = 0.0
     if question.is_sequence_parallel:
         stream = (1 - 1 / question.tp) * width * length * facts.hidden_size
-    inputs = 0 if question.keeps_shards else 1 if facts.is_moe else 2
+    # Autocast casts the gathered input once for every product.
+    attention, dense = (3, 1 + facts.gated_mlp) if question.mode == "autocast" else (1, 1)
+    inputs = 0 if question.keeps_shards else attention if facts.is_moe else attention + dense
     forward, backward = exchange_elements(facts, question.exchange, question.tp, question.cp)
     exchanged = width * question.length
+    # Merged outputs are laid out by heads, of which the next product's input is a copy.
+    merged = 0.0
+    if question.cp > 1 and question.exchange == "all-gather":
+        merged = width * length * attention_widths(facts, question.tp)[0]
     return _Exchanges(
-        kept=inputs * stream,
+        kept=inputs * stream + merged,
         forward=stream + forward * exchanged,
         backward=2 * stream + backward * exchanged,
         head=stream,

@@ -14,10 +14,10 @@ from typing import Literal
 
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import BlockFigures, Figures, Peak, blocks_on_stage, figures_of
-from planner.cost.memory.ledger import NOTHING, Amount, plus, times
+from planner.cost.memory.ledger import NOTHING, Amount, bytes_at, plus, times
 from planner.cost.memory.units import trained_units_of
 from planner.cost.precision import Recipe
-from planner.cost.split import micro_batches_in_flight
+from planner.cost.split import logit_parts, micro_batches_in_flight
 from planner.types.job import Job
 
 Unit = Literal["head", "block", "table"]
@@ -63,6 +63,15 @@ def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
     return [*step.forward(), *ends, *step.backward(), *begins]
 
 
+def selective_saves(job: Job, recipe: Recipe) -> bool:
+    """Whether selective checkpointing keeps less than no checkpointing: it keeps every product, also those that
+    backward does not need, such as the scores of eager attention, of which softmax keeps its result alone."""
+    micro = job.configuration.micro_batch_size
+    blocks = figures_of(job, recipe).blocks
+    kept = sum(block.count * bytes_at(block.kept, micro) for block in blocks)
+    return sum(block.count * bytes_at(plus(block.boundary, block.products), micro) for block in blocks) < kept
+
+
 class _Step:
     """One stage's blocks."""
 
@@ -75,12 +84,15 @@ class _Step:
         tied = job.facts.tie_word_embeddings and job.facts.kind != "custom"
         # On two stages a table that head and embedding share is two, each with a gradient of its own.
         self._tied = tied and configuration.pp == 1
+        is_apart = tied and configuration.pp > 1
         width = job.facts.embedding_size or job.facts.word_embed_proj_dim or job.facts.hidden_size
         ends = job.counts.trained.outside_blocks
         self._table = job.facts.vocab_size * width / configuration.tp if ends else 0.0
         head = self._table if tied and not self._tied else min(job.counts.head, ends) / configuration.tp
         self._head = 0.0 if self._tied or not job.is_last_stage else head
         self._gradient_width = recipe.gather  # of a gradient that autograd has just made
+        # The head's gradient and its sum with the table's, where those are on one stage.
+        self._apart = 2 * self._gradient_width * self._table if is_apart else 0.0
 
         # What waits in host memory is on no device; a CPU's is both.
         self._parks = configuration.activations_on_host and not job.cluster.device.is_cpu
@@ -96,7 +108,10 @@ class _Step:
         sent = figures.blocks[0].boundary if figures.blocks else NOTHING
         self._begins = figures.before.activations if job.is_first_stage else sent
         self._earlier = list(accumulate(kept, plus, initial=self._begins))
-        casts = (count * block.cast for count, block in zip(self._counts, figures.blocks, strict=True))
+        # Autocast caches copies of trained weights alone: without a graph that keeps them, those of frozen ones go.
+        trained = job.counts.trained.in_blocks / max(job.counts.in_blocks, 1)
+        self._cached = 1.0 if keeps_all else trained
+        casts = (count * block.cast * self._cached for count, block in zip(self._counts, figures.blocks, strict=True))
         self._earlier_casts = list(accumulate(casts, initial=figures.before.cast))
         self._blocks = sum(self._counts)
         self._waiting = self._waiting_table()
@@ -115,11 +130,22 @@ class _Step:
         an interleaved pipeline one piece of a `virtual_stages`-th is at work at a time."""
         chosen, pieces = self._job.configuration, self._pieces
         flight = micro_batches_in_flight(chosen, self._job.stage)
-        kept = self._earlier[-1]
+        # Each forward pass under autocast casts the weights anew, and its graph keeps what it multiplied with.
+        casts = self._earlier_casts[-1] if self._checkpointing == "none" else 0.0
+        kept = plus(self._earlier[-1], (casts, 0.0))
         if chosen.pp_schedule == "gpipe" and self._job.is_last_stage and chosen.pp > 1:
             # Every forward, loss included, comes before the first backward.
-            kept = plus(kept, min((peak.activations for peak in self._figures.loss_backward), default=NOTHING))
+            kept = plus(kept, self._after_loss())
         return times(max(flight - 1 / pieces, 0.0), kept), times(max(flight - 1, 0.0), kept)
+
+    def _after_loss(self) -> Amount:
+        """What head and loss keep for their backward: the fp32 log-softmax of all logits, the head's input, the norm's
+        input in fp32 and its output; under autocast the head's cast."""
+        facts, chosen = self._job.facts, self._job.configuration
+        tokens = chosen.sequence_length / chosen.cp
+        vocabulary = facts.vocab_size / logit_parts(self._job)
+        cast = max((peak.cast for peak in self._figures.loss_backward), default=0.0)
+        return cast, tokens * (4 * vocabulary + 8 * facts.hidden_size)
 
     def _before(self, place: int, done: int) -> Amount:
         """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one with what the
@@ -137,7 +163,8 @@ class _Step:
 
     def _casts(self, place: int, done: int) -> float:
         """Cast copies of the weights of all blocks before; under checkpointing they live until the forward ends."""
-        return self._earlier_casts[place] + (done * self._figures.blocks[place].cast if done else 0.0)
+        cast = self._cached * self._figures.blocks[place].cast if done else 0.0
+        return self._earlier_casts[place] + done * cast
 
     def forward(self) -> Iterator[Instant]:
         """The last block of each stack; the end of the pass where a module has no repeated blocks."""
@@ -262,13 +289,14 @@ class _Step:
         """Moments of one block's backward; under checkpointing the block is run again first, beside the gradient of
         its output."""
         runs = {"none": (), "full": block.recomputed, "selective": block.replayed}[self._checkpointing]
+        head = (-self._apart / 2, 0.0)  # which a form with one table for both has beside every block
         for peak in runs:
-            yield plus(block.boundary, block.waiting, peak.activations), peak.cast, 0.0
+            yield plus(block.boundary, block.waiting, peak.activations, head), peak.cast, 0.0
         beside = NOTHING if self._checkpointing == "none" else block.input
         if self._checkpointing == "selective":
             beside = plus(beside, block.unused)
         for peak in block.backward:
-            yield plus(beside, peak.activations), peak.cast, peak.gradients
+            yield plus(beside, peak.activations, head), peak.cast, peak.gradients
 
     def whole(self) -> Iterator[Instant]:
         """A backward pass that was traced as a whole."""
@@ -285,10 +313,11 @@ class _Step:
         """What comes after the first block's backward: the token table and the rest outside the blocks."""
         others = self._at_first
         for peak in self._figures.table_backward:
+            fixed, grows = peak.activations
             yield Instant(
                 phase="backward",
                 unit="table",
-                activations=plus(others, self._begins, peak.activations),
+                activations=plus(others, self._begins, (max(fixed - self._apart, 0.0), grows)),
                 cast=peak.cast,
                 unit_gradients=peak.gradients,
                 done_gradients=self._head + sum(self._counts) * self._parameters,

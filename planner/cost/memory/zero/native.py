@@ -5,7 +5,8 @@ Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `collecti
 
 * A gradient is freed when the bucket that it travels in has been summed; two buckets are on the way while a third
   fills. Between ranks on CPUs every owner receives the others' runs of what is on the way; NCCL makes the sum alone.
-* Stage 1 keeps whole gradients from the first micro-batch to the last, stages 2 and 3 this rank's part.
+* Stage 1 keeps whole gradients from the first micro-batch to the last, stages 2 and 3 this rank's part. In the last
+  they go as they are reduced; in one between the first and the last all of them are there to the end.
 * Stage 3 has the root's weights whole from the start of forward to the end of backward, and those of two blocks.
 * The step turns gradients into the masters' dtype a sixteenth at a time and applies them tensor by tensor.
 * In 8 bits the buckets on the way are this rank's run in fp32 and what goes to and comes from the others; every rank
@@ -52,7 +53,8 @@ class NativeZeroBuffers:
         others = 1 - 1 / self._ranks
         self._errors = ERROR_BYTES * others * self._whole if self._in_8_bits else 0.0
         self._exchanged = 2 * INT8_BYTES * others
-        self._several = configuration.gradient_accumulation_steps > 1
+        self._micro_batches, self._largest = configuration.gradient_accumulation_steps, trained.largest
+        self._several = self._micro_batches > 1
         once = configuration.zero_stage == 1 or not configuration.sync_each_micro_batch
         self._keeps_whole = self._several and once
         # On a CPU the gradients of states that are on disk stay in memory, which is where they go from a GPU.
@@ -66,8 +68,19 @@ class NativeZeroBuffers:
         """Gradients on their way and summed ones, and unsharded weights, at an instant."""
         made = instant.done_gradients + instant.unit_gradients
         going = min(self._going, self._recipe.gather * made / self._ranks)
-        kept = Ledger(gradients=going + self._waiting(made), buffers=self._unsharded + self._errors)
-        return kept + self._moving(instant.unit_gradients)
+        always = Ledger(buffers=self._unsharded + self._errors)
+        last = Ledger(gradients=going + self._waiting(made)) + self._moving(instant.unit_gradients)
+        if not self._keeps_whole:
+            return always + last
+        return always + max(last, self._unreduced(made, instant.unit_gradients), key=lambda ledger: ledger.total)
+
+    def _unreduced(self, made: float, newest: float) -> Ledger:
+        """In a micro-batch whose gradients wait: what the ones before left, all of it from the second micro-batch on,
+        and the gradient that is about to be added to it."""
+        before = self._whole if self._micro_batches > 2 else min(made, self._whole)
+        added = self._micro_batches > 2 or self._recipe.gather != self._recipe.gradient
+        transient = self._recipe.gather * min(newest, self._largest) if added else 0.0
+        return Ledger(gradients=self._recipe.gradient * before + transient)
 
     def _moving(self, made: float) -> Ledger:
         """Buckets that fill, and that are on their way."""

@@ -29,6 +29,16 @@ WHOLE_TENSORS: Mapping[tuple[str, str], tuple[int, int]] = {
 """The same with Adafactor, which steps every tensor whole on the rank that owns it: the busier rank."""
 
 
+TABLED = {"n_embd": 256, "n_layer": 12, "n_head": 4, "vocab_size": 40000, "n_positions": 64}
+MIDDLE: Mapping[tuple[str, str], int] = {
+    ("zero1", "fp32"): 359_800_000,
+    ("zero1", "bf16"): 298_300_000,
+    ("zero2", "fp32"): 331_500_000,
+    ("zero2", "bf16"): 264_400_000,
+}
+"""Peak bytes of such a GPT-2 with three micro-batches of 32 words on 2 ranks, by `scripts/bench/zero.py --bytes`."""
+
+
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     from scripts.bench import zero as bench_zero
@@ -44,6 +54,29 @@ def test_the_peak_is_as_measured(strategy: str, precision: str, bench: ModuleTyp
     assert memory["peak_allocated_bytes"] == pytest.approx(peak, rel=0.06)
     states = memory["states"]
     assert states["parameters_bytes"] + states["optimizer_bytes"] == pytest.approx(resident, rel=0.02)
+
+
+@pytest.mark.parametrize(("strategy", "precision"), MIDDLE)
+def test_a_middle_micro_batch_keeps_whole_gradients_where_they_wait(
+    strategy: str, precision: str, bench: ModuleType
+) -> None:
+    def peak(accumulation: int) -> int:
+        case = bench.Case(
+            model="gpt2-tabled",
+            config=TABLED,
+            strategy=strategy,
+            world_size=2,
+            micro_batch=1,
+            length=32,
+            accumulation=accumulation,
+            precision=precision,
+        )
+        request, configuration = bench.question(case, "cpu")
+        return int(estimate(request, replace(configuration, backend="native")).memory.peak_allocated_bytes)
+
+    waits = strategy == "zero1"
+    assert peak(3) == pytest.approx(MIDDLE[strategy, precision], rel=0.01 if waits else 0.03)
+    assert (peak(3) > peak(1)) if waits else (peak(3) == pytest.approx(peak(1), rel=0.1))
 
 
 @pytest.mark.parametrize(("strategy", "precision"), WHOLE_TENSORS)

@@ -1,0 +1,256 @@
+"""Rank 0's part of a model that ranks split among them: tensor, sequence and expert parallelism over fake ranks.
+
+Tensor and expert parallelism are transformers' own (`transformers.distributed`), which shards by the plan in a model's
+config; its sequence parallelism is not wired up yet, so that split sequences follow the plan that torchtitan has for
+Llama (`torchtitan/models/llama3/sharding.py`), with torch's `parallelize_module`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from planner.types.plan import Configuration
+from planner.vocabulary import Schedule
+from strategies.tracing.step.refusal import TraceFailed
+
+
+def splits_sequences(configuration: Configuration) -> bool:
+    """Whether the tp ranks split the sequence between their products."""
+    return configuration.tp > 1 and configuration.sequence_parallel
+
+
+def unwrapped(module: nn.Module) -> Any:
+    """The model inside adapters."""
+    inner: Any = module
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def split_weights(module: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Leave rank 0's part of every weight that the tensor-parallel plan of a transformers model names.
+
+    Raises:
+        TraceFailed: the model has no such plan.
+    """
+    model = unwrapped(module)
+    plan = getattr(model, "tp_plan", None)
+    if not plan:
+        raise TraceFailed("", "", f"transformers has no tensor-parallel plan for {type(model).__name__}")
+    tied = _untied(model)
+    if sequence_parallel:
+        _split_sequences(model, mesh)
+    else:
+        apply: Any = import_module("transformers.distributed.tensor_parallel")
+        apply.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(plan))
+    if tied:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def _untied(model: Any) -> bool:
+    """Give a head that shares its table a weight of its own; whether it did not have one."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or table is None or head.weight is not table.weight:
+        return False
+    head.weight = nn.Parameter(torch.empty_like(table.weight), requires_grad=table.weight.requires_grad)
+    return True
+
+
+def _split_sequences(model: Any, mesh: DeviceMesh) -> None:
+    parallel: Any = import_module("torch.distributed.tensor.parallel")
+    placements: Any = import_module("torch.distributed.tensor")
+    rows, whole = placements.Shard(1), placements.Replicate()
+    styles = {
+        "colwise": lambda: parallel.ColwiseParallel(),
+        "rowwise": lambda: parallel.RowwiseParallel(output_layouts=rows),
+        "norm": lambda: parallel.SequenceParallel(use_local_output=True),
+        "table": lambda: parallel.RowwiseParallel(input_layouts=whole, output_layouts=rows),
+        "head": lambda: parallel.ColwiseParallel(input_layouts=rows, output_layouts=whole),
+        "gathered": lambda: parallel.PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": rows}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        "gathered first": lambda: parallel.PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
+    }
+    named = {
+        name: styles[_sp_style(name, part, model)]()
+        for name, part in model.named_modules()
+        if _sp_style(name, part, model)
+    }
+    parallel.parallelize_module(model, mesh, named)
+
+
+def _sp_style(name: str, part: nn.Module, model: Any) -> str:
+    """What a module of a Llama-like model is under sequence parallelism; empty for those that stay as they are."""
+    last = name.rpartition(".")[2]
+    if part is model.get_input_embeddings():
+        return "table"
+    if part is model.get_output_embeddings():
+        return "head"
+    if last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        return "colwise"
+    if last in ("o_proj", "down_proj"):
+        return "rowwise"
+    if last in ("input_layernorm", "post_attention_layernorm", "norm"):
+        return "norm"
+    return {"self_attn": "gathered", "mlp": "gathered first"}.get(last, "")
+
+
+# Pipelines: what one rank holds and in which order it works.
+
+
+Action = tuple[Literal["forward", "backward"], int, int]
+"""What a rank does with a chunk of blocks (its number on the rank) and a micro-batch."""
+
+
+def actions(schedule: Schedule, *, pp: int, rank: int, chunks: int, micro_batches: int) -> list[Action]:
+    """The order in which a rank of a pipeline works.
+
+    1F1B is that of Narayanan et al. 2021, section 2.2, interleaved with `chunks` on a rank as in Megatron-Core's
+    `pipeline_parallel/schedules.py`, where `micro_batches` is a multiple of `pp`.
+    """
+    if schedule == "gpipe":
+        order = range(micro_batches)
+        return [*(("forward", 0, index) for index in order), *(("backward", 0, index) for index in order)]
+    total = micro_batches * chunks
+    ahead = pp - rank - 1 if chunks == 1 else 2 * (pp - rank - 1) + (chunks - 1) * pp
+    ahead = min(ahead, total)
+    forward = [_place(number, pp, chunks) for number in range(total)]
+    backward = [(chunks - 1 - chunk, index) for chunk, index in forward]
+    found: list[Action] = [("forward", *place) for place in forward[:ahead]]
+    for ready, done in zip(forward[ahead:], backward, strict=False):
+        found += [("forward", *ready), ("backward", *done)]
+    return found + [("backward", *place) for place in backward[total - ahead :]]
+
+
+def _place(number: int, pp: int, chunks: int) -> tuple[int, int]:
+    """Chunk and micro-batch of a rank's `number`-th pass: groups of `pp` micro-batches go through all its chunks."""
+    if chunks == 1:
+        return 0, number
+    group, within = divmod(number, pp * chunks)
+    chunk, index = divmod(within, pp)
+    return chunk, group * pp + index
+
+
+def enough_micro_batches(configuration: Configuration) -> int:
+    """So many micro-batches that a rank reaches its largest moment."""
+    asked, pp = configuration.gradient_accumulation_steps, configuration.pp
+    if configuration.pp_schedule == "gpipe":
+        return asked
+    return min(asked, 2 * pp if configuration.virtual_stages > 1 else pp + 2)
+
+
+class Chunk(nn.Module):
+    """Consecutive blocks of a causal language model, with the token table if they are the first and norm, head and loss
+    if they are the last. It is given token ids or the states that the chunk before it made."""
+
+    def __init__(self, model: Any, blocks: range, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        base = getattr(model, model.base_model_prefix)
+        base.layers = nn.ModuleList(base.layers[index] for index in blocks)
+        if not is_first:
+            base.embed_tokens = None
+        if not is_last:
+            base.norm = nn.Identity()
+            model.lm_head = None
+        self.model, self.is_first, self.is_last = model, is_first, is_last
+
+    def forward(self, given: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
+        model: Any = self.model
+        arguments = {"input_ids" if self.is_first else "inputs_embeds": given, **others}
+        if self.is_last:
+            loss: torch.Tensor = model(**arguments, labels=labels).loss
+            return loss
+        states: torch.Tensor = getattr(model, model.base_model_prefix)(**arguments).last_hidden_state
+        return states
+
+
+def chunks_of(module: nn.Module, configuration: Configuration, rank: int) -> list[Chunk]:
+    """A pipeline rank's chunks, as equal as the number of blocks allows; the first ones have one block more.
+
+    Raises:
+        TraceFailed: the model's blocks are not in `layers` of its base model, or there are fewer than chunks.
+    """
+    model = unwrapped(module)
+    layers = getattr(getattr(model, getattr(model, "base_model_prefix", "") or "model", None), "layers", None)
+    stages = configuration.pp * configuration.virtual_stages
+    if layers is None or len(layers) < stages:
+        raise TraceFailed("", "", f"a pipeline of {stages} stages is traced for decoders with as many blocks or more")
+    each, more = divmod(len(layers), stages)
+    ends = list(accumulate((each + (index < more) for index in range(stages)), initial=0))
+    made = []
+    for stage in range(rank, stages, configuration.pp):
+        blocks = range(ends[stage], ends[stage + 1])
+        is_last = stage == stages - 1
+        made.append(Chunk(copy.deepcopy(model), blocks, is_first=stage == 0, is_last=is_last))
+    return made
+
+
+# Context parallelism: every rank has a part of each sequence, and attention sees the keys and values of all.
+
+
+@contextlib.contextmanager
+def split_attention(mesh: DeviceMesh) -> Iterator[None]:
+    """Attention over the ranks of a mesh as `torch.distributed.tensor.experimental.context_parallel` runs it, with its
+    defaults: keys and values are all-gathered, and the parts of a causal mask are balanced.
+
+    Queries, keys and values inside are this rank's part of the sequence.
+    """
+    experimental: Any = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    experimental._enable_context_parallel_dispatcher_impl(seq_dim=2, mesh=mesh)
+    try:
+        yield
+    finally:
+        experimental._disable_context_parallel_dispatcher_impl()
+
+
+# Expert parallelism: every rank has some experts whole, and is sent the tokens that chose them.
+
+
+def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave rank 0's experts, as transformers' plan for them has it, each rank sent as many tokens as it sends.
+
+    Raises:
+        TraceFailed: the model has no plan for its experts.
+    """
+    model = unwrapped(module)
+    plan = getattr(model, "ep_plan", None)
+    if not plan:
+        raise TraceFailed("", "", f"transformers has no expert-parallel plan for {type(model).__name__}")
+    parallel: Any = import_module("transformers.distributed.expert_parallel")
+    parallel.EPImplementationInterface.register(_BALANCED, _balanced(parallel))
+    parallel.apply_expert_parallelism(model, mesh["ep"], mesh["alone"], model._expand_parallel_plan(plan), _BALANCED)
+
+
+_BALANCED = "balanced_all_to_all"
+
+
+def _balanced(parallel: Any) -> Any:
+    kind: Any = parallel.AllToAllEP
+
+    class BalancedAllToAll(kind):  # type: ignore[misc]
+        """Transformers' exchange of tokens, with the sizes known that it reads back from the device."""
+
+        def _dispatch_tokens(self, states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+            group, ranks = self.ep_mesh.get_group(), self.ep_mesh.size()
+            chosen = top_k_index.size(-1)
+            expert_ids = top_k_index.reshape(-1)
+            order = torch.argsort(expert_ids)
+            sent = states[order // chosen]
+            each = expert_ids.numel() // ranks
+            sizes = [each] * (ranks - 1) + [expert_ids.numel() - each * (ranks - 1)]
+            collectives: Any = parallel
+            received = collectives.all_to_all_single_autograd(sent, sizes, sizes, group)
+            received = parallel._WaitTensor.apply(received)
+            ids = torch.zeros(sum(sizes), 1, dtype=torch.long)
+            weights = torch.ones_like(ids, dtype=received.dtype)
+            state = parallel._AllToAllState(top_k_weights, order, sizes, sizes, states.size(0))
+            return received, ids, weights, state
+
+    return BalancedAllToAll

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# zero1 on 1024 ranks: bash torchrun.sh bridge_plan.py ARGUMENTS
+# The plan holds for a script that
+#  - has its number of steps, data and tokenizer from you
+#  - runs the modules of transformers; plan again with --code megatron for this trainer's own
+#  - is given the model's rope base and scaling, which a plan does not hold
+set -euo pipefail
+
+# Run this on every node, with MASTER_ADDR set to the address of one of them.
+: "${MASTER_ADDR:?set MASTER_ADDR to the address of one of the nodes}"
+
+exec torchrun --nnodes=128 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-id="${RDZV_ID:-dsplan}" "$@"

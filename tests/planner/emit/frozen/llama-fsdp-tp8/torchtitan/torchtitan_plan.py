@@ -1,0 +1,47 @@
+"""fsdp on 64 ranks, for torchtitan after 0.2.2."""
+
+from torchtitan.components.data import ConcatThenSplitPackingConfig, GrainDataLoader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
+
+
+def plan() -> Trainer.Config:
+    converters = None
+    model_spec = model_registry("8B", converters=converters)
+    loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec))
+    optimizer = default_adamw(lr=5e-05, weight_decay=0.0)
+    optimizer.implementation = "foreach"
+    return Trainer.Config(
+        model_spec=model_spec,
+        hf_assets_path="./assets/hf/Meta-Llama-3-8B",
+        loss=loss,
+        optimizer=optimizer,
+        training=TrainingConfig(
+            num_tokens_per_microbatch_per_dp_rank=4096,
+            num_tokens_per_train_step=131072,
+            max_context_length=2048,
+            max_norm=1.0,
+            enable_cpu_offload=False,
+            dtype="float32",
+            mixed_precision_param="bfloat16",
+        ),
+        parallelism=ParallelismConfig(
+            data_parallel_replicate_degree=1,
+            data_parallel_shard_degree=8,
+            fsdp_reshard_after_forward="always",
+            tensor_parallel_degree=8,
+            context_parallel_degree=1,
+            expert_parallel_degree=1,
+            pipeline_parallel_degree=1,
+            enable_sequence_parallel=True,
+        ),
+        activation_checkpoint=SelectiveAC.Config(),
+        compile=CompileConfig(enable=True),
+        dataloader=GrainDataLoader.Config(dataset=ConcatThenSplitPackingConfig(dataset=DATASETS["c4"])),
+    )
