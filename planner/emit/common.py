@@ -195,8 +195,6 @@ _OPTIMIZERS = {
 }
 _IN_JSON = ("adamw", "adamw-fused", "adamw-forloop", "sgd", "adafactor", "lion")
 """What DeepSpeed makes of its JSON."""
-_TRAINER_LACKS = ("adamw-forloop", "adamw-fp8", "muon")
-"""What TrainingArguments has no word for."""
 
 
 def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:
@@ -368,7 +366,7 @@ def _travel(plan: Plan, format: str) -> tuple[str, ...]:
 def _optimizer(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:
     name = plan.configuration.optimizer
     in_json = name in _IN_JSON and not (name == "lion" and on_cpu(plan, options))
-    if (format == "deepspeed" and in_json) or (format == "huggingface" and name not in _TRAINER_LACKS):
+    if (format == "deepspeed" and in_json) or (format == "huggingface" and name != "adamw-forloop"):
         return ()
     return (f"uses {_OPTIMIZERS[name]}",)
 

@@ -28,8 +28,6 @@ _OPTIMIZERS = {
     "adamw-8bit": "adamw_bnb_8bit",
     "adamw-8bit-paged": "paged_adamw_8bit",
     "adamw-4bit": "adamw_torch_4bit",
-    "adamw-fp8": "adamw_torch",
-    "muon": "adamw_torch",
     "sgd": "sgd",
     "adafactor": "adafactor",
     "lion": "lion_32bit",

@@ -36,7 +36,7 @@ CLOSED_FORM_ERROR = 0.03
 """How far a closed form may lie under a trace of the same job; docs/reference/accuracy.md has the errors measured."""
 FRAGMENTATION_UPPER = FRAGMENTATION + CLOSED_FORM_ERROR
 """What is needed beyond the allocated peak of a known architecture."""
-BEYOND_NEED = 0.19
+BEYOND_NEED = 0.20
 """How far over what is needed, so counted, one published run in twenty went, each of 16 publications counting as much
 as another. Of 174 runs, 95 % stay below a bound fitted to the other publications (`scripts/fit/memory_bound.py`)."""
 BEYOND_NEED_OF: Mapping[str, float] = {"megatron": 0.05, "megatron-deepspeed": 0.22}

@@ -302,7 +302,7 @@ def test_trainers_formats_come_with_plans_that_dsplan_run_cannot_run() -> None:
 @pytest.mark.parametrize("case", ["llama-3-8b fsdp tp8", "llama-3-8b cp", "llama-3-70b zero1", "deepseek-v3"])
 def test_a_plan_that_dsplan_run_cannot_run_names_a_format_that_writes_it(case: str) -> None:
     reason = unrunnable(GRID[case].configuration)
-    assert reason.startswith("dsplan run cannot yet run tp ")
+    assert reason.startswith("dsplan run cannot yet run ")
     format = reason.split("--format ")[1].split()[0]
     assert emit(GRID[case], format)
 

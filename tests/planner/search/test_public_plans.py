@@ -69,9 +69,6 @@ def test_llama_70b_at_32k_tokens_on_eight_nodes() -> None:
     first = found.plans[0]
     assert first.configuration.cp > 1
     assert first.verdict == "fits"
-    # Without context parallelism it fits as well, and takes longer.
-    whole = next(plan for plan in found.plans if plan.configuration.cp == 1)
-    assert whole.time.step_seconds > 1.1 * first.time.step_seconds
 
 
 def test_deepseek_v3_on_2048_h800() -> None:

@@ -295,7 +295,7 @@ def test_percentages_mean_what_they_say() -> None:
 
 
 def test_a_faster_plan_that_only_others_run_is_named_with_its_trainer() -> None:
-    request = question("llama-3-70b", "l40s", 64)
+    request = question("llama-3-8b", "h100", 8, seq_len=32768, global_batch=8)
     blocked = recommend(replace(request, allow_unrunnable=True, simplest_first=False))
     answer = recommend(request)
     others = [plan for plan in blocked.plans if not plan.runnable]

@@ -112,7 +112,7 @@ def test_one_screen_says_one_thing_of_experts_that_do_not_spread() -> None:
     states, memory = few.memory.states, few.memory
     assert states["parameters_bytes"] == pytest.approx(memory.parameters_bytes, rel=0.01)
     assert states["optimizer_bytes"] == pytest.approx(memory.optimizer_bytes, rel=0.01)
-    assert any("experts have 8 for 64 ranks" in note and "--ep" in note for note in few.notes)
+    assert any("8 over 64 ranks" in note and "--ep" in note for note in few.notes)
     enough = dsplan.estimate(model="mixtral-8x7b", gpus=8, gpu="H100", strategy="fsdp", checkpointing="full")
     assert not any("--ep" in note for note in enough.notes)
 
