@@ -345,6 +345,8 @@ def other_trainer(configuration: Configuration) -> str:
 def _copies(job: Job) -> list[str]:
     """What the script must do beside the training that was asked for, and how it is counted."""
     workload, remarks = job.workload, []
+    if workload.freezes and (workload.code != "transformers" or workload.compile):
+        remarks.append("what is frozen and adapters are counted as transformers' modules and PEFT's run eagerly")
     if workload.ema:
         remarks.append("the script keeps the average of the weights itself (torch.optim.swa_utils.AveragedModel)")
     if job.has_reference:
