@@ -22,6 +22,7 @@ from dsplan.question import Goal, Question
 from dsplan.render.plan_view import dims_text
 from hardware_db.errors import DsplanError
 from hardware_db.files import replace_text
+from hardware_db.handed_in import read_yaml
 from planner.search.request import Request
 from planner.search.search import recommend
 from planner.search.space import CandidateLayout, enumerate_candidates
@@ -33,6 +34,7 @@ from scripts.report.accuracy_tables import table
 
 TARGET = REFERENCE / "public-recipes.md"
 KEPT = MEASUREMENTS / "recipe_answers.csv"
+FILES = Path(__file__).with_suffix(".yaml")
 RECIPES = (
     "torchtitan_h100_2024-227",
     "torchtitan_h100_2024-228",
@@ -132,7 +134,7 @@ def asked_of(asked: Asked, desk: Desk) -> Beside:
 def _request(asked: Asked, desk: Desk, theirs: Configuration) -> Request:
     flags = desk.flags_of(asked)
     known = {item.name: flags[item.name] for item in fields(Question) if item.name in flags}
-    question = Question(**known, global_batch=theirs.global_batch_size)
+    question = Question(**known | {"global_batch": theirs.global_batch_size})
     goal = Goal(all_plans=True, fastest=True, top=RANKED)
     return question.request(**goal.ranking())
 
@@ -159,7 +161,7 @@ def _words(chosen: Configuration) -> str:
 
 def _beside(asked: Asked, theirs: Plan | None, **said: str) -> Beside:
     cluster, flags = asked.cluster, asked.flags
-    work = [flags["precision"], f"{flags['seq_len']:,} tokens"]
+    work = [flags["precision"], f"{flags['seq_len']:,} tokens" if "seq_len" in flags else ""]
     work += [flags["method"]] if "method" in flags else []
     if theirs is not None:
         work.append(f"batch {theirs.configuration.global_batch_size:,}")
@@ -171,7 +173,7 @@ def _beside(asked: Asked, theirs: Plan | None, **said: str) -> Beside:
             "code": asked.code,
             "model": asked.model,
             "hardware": f"{cluster['nodes'] * cluster['gpus_per_node']} x {cluster['gpu']}",
-            "work": ", ".join(work),
+            "work": ", ".join(filter(None, work)),
             "theirs": _words(theirs.configuration) if theirs else "",
             "published": f"{asked.tokens_per_s_per_gpu:,.0f}" if asked.tokens_per_s_per_gpu else "-",
             "predicted": _speed(theirs) if theirs else "-",
@@ -185,7 +187,37 @@ def answers() -> list[Beside]:
     known = {asked.case: asked for asked in published()}
     with TemporaryDirectory() as directory:
         desk = Desk(Path(directory))
-        return [asked_of(known[case], desk) for case in RECIPES]
+        return [asked_of(asked, desk) for asked in (*(known[case] for case in RECIPES), *_files())]
+
+
+def _files() -> Iterator[Asked]:
+    """Recipes that stand in files of their tools and name model and GPUs; those with a speed are rows above."""
+    for recipe in read_yaml(str(FILES), "correct the recipe")["recipes"]:
+        if recipe["model"] and recipe["gpus"] and recipe["gpu"] and "published" not in recipe:
+            yield _of_file(recipe)
+
+
+def _of_file(recipe: Mapping[str, Any]) -> Asked:
+    gpus = int(recipe["gpus"])
+    cluster = {"gpu": recipe["gpu"], "nodes": -(-gpus // 8), "gpus_per_node": min(gpus, 8)}
+    flags = dict(recipe["plan"]) | dict(recipe["work"])
+    return Asked(
+        case=recipe["id"],
+        source=recipe["source"],
+        publication=recipe["source"],
+        reading="stated",
+        code=flags.pop("code", "transformers"),
+        model=recipe["model"],
+        config={},
+        cluster=cluster,
+        flags={"precision": "bf16", **flags},
+        tokens_per_s_per_gpu=float(recipe.get("published", {}).get("tokens_per_second_per_gpu", 0)),
+        memory_bytes=0.0,
+        kind="",
+        ran=True,
+        assumed="",
+        why_not="",
+    )
 
 
 def kept() -> list[Beside]:
