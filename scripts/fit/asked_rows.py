@@ -401,6 +401,9 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
         if source.startswith("qwen"):  # finetune_lora_*.sh beside the table: --gradient_checkpointing
             flags["checkpointing"] = "full"
             assumed[-1] = "recomputation, as the script beside the table asks for"
+        if source.startswith("torchtune"):
+            flags |= {"checkpointing": "full", "loss": "chunked"}
+            assumed[-1] = "recomputation and the loss in chunks, as its recipes ask for"
     flags |= precision(row, notes, assumed)
     if "param_cpu" in row["offload"]:
         flags["offload"] = "all"
@@ -447,7 +450,7 @@ def adapters(row: Row, notes: Row) -> Flags:
     ranks = {"qwen": 64, "swift": 8, "litgpt_peft": 8, "litgpt_config": 32, "fsdp_qlora": 64, "torchtune": 8}
     flags["lora_rank"] = next((rank for name, rank in ranks.items() if source.startswith(name)), 8)
     # Scripts beside the tables: Qwen c_attn, attn.c_proj, w1, w2; fsdp_qlora k, q, v, up, down, gate.
-    wide = source.startswith(("qwen", "fsdp_qlora", "swift"))
+    wide = source.startswith(("qwen", "fsdp_qlora", "swift", "torchtune"))
     flags["lora_targets"] = "all-linear" if wide else "attention"
     return flags
 
