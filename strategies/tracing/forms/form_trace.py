@@ -23,7 +23,7 @@ from planner.models.catalogue import models
 from planner.models.facts import ModelFacts
 from strategies.tracing.blocks import repeated_blocks
 from strategies.tracing.cuda.as_cuda import as_cuda
-from strategies.tracing.cuda.masks import unpadded
+from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.forms import symbols
 from strategies.tracing.forms.derive import Derivation
 from strategies.tracing.forms.timeline import Recorder, Timeline

@@ -21,7 +21,7 @@ from planner.cost.memory.activations.form import Form, Polynomial, multiplied
 from planner.models.facts import BlockWork, ModelFacts
 from strategies.tracing.blocks import repeated_blocks
 from strategies.tracing.cuda.as_cuda import as_cuda
-from strategies.tracing.cuda.masks import unpadded
+from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.forms.derive import Derivation
 from strategies.tracing.forms.form_trace import Variant, record_step, tie
 from strategies.tracing.module_trace import Reading, work_counted

@@ -23,8 +23,8 @@ from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, PAIRED
 from strategies.tracing.blocks import repeated_blocks
 from strategies.tracing.cuda.as_cuda import DEFAULT_CAPABILITY, as_cuda
+from strategies.tracing.cuda.attention import unpadded, windows_without_masks
 from strategies.tracing.cuda.kernels import cpu_outputs, scratch_bytes
-from strategies.tracing.cuda.masks import unpadded, windows_without_masks
 from strategies.tracing.example import arguments_of
 from strategies.tracing.step.build import Subject, subject_of, with_adapters
 from strategies.tracing.step.checkpointing import checkpoint_activations

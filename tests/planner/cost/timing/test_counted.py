@@ -13,7 +13,7 @@ from planner.cost.timing.flops import BACKWARD, model_flops
 from planner.models.catalogue import models
 from planner.models.facts import ModelFacts
 from planner.models.tasks import default_sequence_length
-from strategies.tracing.cuda.masks import unpadded
+from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.step.build import Subject, subject_of
 from tests.planner.cost.timing.cases import cluster, make_job
 
