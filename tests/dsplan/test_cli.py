@@ -196,6 +196,7 @@ def test_help_lists_flags_by_what_they_are_about(cli: Cli) -> None:
 
 
 def test_a_shell_completes_flags_and_names(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # there may be no shell above a test
     assert "complete -o default -F" in cli("--show-completion bash").out
     monkeypatch.setenv("_DSPLAN_COMPLETE", "complete_bash")
     for words, expected in (

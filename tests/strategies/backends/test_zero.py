@@ -10,6 +10,8 @@ import torch
 
 from hardware_db.spawn import RankError, RankPool
 from planner.cost.precision import recipe_of
+from planner.search.estimate import job_of
+from tests.planner.search.questions import question
 from tests.strategies import training_bodies, zero_bodies
 from tests.strategies.training_bodies import Recipe
 from tests.strategies.zero_bodies import OPTIMIZERS, OddRecipe
@@ -182,7 +184,7 @@ def test_a_gradient_that_waits_has_the_bytes_that_memory_and_time_count(
 ) -> None:
     """4 bytes while several 16-bit micro-batches add up, 2 where there is one."""
     recipe = Recipe(strategy=strategy, backend="native", world_size=2, precision=precision, accumulation=accumulation)
-    counted = recipe_of(recipe.plan().configuration).gradient
+    counted = recipe_of(job_of(question("opt-125m", "h100", 2), recipe.plan().configuration)).gradient
     assert counted == (4 if accumulation > 1 else 2)
     for live in ranks.run(zero_bodies.live_states, recipe, {}):
         assert live["last"] - live["between"] == pytest.approx(counted * live["all"] / 2, rel=0.02)
