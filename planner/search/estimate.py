@@ -8,6 +8,7 @@ from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cost.code_bases import code_base
+from planner.cost.combinations import refusal
 from planner.cost.memory import memory_estimate
 from planner.cost.memory.activations.figures import has_written_form
 from planner.cost.memory.activations.instants import selective_saves
@@ -266,7 +267,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     predicted = expected.predicted_step_seconds
     like_it = priced.experience.correction(job).sentence() if predicted is None else ""
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
-    blocked = _elsewhere(job) or unrunnable(configuration)
+    blocked = _elsewhere(job) or refusal(configuration)
     sections = described(job)
     rates = throughput(job, expected)
     slow = f"a last resort: {rates.mfu or 0:.1%} of the dense peak, the rest of a step waits for offloaded states"
@@ -313,33 +314,6 @@ def _elsewhere(job: Job) -> str:
     if code.runs_here:
         return ""
     return f"{code.runs_with} runs the code {code.name}; dsplan run runs transformers' modules and plain torch"
-
-
-def unrunnable(configuration: Configuration) -> str:
-    """Why `dsplan run` cannot run a configuration today; empty when it can."""
-    if configuration.precision in words.SCALED_PRECISIONS:
-        return (
-            f"dsplan run has no {configuration.precision} products; accelerate with torchao, torchtitan and Megatron-LM"
-            " run them"
-        )
-    if not configuration.splits_model:
-        return ""
-    degrees = {name: getattr(configuration, name) for name in ("tp", "pp", "cp", "ep")}
-    split = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
-    trainer = "torchtitan" if configuration.strategy in words.FSDP_STRATEGIES else "megatron"
-    written = trainer if configuration.zero_stage < 2 else "torchrun"
-    return (
-        f"dsplan run cannot yet run {split}; {other_trainer(configuration)} does: dsplan emit --format {written} can"
-        " write it"
-    )
-
-
-def other_trainer(configuration: Configuration) -> str:
-    """The trainer that people run such splits of layers with: torchtitan shards by FSDP2, Megatron-LM keeps replicas
-    and shards their optimizer, Megatron-DeepSpeed shards further by ZeRO."""
-    if configuration.strategy in words.FSDP_STRATEGIES:
-        return "torchtitan"
-    return "Megatron-DeepSpeed" if configuration.strategy in ("zero2", "zero3") else "Megatron-LM"
 
 
 def _copies(job: Job) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +66,8 @@ class Request:
     one that cannot be told to be faster. `experience` is what was measured before. `zero_backend` runs ZeRO stages.
     `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
     from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
-    latter where it checkpoints.
+    latter where it checkpoints. `degrees` are those of tp, pp, cp and ep that every plan must have; None leaves them to
+    the search.
     """
 
     facts: ModelFacts
@@ -87,6 +89,7 @@ class Request:
     checkpointings: tuple[words.Checkpointing, ...] | None = None
     gradient_compression: words.Compression = "none"
     activations_on_host: bool = False
+    degrees: Mapping[words.Degree, int] | None = None
 
     @property
     def usd_per_gpu_hour(self) -> float | None:

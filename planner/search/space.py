@@ -168,6 +168,9 @@ def _split(request: Request, strategy: words.Strategy, ranks: int) -> tuple[int,
 def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Iterator[tuple[int, int, int]]:
     """(tp, pp, cp), all powers of two: tp inside a node and dividing the heads, pp up to the depth, cp where sequences
     are long."""
+    if request.degrees is not None:
+        yield request.degrees["tp"], request.degrees["pp"], request.degrees["cp"]
+        return
     yield 1, 1, 1
     facts, cluster = request.facts, request.cluster
     splits = facts.kind in ("decoder", "encoder") and not facts.recorded_as
@@ -194,6 +197,8 @@ def _context_degrees(request: Request, ranks: int) -> tuple[int, ...]:
 def _expert_degrees(request: Request, strategy: words.Strategy, tp: int, pp: int, cp: int) -> tuple[int, ...]:
     """Over how many ranks experts are spread: powers of two that divide both, those of a node at the least, whose links
     are the fastest; and none with tp where the code splits no sequence between its products."""
+    if request.degrees is not None:
+        return (request.degrees["ep"],)
     facts, cluster = request.facts, request.cluster
     plain = strategy not in MODEL_PARALLEL_STRATEGIES or cluster.device.is_cpu
     if plain or not facts.is_moe or facts.kind != "decoder" or facts.recorded_as:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from math import prod
 
 from torch import nn
 
@@ -80,10 +81,30 @@ def live_request(
 
 def _micro_batch(asked: PlanningOptions, environment: Environment, global_batch: int) -> int | None:
     """The micro-batch that the config decides. Where the number of ranks changed it may not divide any more."""
+    readers = _readers(asked, environment)
     if not current().is_resumed:
-        return limits.micro_batch(asked.config, environment.world_size)
+        return limits.micro_batch(asked.config, readers)
     micro = asked.config.micro_batch_size
-    return micro if micro is not None and global_batch % (micro * environment.world_size) == 0 else None
+    return micro if micro is not None and global_batch % (micro * readers) == 0 else None
+
+
+def _readers(asked: PlanningOptions, environment: Environment) -> int:
+    """Ranks that read different samples: all, or those that the degrees asked for leave.
+
+    Raises:
+        CannotRun: the degrees do not divide the ranks.
+    """
+    if asked.parallel is None:
+        return environment.world_size
+    split = {name: asked.parallel[name] for name in ("tp", "pp", "cp")}
+    readers, rest = divmod(environment.world_size, prod(split.values()))
+    if rest:
+        product = " x ".join(f"{name} {degree}" for name, degree in split.items())
+        raise CannotRun(
+            f"parallel: {product} = {prod(split.values())} does not divide the {environment.world_size} ranks of this"
+            " job; change a degree, or start another number of ranks"
+        )
+    return readers
 
 
 def _refuses_compression(request: Request, strategy: words.Strategy) -> bool:
@@ -110,7 +131,7 @@ def _request(
     options = WorkOptions(
         task=task,
         seq_len=length,
-        global_batch=config.global_batch_size(environment.world_size) if batch is None else batch,
+        global_batch=config.global_batch_size(_readers(asked, environment)) if batch is None else batch,
         precision=config.precision or (like.precision if like else None),
         optimizer=like.optimizer if like and not has_optimizer else limits.optimizer(asked.optimizer, config.optimizer),
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
@@ -119,6 +140,7 @@ def _request(
     candidates = _candidates(strategy, asked.backend)
     zero = _zero_backend(asked.backend)
     request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
+    request = replace(request, degrees=asked.parallel)
     request = replace(request, **limits.offload(asked.config.zero, strategy, request.zero_backend))
     request = replace(request, **limits.travel(asked.config), **limits.activations(asked.config, model))
     return traced_request(request, model, example)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import load_plan
 from strategies.config import ScriptConfig
 from strategies.distributed.environment import Environment
-from strategies.errors import CannotRun
+from strategies.errors import CannotRun, UnknownName
 from strategies.run_directory.resume_state import ResumeState
 from strategies.run_directory.state_consensus import current
 from strategies.variables import PLAN
@@ -33,10 +33,28 @@ class PlanningOptions:
     plan: Plan | str | Path | None = None
     strategy: words.Strategy | None = None
     backend: words.Backend | None = None
+    parallel: Mapping[words.Degree, int] | None = None
     config: ScriptConfig
     optimizer: object = None
     training_data: Any = None
     collate: Callable[[list[Any]], Any] | None = None
+
+
+def degrees_of(asked: Mapping[str, int] | None) -> dict[words.Degree, int] | None:
+    """The degrees that a script asks for, those that it leaves out being 1; None where it asks for none.
+
+    Raises:
+        UnknownName: a name is no degree.
+        CannotRun: a degree is not a whole number of at least 1.
+    """
+    if asked is None:
+        return None
+    for name, value in asked.items():
+        if name not in words.DEGREES:
+            raise UnknownName("degree", name, words.DEGREES, hint=f"choose from {', '.join(words.DEGREES)}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CannotRun(f"parallel: {name} is {value!r}; it must be a whole number of at least 1")
+    return {name: asked.get(name, 1) for name in words.DEGREES}
 
 
 def settled_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:

@@ -21,7 +21,7 @@ from strategies.config.known import TOP, Known
 from strategies.config.names import plain
 from strategies.config.values import NamedParts, ScriptConfig, ZeroSection
 from strategies.errors import CannotRun
-from strategies.tracing.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.step.checkpointing import recomputed_modules
 
 _CLASSES: dict[type, words.Optimizer] = {

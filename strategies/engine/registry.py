@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
+from planner.cost.combinations import refusal
 from planner.search.estimate import offloads_of
 from planner.types.plan import Configuration
-from planner.vocabulary import FSDP_STRATEGIES, SCALED_PRECISIONS
+from planner.vocabulary import FSDP_STRATEGIES
 from strategies.distributed.environment import Environment
 from strategies.engine.base import Strategy
 from strategies.errors import CannotRun, UnknownName
@@ -48,16 +49,8 @@ def find_strategy(configuration: Configuration, environment: Environment) -> Str
 
 
 def _refuse_what_cannot_run(configuration: Configuration) -> None:
-    if configuration.tp > 1 or configuration.pp > 1:
-        raise CannotRun(
-            f"the plan has tp {configuration.tp} and pp {configuration.pp}: this version plans tensor and pipeline"
-            " parallelism but does not run them; choose a plan with tp 1 and pp 1"
-        )
-    if configuration.precision in SCALED_PRECISIONS:
-        raise CannotRun(
-            f"the plan computes in {configuration.precision}: this version plans such products but does not run them;"
-            " choose a plan in bf16, or emit the plan for accelerate"
-        )
+    if why := refusal(configuration):
+        raise CannotRun(f"the plan: {why}")
     backends = ("deepspeed", "native") if configuration.zero_stage else ("torch",)
     if configuration.backend not in backends:
         raise CannotRun(

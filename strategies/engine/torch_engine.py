@@ -181,7 +181,7 @@ class TorchEngine(AccumulatingEngine):
         self, *, strategy: TorchStrategy, wrapped: nn.Module, optimizer: torch.optim.Optimizer, parts: TrainingParts
     ) -> None:
         settings = scale_settings(parts.script.fp16) if parts.plan.configuration.precision == "fp16" else None
-        super().__init__(parts, strategy.environment, LossScale(settings))
+        super().__init__(parts, strategy, LossScale(settings))
         self.strategy = strategy
         self.module = parts.model
         self.wrapped = wrapped
