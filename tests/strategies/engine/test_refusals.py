@@ -45,7 +45,7 @@ def with_configuration(plan: Plan, **changes: object) -> Plan:
     ("changes", "words"),
     [
         ({"tp": 2, "micro_batch_size": 12}, "cannot yet run tp 2"),
-        ({"pp": 4, "micro_batch_size": 12}, "does not run them"),
+        ({"pp": 4, "micro_batch_size": 12}, "cannot yet run pp 4"),
         ({"strategy": "zero2", "backend": "native", "offload": "all"}, "it can offload none, optimizer, nvme"),
         ({"strategy": "zero2", "backend": "deepspeed", "offload": "nvme"}, "it can offload none, optimizer"),
         ({"strategy": "zero2", "backend": "torch"}, "use 'deepspeed' or 'native'"),
