@@ -38,6 +38,9 @@ class Split:
     fused (query, key and value; gate and up)."""
     over: Literal["tp", "ep"]
     """The group whose ranks have the other parts. A range may be on several ranks (keys of fewer heads than ranks)."""
+    copies: int = 1
+    """How many ranks, neighbours in the group, have these same pieces: their gradients are to be summed, and count once
+    in norms."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

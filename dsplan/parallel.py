@@ -1,0 +1,33 @@
+"""Layers whose weights ranks share, for blocks of one's own, and the loss over a split vocabulary."""
+
+from strategies.parallel.layers import (
+    ColumnParallelLinear,
+    LayerSplit,
+    ParallelAttention,
+    ParallelMLP,
+    RowParallelLinear,
+    TensorRanks,
+    VocabParallelEmbedding,
+    copy_to_ranks,
+    gather_from_ranks,
+    scatter_sum,
+    split_between_ranks,
+    sum_over_ranks,
+    vocab_parallel_cross_entropy,
+)
+
+__all__ = [
+    "ColumnParallelLinear",
+    "LayerSplit",
+    "ParallelAttention",
+    "ParallelMLP",
+    "RowParallelLinear",
+    "TensorRanks",
+    "VocabParallelEmbedding",
+    "copy_to_ranks",
+    "gather_from_ranks",
+    "scatter_sum",
+    "split_between_ranks",
+    "sum_over_ranks",
+    "vocab_parallel_cross_entropy",
+]

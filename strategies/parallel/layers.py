@@ -1,0 +1,703 @@
+"""Layers whose weights the ranks of a tp group share, and the collectives with gradients between them.
+
+Megatron-LM's two ways to split a linear layer (Shoeybi et al. 2019, arXiv:1909.08053, section 3): by columns every rank
+makes some of the outputs, by rows some of the terms of all of them. A column layer followed by a row layer takes one
+all-reduce in forward and one in backward; where ranks split the sequence between such pairs, an all-gather and a
+reduce-scatter take their place (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from strategies.errors import CannotRun
+from strategies.parallel.split import Split, hold_part
+
+SEQUENCE = 1
+"""The dimension of activations, [samples, length, width], that sequence parallelism splits."""
+
+
+class TensorRanks:
+    """The ranks that share each layer, and this one's place among them; `group` None: all of the job.
+
+    While `is_whole` the layers hold whole weights and work alone, as `open_layers` has them do.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        self.group = dist.group.WORLD if group is None and joined else group
+        self.size = dist.get_world_size(self.group) if self.group is not None else 1
+        self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        self.is_whole = self.size == 1
+
+    def __deepcopy__(self, memo: object) -> TensorRanks:
+        return self  # process groups have no copies
+
+    def share(self, length: int) -> tuple[int, int]:
+        """This rank's range (first, end) of `length` rows; the first ranks have one more where it does not divide."""
+        return _share(length, self.size, self.rank)
+
+    @contextmanager
+    def open_layers(self) -> Iterator[None]:
+        """Layers inside work alone, on weights that the caller has made whole."""
+        before, self.is_whole = self.is_whole, True
+        try:
+            yield
+        finally:
+            self.is_whole = before
+
+
+def _share(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    each, more = divmod(length, ranks)
+    first = rank * each + min(rank, more)
+    return first, first + each + (rank < more)
+
+
+# Collectives without gradients.
+
+
+def _all_reduce(values: torch.Tensor, ranks: TensorRanks, kind: str = "sum") -> torch.Tensor:
+    return _wait(_started(values, ranks, kind))
+
+
+def _started(values: torch.Tensor, ranks: TensorRanks, kind: str = "sum") -> torch.Tensor:
+    """A sum on its way, of a tensor that nobody else reads until it is waited for."""
+    return _ops().all_reduce_(values.contiguous(), kind, _name(ranks))  # type: ignore[no-any-return]
+
+
+def _wait(values: torch.Tensor) -> torch.Tensor:
+    return _ops().wait_tensor(values)  # type: ignore[no-any-return]
+
+
+def _ops() -> Any:
+    return torch.ops._c10d_functional
+
+
+def _name(ranks: TensorRanks) -> str:
+    assert ranks.group is not None
+    return ranks.group.group_name
+
+
+def _all_gather(part: torch.Tensor, ranks: TensorRanks, dim: int, length: int) -> torch.Tensor:
+    """The ranks' parts side by side along a dimension that is `length` long as a whole."""
+    sizes = [end - first for first, end in (_share(length, ranks.size, rank) for rank in range(ranks.size))]
+    rows = part.movedim(dim, 0)
+    if part.shape[dim] < sizes[0]:
+        rows = torch.cat((rows, rows.new_zeros((sizes[0] - part.shape[dim], *rows.shape[1:]))))
+    whole = _wait(_ops().all_gather_into_tensor(rows.contiguous(), ranks.size, _name(ranks)))
+    if sizes[0] != sizes[-1]:
+        runs = whole.split(sizes[0])
+        whole = torch.cat([run[:size] for run, size in zip(runs, sizes, strict=True)])
+    return whole.movedim(0, dim).contiguous()
+
+
+def _own(values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+    first, end = ranks.share(values.shape[dim])
+    return values.narrow(dim, first, end - first).contiguous()
+
+
+def _reduce_scatter(values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+    if values.device.type == "cpu":  # gloo's own is an all-reduce too, and older ones have none
+        return _own(_all_reduce(values.clone(), ranks), ranks, dim)
+    rows = values.movedim(dim, 0).contiguous()
+    return _wait(_ops().reduce_scatter_tensor(rows, "sum", ranks.size, _name(ranks))).movedim(0, dim).contiguous()
+
+
+# Collectives with gradients. What all ranks compute alike has, on every rank, its whole gradient.
+
+
+def copy_to_ranks(values: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+    """What every rank has, before each computes a part with it: the gradients of the parts are all-reduced."""
+    return values if ranks.is_whole else _Copy.apply(values, ranks)  # type: ignore[no-untyped-call]
+
+
+def sum_over_ranks(values: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+    """The ranks' terms all-reduced; the gradient is that of the sum."""
+    return values if ranks.is_whole else _Sum.apply(values, ranks)  # type: ignore[no-untyped-call]
+
+
+def gather_from_ranks(
+    part: torch.Tensor, ranks: TensorRanks, dim: int, *, length: int | None = None, sums: bool = False
+) -> torch.Tensor:
+    """The ranks' parts all-gathered along a dimension.
+
+    Args:
+        length: of the whole dimension; None: that of this part times the number of ranks.
+        sums: ranks compute different parts with the result, so that its gradients are reduce-scattered; else each rank
+            takes its own part of the gradient, which is alike everywhere.
+    """
+    if ranks.is_whole:
+        return part
+    length = part.shape[dim] * ranks.size if length is None else length
+    return _Gather.apply(part, ranks, dim % part.dim(), length, sums)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def split_between_ranks(values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+    """This rank's part of what all have along a dimension; the gradients of the parts are all-gathered."""
+    return values if ranks.is_whole else _Part.apply(values, ranks, dim % values.dim())  # type: ignore[no-untyped-call]
+
+
+def scatter_sum(values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+    """This rank's part, along a dimension that divides, of the sum of the ranks' terms: a reduce-scatter."""
+    return values if ranks.is_whole else _Scatter.apply(values, ranks, dim % values.dim())  # type: ignore[no-untyped-call]
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _all_reduce(gradient.clone(), ctx.ranks), None
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        return _all_reduce(values.clone(), ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, ranks: TensorRanks, dim: int, length: int, sums: bool) -> torch.Tensor:
+        ctx.ranks, ctx.dim, ctx.sums = ranks, dim, sums
+        return _all_gather(part, ranks, dim, length)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        back = _reduce_scatter if ctx.sums else _own
+        return back(gradient, ctx.ranks, ctx.dim), None, None, None, None
+
+
+class _Part(Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+        ctx.ranks, ctx.dim, ctx.length = ranks, dim, values.shape[dim]
+        return _own(values, ranks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _all_gather(gradient, ctx.ranks, ctx.dim, ctx.length), None, None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+        ctx.ranks, ctx.dim, ctx.length = ranks, dim, values.shape[dim]
+        return _reduce_scatter(values, ranks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _all_gather(gradient, ctx.ranks, ctx.dim, ctx.length), None, None
+
+
+class _OverlappedLinear(Function):
+    """A column layer's product, whose input gradient is all-reduced while the gradient of its weight is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ranks: TensorRanks
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.ranks, ctx.has_bias = ranks, bias is not None
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        on_its_way = _started(gradient @ weight, ctx.ranks)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        for_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        for_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return _wait(on_its_way), for_weight, for_bias, None
+
+
+# Linear layers and the vocabulary. The first three are what a module's own class is derived from.
+
+
+class Columns(nn.Module):
+    """A linear layer, weight [out, in] or Conv1D's [in, out], of which this rank has some of the outputs."""
+
+    ranks: TensorRanks
+    is_transposed = False
+    copies_input = True
+    """Whether the layer all-reduces the gradient of its input; else what calls it does that for several at once."""
+    gathers_sequence = False
+    """Whether the input is this rank's part of the sequence, to be all-gathered here."""
+    gathered_length = 0
+    """All outputs, where they are all-gathered."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., this rank's] (all of them where they are gathered) from inputs [..., in]."""
+        ranks = self.ranks
+        if ranks.is_whole:
+            return super().forward(x)  # type: ignore[no-any-return]
+        if self.gathers_sequence:
+            y: torch.Tensor = super().forward(gather_from_ranks(x, ranks, SEQUENCE, sums=True))
+        elif self.copies_input and self._overlaps(x):
+            y = self._overlapped(x)
+        else:
+            y = super().forward(copy_to_ranks(x, ranks) if self.copies_input else x)
+        return gather_from_ranks(y, ranks, -1, length=self.gathered_length) if self.gathered_length else y
+
+    def _overlaps(self, x: torch.Tensor) -> bool:
+        weight: Any = self.weight
+        return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+
+    def _overlapped(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight.t() if self.is_transposed else self.weight  # type: ignore[operator]
+        bias: Any = self.bias
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return _OverlappedLinear.apply(x, weight, bias, self.ranks)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class Rows(nn.Module):
+    """A linear layer of which this rank has some of the inputs; the bias, which all have, is added to the sum."""
+
+    ranks: TensorRanks
+    is_transposed = False
+    splits_input = False
+    """Whether every rank is given all inputs."""
+    splits_sequence = False
+    """Whether the output is this rank's part of the sequence."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., out] from inputs [..., this rank's], or all inputs where the layer splits them."""
+        if self.ranks.is_whole:
+            return super().forward(x)  # type: ignore[no-any-return]
+        if self.splits_input:
+            x = split_between_ranks(x, self.ranks, -1)
+        weight: Any = self.weight.t() if self.is_transposed else self.weight  # type: ignore[operator]
+        y = functional.linear(x, weight)
+        y = scatter_sum(y, self.ranks, SEQUENCE) if self.splits_sequence else sum_over_ranks(y, self.ranks)
+        bias: Any = self.bias
+        return y if bias is None else y + bias.to(y.dtype)
+
+
+class VocabularyRows(nn.Module):
+    """An embedding of which this rank has some of the rows."""
+
+    ranks: TensorRanks
+    first = 0
+    """The token of this rank's first row."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., width] of tokens [...]."""
+        if self.ranks.is_whole:
+            return super().forward(tokens)  # type: ignore[no-any-return]
+        weight: Any = self.weight
+        own = tokens - self.first
+        absent = (own < 0) | (own >= weight.shape[0])
+        found: torch.Tensor = super().forward(own.masked_fill(absent, 0))
+        return sum_over_ranks(found.masked_fill(absent.unsqueeze(-1), 0), self.ranks)
+
+
+class ColumnParallelLinear(Columns, nn.Linear):
+    """`nn.Linear` whose outputs are split over the ranks of a group; it starts from the values that `nn.Linear` has
+    under the same seed.
+
+    Args:
+        gather_output: give all outputs, [..., out_features], on every rank; else this rank's, as `RowParallelLinear`
+            takes them.
+        fused: how many outputs belong to each of several products that one weight makes (query, key and value): each
+            is split over the ranks. None: one product.
+        group: the ranks that share the layer; None: all of the job.
+
+    Raises:
+        CannotRun: the outputs do not divide over the ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        gather_output: bool = False,
+        fused: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.ranks = TensorRanks(group)
+        if gather_output and fused is not None:
+            raise CannotRun(
+                "ColumnParallelLinear: outputs of fused products are not gathered; leave out one of the two"
+            )
+        self.gathered_length = out_features if gather_output else 0
+        pieces = split_pieces(fused or (out_features,), self.ranks, type(self).__name__)
+        self.splits = split_in_place(self, {"weight": 0, "bias": 0}, pieces)
+
+
+class RowParallelLinear(Rows, nn.Linear):
+    """`nn.Linear` whose inputs are split over the ranks of a group; the bias, which every rank has, is added once. It
+    starts from the values that `nn.Linear` has under the same seed.
+
+    Args:
+        split_input: every rank is given all inputs, [..., in_features], and takes its own.
+        group: the ranks that share the layer; None: all of the job.
+
+    Raises:
+        CannotRun: the inputs do not divide over the ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        split_input: bool = False,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.ranks, self.splits_input = TensorRanks(group), split_input
+        self.splits = split_in_place(self, {"weight": 1}, split_pieces((in_features,), self.ranks, type(self).__name__))
+
+
+class VocabParallelEmbedding(VocabularyRows, nn.Embedding):
+    """`nn.Embedding` whose rows are split over the ranks of a group; any vocabulary, the last ranks may have a row
+    less. It starts from the values that `nn.Embedding` has under the same seed.
+
+    Args:
+        group: the ranks that share the table; None: all of the job.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.ranks = TensorRanks(group)
+        self.splits = split_vocabulary(self)
+
+
+def split_pieces(lengths: Sequence[int], ranks: TensorRanks, what: str) -> tuple[tuple[int, int], ...]:
+    """This rank's equal range of each of several blocks that lie one after the other along a dimension.
+
+    Raises:
+        CannotRun: a block does not divide over the ranks.
+    """
+    pieces, start = [], 0
+    for length in lengths:
+        if length % ranks.size:
+            raise CannotRun(f"{what}: {length} does not divide over {ranks.size} ranks; use a tp that divides it")
+        first, end = ranks.share(length)
+        pieces.append((start + first, start + end))
+        start += length
+    return tuple(pieces)
+
+
+def split_in_place(
+    module: nn.Module, dims: dict[str, int], pieces: tuple[tuple[int, int], ...], *, copies: int = 1
+) -> dict[str, Split]:
+    """Leave a rank's pieces of parameters, by name in the module and dimension; those that it does not have are passed
+    over."""
+    splits = {}
+    for name, dim in dims.items():
+        parameter = getattr(module, name, None)
+        if isinstance(parameter, torch.Tensor):
+            split = Split(
+                shape=tuple(parameter.shape), dim=dim % parameter.dim(), pieces=pieces, over="tp", copies=copies
+            )
+            hold_part(parameter, split)
+            splits[name] = split
+    return splits
+
+
+def split_vocabulary(table: Any) -> dict[str, Split]:
+    """Leave a rank's rows of an embedding that is `VocabularyRows`."""
+    first, end = table.ranks.share(table.weight.shape[0])
+    table.first = first
+    if table.padding_idx is not None:
+        table.padding_idx = table.padding_idx - first if first <= table.padding_idx < end else None
+    return split_in_place(table, {"weight": 0}, ((first, end),))
+
+
+# Loss.
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocabulary: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    group: dist.ProcessGroup | TensorRanks | None = None,
+) -> torch.Tensor:
+    """Cross-entropy, nats, of logits whose vocabulary is split over ranks, without gathering them: three all-reduces of
+    one number per target.
+
+    Args:
+        logits: this rank's part, [..., part of the vocabulary], as a column layer over the vocabulary gives it.
+        targets: tokens, [...].
+        vocabulary: its whole length; None: that of the part times the number of ranks.
+        reduction: `mean` over the targets that are not `ignore_index`, `sum`, or `none`: [...].
+        group: the ranks that share the vocabulary; None: all of the job.
+
+    Raises:
+        CannotRun: there is no such reduction.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise CannotRun(f"vocab_parallel_cross_entropy: reduction {reduction!r} is not mean, sum or none")
+    ranks = group if isinstance(group, TensorRanks) else TensorRanks(group)
+    if ranks.is_whole:
+        flat = functional.cross_entropy(
+            logits.flatten(0, -2).float(), targets.flatten(), ignore_index=ignore_index, reduction=reduction
+        )
+        return flat.view_as(targets) if reduction == "none" else flat
+    whole = logits.shape[-1] * ranks.size if vocabulary is None else vocabulary
+    losses: torch.Tensor = _CrossEntropy.apply(logits, targets, ranks.share(whole)[0], ignore_index, ranks)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (targets != ignore_index).sum()
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, ignore_index: int, ranks: TensorRanks
+    ) -> torch.Tensor:
+        largest = logits.amax(-1).float() if logits.shape[-1] else logits.new_full(targets.shape, -torch.inf).float()
+        largest = _all_reduce(largest, ranks, "max")
+        shares = logits.float() - largest.unsqueeze(-1)
+        own = targets - first
+        absent = (own < 0) | (own >= logits.shape[-1])
+        own = own.masked_fill(absent, 0)
+        chosen = shares.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill_(absent, 0)
+        shares.exp_()
+        chosen, total = _all_reduce(torch.stack((chosen, shares.sum(-1))), ranks).unbind()
+        shares.div_(total.unsqueeze(-1))
+        counts = targets != ignore_index
+        ctx.save_for_backward(shares, own, absent, counts)
+        ctx.dtype = logits.dtype
+        return (total.log() - chosen).masked_fill_(~counts, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        shares, own, absent, counts = ctx.saved_tensors
+        scale = gradient.float().masked_fill(~counts, 0)
+        found = shares * scale.unsqueeze(-1)
+        found.scatter_add_(-1, own.unsqueeze(-1), -scale.masked_fill(absent, 0).unsqueeze(-1))
+        return found.to(ctx.dtype), None, None, None, None
+
+
+# Blocks of a model of one's own.
+
+
+class ParallelAttention(nn.Module):
+    """Megatron's split of self-attention: every rank has some of the heads; one all-reduce in forward and backward.
+
+    Args:
+        width: of inputs and outputs.
+        heads: of queries; `key_heads` of keys and values, None: as many. Both divide over the ranks.
+        dropout: of attention weights, while training.
+        group: the ranks that share the layer; None: all of the job.
+
+    Raises:
+        CannotRun: heads do not divide over the ranks, or the width over the heads.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_heads: int | None = None,
+        bias: bool = True,
+        is_causal: bool = True,
+        dropout: float = 0.0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        key_heads = key_heads or heads
+        ranks = TensorRanks(group).size
+        if width % heads or heads % key_heads or heads % ranks or key_heads % ranks:
+            raise CannotRun(
+                f"ParallelAttention: width {width}, heads {heads} and key heads {key_heads} do not divide over each"
+                f" other and {ranks} ranks; use a tp that divides the heads"
+            )
+        self.head_width, self.is_causal, self.dropout = width // heads, is_causal, dropout
+        keys = key_heads * self.head_width
+        self.products = (width // ranks, keys // ranks, keys // ranks)
+        self.qkv = ColumnParallelLinear(width, width + 2 * keys, bias, fused=(width, keys, keys), group=group)
+        self.out = RowParallelLinear(width, width, bias, group=group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [samples, length, width] from inputs of the same shape, alike on every rank."""
+        query, key, value = (
+            product.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for product in self.qkv(x).split(self.products, dim=-1)
+        )
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        dropout = self.dropout if self.training else 0.0
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=self.is_causal, dropout_p=dropout
+        )
+        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class ParallelMLP(nn.Module):
+    """Megatron's split of the MLP: every rank has some of the inner units; one all-reduce in forward and backward.
+
+    Args:
+        width: of inputs and outputs.
+        inner: how many units lie between; they divide over the ranks.
+        is_gated: the units are activation(gate) * up, as Llama's are.
+        group: the ranks that share the layer; None: all of the job.
+
+    Raises:
+        CannotRun: the inner units do not divide over the ranks.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        *,
+        activation: Callable[[torch.Tensor], torch.Tensor] = functional.gelu,
+        is_gated: bool = False,
+        bias: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        fused = (inner, inner) if is_gated else (inner,)
+        self.activation, self.is_gated = activation, is_gated
+        self.up = ColumnParallelLinear(width, sum(fused), bias, fused=fused, group=group)
+        self.down = RowParallelLinear(inner, width, bias, group=group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., width] from inputs of the same shape, alike on every rank."""
+        units = self.up(x)
+        if self.is_gated:
+            gate, units = units.chunk(2, dim=-1)
+            return self.down(self.activation(gate) * units)  # type: ignore[no-any-return]
+        return self.down(self.activation(units))  # type: ignore[no-any-return]
+
+
+class LayerSplit(nn.Module):
+    """The naive split of a model by layers: every rank has the next few, and works while the others wait.
+
+    Called on every rank with the same inputs; every rank is given the output, and the gradient of the inputs. All
+    layers map tensors to tensors; `layers` are whole on every rank, which keeps its own under their numbers.
+
+    Args:
+        group: the ranks that share the layers; None: all of the job.
+
+    Raises:
+        CannotRun: there are fewer layers than ranks.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], *, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.ranks = TensorRanks(group)
+        whole = list(layers)
+        if len(whole) < self.ranks.size:
+            raise CannotRun(f"LayerSplit: {len(whole)} layers for {self.ranks.size} ranks; use fewer ranks")
+        first, end = self.ranks.share(len(whole))
+        self.layers = nn.ModuleDict({str(number): whole[number] for number in range(first, end)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of the last layer."""
+        if self.ranks.rank > 0 or (self.ranks.size > 1 and x.requires_grad):
+            # Gradients go back to the rank before also where the inputs, tokens say, want none.
+            anchor = torch.zeros((), device=x.device, requires_grad=torch.is_grad_enabled())
+            x = _FromPrevious.apply(x, anchor, self.ranks)  # type: ignore[no-untyped-call]
+        for layer in self.layers.values():
+            x = layer(x)
+        return _ToNext.apply(x, self.ranks) if self.ranks.size > 1 else x  # type: ignore[no-untyped-call]
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+
+
+class _FromPrevious(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        ctx.ranks, ctx.like = ranks, (x.shape, x.dtype, x.device)
+        return x.view_as(x) if ranks.rank == 0 else _receive(ranks, ranks.rank - 1, x.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ranks: TensorRanks = ctx.ranks
+        shape, dtype, device = ctx.like
+        if ranks.rank > 0:
+            _send(gradient, ranks, ranks.rank - 1)
+            gradient = torch.empty(shape, dtype=dtype, device=device)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        gradient = gradient.contiguous()
+        dist.broadcast(gradient, _global(ranks, 0), group=ranks.group)
+        return gradient, None, None
+
+
+class _ToNext(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        ctx.ranks = ranks
+        last = ranks.size - 1
+        if ranks.rank < last:
+            _send(x, ranks, ranks.rank + 1)
+            return _receive(ranks, last, x.device)
+        for rank in range(last):
+            _send(x, ranks, rank)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ranks: TensorRanks = ctx.ranks
+        if ranks.rank == ranks.size - 1:
+            return gradient, None
+        return _receive(ranks, ranks.rank + 1, gradient.device), None
+
+
+def _send(values: torch.Tensor, ranks: TensorRanks, rank: int) -> None:
+    """A tensor with its shape and dtype, which the receiver does not know."""
+    to = _global(ranks, rank)
+    header = [values.dim(), _DTYPES.index(values.dtype), *values.shape]
+    sizes = torch.tensor([*header, *[0] * (10 - len(header))], device=values.device)
+    dist.send(sizes, to, group=ranks.group)
+    dist.send(values.detach().contiguous(), to, group=ranks.group)
+
+
+def _receive(ranks: TensorRanks, rank: int, device: torch.device) -> torch.Tensor:
+    sizes = torch.empty(10, dtype=torch.int64, device=device)
+    dist.recv(sizes, _global(ranks, rank), group=ranks.group)
+    dims, dtype, *shape = sizes.tolist()
+    values = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)
+    dist.recv(values, _global(ranks, rank), group=ranks.group)
+    return values
+
+
+def _global(ranks: TensorRanks, rank: int) -> int:
+    assert ranks.group is not None
+    return dist.get_global_rank(ranks.group, rank)
