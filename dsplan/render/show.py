@@ -51,8 +51,8 @@ class Column:
 
 
 def columns(*names: str) -> tuple[Column, ...]:
-    """Columns by heading; a leading `>` aligns one on the right, every `?` before it makes it matter less, so that it is
-    left out earlier: `columns("model", ">layers", "?>positions", "??>vocabulary")`."""
+    """Columns by heading; a leading `>` aligns one on the right, and every `?` before it makes it matter less, so that
+    it is left out earlier: `columns("model", ">layers", "?>positions", "??>vocabulary")`."""
     return tuple(_column(name) for name in names)
 
 
