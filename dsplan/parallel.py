@@ -6,14 +6,16 @@ from strategies.parallel.layers import (
     ParallelAttention,
     ParallelMLP,
     RowParallelLinear,
-    TensorRanks,
     VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from strategies.parallel.ranks import (
+    TensorRanks,
     copy_to_ranks,
     gather_from_ranks,
     scatter_sum,
     split_between_ranks,
     sum_over_ranks,
-    vocab_parallel_cross_entropy,
 )
 
 __all__ = [

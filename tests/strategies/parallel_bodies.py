@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import dsplan
 from strategies.errors import CannotRun
-from strategies.parallel.layers import _reduce_scatter
+from strategies.parallel.ranks import _reduce_scatter
 
 
 def _gradients_alike(split: nn.Module, whole: nn.Module) -> float:
