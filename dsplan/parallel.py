@@ -7,8 +7,8 @@ from strategies.parallel.layers import (
     ParallelMLP,
     RowParallelLinear,
     VocabParallelEmbedding,
-    vocab_parallel_cross_entropy,
 )
+from strategies.parallel.loss import vocab_parallel_cross_entropy
 from strategies.parallel.ranks import (
     TensorRanks,
     copy_to_ranks,

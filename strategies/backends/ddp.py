@@ -62,7 +62,12 @@ class ReplicatedDataParallel(TorchStrategy):
         ensure_group(self.environment)
         device = self.environment.device
         devices = [device] if device.type == "cuda" else None
-        return DistributedDataParallel(model.to(device), device_ids=devices, bucket_cap_mb=self._bucket_mib)
+        return DistributedDataParallel(
+            model.to(device),
+            device_ids=devices,
+            bucket_cap_mb=self._bucket_mib,
+            process_group=None if self.mesh.is_data_parallel else self.mesh.group("dp_cp"),
+        )
 
     def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
         # DDP decides in forward whether the following backward reduces, so only forward needs to be inside.

@@ -20,7 +20,7 @@ from strategies.config import read_config
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.values import MonitorSettings
 from strategies.data.loader import Collate, LoaderSettings, ShardedLoader
-from strategies.distributed.environment import Environment, join
+from strategies.distributed.environment import Environment, ensure_group, join
 from strategies.distributed.excepthook import install_excepthook
 from strategies.distributed.rank_check import require_same_model
 from strategies.engine.base import Engine
@@ -129,6 +129,8 @@ def initialize(
     tuning = _tuning(model, options, environment)
     monitor = _monitor(settled, environment, script.monitor, is_new=is_new)
     way = find_strategy(settled.configuration, environment)
+    if not way.mesh.is_data_parallel:
+        ensure_group(environment)
     split_model(model, way.mesh, SplitOptions(configuration=settled.configuration, tp_plan=tp_plan or {}))
     engine = way.engine(fitting(with_named(parts)))
     engine.checkpointing = script.checkpoint

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, cast_model, scale_settings
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
+from strategies.parallel.tensor import PartialGradients, whole_layers
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
 
@@ -29,19 +30,34 @@ from strategies.run_directory.heartbeat import PULSE
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+def total_norm(
+    parameters: Iterable[nn.Parameter],
+    shares: Mapping[nn.Parameter, float] | None = None,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> torch.Tensor:
     """The 2-norm of all gradients in fp64, a scalar on their device; every rank of sharded ones calls it.
 
     Replicated gradients are the same on every rank already. Sharded ones share one device mesh.
+
+    Args:
+        shares: as how much of it a parameter counts here, where `groups` share the model, so that each counts once; 1
+            where it is not named.
+        groups: of ranks that have different parts of the model, over which the squares are added up.
 
     Raises:
         Parted: the ranks' calls that gather weights have differed.
     """
     parameters = list(parameters)
-    values = [value for value in _values(parameters) if value.numel()]
-    if values:
+    found = [(value, owner) for value, owner in _values(parameters) if value.numel()]
+    if found:
+        values = [value for value, _ in found]
         norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
-        square = torch.stack(norms).double().square().sum()
+        squares = torch.stack(norms).double().square()
+        if shares:
+            squares *= torch.tensor([shares.get(owner, 1.0) for _, owner in found], dtype=torch.float64).to(
+                squares.device
+            )
+        square = squares.sum()
     else:
         square = torch.zeros((), dtype=torch.float64)
     sharded = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
@@ -54,12 +70,14 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
                 ranks *= sharded.device_mesh.size(dimension)
         square, total = sums.unbind()
         require_alike(total.item(), ranks)
+    for group in groups:
+        dist.all_reduce(square, group=group)
     return square.sqrt()
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by a factor, in place."""
-    if factor != 1.0 and (values := _values(parameters)):
+    if factor != 1.0 and (values := [value for value, _ in _values(parameters)]):
         torch._foreach_mul_(values, factor)
 
 
@@ -105,9 +123,9 @@ def wide_sums(asked: str | None, parameters: Iterable[nn.Parameter]) -> WideSums
     return WideSums()
 
 
-def _values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """What this rank holds of every gradient: the shard, or the values of a sparse one."""
-    values: list[torch.Tensor] = []
+def _values(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tensor, nn.Parameter]]:
+    """What this rank holds of every gradient, the shard or the values of a sparse one, with its parameter."""
+    values: list[tuple[torch.Tensor, nn.Parameter]] = []
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -116,7 +134,7 @@ def _values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
             # The sum of repeated rows is what counts; it replaces them.
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
-        values.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        values.append((gradient.to_local() if isinstance(gradient, DTensor) else gradient, parameter))
     return values
 
 
@@ -160,8 +178,9 @@ class TorchStrategy(Strategy):
         """All weights whole inside; `keeps_changes` takes over what rank 0 wrote to them."""
         yield
         if keeps_changes and self.environment.world_size > 1:
+            group = self.mesh.group("dp_cp")  # which has the same parts of the model
             for parameter in module.parameters():
-                dist.broadcast(parameter.data, 0)
+                dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
 
     def autocast(self) -> AbstractContextManager[object]:
         """What surrounds a forward pass: the casts of the plan's precision, unless the wrapper does them."""
@@ -187,6 +206,7 @@ class TorchEngine(AccumulatingEngine):
         self.wrapped = wrapped
         self.optimizer = optimizer
         self.lr_scheduler = scheduler_of(parts, optimizer)
+        self._partial = PartialGradients(self.module, self.mesh) if self.mesh.size("tp") > 1 else None
         self._wide_sums = wide_sums(parts.script.accumulate_dtype, self.module.parameters())
 
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
@@ -198,7 +218,15 @@ class TorchEngine(AccumulatingEngine):
         }
 
     def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
-        return self.strategy.whole(self.module, keeps_changes=keeps_changes)
+        return self._opened(keeps_changes=keeps_changes)
+
+    @contextmanager
+    def _opened(self, *, keeps_changes: bool) -> Iterator[None]:
+        with ExitStack() as opened:
+            opened.enter_context(self.strategy.whole(self.module, keeps_changes=keeps_changes))
+            if self.mesh.size("tp") > 1:
+                opened.enter_context(whole_layers(self.module, self.mesh, keeps_changes=keeps_changes))
+            yield
 
     def _states(self) -> WholeStates:
         return WholeStates(self.module, self.optimizer)
@@ -220,7 +248,10 @@ class TorchEngine(AccumulatingEngine):
 
     def _summed_norm(self) -> float:
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
-        return total_norm(self.module.parameters()).item()
+        if self._partial is None:
+            return total_norm(self.module.parameters()).item()
+        self._partial.complete()
+        return total_norm(self.module.parameters(), self._partial.shares, self._partial.groups).item()
 
     def _apply(self, factor: float) -> None:
         scale_gradients(self.module.parameters(), factor)

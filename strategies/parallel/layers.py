@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from strategies.errors import CannotRun
 from strategies.parallel.ranks import (
+    SEQUENCE,
     TensorRanks,
-    all_reduce,
     copy_to_ranks,
     gather_from_ranks,
     scatter_sum,
@@ -30,9 +30,6 @@ from strategies.parallel.ranks import (
     waited_for,
 )
 from strategies.parallel.split import Split, hold_part
-
-SEQUENCE = 1
-"""The dimension of activations, [samples, length, width], that sequence parallelism splits."""
 
 
 class _OverlappedLinear(Function):
@@ -268,75 +265,6 @@ def split_vocabulary(table: Any) -> dict[str, Split]:
     if table.padding_idx is not None:
         table.padding_idx = table.padding_idx - first if first <= table.padding_idx < end else None
     return split_in_place(table, {"weight": 0}, ((first, end),))
-
-
-# Loss.
-
-
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    vocabulary: int | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    group: dist.ProcessGroup | TensorRanks | None = None,
-) -> torch.Tensor:
-    """Cross-entropy, nats, of logits whose vocabulary is split over ranks, without gathering them: three all-reduces of
-    one number per target.
-
-    Args:
-        logits: this rank's part, [..., part of the vocabulary], as a column layer over the vocabulary gives it.
-        targets: tokens, [...].
-        vocabulary: its whole length; None: that of the part times the number of ranks.
-        reduction: `mean` over the targets that are not `ignore_index`, `sum`, or `none`: [...].
-        group: the ranks that share the vocabulary; None: all of the job.
-
-    Raises:
-        CannotRun: there is no such reduction.
-    """
-    if reduction not in ("mean", "sum", "none"):
-        raise CannotRun(f"vocab_parallel_cross_entropy: reduction {reduction!r} is not mean, sum or none")
-    ranks = group if isinstance(group, TensorRanks) else TensorRanks(group)
-    if ranks.is_whole:
-        flat = functional.cross_entropy(
-            logits.flatten(0, -2).float(), targets.flatten(), ignore_index=ignore_index, reduction=reduction
-        )
-        return flat.view_as(targets) if reduction == "none" else flat
-    whole = logits.shape[-1] * ranks.size if vocabulary is None else vocabulary
-    losses: torch.Tensor = _CrossEntropy.apply(logits, targets, ranks.share(whole)[0], ignore_index, ranks)  # type: ignore[no-untyped-call]
-    if reduction == "none":
-        return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (targets != ignore_index).sum()
-
-
-class _CrossEntropy(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, ignore_index: int, ranks: TensorRanks
-    ) -> torch.Tensor:
-        largest = logits.amax(-1).float() if logits.shape[-1] else logits.new_full(targets.shape, -torch.inf).float()
-        largest = all_reduce(largest, ranks, "max")
-        shares = logits.float() - largest.unsqueeze(-1)
-        own = targets - first
-        absent = (own < 0) | (own >= logits.shape[-1])
-        own = own.masked_fill(absent, 0)
-        chosen = shares.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill_(absent, 0)
-        shares.exp_()
-        chosen, total = all_reduce(torch.stack((chosen, shares.sum(-1))), ranks).unbind()
-        shares.div_(total.unsqueeze(-1))
-        counts = targets != ignore_index
-        ctx.save_for_backward(shares, own, absent, counts)
-        ctx.dtype = logits.dtype
-        return (total.log() - chosen).masked_fill_(~counts, 0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        shares, own, absent, counts = ctx.saved_tensors
-        scale = gradient.float().masked_fill(~counts, 0)
-        found = shares * scale.unsqueeze(-1)
-        found.scatter_add_(-1, own.unsqueeze(-1), -scale.masked_fill(absent, 0).unsqueeze(-1))
-        return found.to(ctx.dtype), None, None, None, None
 
 
 # Blocks of a model of one's own.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from planner.types.plan import Configuration
@@ -36,12 +38,14 @@ Splitter = Callable[[nn.Module, Mesh, SplitOptions, ModelParts], None]
 
 def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelParts:
     """Leave this rank's part of a model in place, and note what it is of the whole (`parts_of`); called on every rank
-    with the whole model, whose weights are rank 0's.
+    with the whole model; rank 0's weights count.
 
     Raises:
         CannotRun: the model cannot be split so; the line names what stands against it.
     """
     parts = ModelParts()
+    if not mesh.is_data_parallel:
+        broadcast_from_rank_0(model, mesh.environment.device)
     for degree, place in _SPLITS.items():
         if mesh.size(degree) > 1:
             module, _, name = place.partition(":")
@@ -50,3 +54,18 @@ def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelPar
     if not parts.is_whole:
         note_parts(model, parts)
     return parts
+
+
+def broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
+    """Give every rank the weights of rank 0, as DDP does; one tensor at a time, so that no device holds them all.
+
+    Layers that the script itself has split (they have `splits`) keep their own parts.
+    """
+    parts = {id(tensor) for module in model.modules() if hasattr(module, "splits") for tensor in module.parameters()}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) in parts:
+            continue
+        here = tensor.detach().to(device)
+        dist.broadcast(here, 0)
+        if here.device != tensor.device:
+            tensor.data.copy_(here)

@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+SEQUENCE = 1
+"""The dimension of activations, [samples, length, width], that sequence parallelism splits."""
+
 
 class TensorRanks:
     """The ranks that share each layer, and this one's place among them; `group` None: all of the job.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,8 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 import dsplan
+from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
 from strategies.parallel.ranks import _reduce_scatter
+from tests.strategies import training_bodies
+from tests.strategies.example_bodies import EXAMPLES
 
 
 def _gradients_alike(split: nn.Module, whole: nn.Module) -> float:
@@ -197,3 +203,154 @@ def refusal_of_odd_width() -> str:
     except CannotRun as problem:
         return str(problem)
     return ""
+
+
+# Whole models.
+
+SAMPLES, LENGTH, VOCABULARY = 4, 8, 51
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composition:
+    """One way to train a small model for `steps` optimizer steps on ranks that share its layers."""
+
+    model: str
+    strategy: str = "fsdp"
+    tp: int = 2
+    dp: int = 1
+    dp_replicate: int = 1
+    sequence_parallel: bool = False
+    precision: str = "fp32"
+    checkpointing: str = "none"
+    accumulation: int = 1
+    clipping: float = 0.0
+    tp_plan: tuple[tuple[str, str], ...] = ()
+    steps: int = 5
+
+    def plan(self) -> Any:
+        """A plan with this configuration."""
+        plan = training_bodies.Recipe(strategy=self.strategy).plan()
+        replicas = self.dp if self.strategy == "ddp" else self.dp_replicate
+        return replace(
+            plan,
+            configuration=replace(
+                plan.configuration,
+                dp_replicate=replicas,
+                dp_shard=self.dp // replicas,
+                tp=self.tp,
+                sequence_parallel=self.sequence_parallel,
+                precision=self.precision,
+                activation_checkpointing=self.checkpointing,
+                micro_batch_size=SAMPLES // self.dp // self.accumulation,
+                gradient_accumulation_steps=self.accumulation,
+                global_batch_size=SAMPLES,
+                sequence_length=LENGTH,
+            ),
+        )
+
+
+def model_named(name: str) -> nn.Module:
+    """A small model with the weights that every run begins with."""
+    torch.manual_seed(3)
+    if name == "gpt":
+        sys.path.insert(0, str(EXAMPLES))
+        model: nn.Module = import_module("train_gpt").Gpt(layers=2, width=16, heads=4, length=LENGTH)
+        return model
+    transformers: Any = import_module("transformers")
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    gated = {**sizes, "num_key_value_heads": 2, "intermediate_size": 24, "pad_token_id": 0}
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    configs: dict[str, Callable[[], Any]] = {
+        "gpt2": lambda: transformers.GPT2Config(**sizes, n_positions=LENGTH, **quiet),
+        "llama": lambda: transformers.LlamaConfig(**gated),
+        "qwen3": lambda: transformers.Qwen3Config(**gated, head_dim=4, tie_word_embeddings=True),
+        "mixtral": lambda: transformers.MixtralConfig(**gated, num_local_experts=4),
+        "neox": lambda: transformers.GPTNeoXConfig(**sizes, intermediate_size=24, attention_dropout=0.0, hidden_dropout=0.0),
+        "deepseek": lambda: transformers.DeepseekV3Config(
+            **{**gated, "num_key_value_heads": 4},
+            q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, n_routed_experts=4,
+            n_group=2, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1, moe_intermediate_size=8,
+        ),
+    }  # fmt: skip
+    config = configs[name]()
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")  # type: ignore[no-any-return]
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    """The global batch of a step."""
+    tokens = torch.randint(1, VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _loss(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def train_alone(composition: Composition) -> training_bodies.Trained:
+    """The same training in plain torch in one process."""
+    model = model_named(composition.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(composition.steps):
+        loss = _loss(model(**batch_of(step)))
+        loss.backward()
+        if composition.clipping:
+            nn.utils.clip_grad_norm_(model.parameters(), composition.clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return training_bodies.Trained(losses=losses, parameters={n: p.detach() for n, p in model.named_parameters()})
+
+
+def split_engine(composition: Composition) -> Any:
+    """An engine over ranks that share a model's layers."""
+    engine, *_ = initialize(
+        model=model_named(composition.model),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        plan=composition.plan(),
+        config={"gradient_clipping": composition.clipping},
+        tp_plan=dict(composition.tp_plan),
+    )
+    return engine
+
+
+def split_step(engine: Any, step: int) -> float:
+    """One optimizer step; the mean loss over the global batch."""
+    rank, size = engine.data_parallel_rank, engine.data_parallel_size
+    accumulation = engine.configuration.gradient_accumulation_steps
+    total = torch.zeros(())
+    parts = {name: values[rank::size].chunk(accumulation) for name, values in batch_of(step).items()}
+    for index in range(accumulation):
+        loss = _loss(engine(**{name: chunks[index] for name, chunks in parts.items()}))
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach().float() / accumulation
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitRun:
+    """What a rank saw of a training."""
+
+    losses: list[float]
+    parameters: dict[str, torch.Tensor]
+    norm: float
+    held: int
+    """Elements of the parameters of this rank, before data parallelism shards them."""
+
+
+def train_split(composition: Composition) -> SplitRun:
+    """Train with the engine over ranks that share the model's layers."""
+    engine = split_engine(composition)
+    losses = [split_step(engine, step) for step in range(composition.steps)]
+    held = sum(parameter.numel() for parameter in engine.module.parameters())
+    parameters = engine.state_dict()
+    return SplitRun(losses=losses, parameters=parameters, norm=engine.gradient_norm, held=held)
