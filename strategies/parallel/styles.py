@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +27,11 @@ ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise")
 TABLES = ("embedding_rowwise", "embedding_colwise", "vocabulary")
 WHOLE = ("replicate", "sequence", "sequence_parallel", "local_params", "local")
 OTHERS = ("replicated_with_grad_allreduce", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "all_reduce")
+
+
+def is_columns(style: str) -> bool:
+    """Whether a style splits the outputs of a linear layer."""
+    return style in COLUMNS or style.startswith("packed:")
 
 
 def is_style(style: str) -> bool:
@@ -126,24 +130,16 @@ def split_unit(
         elif variant.shares_input:
             unit.register_forward_pre_hook(UnitInput(ranks, "copied"), with_kwargs=True)
     if not variant.gathers:
-        named = {
-            kind: [
-                m
-                for n, m in _styled(unit, styles)
-                if styles[n] in kind or (kind is COLUMNS and styles[n].startswith("packed:"))
-            ]
-            for kind in (COLUMNS, ROWS)
-        }
-        _draw_own_between(unit, named[COLUMNS], named[ROWS], randomness)
+        modules = [(styles[name], unit.get_submodule(name)) for name in styles if not _placed(unit, name)[1]]
+        columns = [module for style, module in modules if is_columns(style)]
+        _draw_own_between(unit, columns, [module for style, module in modules if style in ROWS], randomness)
     return applied
 
 
 def can_share(unit: nn.Module, styles: Mapping[str, str]) -> bool:
     """Whether everything in a unit is split, so that one sum serves the gradients of its input."""
-    if any(
-        style not in (*COLUMNS[:1], *ROWS[:1], "packed_colwise", OTHERS[0]) and not style.startswith("packed:")
-        for style in styles.values()
-    ):
+    sharing = ("colwise", "packed_colwise", "rowwise", "replicated_with_grad_allreduce")
+    if any(style not in sharing and not style.startswith("packed:") for style in styles.values()):
         return False
     covered = {id(p) for name in styles for p in _parameters_below(unit, name)}
     return all(id(parameter) in covered for parameter in unit.parameters())
@@ -153,11 +149,6 @@ def _parameters_below(unit: nn.Module, name: str) -> list[nn.Parameter]:
     module_name, parameter = _placed(unit, name)
     module = unit.get_submodule(module_name)
     return [getattr(module, parameter)] if parameter else list(module.parameters())
-
-
-def _styled(unit: nn.Module, styles: Mapping[str, str]) -> list[tuple[str, nn.Module]]:
-    """The modules that styles name, with their names."""
-    return [(name, unit.get_submodule(name)) for name in styles if not _placed(unit, name)[1]]
 
 
 def _placed(unit: nn.Module, name: str) -> tuple[str, str]:
@@ -220,10 +211,12 @@ def _module(
 def _adapted_linear(
     module: Any, style: str, ranks: TensorRanks, heads: _Heads, variant: Variant, **where: bool
 ) -> Applied:
-    """PEFT's LoRA around a linear layer: of a column layer B has some of the outputs, of a row layer A of the inputs."""
+    """PEFT's LoRA around a linear layer: of a column layer, B has some of the outputs; of a row layer, A some of the
+    inputs."""
     if getattr(module, "lora_magnitude_vector", None) or not hasattr(module, "lora_A"):
         raise CannotRun(
-            f"tensor parallelism splits LoRA's adapters and no other kind, and {type(module).__name__} is another; use tp 1"
+            f"tensor parallelism splits LoRA's adapters and no other kind, and {type(module).__name__} is another; use"
+            " tp 1"
         )
     applied = Applied()
     alone = Variant(shares_input=variant.shares_input and style in ROWS, gathers=variant.gathers)
@@ -270,17 +263,22 @@ def _divided(sizes: tuple[int, ...], ranks: TensorRanks, what: str) -> tuple[tup
 # Linear layers and tables.
 
 
-@cache
+_DERIVED: dict[tuple[type, type], type] = {}
+
+
 def _derived(kind: type, base: type) -> type:
-    return type(f"{kind.__name__}Of{base.__name__}", (kind, base), {})
+    """A layer's own class with the forward pass of `kind`: what asks for the layer's class still finds it."""
+    if (kind, base) not in _DERIVED:
+        _DERIVED[kind, base] = type(f"{kind.__name__}Of{base.__name__}", (kind, base), {})
+    return _DERIVED[kind, base]
 
 
 def _require_plain(module: nn.Module, kind: str) -> None:
     forward = type(module).forward
     if forward is not nn.Linear.forward and not _is_transposed(module):
         raise CannotRun(
-            f"tensor parallelism cannot split {type(module).__name__} by {kind}: it is no plain linear layer; use tp 1, or"
-            " leave it out of tp_plan"
+            f"tensor parallelism cannot split {type(module).__name__} by {kind}: it is no plain linear layer; use tp 1,"
+            " or leave it out of tp_plan"
         )
     if not getattr(module, "weight", torch.empty(0)).is_floating_point():
         raise CannotRun(f"tensor parallelism cannot split the quantized weight of {type(module).__name__}; use tp 1")
@@ -348,16 +346,18 @@ def make_rows(module: Any, ranks: TensorRanks, *, splits_input: bool, splits_seq
     return Applied(splits=split_in_place(module, {"weight": 0 if transposed else 1}, ranges))
 
 
-def make_vocabulary(module: Any, ranks: TensorRanks) -> dict[str, Split]:
+def make_vocabulary(module: nn.Module, ranks: TensorRanks) -> dict[str, Split]:
     """Make an embedding one of this rank's rows."""
     if not isinstance(module, nn.Embedding) or module.sparse or module.max_norm is not None:
         raise CannotRun(
-            f"tensor parallelism cannot split {type(module).__name__}: it is no plain embedding; leave it out of tp_plan"
+            f"tensor parallelism cannot split {type(module).__name__}: it is no plain embedding; leave it out of"
+            " tp_plan"
         )
     kind: Any = _derived(VocabularyRows, type(module))
     module.__class__ = kind
-    module.ranks = ranks
-    return split_vocabulary(module)
+    table: Any = module
+    table.ranks = ranks
+    return split_vocabulary(table)
 
 
 # Heads.
@@ -374,19 +374,21 @@ class _Heads:
 
 
 _COUNTS = re.compile(
-    r"^(n|num|number_of)?_?(attention|kv|key_value|local|local_kv|q|query)?_?(n_?)?(heads?|kv_heads|key_value_heads|nhead)$"
+    r"(n|num|number_of)?_?(attention|kv|key_value|local|local_kv|q|query)?_?(n_?)?(heads?|kv_heads|key_value_heads)|nhead"
 )
 _GROUPS = ("num_key_value_groups", "n_rep", "num_kv_groups", "kv_groups")
-_WIDTHS = re.compile(
-    r"^(split_size|all_head_size|inner_dim|embed_dim|hidden_size|hidden_dim|d_model|width|dim|n_embd)$"
-)
+_WIDTHS = ("split_size", "all_head_size", "inner_dim", "embed_dim", "hidden_size", "hidden_dim", "d_model", "n_embd")
 
 
-def has_heads(unit: nn.Module) -> bool:
+def _counts(module: nn.Module) -> dict[str, int]:
+    """A module's own numbers of heads, by attribute."""
+    numbers = {name: value for name, value in module.__dict__.items() if type(value) is int}
+    return {name: value for name, value in numbers.items() if _COUNTS.fullmatch(name)}
+
+
+def has_heads(module: nn.Module) -> bool:
     """Whether a module says how many heads it has, or how wide they are."""
-    return any(
-        isinstance(value, int) and (_COUNTS.match(name) or name == "head_dim") for name, value in unit.__dict__.items()
-    )
+    return "head_dim" in module.__dict__ or bool(_counts(module))
 
 
 def _owner(unit: nn.Module) -> nn.Module:
@@ -399,16 +401,14 @@ def _heads_of(unit: nn.Module, styles: Mapping[str, str]) -> _Heads:
     rotary = getattr(owner, "qk_rope_head_dim", None) or getattr(config, "qk_rope_head_dim", 0)
     if not has_heads(owner):
         return _Heads(rotary=rotary or 0)
-    outputs = []
+    outputs: list[int] = []
     for name, style in styles.items():
         module_name, parameter = _placed(unit, name)
         module: Any = unit.get_submodule(module_name)
         module = getattr(module, "base_layer", module)
-        if not parameter and is_linear(module) and (style in COLUMNS or style.startswith("packed:")):
+        if not parameter and is_linear(module) and is_columns(style):
             outputs += _sizes(style, widths(module)[1]) or [widths(module)[1]]
-    counts = [
-        v for n, v in owner.__dict__.items() if isinstance(v, int) and not isinstance(v, bool) and _COUNTS.match(n)
-    ]
+    counts = list(_counts(owner).values())
     if not outputs:
         return _Heads(rotary=rotary or 0)
     width = getattr(owner, "head_dim", 0) if not rotary else 0
@@ -453,13 +453,13 @@ def _adapted(unit: nn.Module, heads: _Heads, ranks: TensorRanks, how: int) -> li
     for module in unit.modules():
         for name, value in list(module.__dict__.items()):
             part = value
-            if not isinstance(value, int) or isinstance(value, bool):
+            if type(value) is not int:
                 continue
             if name in _GROUPS and value == heads.queries // heads.keys:
                 part = queries // keys
-            elif how > 0 and _COUNTS.match(name) and value in (heads.queries, heads.keys):
+            elif how > 0 and _COUNTS.fullmatch(name) and value in (heads.queries, heads.keys):
                 part = queries if value == heads.queries else keys
-            elif how > 1 and _WIDTHS.match(name) and value == heads.queries * heads.width:
+            elif how > 1 and name in _WIDTHS and value == heads.queries * heads.width:
                 part = queries * heads.width
             if part != value:
                 setattr(module, name, part)
@@ -475,17 +475,17 @@ class _Hook:
         self.ranks = ranks
 
 
+_STATES = ("hidden_states", "x", "inputs", "input")
+
+
 def _with_states(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any, others: Any = None) -> tuple[Any, Any]:
     """Change the activations among a module's arguments: its first, or those by name."""
     kwargs = dict(kwargs)
     if args and isinstance(args[0], torch.Tensor):
         args = (change(args[0]), *args[1:])
     else:
-        name = next(
-            (n for n in ("hidden_states", "x", "inputs", "input") if isinstance(kwargs.get(n), torch.Tensor)), ""
-        )
-        if name:
-            kwargs[name] = change(kwargs[name])
+        names = [name for name in _STATES if isinstance(kwargs.get(name), torch.Tensor)]
+        kwargs.update((name, change(kwargs[name])) for name in names[:1])
     for name in ("encoder_hidden_states", "key_value_states") if others else ():
         if isinstance(kwargs.get(name), torch.Tensor):
             kwargs[name] = others(kwargs[name])
@@ -581,7 +581,7 @@ class RotaryCopy(_Hook):
         self.width = width
 
     def __call__(self, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        rest, rotary = output.split((output.shape[-1] - self.width, self.width), dim=-1)
+        rest, rotary = torch.split(output, [output.shape[-1] - self.width, self.width], dim=-1)
         return torch.cat((rest, copy_to_ranks(rotary, self.ranks)), dim=-1)
 
 

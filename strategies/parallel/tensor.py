@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism: which layers of a model are split how, and the proof that they are split rightly.
 
-The styles come from the script (`tp_plan`), from the plan that a transformers model has for itself, or from a rule: pairs
-of linear layers around an attention or an MLP. Before a model is split, the first block of each kind is split on a copy,
-and computes what it computes whole: outputs, gradients of its input and of every parameter.
+The styles come from the script (`tp_plan`), from the plan that a transformers model has for itself, or from a rule:
+pairs of linear layers around an attention or an MLP. Before a model is split, the first block of each kind is split on
+a copy, and must compute what it computes whole: outputs, gradients of its input and of every parameter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from strategies.parallel.model import SplitOptions
 from strategies.parallel.ranks import TensorRanks, all_reduce, gather_from_ranks
 from strategies.parallel.split import ModelParts, Split, parts_of
 from strategies.parallel.styles import (
-    COLUMNS,
     ROWS,
     Applied,
     Change,
@@ -45,6 +44,7 @@ from strategies.parallel.styles import (
     can_share,
     draw_own,
     has_heads,
+    is_columns,
     is_linear,
     is_style,
     make_columns,
@@ -92,8 +92,8 @@ class _Splitter:
         within = {name: _below(styles, name) for name in blocks}
         if self.sequence and not blocks:
             raise CannotRun(
-                f"sequence parallelism is between the blocks of a model, and {type(self.inner).__name__} has no stack of"
-                " like blocks (a ModuleList of one class); leave it out"
+                f"sequence parallelism is between the blocks of a model, and {type(self.inner).__name__} has no stack"
+                " of like blocks (a ModuleList of one class); leave it out"
             )
         plans = self._plans(blocks, within)
         for name, block in blocks.items():
@@ -129,10 +129,7 @@ class _Splitter:
         return {}
 
     def _matched(self, plan: Mapping[str, str], what: str, *, is_strict: bool) -> Styles:
-        known = [
-            *(name for name, _ in self.model.named_modules()),
-            *(name for name, _ in self.model.named_parameters()),
-        ]
+        known = [name for name, _ in (*self.model.named_modules(), *self.model.named_parameters())]
         found: Styles = {}
         for pattern, style in plan.items():
             if not isinstance(style, str) or not is_style(style):
@@ -171,7 +168,7 @@ class _Splitter:
             )
         for unit, ways in candidates:
             where = f"{name}.{unit}" if unit else name
-            found, problem = self._choose_way(block, unit, ways, trial)
+            found, problem = self._choose_way(block, unit, ways, chosen, trial)
             if found is None:
                 self._notice(f"tensor parallelism leaves {where} whole: split, it would not compute the same{problem}")
                 continue
@@ -182,13 +179,13 @@ class _Splitter:
         if summed is None:
             what = "sequence parallelism" if self.sequence else "tensor parallelism"
             raise CannotRun(
-                f"{what}: {type(block).__name__}, split, does not compute what it computes whole; let it take shapes from"
-                " its projections' outputs, or name styles by tp_plan="
+                f"{what}: {type(block).__name__}, split, does not compute what it computes whole{trial.problem}; let it"
+                " take shapes from its projections' outputs, or name styles by tp_plan="
             )
         return _Plan(choices=tuple(chosen), summed=summed if trial.runs(block) else None)
 
     def _choose_way(
-        self, block: nn.Module, unit: str, ways: Sequence[Styles], trial: _Trial
+        self, block: nn.Module, unit: str, ways: Sequence[Styles], before: Sequence[_Choice], trial: _Trial
     ) -> tuple[_Choice | None, str]:
         """The first way that is right, and what stood against one before it."""
         problem = ""
@@ -196,8 +193,9 @@ class _Splitter:
             for variant in _variants(block.get_submodule(unit), way, sequence=self.sequence, is_block=not unit):
                 choice = _Choice(unit=unit, styles=way, variant=variant)
                 try:
-                    if trial.agrees(block, [choice], self._split_block) is not None:
+                    if trial.agrees(block, [*before, choice], self._split_block) is not None:
                         return choice, problem
+                    problem = trial.problem
                 except NotSplit as reason:
                     problem = f" ({reason})"
         return None, problem
@@ -214,8 +212,8 @@ class _Splitter:
             applied.add(choice.unit, split_unit(unit, choice.styles, self.randomness, choice.variant, **how))
         if self.sequence:
             names = {name for name, _ in block.named_parameters()}
-            for unit in _whole_units(block, choices):
-                self._keep_whole(block, unit, applied)
+            for name in _whole_units(block, choices):
+                self._keep_whole(block, name, applied)
             applied.summed |= names - applied.splits.keys() - applied.complete
             draw_own(block, self.randomness)
         return applied
@@ -331,19 +329,28 @@ class _Plan:
 # Trials.
 
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 class _Reached(Exception):
     """A forward pass has come to the block whose arguments are wanted."""
 
 
 class _Trial:
-    """A block of a model run whole and split, on a copy and in fp32, with the arguments that the model calls it with."""
+    """A block of a model run whole and split, on a copy and in fp32, with the arguments that the model calls it with.
+
+    `problem` is what was raised by a run that failed.
+    """
+
+    problem = ""
 
     def __init__(
         self, inner: nn.Module, block: nn.Module, ranks: TensorRanks, device: torch.device, *, sequence: bool
     ) -> None:
         self._ranks, self._device, self._sequence = ranks, device, sequence
         self._is_fake = any(p.is_meta or isinstance(p, FakeTensor) for p in block.parameters())
-        self._arguments = _arguments_of(inner, block, 4 * ranks.size)
+        positions = getattr(getattr(inner, "config", None), "max_position_embeddings", None) or 4 * ranks.size
+        self._arguments = _arguments_of(inner, block, ranks.size * max(1, min(4, positions // ranks.size)))
         self._wholes: dict[nn.Module, tuple[nn.Module, _Found] | None] = {}
 
     def runs(self, block: nn.Module) -> bool:
@@ -368,10 +375,11 @@ class _Trial:
         if self._sequence:
             copied.register_forward_pre_hook(RegionStart(self._ranks), prepend=True, with_kwargs=True)
             copied.register_forward_hook(RegionEnd(self._ranks))
+        self.problem = ""
         try:
             found = self._run(copied)
-        except Exception:  # whatever a forward pass raises with shapes that it does not expect, alike on every rank
-            found = None
+        except Exception as problem:  # whatever a forward raises with shapes that it does not expect, on every rank
+            found, self.problem = None, f" ({type(problem).__name__}: {str(problem).partition(chr(10))[0]})"
         if found is None or self._is_fake:
             return None if found is None else frozenset(applied.summed)
         return self._compared(found, whole, applied)
@@ -470,7 +478,7 @@ def _moved(leaf: Any, device: torch.device) -> Any:
     return leaf.float() if leaf.is_floating_point() else leaf
 
 
-def _arguments_of(inner: Any, block: nn.Module, length: int) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _arguments_of(inner: Any, block: nn.Module, length: int) -> _Arguments | None:
     """What a model calls its block with for tokens of so many positions; activations first. None: not known."""
     vocabulary = getattr(getattr(inner, "config", None), "vocab_size", 0)
     if vocabulary and getattr(inner, "main_input_name", "") == "input_ids":
@@ -483,10 +491,8 @@ def _arguments_of(inner: Any, block: nn.Module, length: int) -> tuple[tuple[Any,
     return (torch.randn(2, length, inputs[0], generator=torch.Generator().manual_seed(2)),), {}
 
 
-def _captured(
-    inner: nn.Module, block: nn.Module, given: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+def _captured(inner: nn.Module, block: nn.Module, given: dict[str, Any]) -> _Arguments | None:
+    seen: list[_Arguments] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append((args, dict(kwargs)))
@@ -568,15 +574,13 @@ def _patterns(layers: Sequence[tuple[str, int, int]]) -> Iterator[tuple[int, lis
 
 
 def _variants(unit: nn.Module, styles: Styles, *, sequence: bool, is_block: bool) -> list[Variant]:
-    columns = [style for style in styles.values() if style in COLUMNS or style.startswith("packed:")]
+    columns = [style for style in styles.values() if is_columns(style)]
     shares = [False] if is_block or not can_share(unit, styles) else [True, False]
     if not sequence and len(columns) < 2:
         shares = [False]
     adapts = range(3) if any(has_heads(module) for module in unit.modules()) else range(1)
     found = [Variant(shares_input=share, adapts=how) for how in adapts for share in shares]
-    is_plain = columns and all(
-        style in (*COLUMNS[:3], *ROWS[:3]) or style.startswith("packed:") for style in styles.values()
-    )
+    is_plain = columns and all(is_columns(style) or style in ROWS for style in styles.values())
     return [*found, Variant(shares_input=False, gathers=True)] if is_plain else found
 
 
@@ -691,7 +695,7 @@ class PartialGradients:
                 by_dtype.setdefault(value.dtype, []).append(value)
         for values in by_dtype.values():
             flat = torch.cat([value.reshape(-1) for value in values]).to(self._device)
-            whole = all_reduce(flat, self._ranks).split([value.numel() for value in values])
+            whole = torch.split(all_reduce(flat, self._ranks), [value.numel() for value in values])
             torch._foreach_copy_(values, [part.view_as(value) for part, value in zip(whole, values, strict=True)])
         for parameter, split in self._copied:
             if parameter.grad is not None:

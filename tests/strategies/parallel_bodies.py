@@ -265,14 +265,16 @@ def model_named(name: str) -> nn.Module:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    gated = {**sizes, "num_key_value_heads": 2, "intermediate_size": 24, "pad_token_id": 0}
+    gated = {**sizes, "num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0}
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     configs: dict[str, Callable[[], Any]] = {
         "gpt2": lambda: transformers.GPT2Config(**sizes, n_positions=LENGTH, **quiet),
         "llama": lambda: transformers.LlamaConfig(**gated),
         "qwen3": lambda: transformers.Qwen3Config(**gated, head_dim=4, tie_word_embeddings=True),
         "mixtral": lambda: transformers.MixtralConfig(**gated, num_local_experts=4),
-        "neox": lambda: transformers.GPTNeoXConfig(**sizes, intermediate_size=24, attention_dropout=0.0, hidden_dropout=0.0),
+        "neox": lambda: transformers.GPTNeoXConfig(
+            **sizes, intermediate_size=24, attention_dropout=0.0, hidden_dropout=0.0
+        ),
         "deepseek": lambda: transformers.DeepseekV3Config(
             **{**gated, "num_key_value_heads": 4},
             q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, n_routed_experts=4,
@@ -354,3 +356,72 @@ def train_split(composition: Composition) -> SplitRun:
     held = sum(parameter.numel() for parameter in engine.module.parameters())
     parameters = engine.state_dict()
     return SplitRun(losses=losses, parameters=parameters, norm=engine.gradient_norm, held=held)
+
+
+def norm_alone(composition: Composition) -> float:
+    """The norm of the last step's gradients in one process, before clipping."""
+    model = model_named(composition.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(composition.steps):
+        optimizer.zero_grad()
+        _loss(model(**batch_of(step))).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), composition.clipping)
+        optimizer.step()
+    return float(norm)
+
+
+def refusal_of(composition: Composition) -> str:
+    """What `initialize` says to a plan."""
+    try:
+        split_engine(composition)
+    except CannotRun as problem:
+        return str(problem)
+    return ""
+
+
+def refusal_of_odd_length() -> str:
+    """What a forward pass of seven tokens says under sequence parallelism."""
+    engine = split_engine(Composition(model="llama", sequence_parallel=True))
+    try:
+        engine(input_ids=torch.ones(2, 7, dtype=torch.int64))
+    except CannotRun as problem:
+        return str(problem)
+    return ""
+
+
+def loss_inside_whole_parameters() -> tuple[float, float, float]:
+    """A loss of all ranks, of one alone inside `whole_parameters`, and how much larger logits are after a change there."""
+    engine = split_engine(Composition(model="llama", tp=2))
+    engine.eval()
+    batch = batch_of(0)
+    with torch.no_grad():
+        output = engine(**batch)
+        with engine.whole_parameters(keeps_changes=True):
+            inside = engine.module(**batch) if dist.get_rank() == 0 else output
+            engine.module.lm_head.weight.mul_(30 if dist.get_rank() == 0 else 1)
+        after = engine(**batch)
+    assert after.logits.shape[-1] == VOCABULARY
+    return float(output.loss), float(inside.loss), float(after.logits.abs().max() / output.logits.abs().max())
+
+
+def dropped_out() -> dict[str, list[float]]:
+    """What dropout leaves of ones between a column and a row layer, and after the row layer."""
+    transformers: Any = import_module("transformers")
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=LENGTH, resid_pdrop=0.5, attn_pdrop=0.5
+    )
+    engine, *_ = initialize(model=transformers.GPT2LMHeadModel(config), plan=Composition(model="gpt2").plan())
+    seen: dict[str, list[float]] = {"own": [], "shared": []}
+
+    def note(name: str) -> Any:
+        return lambda module, args, output=None: seen[name].append(float(torch.rand(())))
+
+    attention = engine.module.transformer.h[0].attn
+    attention.c_proj.register_forward_pre_hook(note("own"), prepend=True)
+    attention.resid_dropout.register_forward_pre_hook(note("shared"))
+    engine.train()
+    engine(**batch_of(0))
+    first = list(seen["own"])
+    engine(**batch_of(0))
+    return {"own": first, "again": seen["own"][1:], "shared": seen["shared"]}
