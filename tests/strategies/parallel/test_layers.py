@@ -8,7 +8,7 @@ from torch import nn
 
 import dsplan
 from hardware_db.spawn import RankPool
-from tests.strategies import parallel_bodies as bodies
+from tests.strategies import tensor_bodies as bodies
 
 
 def test_column_and_row_layers_are_linear_layers(ranks: RankPool) -> None:

@@ -390,7 +390,7 @@ def refusal_of_odd_length() -> str:
 
 
 def loss_inside_whole_parameters() -> tuple[float, float, float]:
-    """A loss of all ranks, of one alone inside `whole_parameters`, and how much larger logits are after a change there."""
+    """Losses of all ranks and of one inside `whole_parameters`, and how much larger logits are once changed there."""
     engine = split_engine(Composition(model="llama", tp=2))
     engine.eval()
     batch = batch_of(0)

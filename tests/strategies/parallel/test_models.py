@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hardware_db.spawn import RankPool
-from tests.strategies import parallel_bodies as bodies
-from tests.strategies.parallel_bodies import Composition, SplitRun
+from tests.strategies import tensor_bodies as bodies
+from tests.strategies.tensor_bodies import Composition, SplitRun
 
 FP32 = 1e-5
 """Relative to the largest: sums in another order over ranks, five steps of AdamW."""
