@@ -13,7 +13,7 @@ from itertools import product
 
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
-from planner.search.estimate import compresses, offloads_of
+from planner.cost.combinations import compresses, offloads_of
 from planner.search.request import Request
 from planner.types.plan import Configuration
 

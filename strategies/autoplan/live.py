@@ -16,7 +16,7 @@ from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
-from planner.search.estimate import compresses
+from planner.cost.combinations import compresses
 from planner.search.recall import recalled
 from planner.search.request import Request, WorkOptions, make_request
 from planner.search.space import enumerate_candidates, inapplicable

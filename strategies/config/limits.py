@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from planner import vocabulary as words
-from planner.search.estimate import offloads_of
+from planner.cost.combinations import offloads_of
 from planner.types.cluster import Cluster
 from planner.types.plan import Configuration
 from strategies.config.fields import Fields
