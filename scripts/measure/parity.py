@@ -36,6 +36,7 @@ from scripts.generate.generated import REFERENCE
 from strategies.bench.measured_run import build_model
 from strategies.distributed.gloo import quiet
 from strategies.engine.initialize import initialize
+from strategies.parallel.split import parts_of
 
 ROWS = SHIPPED / "parity_cpu.csv"
 PAGE = REFERENCE / "parity.md"
@@ -153,7 +154,8 @@ class Trained:
 
     losses: list[float]
     norms: list[float]
-    parameters: dict[str, torch.Tensor]
+    apart: dict[str, float]
+    """How far the parameters that a rank has are from those of one process, by the whole model's names."""
 
 
 def samples_of(step: int) -> torch.Tensor:
@@ -165,7 +167,16 @@ def _sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-def alone(model: str, precision: str) -> Trained:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Right:
+    """What one process leaves."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, torch.Tensor]
+
+
+def alone(model: str, precision: str) -> Right:
     """One process, hand-written: whole batches, no engine."""
     module = build_model(MODELS[model], "causal-lm", "sdpa", torch.device("cpu"))
     optimizer = _sgd(module.parameters())
@@ -179,15 +190,11 @@ def alone(model: str, precision: str) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Trained(losses=losses, norms=norms, parameters=_whole(module.state_dict()))
+    return Right(losses=losses, norms=norms, parameters={name: w.detach() for name, w in module.named_parameters()})
 
 
-def _whole(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.detach().float().cpu() for name, value in state.items() if value.is_floating_point()}
-
-
-def trained_here(model: str, plan: Plan) -> Trained:
-    """The same under a plan, on this rank; parameters are rank 0's."""
+def trained_here(model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> Trained:
+    """The same under a plan, on this rank, whose parameters are compared with its parts of the `right` ones."""
     module = build_model(MODELS[model], "causal-lm", "sdpa", torch.device("cpu"))
     engine, *_ = initialize(module, _sgd, plan=plan, config={"gradient_clipping": CLIPPING})
     engine.train()
@@ -196,9 +203,16 @@ def trained_here(model: str, plan: Plan) -> Trained:
         own = samples_of(step).chunk(engine.data_parallel_size)[engine.data_parallel_rank]
         losses.append(_step(engine, own))
         norms.append(float(engine.gradient_norm or 0.0))
-    state = engine.state_dict()
+    splits = parts_of(engine.module).splits
+    with engine.whole_parameters():
+        apart = {
+            name: float(
+                (weight.detach() - (splits[name].take(right[name]) if name in splits else right[name])).abs().max()
+            )
+            for name, weight in engine.module.named_parameters()
+        }
     engine.close()
-    return Trained(losses=losses, norms=norms, parameters=_whole(state) if dist.get_rank() == 0 else {})
+    return Trained(losses=losses, norms=norms, apart=apart)
 
 
 def _step(engine: Any, own: torch.Tensor) -> float:
@@ -224,16 +238,18 @@ def row_of(model: str, plan: Plan) -> ParityRun:
     return ParityRun(model=model, config="", task="causal-lm", outcome="", **chosen, **places, **versions)
 
 
-def compared(row: ParityRun, alone: Trained, ranks: Sequence[Trained]) -> ParityRun:
+def compared(row: ParityRun, right: Right, ranks: Sequence[Trained]) -> ParityRun:
     """The row with how far the ranks are from one process."""
-    first, tolerance = ranks[0], TOLERANCES[row.precision]
-    if set(first.parameters) != set(alone.parameters):
-        missing = sorted(set(first.parameters) ^ set(alone.parameters))
+    tolerance = TOLERANCES[row.precision]
+    apart: dict[str, float] = {}
+    for name, value in (item for rank in ranks for item in rank.apart.items()):
+        apart[name] = max(value, apart.get(name, 0.0))
+    if set(apart) != set(right.parameters):
+        missing = sorted(set(apart) ^ set(right.parameters))
         return replace(row, outcome="failed", where=f"names differ: {' '.join(missing[:3])}")
-    apart = {name: float((first.parameters[name] - value).abs().max()) for name, value in alone.parameters.items()}
     where = max(apart, key=lambda name: apart[name])
-    losses = [abs(loss - right) for rank in ranks for loss, right in zip(rank.losses, alone.losses, strict=True)]
-    norms = [abs(norm / right - 1) for rank in ranks for norm, right in zip(rank.norms, alone.norms, strict=True)]
+    losses = [abs(loss - one) for rank in ranks for loss, one in zip(rank.losses, right.losses, strict=True)]
+    norms = [abs(norm / one - 1) for rank in ranks for norm, one in zip(rank.norms, right.norms, strict=True)]
     within = max(*losses, apart[where]) <= tolerance and max(norms) <= 10 * tolerance
     return replace(
         row,
@@ -253,7 +269,7 @@ class Ranks:
         self._number, self._calls = number, 0
         self._pool: RankPool | None = None
 
-    def run(self, model: str, plan: Plan) -> list[Trained]:
+    def run(self, model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> list[Trained]:
         is_deepspeed = plan.configuration.backend == "deepspeed"
         if self._pool is None or self._calls >= CALLS_PER_POOL or is_deepspeed:
             self.close()
@@ -261,7 +277,7 @@ class Ranks:
             self._pool = quiet(RankPool(self._number, timeout_seconds=CALL_SECONDS, variables=variables))
         self._calls = CALLS_PER_POOL if is_deepspeed else self._calls + 1
         try:
-            return self._pool.run(trained_here, model, plan)
+            return self._pool.run(trained_here, model, plan, right)
         except RankError:
             self.close()
             raise
@@ -281,7 +297,7 @@ def measure(model: str, ranks: int, precision: str, only: str = "") -> Iterator[
             if only not in row.name:
                 continue
             try:
-                yield compared(row, right, pools.run(model, plan))
+                yield compared(row, right, pools.run(model, plan, right.parameters))
             except (RankError, DsplanError) as problem:
                 yield replace(row, outcome="failed", where=_reason(problem))
     finally:
@@ -302,8 +318,8 @@ def page(runs: Sequence[ParityRun]) -> str:
         "# Every composition beside one process",
         "",
         "Written by `python -m scripts.measure.parity`, which trains three small models (four blocks of GPT-2, LLaMA"
-        f" and Mixtral, width 64) for {STEPS} steps under every composition of ranks that the planner calls runnable, and"
-        " once in one process that uses no engine. Steps are SGD with momentum, clipped by the global norm; a"
+        f" and Mixtral, width 64) for {STEPS} steps under every composition of ranks that the planner calls runnable,"
+        " and once in one process that uses no engine. Steps are SGD with momentum, clipped by the global norm; a"
         " composition is the same where losses and every parameter are within 1e-5 (fp32) or 2e-2 (bf16), and gradient"
         " norms within ten times that share.",
         "",
