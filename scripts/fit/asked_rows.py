@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hardware_db.files import replace_text
+from hardware_db.units import GIB
 from scripts.fit.published_code import BY_SOURCE
 from scripts.fit.published_rows import MEASUREMENTS, document_of
 
@@ -98,6 +99,7 @@ MODELS = {
     "gemma-2b": "google/gemma-2b",
     "gemma-7b": "google/gemma-7b",
     "gemma2-2b": "google/gemma-2-2b",
+    "gemma2b": "google/gemma-2-2b",  # litgpt's name for gemma2-2b/qlora.yaml, in the line under gemma2-2b/lora.yaml
     "gemma2-9b": "google/gemma-2-9b",
     "falcon-7b": "tiiuae/falcon-7b",
     "falcon-40b": "tiiuae/falcon-40b",
@@ -106,6 +108,18 @@ MODELS = {
     "stablelm-base-alpha-3b": "stabilityai/stablelm-base-alpha-3b",
 }
 """Models whose blocks are neither Llama's nor GPT-2's, by the catalogue's names."""
+
+WIDE_RECIPES = ("gemma", "phi-", "Phi-3", "tiny-llama")
+"""Models whose adapters litgpt's config_hub puts on every linear layer, the head too, which no flag says; those of
+others are on queries and values (Lightning-AI/litgpt@26857050fe3f config_hub/finetune/*/lora.yaml and qlora.yaml)."""
+ADAPTER_RANKS = {
+    ("gemma-2b", "lora"): 8,
+    ("gemma2-2b", "lora"): 8,
+    ("gemma", ""): 16,
+    ("phi-2", ""): 8,
+    ("Phi-3", ""): 8,
+}
+"""Ranks there, by the start of the model's name and the method; 32 in the other files."""
 
 NO_PLAN = (
     "bigscience",
@@ -147,6 +161,8 @@ def code_of(source: str, gpu: str) -> str:
     """Whose modules a source ran on a GPU; what torchtitan printed of H100s is of 2024 and early 2025."""
     if source.startswith(("torchtitan", "torchao")) and gpu == "H100":
         return "torchtitan-2024"
+    if source.startswith("litgpt_peft"):
+        return "litgpt-2024"
     return next((code for name, code in CODES.items() if source.startswith(name)), "transformers")
 
 
@@ -293,8 +309,32 @@ def beyond(row: Row, why: str) -> tuple[str, dict[str, Any], dict[str, Any], Fla
     device = DEVICES.get((row["gpu_name"], row["gpu_mem_gb"]))
     if device is None:
         raise NotAskable(f"{row['gpu_name']} {row['gpu_mem_gb']} GB is in no catalogue")
+    if notes.get("config", "").endswith(SINGLE_DEVICE) and source.startswith("litgpt_config"):
+        row = {**row, "n_gpus": "1", "strategy": "ddp"}
+        assumed.append(ONE_DEVICE)
+    if notes.get("config", "").endswith("tiny-llama/full.yaml"):
+        row = {**row, "grad_accum": "8"}  # global_batch_size: 32, micro_batch_size: 4
+    if (
+        notes.get("method") == "full"
+        and row["n_gpus"] == "1"
+        and _states_alone(row) > float(row["measured_peak_mem_gib"])
+    ):
+        raise NotAskable("prints less memory than weights, gradients and AdamW's moments in bf16 take on one GPU")
     flags = degrees(row, notes, assumed) | work(row, notes, assumed) | adapters(row, notes)
     return model, config, cluster_of_collection(row, device), flags, "; ".join(assumed)
+
+
+def _states_alone(row: Row) -> float:
+    """GiB of the weights of a gated decoder, their gradients and two moments, all in 16 bits."""
+    hidden, heads, groups = (int(row[name]) for name in ("hidden", "heads", "kv_heads"))
+    block = 2 * hidden * hidden * (1 + groups / heads) + 3 * hidden * int(row["ffn"])
+    return 8 * (int(row["vocab"]) * hidden + int(row["layers"]) * block) / GIB
+
+
+SINGLE_DEVICE = ("lora.yaml", "tiny-llama/full.yaml")
+ONE_DEVICE = "one GPU, as the config beside the table says"
+"""`devices: 1` in Lightning-AI/litgpt@26857050fe3f config_hub/finetune, */lora.yaml, qlora.yaml and tiny-llama/full.yaml:
+a machine's other GPUs were idle, and times and memory of 1xA10G and 4xA10G are the same."""
 
 
 def model_of(row: Row, notes: Row) -> tuple[str, dict[str, Any]]:
@@ -392,6 +432,8 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
     fused = "eager" if source.startswith("megatron_golden") else "flash"
     flags["attention"] = attention or (fused if source.startswith(("megatron", "nemo", "dgxc")) else "sdpa")
     checkpointing = row["activation_checkpointing"]
+    if source.startswith("litgpt_peft") and row["strategy"] == "fsdp":
+        checkpointing = "full"  # FSDPStrategy(activation_checkpointing_policy={Block}): litgpt@8641822 finetune/lora.py
     if checkpointing.startswith("selective:layer"):
         flags |= {"checkpointing": "full", "checkpoint_every": int(checkpointing.removeprefix("selective:layer"))}
     elif checkpointing:
@@ -429,6 +471,8 @@ def precision(row: Row, notes: Row, assumed: list[str]) -> Flags:
             assumed.append("tensorwise scaling")
         return {"precision": "fp8", "fp8_recipe": recipe}
     stored = notes.get("params_stored", "")
+    if row["source_id"].startswith("litgpt_peft"):  # "--precision bf16-true", above the table
+        stored = "bf16"
     return {"precision": "bf16-pure" if label == "bf16" and stored.startswith("bf16") else label or "bf16"}
 
 
@@ -447,12 +491,29 @@ def adapters(row: Row, notes: Row) -> Flags:
     flags: Flags = {"method": "qlora" if peft == "qlora" or "nf4" in quant or "bnb" in quant else "lora"}
     if "gptq" in quant or (source.startswith("qwen") and peft == "qlora"):
         raise NotAskable("LoRA over GPTQ weights, which no flag says")
-    ranks = {"qwen": 64, "swift": 8, "litgpt_peft": 8, "litgpt_config": 32, "fsdp_qlora": 64, "torchtune": 8}
+    if source.startswith("litgpt"):
+        return flags | litgpt_adapters(row)
+    ranks = {"qwen": 64, "swift": 8, "fsdp_qlora": 64, "torchtune": 8}
     flags["lora_rank"] = next((rank for name, rank in ranks.items() if source.startswith(name)), 8)
     # Scripts beside the tables: Qwen c_attn, attn.c_proj, w1, w2; fsdp_qlora k, q, v, up, down, gate.
     wide = source.startswith(("qwen", "fsdp_qlora", "swift", "torchtune"))
     flags["lora_targets"] = "all-linear" if wide else "attention"
     return flags
+
+
+def litgpt_adapters(row: Row) -> Flags:
+    """Rank and targets, as litgpt's script of the day (@8641822 finetune/lora.py) and its config_hub have them."""
+    name = row["model_name"]
+    if row["source_id"].startswith("litgpt_peft"):
+        return {"lora_rank": 8, "lora_targets": QUERIES_AND_VALUES}
+    method = "qlora" if "qlora" in notes_of(row).get("config", "") else "lora"
+    ranks = (rank for (start, how), rank in ADAPTER_RANKS.items() if name.startswith(start) and how in ("", method))
+    wide = name.startswith(WIDE_RECIPES)
+    return {"lora_rank": next(ranks, 32), "lora_targets": "all-linear" if wide else QUERIES_AND_VALUES}
+
+
+QUERIES_AND_VALUES = r".*\.(q_proj|v_proj|query_key_value|Wqkv|qkv_proj)"
+"""Of a model whose queries, keys and values are one matrix, all three."""
 
 
 def cluster_of_collection(row: Row, device: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def host_load_bytes(job: Job) -> float:
     if job.cluster.device.is_cpu:
         return 0.0
     ranks = job.cluster.gpus_per_node
-    if code_base(job.workload.code).loads == "sharded":
+    if code_base(job.workload.code).loads != "whole":
         # Made on the meta device or on its GPU; of a checkpoint a rank has one tensor of its own at a time.
         return ranks * (CPU_PROCESS_BYTES + MADE_BYTES * largest_matrix(job))
     return ranks * CPU_PROCESS_BYTES + (1 if loads_once(job) else ranks) * made_bytes(job)
@@ -65,7 +65,7 @@ def host_load_bytes(job: Job) -> float:
 def loads_once(job: Job) -> bool:
     """Whether a node has no room for a whole model per process and the strategy can do with one: FSDP by accelerate's
     `cpu_ram_efficient_loading`, ZeRO-3 by DeepSpeed's `zero.Init`."""
-    if code_base(job.workload.code).loads == "sharded":
+    if code_base(job.workload.code).loads != "whole":
         return False
     ranks, limit = job.cluster.gpus_per_node, host_limit(job.workload, job.cluster)
     shards = job.configuration.strategy in FSDP_STRATEGIES or job.configuration.zero_stage == 3
