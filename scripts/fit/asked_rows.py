@@ -73,6 +73,9 @@ DEVICES = {
     ("H100", "96"): "H100-SXM5-96GB",
     ("H100", "94"): "H100-SXM5-96GB",
     ("H100", ""): "H100-SXM5-80GB",
+    # "2.4 TB per second, custom to Meta's H100 variant" (pytorch/ao@36027d82d1ad torchao/testing/training/
+    # roofline_utils.py line 24): the board of torchtitan's tables, which these runs use.
+    ("H100 of torchao", ""): "H100-SXM5-96GB",
     ("B200", ""): "B200-SXM-180GB",
     ("B300", ""): "B300-SXM-288GB",
     ("GB200", ""): "GB200-186GB",
@@ -120,6 +123,24 @@ ADAPTER_RANKS = {
     ("Phi-3", ""): 8,
 }
 """Ranks there, by the start of the model's name and the method; 32 in the other files."""
+
+RECOMPUTED: Flags = {"checkpointing": "full"}
+COMPILED: Flags = {**RECOMPUTED, "compile": True}
+AUTOMODEL: Mapping[str, Flags] = {
+    "deepseek-v3-671b": RECOMPUTED,
+    "kimi-k2": RECOMPUTED,
+    "qwen3-moe-30b": RECOMPUTED,
+    "gpt-oss-20b": {"ep": 8, "loss": "fused"},
+    "gpt-oss-120b": {"ep": 64, **RECOMPUTED},
+    "llama3-70b": COMPILED,
+    "llama3-8b-lora": {},
+    "qwen2.5-7b-lora": {},
+    "llama3-70b-lora": COMPILED,
+    "qwen2.5-32b-lora": COMPILED,
+}
+"""What the configs say that docs/performance-summary.mdx of NVIDIA-NeMo/Automodel names for its rows
+(examples/llm_benchmark/*/*.yaml: activation_checkpointing, enable_compile, ep_size, loss_fn). Those of deepseek-v3 and
+gpt-oss-120b have smaller batches than the table; without recomputation the table's would need the more memory."""
 
 NO_PLAN = (
     "bigscience",
@@ -306,7 +327,8 @@ def beyond(row: Row, why: str) -> tuple[str, dict[str, Any], dict[str, Any], Fla
         raise NotAskable(why or "the parallel plan is not recorded")
     assumed: list[str] = []
     model, config = model_of(row, notes)
-    device = DEVICES.get((row["gpu_name"], row["gpu_mem_gb"]))
+    named = "H100 of torchao" if source.startswith("torchao") and row["gpu_name"] == "H100" else row["gpu_name"]
+    device = DEVICES.get((named, row["gpu_mem_gb"]))
     if device is None:
         raise NotAskable(f"{row['gpu_name']} {row['gpu_mem_gb']} GB is in no catalogue")
     if notes.get("config", "").endswith(SINGLE_DEVICE) and source.startswith("litgpt_config"):
@@ -383,10 +405,17 @@ def degrees(row: Row, notes: Row, assumed: list[str]) -> Flags:
     if gpus % (tp * pp * cp):
         raise NotAskable("the degrees do not divide the GPUs")
     ranks = gpus // (tp * pp * cp)
+    if row["source_id"].startswith("nemo_automodel"):
+        # Each round of accumulation is a schedule over the local batch (pp_microbatch_size: 1).
+        row = {**row, "grad_accum": ""}
+        ep = AUTOMODEL[row["model_name"].replace("-2-node", "")].get("ep", ep)
     micro, steps = row["micro_batch_per_gpu"], row["grad_accum"]
-    if not micro:  # torchtitan's pipelines: the local batch of a data-parallel rank; its micro-batches are of 1
-        micro, steps = "1", notes["local_batch_per_dp_rank"]
-        assumed.append("micro-batches of 1 sample")
+    if not micro:
+        # The batch of a data-parallel rank, of which torchtitan makes as many micro-batches as there are ranks in the
+        # pipeline (pytorch/torchtitan@9dec370, the tables' version, parallelisms/pipelining_utils.py line 81).
+        steps = str(pp)
+        micro = str(int(notes["local_batch_per_dp_rank"]) // pp)
+        assumed.append("as many micro-batches as ranks in the pipeline, torchtitan's default of the day")
     if not steps and row["global_batch"]:
         steps = str(int(row["global_batch"]) // (ranks * int(micro)))
     flags: Flags = {"tp": tp, "pp": pp, "micro_batch": int(micro), "grad_accum": int(steps or 1)}
@@ -446,6 +475,10 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
         if source.startswith("torchtune"):
             flags |= {"checkpointing": "full", "loss": "chunked"}
             assumed[-1] = "recomputation and the loss in chunks, as its recipes ask for"
+    if source.startswith("nemo_automodel"):
+        recipe = AUTOMODEL[row["model_name"].replace("-2-node", "")]
+        flags |= {name: value for name, value in recipe.items() if name not in ("ep", "lora_rank", "lora_targets")}
+        assumed[:] = ["as the config that the table names says"]
     flags |= precision(row, notes, assumed)
     if "param_cpu" in row["offload"]:
         flags["offload"] = "all"
@@ -493,6 +526,8 @@ def adapters(row: Row, notes: Row) -> Flags:
         raise NotAskable("LoRA over GPTQ weights, which no flag says")
     if source.startswith("litgpt"):
         return flags | litgpt_adapters(row)
+    if source.startswith("nemo_automodel"):
+        return flags | {"lora_rank": 16, "lora_targets": "all-linear"}  # dim: 16, target_modules: '*_proj'
     ranks = {"qwen": 64, "swift": 8, "fsdp_qlora": 64, "torchtune": 8}
     flags["lora_rank"] = next((rank for name, rank in ranks.items() if source.startswith(name)), 8)
     # Scripts beside the tables: Qwen c_attn, attn.c_proj, w1, w2; fsdp_qlora k, q, v, up, down, gate.
