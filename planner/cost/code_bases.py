@@ -145,6 +145,8 @@ class CodeBase:
     """Whether gradients lie in one buffer that is there from the first step on, which autograd adds to."""
     scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
     """Whose linear layers multiply in 8 and 4 bits."""
+    fuses_attention: bool = False
+    """Whether kernels of its own fuse attention that transformers runs eagerly: with sinks, soft caps or biases."""
     unties_head: bool = False
     """Whether the head has a matrix of its own even where the model's config ties it to the token table."""
     drops_adapter_inputs: bool = False
@@ -209,6 +211,8 @@ def facts_for_code(facts: ModelFacts, name: str) -> ModelFacts:
     code = code_base(name)
     if code.unties_head and facts.tie_word_embeddings and facts.kind == "decoder":
         facts = replace(facts, tie_word_embeddings=False)
+    if code.fuses_attention:
+        facts = replace(facts, fuses_attention=True) if facts.eager_only else facts
     if code.dropout is None or facts.hidden_dropout:
         return facts
     return replace(facts, hidden_dropout=code.dropout, attention_dropout=code.dropout)

@@ -51,7 +51,7 @@ class NotAskable(Exception):
 CODES = {
     "torchtune": "torch",
     "fms_fsdp": "torch",
-    "nemo_automodel": "torch",
+    "nemo_automodel": "automodel",
     **BY_SOURCE,
     "megatron_bridge": "nemo",
     "deepspeed_zero": "megatron-deepspeed",
@@ -60,7 +60,7 @@ CODES = {
     "litgpt": "litgpt",
 }
 """Whose modules a source ran, by the start of its name, the longer before the shorter; any other ran transformers'.
-Megatron-Bridge is what NeMo trains with today; Automodel shards Hugging Face's models, with fused kernels, by FSDP2."""
+Megatron-Bridge is what NeMo trains with today."""
 
 NAMED = {"transformers, deepspeed": "transformers-2021", "megatron": "megatron-deepspeed"}
 """What `published_memory.csv` says of single rows, where it differs from the source's."""
@@ -141,6 +141,16 @@ AUTOMODEL: Mapping[str, Flags] = {
 """What the configs say that docs/performance-summary.mdx of NVIDIA-NeMo/Automodel names for its rows
 (examples/llm_benchmark/*/*.yaml: activation_checkpointing, enable_compile, ep_size, loss_fn). Those of deepseek-v3 and
 gpt-oss-120b have smaller batches than the table; without recomputation the table's would need the more memory."""
+
+STAGES_OF_340B = 12
+"""Virtual stages of nemotron4-340b on H100: the table of release 25.04.01 leaves them open; NeMo's recipe for the same
+GPUs, batch, tp and pp has 12 (NVIDIA/NeMo@8cfedd720346 scripts/performance/recommended_model_configs/
+model_configs_h100.csv lines 27-28), as has the next release's table, whose steps take as long."""
+
+BALANCED = ("megatron_bridge", "nemo_automodel")
+"""Whose mixtures of experts get the same tokens each: "we force-balance the token distribution among experts"
+(NVIDIA-NeMo/Megatron-Bridge@067f987df03b docs/performance-summary.md line 104), "fake balanced gate is enabled"
+(NVIDIA-NeMo/Automodel docs/performance-summary.mdx)."""
 
 NO_PLAN = (
     "bigscience",
@@ -400,6 +410,9 @@ def degrees(row: Row, notes: Row, assumed: list[str]) -> Flags:
     gpus, tp, pp = int(row["n_gpus"]), int(row["tp"]), int(row["pp"])
     cp, ep, virtual = number(notes.get("cp")), number(notes.get("ep")), number(notes.get("vp"))
     layers = int(row["layers"]) if row["layers"] else 0
+    if row["source_id"] == "dgxc_h100" and row["model_name"] == "nemotron4-340b" and notes.get("vp") == "NA":
+        virtual = STAGES_OF_340B
+        assumed.append("12 stages per rank, as NeMo's recipe for it says")
     if notes.get("vpp_layers"):  # Megatron's CI says layers per virtual stage
         virtual = layers // pp // int(notes["vpp_layers"])
     if gpus % (tp * pp * cp):
@@ -423,6 +436,8 @@ def degrees(row: Row, notes: Row, assumed: list[str]) -> Flags:
         flags["cp"] = cp
     if ep > 1:
         flags["ep"] = ep
+        if row["source_id"].startswith(BALANCED):
+            flags["expert_imbalance"] = 1.0
     if virtual > 1 and pp > 1:
         flags |= {"pp_schedule": "interleaved", "virtual_stages": virtual}
     if "Interleaved" in notes.get("variant", ""):
@@ -505,6 +520,8 @@ def precision(row: Row, notes: Row, assumed: list[str]) -> Flags:
         return {"precision": "fp8", "fp8_recipe": recipe}
     stored = notes.get("params_stored", "")
     if row["source_id"].startswith("litgpt_peft"):  # "--precision bf16-true", above the table
+        stored = "bf16"
+    if row["source_id"].startswith("nemo_automodel") and notes.get("peft"):  # torch_dtype: bf16
         stored = "bf16"
     return {"precision": "bf16-pure" if label == "bf16" and stored.startswith("bf16") else label or "bf16"}
 
@@ -595,6 +612,8 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
             assumed = ""
             if timed is not None:
                 name, config, cluster, flags = from_training(timed)
+                if source == "dgxc_h100" and name == "nemotron4-340b":
+                    flags |= {"pp_schedule": "interleaved", "virtual_stages": STAGES_OF_340B}
                 if known is not None:
                     flags |= {name: known[name] for name in ("precision", "optimizer")}
                     cluster |= {key: value for key, value in cluster_of(known).items() if key == "capacity_gb"}

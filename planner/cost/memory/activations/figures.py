@@ -27,7 +27,6 @@ from planner.cost.memory.activations.form import (
 from planner.cost.memory.ledger import NOTHING, Amount, plus
 from planner.cost.precision import Recipe, ScaledProducts
 from planner.cost.split import (
-    EXPERT_IMBALANCE,
     AttentionExchange,
     attention_exchange,
     attention_widths,
@@ -109,6 +108,7 @@ class _Question:
     compiled: bool
     loss: Loss
     logit_parts: int
+    imbalance: float
     training: Training | None = None
     numbers: Numbers | None = None
 
@@ -136,6 +136,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         job.workload.compile,
         job.workload.loss,
         logit_parts(job),
+        job.workload.expert_imbalance,
     )
     if job.workload.freezes and not job.counts.trains_all:
         numbers = _numbers(job, recipe)
@@ -329,7 +330,7 @@ def _sizes(facts: ModelFacts, question: _Question) -> _Sizes:
     spread = Spread(
         cp=question.cp,
         tp=question.tp if question.is_sequence_parallel else 1,
-        uneven=EXPERT_IMBALANCE if question.ep > 1 else 1.0,
+        uneven=question.imbalance if question.ep > 1 else 1.0,
     )
     if question.ep == 1:
         return _Sizes(tokens, weights, spread)
