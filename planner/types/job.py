@@ -12,7 +12,6 @@ from planner.models.facts_document import facts_document
 from planner.types.cluster import SHIPPED, Cluster, Rates
 from planner.types.plan import Configuration
 
-
 EXPERT_IMBALANCE = 1.25
 """Tokens that come to the busiest rank's experts over the mean: the capacity factor that Switch Transformers train
 with, beyond which tokens are dropped (Fedus et al. 2021, arXiv 2101.03961, section 2.2; recalled)."""

@@ -52,6 +52,7 @@ CODES = {
     "torchtune": "torch",
     "fms_fsdp": "torch",
     "nemo_automodel": "automodel",
+    "fsdp_qlora": "transformers-2024",
     **BY_SOURCE,
     "megatron_bridge": "nemo",
     "deepspeed_zero": "megatron-deepspeed",
@@ -365,8 +366,8 @@ def _states_alone(row: Row) -> float:
 
 SINGLE_DEVICE = ("lora.yaml", "tiny-llama/full.yaml")
 ONE_DEVICE = "one GPU, as the config beside the table says"
-"""`devices: 1` in Lightning-AI/litgpt@26857050fe3f config_hub/finetune, */lora.yaml, qlora.yaml and tiny-llama/full.yaml:
-a machine's other GPUs were idle, and times and memory of 1xA10G and 4xA10G are the same."""
+"""`devices: 1` in Lightning-AI/litgpt@26857050fe3f config_hub/finetune, */lora.yaml, qlora.yaml, tiny-llama/full.yaml: a
+machine's other GPUs were idle, and times and memory of 1xA10G and 4xA10G are the same."""
 
 
 def model_of(row: Row, notes: Row) -> tuple[str, dict[str, Any]]:
@@ -523,6 +524,8 @@ def precision(row: Row, notes: Row, assumed: list[str]) -> Flags:
         stored = "bf16"
     if row["source_id"].startswith("nemo_automodel") and notes.get("peft"):  # torch_dtype: bf16
         stored = "bf16"
+    if row["source_id"].startswith("fsdp_qlora"):  # --precision bf16, its default: both dtypes, no autocast
+        stored = "bf16"
     return {"precision": "bf16-pure" if label == "bf16" and stored.startswith("bf16") else label or "bf16"}
 
 
@@ -545,10 +548,13 @@ def adapters(row: Row, notes: Row) -> Flags:
         return flags | litgpt_adapters(row)
     if source.startswith("nemo_automodel"):
         return flags | {"lora_rank": 16, "lora_targets": "all-linear"}  # dim: 16, target_modules: '*_proj'
-    ranks = {"qwen": 64, "swift": 8, "fsdp_qlora": 64, "torchtune": 8}
+    if source.startswith("fsdp_qlora"):
+        # lora_rank, lora_target_modules "all" (AnswerDotAI/fsdp_qlora@1a9fddfb train.py, main).
+        return flags | {"lora_rank": 64, "lora_targets": "k_proj,q_proj,v_proj,up_proj,down_proj,gate_proj"}
+    ranks = {"qwen": 64, "swift": 8, "torchtune": 8}
     flags["lora_rank"] = next((rank for name, rank in ranks.items() if source.startswith(name)), 8)
-    # Scripts beside the tables: Qwen c_attn, attn.c_proj, w1, w2; fsdp_qlora k, q, v, up, down, gate.
-    wide = source.startswith(("qwen", "fsdp_qlora", "swift", "torchtune"))
+    # The script beside Qwen's table: c_attn, attn.c_proj, w1, w2.
+    wide = source.startswith(("qwen", "swift", "torchtune"))
     flags["lora_targets"] = "all-linear" if wide else "attention"
     return flags
 
@@ -581,6 +587,8 @@ def cluster_of_collection(row: Row, device: str) -> dict[str, Any]:
     given: dict[str, Any] = {"gpu": device, "nodes": gpus // per_node, "gpus_per_node": per_node}
     if given["nodes"] > 1 and device in LINKS:
         given |= LINKS[device]
+    if row["source_id"].startswith("fsdp_qlora") and device in ("RTX-3090", "RTX-4090"):
+        given["host_memory_gb"] = 128  # "128GB CPU RAM" of both machines (benchmarks_03_2024.md)
     return given
 
 

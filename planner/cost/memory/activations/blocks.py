@@ -520,6 +520,22 @@ def _logits(copies: tuple[float, float], width: int) -> Polynomial:
     return {"V b s": narrow * width + (wide - 4 if width == 4 and narrow and wide else wide)}
 
 
+def with_logits(form: Form, loss: LogitBytes, width: int) -> Form:
+    """A traced form whose code makes other copies of the logits."""
+
+    def told(moments: tuple[Moment, ...], copies: tuple[float, float]) -> tuple[Moment, ...]:
+        most = max((moment.activations.get("V b s", 0.0) for moment in moments), default=0.0)
+        return tuple(
+            replace(moment, activations={**moment.activations, **_logits(copies, width)})
+            if moment.activations.get("V b s", 0.0) == most > 0
+            else moment
+            for moment in moments
+        )
+
+    forward, backward = told(tuple(form.loss), loss["forward"]), told(tuple(form.loss_backward), loss["backward"])
+    return replace(form, loss=forward, loss_backward=backward)
+
+
 # The loss in chunks, and without logits at all.
 
 

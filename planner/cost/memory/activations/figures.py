@@ -249,7 +249,8 @@ def _form_of(facts: ModelFacts, question: _Question, frozen: str = "") -> tuple[
     models go by transformers' modules."""
     written = has_written_form(facts, question.code, question.length, compiled=question.compiled)
     plain = question.loss == "plain" or not facts.vocab_size
-    if plain and not written:
+    loss = code_base(question.code).traits(compiled=question.compiled).loss
+    if plain and not written and (loss is None or not facts.vocab_size):
         return _traced_form(facts, question, _frozen_modes(frozen))
     return _written_form(facts, question, blocks=written, loss="plain" if plain else question.loss, frozen=frozen)
 
@@ -281,7 +282,8 @@ def _written_form(
             own = known.code_blocks(facts, traits.block, mode, question.attention, held, frozen=fixed)
             form, differences = replace(form, blocks=own), 0
     if loss == "plain":
-        return form, differences
+        copies = traits.loss if code.eager.block is None else None
+        return (form if copies is None else known.with_logits(form, copies, width)), differences
     rows = 1 / known.CHUNKS
     if loss == "fused":
         rows = known.fused_rows(question.length, facts.vocab_size, facts.hidden_size)
