@@ -471,7 +471,7 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
     flags: Flags = {"seq_len": int(row["seq_len"]), "optimizer": "adamw-fused"}
     if source.startswith("llmfoundry"):
         flags["optimizer"] = "adamw-forloop"
-    if source.startswith(("qwen", "swift", "litgpt", "torchtune", "fsdp_qlora")):
+    if source.startswith(("qwen", "swift", "litgpt", "fsdp_qlora")):
         flags["optimizer"] = "adamw"
     attention = row["attention"] if row["attention"] in ("flash", "sdpa", "eager") else ""
     fused = "eager" if source.startswith("megatron_golden") else "flash"
@@ -489,8 +489,12 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
             flags["checkpointing"] = "full"
             assumed[-1] = "recomputation, as the script beside the table asks for"
         if source.startswith("torchtune"):
+            # enable_activation_checkpointing, enable_activation_offloading of the distributed recipes, and
+            # LinearCrossEntropyLoss (pytorch/torchtune@bd2a0fc7c314 recipes/configs/llama3_1).
             flags |= {"checkpointing": "full", "loss": "chunked"}
-            assumed[-1] = "recomputation and the loss in chunks, as its recipes ask for"
+            if row["n_gpus"] != "1":
+                flags["activations_on_host"] = True
+            assumed[-1] = "recomputation, activations on the host and the loss in chunks, as its recipes ask for"
     if source.startswith("nemo_automodel"):
         recipe = AUTOMODEL[row["model_name"].replace("-2-node", "")]
         flags |= {name: value for name, value in recipe.items() if name not in ("ep", "lora_rank", "lora_targets")}
@@ -551,10 +555,14 @@ def adapters(row: Row, notes: Row) -> Flags:
     if source.startswith("fsdp_qlora"):
         # lora_rank, lora_target_modules "all" (AnswerDotAI/fsdp_qlora@1a9fddfb train.py, main).
         return flags | {"lora_rank": 64, "lora_targets": "k_proj,q_proj,v_proj,up_proj,down_proj,gate_proj"}
-    ranks = {"qwen": 64, "swift": 8, "torchtune": 8}
+    if source.startswith("torchtune"):
+        # lora_attn_modules, apply_lora_to_mlp, lora_rank (recipes/configs/llama3_1/*lora*.yaml).
+        targets = "q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+        return flags | {"lora_rank": 8 if row["n_gpus"] == "1" else 16, "lora_targets": targets}
+    ranks = {"qwen": 64, "swift": 8}
     flags["lora_rank"] = next((rank for name, rank in ranks.items() if source.startswith(name)), 8)
     # The script beside Qwen's table: c_attn, attn.c_proj, w1, w2.
-    wide = source.startswith(("qwen", "swift", "torchtune"))
+    wide = source.startswith(("qwen", "swift"))
     flags["lora_targets"] = "all-linear" if wide else "attention"
     return flags
 
@@ -627,6 +635,8 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
                     cluster |= {key: value for key, value in cluster_of(known).items() if key == "capacity_gb"}
             elif known is not None and not source.startswith("megatron_golden"):
                 name, config, cluster, flags = from_memory(known)
+                if source.startswith("torchtune"):
+                    flags |= {"loss": "chunked", "activations_on_host": True, "compile": True}
             else:
                 name, config, cluster, flags, assumed = beyond(row, reasons.get(source, ""))
             if known is not None:
@@ -635,7 +645,9 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
         except NotAskable as reason:
             yield out | {"why_not": str(reason)}
             continue
-        speed = "" if timed is None and not _fast_enough(row) else row["measured_tokens_per_s_per_gpu"]
+        speed, unfit = row["measured_tokens_per_s_per_gpu"], _no_speed(row, timed=timed is not None)
+        if speed and unfit:
+            speed, assumed = "", "; ".join(filter(None, (assumed, NO_SPEED + unfit)))
         least = "the least" in assumed
         yield out | {
             "model": name,
@@ -644,15 +656,36 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
             "flags": json.dumps({flag: value for flag, value in flags.items() if value not in ("", None)}),
             "tokens_per_s_per_gpu": "" if least or out["ran"] == "no" else speed,
             "memory_gib": known["memory_gib"] if known is not None else row["measured_peak_mem_gib"],
-            "memory_kind": known["memory_kind"] if known is not None else row["mem_kind"],
+            "memory_kind": _kind(row, known),
             "assumed": assumed,
         }
 
 
-def _fast_enough(row: Row) -> bool:
-    """Whether a row's speed is one of training: CI tests of Megatron run deterministic kernels, and samples of
-    fine-tuning sets are shorter than the longest."""
-    return not row["source_id"].startswith(("megatron_golden", "swift", "litgpt", "bigscience_gpt2"))
+def _kind(row: Row, known: Row | None) -> str:
+    """What a row's memory is. torchtune's recipes log the peak of what is allocated (pytorch/torchtune@bd2a0fc7c314
+    torchtune/training/memory.py, peak_memory_active), which its README's second table names."""
+    if row["source_id"].startswith("torchtune"):
+        return "allocated"
+    return known["memory_kind"] if known is not None else row["mem_kind"]
+
+
+NO_SPEED = "speed not asked: "
+"""What `assumed` begins with where a printed speed is no measure of the plan."""
+UNFIT_SPEEDS = {
+    "megatron_golden": "deterministic kernels of a CI test",
+    "swift": "samples are shorter than the longest",
+    "litgpt": "samples are shorter than the longest",
+    "bigscience_gpt2": "its authors say that it cannot be compared",
+}
+
+
+def _no_speed(row: Row, *, timed: bool) -> str:
+    """Why a row's speed is not asked, if it is not."""
+    if "power limited" in row["notes"]:
+        return "its GPUs' power is limited, to how much is not said"
+    if timed:
+        return ""
+    return next((why for start, why in UNFIT_SPEEDS.items() if row["source_id"].startswith(start)), "")
 
 
 def _reasons() -> dict[str, str]:
