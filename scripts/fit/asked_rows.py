@@ -366,7 +366,7 @@ def _states_alone(row: Row) -> float:
 
 SINGLE_DEVICE = ("lora.yaml", "tiny-llama/full.yaml")
 ONE_DEVICE = "one GPU, as the config beside the table says"
-"""`devices: 1` in Lightning-AI/litgpt@26857050fe3f config_hub/finetune, */lora.yaml, qlora.yaml, tiny-llama/full.yaml: a
+"""`devices: 1` in Lightning-AI/litgpt@26857050fe3f config_hub/finetune, lora.yaml, qlora.yaml, tiny-llama/full.yaml: a
 machine's other GPUs were idle, and times and memory of 1xA10G and 4xA10G are the same."""
 
 
