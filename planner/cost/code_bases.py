@@ -30,8 +30,7 @@ class Implementation:
     whether gradients are reduced behind the backward, `reduces_whole` whether ZeRO-1 and 2 all-reduce gradients rather
     than reduce-scatter them, `broadcasts_partitions` whether they send updated parameters rank by rank,
     `selective_products` which share of the weight products selective checkpointing runs again, `stops_early` whether
-    recomputing a block stops at the last tensor that its backward needs (torch's non-reentrant checkpoint since 2.0),
-    `waits_for_sends` whether a pipeline's rank computes nothing while it sends or receives.
+    recomputing a block stops at the last tensor that its backward needs (torch's non-reentrant checkpoint since 2.0).
     """
 
     layer_norm_passes: float = 2.0
@@ -56,7 +55,6 @@ class Implementation:
     broadcasts_partitions: bool = False
     selective_products: float = 0.0
     stops_early: bool = True
-    waits_for_sends: bool = False
     block_host_seconds: float = 0.85e-3
     kernel_host_seconds: float = 10e-6
 

@@ -183,14 +183,13 @@ def stages(job: Job, rates: DeviceRates) -> tuple[Stage, ...]:
 # Schedules.
 
 
-def bubble_seconds(job: Job, pipeline: Sequence[Stage], inside: Exchanges, hop: float, *, waits: bool = False) -> float:
+def bubble_seconds(job: Job, pipeline: Sequence[Stage], inside: Exchanges, hop: float) -> float:
     """What the schedule takes beyond the work of its busiest stage.
 
     GPipe fills and drains as 1F1B does. With `v` virtual stages a rank waits for pieces of a v-th, and results cross
     to a neighbour v times as often (arXiv 2104.04473, section 2.2). ZB-H1 has the gradients of weights fill the wait
     of the drain: a stage's share of the bubble is its forward, and its backward less twice those (arXiv 2401.10241,
-    table 1: T_F + T_B - T_W, where 1F1B's is T_F + T_B + T_W). Where a rank `waits` for what it sends and receives, its
-    passes take that much longer, twice in the middle of the pipeline, and nothing is under way between them.
+    table 1: T_F + T_B - T_W, where 1F1B's is T_F + T_B + T_W).
     """
     chosen = job.configuration
     if len(pipeline) == 1:
@@ -199,17 +198,11 @@ def bubble_seconds(job: Job, pipeline: Sequence[Stage], inside: Exchanges, hop: 
     forwards = [stage.forward + inside.forward for stage in pipeline]
     backwards = [stage.backward + inside.backward for stage in pipeline]
     work = steps * max(forward + backward for forward, backward in zip(forwards, backwards, strict=True))
-    if waits:
-        held = [pieces * hop * (2 if 0 < place < len(pipeline) - 1 else 1) for place in range(len(pipeline))]
-        forwards, backwards = (
-            [own + wait for own, wait in zip(each, held, strict=True)] for each in (forwards, backwards)
-        )
-    between = 0.0 if waits else pieces * hop
-    beyond = one_forward_one_backward(forwards, backwards, steps, between) - work
+    waits = one_forward_one_backward(forwards, backwards, steps, pieces * hop) - work
     if chosen.pp_schedule == "zero-bubble":
         busiest = max(pipeline, key=lambda stage: stage.total)
-        beyond *= 1 - 2 * busiest.weights / (busiest.total + inside.visible)
-    return beyond / pieces
+        waits *= 1 - 2 * busiest.weights / (busiest.total + inside.visible)
+    return waits / pieces
 
 
 SETTLED, AT_LEAST = 3, 24

@@ -42,7 +42,7 @@ def step_time(job: Job) -> StepTime:
     offload = offload_cost(job, where, hideout, rates)
     compute = steps * busiest.total + copy_seconds(copies_of(job, where, rates), rates)
     optimizer = _optimizer(job, where, rates, offload)
-    bubble = bubble_seconds(job, pipeline, inside, hop, waits=rates.code.waits_for_sends)
+    bubble = bubble_seconds(job, pipeline, inside, hop)
     return StepTime(
         step_seconds=compute + communication.exposed + offload.transfers + optimizer + bubble,
         compute_seconds=compute,
