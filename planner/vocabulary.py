@@ -31,10 +31,13 @@ Compression = Literal["none", "fp16", "bf16", "int8"]
 Offload = Literal["none", "optimizer", "all", "nvme"]
 Task = Literal["causal-lm", "masked-lm", "seq-cls", "seq2seq", "image-cls", "custom", "dpo", "reward"]
 Save = Literal["none", "sharded", "full"]
+Degree = Literal["tp", "pp", "cp", "ep"]
+"""Over how many ranks the work on one sample is split: layers, the stack of layers, the sequence, routed experts."""
 Objective = Literal["throughput", "memory", "cost"]
 Verdict = Literal["fits", "tight", "does_not_fit"]
 Provenance = Literal["measured", "traced", "calibrated", "datasheet"]
 
+DEGREES: tuple[Degree, ...] = get_args(Degree)
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)

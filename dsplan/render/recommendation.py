@@ -84,7 +84,7 @@ def _devices_row(devices: OnDevices) -> dict[str, Cell]:
     return {
         ">GPUs": str(devices.gpus),
         "strategy": configuration.strategy,
-        "degrees": dims_text(configuration),
+        "?degrees": dims_text(configuration),
         ">step": format_seconds(devices.plan.time.step_seconds),
         ">days": "-" if devices.bill.days is None else three_digits(devices.bill.days),
         ">total": "-" if devices.bill.usd is None else f"${devices.bill.usd:,.0f}",
@@ -125,7 +125,7 @@ def plans_table(request: Request, plans: Sequence[Plan], title: str = "") -> Tab
     rows = [_row(rank, plan) | bill_cells(request, plan) for rank, plan in enumerate(plans, start=1)]
     if all(plan.configuration.offload == "none" for plan in plans):
         for row in rows:
-            del row["offload"]
+            del row["?offload"]
     return Table(title=title, columns=columns(*rows[0]), rows=[list(row.values()) for row in rows])
 
 
@@ -142,17 +142,17 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
     return {
         "#": f"{rank}{'' if plan.runnable else '*'}",
         "strategy": configuration.strategy,
-        "degrees": dims_text(configuration),
-        "batch": f"{configuration.micro_batch_size}x{configuration.gradient_accumulation_steps}",
-        "recompute": configuration.activation_checkpointing,
-        "offload": offload_text(configuration),
+        "?degrees": dims_text(configuration),
+        "?batch": f"{configuration.micro_batch_size}x{configuration.gradient_accumulation_steps}",
+        "??recompute": configuration.activation_checkpointing,
+        "?offload": offload_text(configuration),
         ">GiB": f"{gib(memory.device_used_bytes):.1f}",
-        "memory": Bar(share=memory.device_used_upper_bytes / limit_bytes(plan), width=6),
+        "???memory": Bar(share=memory.device_used_upper_bytes / limit_bytes(plan), width=6),
         ">step": format_seconds(plan.time.step_seconds),
-        "?>9 of 10": interval_text(plan.time),
-        f">{_counted(plan)}/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
-        "?>MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
-        "limit": plan.limited_by,
+        "????>9 of 10": interval_text(plan.time),
+        f"?>{_counted(plan)}/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
+        "????>MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
+        "??limit": plan.limited_by,
     }
 
 

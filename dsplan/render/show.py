@@ -42,17 +42,23 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's heading; figures are aligned on the right, and a narrow terminal leaves optional columns out."""
+    """A column's heading; figures are aligned on the right. A terminal that is too narrow leaves out the columns of the
+    highest `rank` first, the last one of a rank first; those of rank 0 only where nothing else is left to leave out."""
 
     name: str
     right: bool = False
-    optional: bool = False
+    rank: int = 0
 
 
 def columns(*names: str) -> tuple[Column, ...]:
-    """Columns by heading; a leading `>` aligns one on the right, a leading `?` makes it optional: `columns("model",
-    ">layers", "?>positions")`."""
-    return tuple(Column(name.lstrip("?>"), right=">" in name[:2], optional=name.startswith("?")) for name in names)
+    """Columns by heading; a leading `>` aligns one on the right, and every `?` before it makes it matter less, so that
+    it is left out earlier: `columns("model", ">layers", "?>positions", "??>vocabulary")`."""
+    return tuple(_column(name) for name in names)
+
+
+def _column(name: str) -> Column:
+    rank = len(name) - len(name.lstrip("?"))
+    return Column(name[rank:].removeprefix(">"), right=name[rank:].startswith(">"), rank=rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +147,8 @@ def show_json(value: object) -> None:
 _STYLES = {"": "", "heading": "bold", "good": "green", "warning": "yellow", "bad": "red", "faint": "dim"}
 
 _WIDE = 100
+_PROSE = 24
+"""A column with longer cells is prose, and folded between its words."""
 
 
 def print_blocks(blocks: Iterable[Block]) -> None:
@@ -162,21 +170,31 @@ def print_blocks(blocks: Iterable[Block]) -> None:
 
 
 def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
-    """The table without as many of its last optional columns as are too wide for the terminal, and their names."""
-    widths = [
-        max([len(column.name), *(_width(row[index]) for row in table.rows)])
-        for index, column in enumerate(table.columns)
-    ]
+    """The table without the columns that it has no room for, those first that matter least, and their names.
+
+    The first two stay: they say what a row is.
+    """
+    widths = [_least_width(table, index) for index in range(len(table.columns))]
     gap = 2 if width >= _WIDE else 1
     kept = list(range(len(table.columns)))
-    for index in reversed(range(len(table.columns))):
+    for index in sorted(kept[2:], key=lambda index: (table.columns[index].rank, index), reverse=True):
         if sum(widths[column] + gap for column in kept) - gap <= width:
             break
-        if table.columns[index].optional:
-            kept.remove(index)
+        kept.remove(index)
     left_out = [column.name for index, column in enumerate(table.columns) if index not in kept]
     rows = [[row[index] for index in kept] for row in table.rows]
     return Table(columns=[table.columns[index] for index in kept], rows=rows, title=table.title), left_out
+
+
+def _least_width(table: Table, index: int) -> int:
+    """The characters that a column cannot do without: all of its cells, or the longest word of one that is prose."""
+    name = table.columns[index].name
+    cells = [row[index] for row in table.rows]
+    whole = max([len(name), *map(_width, cells)])
+    if whole <= _PROSE:
+        return whole
+    words = [len(word) for cell in cells if not isinstance(cell, Bar) for word in cell.split()]
+    return min(whole, max([len(name), min(_PROSE, max(words, default=0))]))
 
 
 def _rich_table(table: Table, console: Console) -> RichTable:
@@ -193,8 +211,11 @@ def _rich_table(table: Table, console: Console) -> RichTable:
         pad_edge=False,
         show_edge=False,
     )
+    least = [_least_width(table, index) for index in range(len(table.columns))]
     for index, column in enumerate(table.columns):
-        drawn.add_column(column.name, justify="right" if column.right else "left", no_wrap=index == 0)
+        drawn.add_column(
+            column.name, justify="right" if column.right else "left", overflow="fold", min_width=least[index]
+        )
     for row in table.rows:
         drawn.add_row(*(_rich_cell(cell, unicode=unicode) for cell in row))
     return drawn

@@ -8,6 +8,7 @@ from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cost.code_bases import code_base
+from planner.cost.combinations import contradiction, refusal
 from planner.cost.memory import memory_estimate
 from planner.cost.memory.activations.figures import has_written_form
 from planner.cost.memory.activations.instants import selective_saves
@@ -114,7 +115,7 @@ def possible(request: Request, configuration: Configuration) -> Priced:
 
 def impossible(request: Request, configuration: Configuration) -> str:
     """Why a configuration cannot be run by anything, in one sentence; empty when it can."""
-    gpus, strategy, offload = request.cluster.gpus, configuration.strategy, configuration.offload
+    gpus, strategy = request.cluster.gpus, configuration.strategy
     if configuration.world_size != gpus:
         return (
             f"dp {configuration.dims.data_parallel} x tp {configuration.tp} x pp {configuration.pp}"
@@ -126,119 +127,39 @@ def impossible(request: Request, configuration: Configuration) -> str:
         return f"{code.name} has no {strategy}; use {', '.join(code.strategies)}"
     if strategy == "single" and gpus > 1:
         return f"strategy single uses one GPU, not {gpus}; use ddp, fsdp or zero1-3"
-    if offload != "none" and offload not in offloads_of(strategy, configuration.backend):
-        possible = ", ".join(offloads_of(strategy, configuration.backend)) or "none"
-        return f"--offload {offload} is not possible with {strategy}; possible: {possible}"
-    if configuration.offload_ratio < 1 and (offload == "none" or configuration.backend != "native"):
-        return (
-            f"--offload-ratio {configuration.offload_ratio:g} is for --backend native with an --offload; leave it out"
-        )
-    if not compresses(strategy, configuration.backend, configuration.gradient_compression):
-        return "--gradient-compression int8 is for ddp, and zero1-3 with --backend native; use bf16, which all can"
-    if (configuration.backend == "torch") == (strategy in words.ZERO_STAGES):
-        return f"backend {configuration.backend} does not run {strategy}; use {words.default_backend(strategy)}"
-    if configuration.backend == "native" and configuration.precision in words.SCALED_PRECISIONS:
-        return f"backend native has no {configuration.precision} products; use --backend deepspeed, or --precision bf16"
     lacks = deepspeed_lacks(request.cluster.device, configuration.precision)
     if lacks and configuration.backend == "deepspeed":
         return f"{lacks}; {WITHOUT_DEEPSPEED}"
-    if strategy in words.FSDP_STRATEGIES and configuration.optimizer == "adafactor":
-        return f"torch's Adafactor cannot step on the shards of {strategy}; use zero1-3, ddp, or another optimizer"
-    if configuration.optimizer == "muon" and configuration.backend == "deepspeed":
-        return f"Muon steps whole matrices, which DeepSpeed's {strategy} cuts; use --backend native, fsdp or ddp"
-    if configuration.optimizer == "muon" and offload != "none":
-        return f"Muon has no form that steps in host memory; leave --offload {offload} out"
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         # torch 2.13, distributed/fsdp/_fully_shard: "fully_shard doesn't support scalar parameters" (logit_scale).
         return f"torch's FSDP2 cannot shard the scalar logit_scale of {request.facts.name}; use zero1-3 or ddp"
-    if strategy in ("zero2", "zero3") and configuration.backend == "deepspeed" and configuration.pp > 1:
-        # DeepSpeed 0.19, runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism".
-        return f"DeepSpeed has no {strategy} in a pipeline (--pp {configuration.pp}); use zero1, fsdp or ddp, or --pp 1"
-    return _indivisible(request, configuration)
+    return contradiction(configuration) or indivisible(request, configuration)
 
 
-def _indivisible(request: Request, configuration: Configuration) -> str:
-    heads, layers = request.facts.num_heads, request.facts.total_layers
-    if request.facts.recorded_as and configuration.splits_model:
-        return (
-            f"nothing is known of how {request.facts.name} splits into --tp, --pp, --cp or --ep; use data parallelism"
-        )
-    if configuration.tp > 1 and heads % configuration.tp:
-        return f"--tp {configuration.tp} does not divide the {heads} attention heads of {request.facts.name}"
-    if configuration.pp > layers:
-        return f"--pp {configuration.pp} is more than the {layers} blocks of {request.facts.name}"
-    problems = (_bad_schedule(request, configuration), _bad_tokens(request, configuration))
-    return next(filter(None, problems), "") or _bad_experts(request, configuration)
-
-
-def _bad_schedule(request: Request, configuration: Configuration) -> str:
-    """Why a pipeline has no such schedule."""
-    pp, pieces, schedule = configuration.pp, configuration.virtual_stages, configuration.pp_schedule
-    steps, layers = configuration.gradient_accumulation_steps, request.facts.total_layers
-    if pp == 1 and (schedule != "1f1b" or pieces > 1):
-        asked = f"--virtual-stages {pieces}" if schedule == "1f1b" else f"--pp-schedule {schedule}"
-        return f"{asked} is for a pipeline; give --pp of at least 2"
-    if pieces > 1 and schedule != "interleaved":
-        return f"--virtual-stages {pieces} is for --pp-schedule interleaved, not {schedule}"
-    if schedule == "interleaved" and pieces == 1:
-        return "--pp-schedule interleaved needs --virtual-stages of at least 2; with one it is 1f1b"
-    if pp * pieces > layers + 2:  # the first piece may be the embedding alone, the last one the head
-        return f"--pp {pp} x --virtual-stages {pieces} = {pp * pieces} is more than the {layers} blocks and both ends"
-    if schedule == "interleaved" and steps % pp:
-        return (
-            f"--pp-schedule interleaved runs rounds of --pp {pp} micro-batches, and {steps} are no whole rounds;"
-            f" use --grad-accum {steps + -steps % pp}"
-        )
-    return ""
-
-
-def _bad_tokens(request: Request, configuration: Configuration) -> str:
-    """Why the tokens of a sample cannot be spread so."""
-    facts, tp, cp, length = request.facts, configuration.tp, configuration.cp, configuration.sequence_length
-    if cp > 1 and facts.kind != "decoder":
-        return f"--cp {cp} is for decoders, and {facts.name} is of kind {facts.kind}; use --cp 1"
-    if cp > 1 and (configuration.attention == "eager" or facts.eager_only):
-        return f"--cp {cp} needs fused attention, and {facts.name} would run eager; use --attention sdpa, or --cp 1"
-    if cp > 1 and length % (2 * cp):
-        return (
-            f"--cp {cp} cuts samples into {2 * cp} parts, two for each rank so that causal attention is balanced, and"
-            f" --seq-len {length} is no multiple of that"
-        )
-    if configuration.sequence_parallel and tp == 1:
-        return "--sequence-parallel splits the sequence over tensor-parallel ranks; give --tp of at least 2"
-    if configuration.sequence_parallel and length // cp % tp:
-        return f"--sequence-parallel cuts {length // cp} tokens over --tp {tp}, which does not divide them"
-    return ""
-
-
-def _bad_experts(request: Request, configuration: Configuration) -> str:
-    """Why experts cannot be spread so."""
-    facts, ep = request.facts, configuration.ep
-    if ep == 1:
+def indivisible(request: Request, configuration: Configuration) -> str:
+    """Why a model cannot be split by a configuration's degrees, in one sentence; empty where it can."""
+    if not configuration.splits_model:
         return ""
-    if not facts.is_moe:
-        return f"--ep {ep} spreads experts over ranks, and {facts.name} has none; use --ep 1"
-    if facts.num_experts % ep:
-        return f"--ep {ep} does not divide the {facts.num_experts} experts of {facts.name}"
-    if configuration.tp > 1 and not configuration.sequence_parallel:
-        return (
-            f"--ep {ep} with --tp {configuration.tp} needs --sequence-parallel, so that each rank sends its own tokens"
-        )
+    facts, tp, pp, cp, ep = (request.facts, *(getattr(configuration, name) for name in words.DEGREES))
+    layers, stages = facts.total_layers, pp * configuration.virtual_stages
+    if facts.recorded_as:
+        return f"nothing is known of how {facts.name} splits into tp, pp, cp or ep; use data parallelism"
+    if tp > 1 and facts.num_heads % tp:
+        return f"tp {tp} does not divide the {facts.num_heads} attention heads of {facts.name}"
+    if pp > layers:
+        return f"pp {pp} is more than the {layers} blocks of {facts.name}"
+    if stages > layers + 2:  # the first piece may be the embedding alone, the last one the head
+        virtual = f"virtual stages {configuration.virtual_stages} = {stages}"
+        return f"pp {pp} x {virtual} is more than the {layers} blocks of {facts.name} and both ends"
+    if cp > 1 and facts.kind not in ("decoder", "custom"):
+        return f"cp {cp} is for decoders, and {facts.name} is of kind {facts.kind}; use cp 1"
+    if cp > 1 and facts.eager_only:
+        return f"cp {cp} needs fused attention, and {facts.name} runs eager; use cp 1"
+    if ep > 1 and not facts.is_moe:
+        return f"ep {ep} spreads experts over ranks, and {facts.name} has none; use ep 1"
+    if ep > 1 and facts.num_experts % ep:
+        return f"ep {ep} does not divide the {facts.num_experts} experts of {facts.name}"
     return ""
-
-
-def compresses(strategy: str, backend: str, compression: words.Compression) -> bool:
-    """Whether a strategy can send its gradients so: 16 bits are a dtype for every one, 8 bits our own exchange."""
-    return compression != "int8" or strategy in ("single", "ddp") or backend == "native"
-
-
-def offloads_of(strategy: str, backend: str) -> tuple[words.Offload, ...]:
-    """What a strategy can offload, `none` left out. DeepSpeed swaps to NVMe in stage 3 alone."""
-    if strategy == "zero3":
-        return ("optimizer", "all", "nvme")
-    if strategy in ("zero1", "zero2"):
-        return ("optimizer", "nvme") if backend == "native" else ("optimizer",)
-    return ("all",) if strategy in words.FSDP_STRATEGIES else ()
 
 
 LAST_RESORT_MFU = 0.02
@@ -266,7 +187,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     predicted = expected.predicted_step_seconds
     like_it = priced.experience.correction(job).sentence() if predicted is None else ""
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
-    blocked = _elsewhere(job) or unrunnable(configuration)
+    blocked = _elsewhere(job) or refusal(configuration)
     sections = described(job)
     rates = throughput(job, expected)
     slow = f"a last resort: {rates.mfu or 0:.1%} of the dense peak, the rest of a step waits for offloaded states"
@@ -313,33 +234,6 @@ def _elsewhere(job: Job) -> str:
     if code.runs_here:
         return ""
     return f"{code.runs_with} runs the code {code.name}; dsplan run runs transformers' modules and plain torch"
-
-
-def unrunnable(configuration: Configuration) -> str:
-    """Why `dsplan run` cannot run a configuration today; empty when it can."""
-    if configuration.precision in words.SCALED_PRECISIONS:
-        return (
-            f"dsplan run has no {configuration.precision} products; accelerate with torchao, torchtitan and Megatron-LM"
-            " run them"
-        )
-    if not configuration.splits_model:
-        return ""
-    degrees = {name: getattr(configuration, name) for name in ("tp", "pp", "cp", "ep")}
-    split = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
-    trainer = "torchtitan" if configuration.strategy in words.FSDP_STRATEGIES else "megatron"
-    written = trainer if configuration.zero_stage < 2 else "torchrun"
-    return (
-        f"dsplan run cannot yet run {split}; {other_trainer(configuration)} does: dsplan emit --format {written} can"
-        " write it"
-    )
-
-
-def other_trainer(configuration: Configuration) -> str:
-    """The trainer that people run such splits of layers with: torchtitan shards by FSDP2, Megatron-LM keeps replicas
-    and shards their optimizer, Megatron-DeepSpeed shards further by ZeRO."""
-    if configuration.strategy in words.FSDP_STRATEGIES:
-        return "torchtitan"
-    return "Megatron-DeepSpeed" if configuration.strategy in ("zero2", "zero3") else "Megatron-LM"
 
 
 def _copies(job: Job) -> list[str]:

@@ -13,12 +13,13 @@ from math import log2
 
 from planner import limits
 from planner import vocabulary as words
+from planner.cost.combinations import offloads_of
 from planner.errors import ContradictoryRequest
 from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.resolve import LARGEST, SMALLEST, model_of_size
 from planner.models.tasks import facts_for_task
-from planner.search.estimate import impossible, offloads_of, price
+from planner.search.estimate import impossible, price
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import Request
 from planner.search.space import inapplicable

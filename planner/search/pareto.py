@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner import vocabulary as words
+from planner.cost.combinations import refusal
 from planner.search.device_counts import on_fewer_devices
-from planner.search.estimate import unrunnable
 from planner.search.evaluate import Candidate
 from planner.search.ranking import Timed, order, worth
 from planner.search.request import Request
@@ -55,7 +55,7 @@ def _candidates(request: Request) -> Iterator[Candidate]:
     for option in (request, *on_fewer_devices(request)):
         for layout in enumerate_candidates(option):
             candidate = Candidate(option, layout)
-            if candidate.micros and (request.allow_unrunnable or not unrunnable(candidate.configuration(0))):
+            if candidate.micros and (request.allow_unrunnable or not refusal(candidate.configuration(0))):
                 yield candidate
 
 

@@ -16,10 +16,11 @@ from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.calibration.spread import AGAIN, NINE_OF_TEN
 from planner.cluster.budget import bill_of
+from planner.cost.combinations import other_trainer, refusal
 from planner.cost.memory.overhead import beyond_need
 from planner.cost.timing import step_time
 from planner.cost.verdict import device_limit, limited_by
-from planner.search.estimate import Priced, other_trainer, plan_of, unrunnable, waits_mostly
+from planner.search.estimate import Priced, plan_of, waits_mostly
 from planner.search.request import Request
 from planner.search.space import inapplicable
 from planner.types.plan import Configuration, Plan, StepTime
@@ -145,7 +146,7 @@ def rank(request: Request, items: Sequence[Timed]) -> list[Timed]:
     # What was passed over inside its group is what others are compared with as well: thresholds must not add up.
     items = [*items, *(item.passed_over for item in items if item.passed_over is not None)]
     ranked = _in_order(request, items)
-    runnable = [] if request.allow_unrunnable else [item for item in items if not unrunnable(item.configuration)]
+    runnable = [] if request.allow_unrunnable else [item for item in items if not refusal(item.configuration)]
     if not runnable:
         return ranked
     leader = _in_order(request, runnable)[0]
@@ -249,7 +250,7 @@ def ran_out(request: Request) -> tuple[Rejection, ...]:
 
 def compared(request: Request, item: Timed, first: Timed) -> str:
     """How a plan that fits compares with the first one, in what the objective counts."""
-    blocked = unrunnable(item.configuration)
+    blocked = refusal(item.configuration)
     aside = f"; {blocked}" if blocked else ""
     ratio = worth(item, request.objective) / worth(first, request.objective)
     if request.objective == "memory":
@@ -265,8 +266,8 @@ def compared(request: Request, item: Timed, first: Timed) -> str:
 def why_first(request: Request, ranked: Sequence[Timed]) -> str:
     """Why the first plan is first, in one line."""
     first, objective = ranked[0], request.objective
-    is_blocked = unrunnable(first.configuration) or request.allow_unrunnable
-    peers = [item for item in ranked if is_blocked or not unrunnable(item.configuration)]
+    is_blocked = refusal(first.configuration) or request.allow_unrunnable
+    peers = [item for item in ranked if is_blocked or not refusal(item.configuration)]
     best, best_of_all = (min(among, key=lambda item: order(item, objective)) for among in (peers, ranked))
     reason = f"{group_name(first.configuration)} {_IS_BEST[objective]}"
     if best is not first:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner.cluster.budget import NO_BUDGET
+from planner.cost.combinations import other_trainer
 from planner.cost.precision import LOADED_BYTES, load_dtype_of
 from planner.cost.verdict import device_limit, host_limit
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, doubled
-from planner.search.estimate import Priced, other_trainer
+from planner.search.estimate import Priced
 from planner.search.request import Request, counts_of
 from planner.types.plan import Configuration, Plan
 from planner.vocabulary import Method

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hardware_db.device import Device
@@ -58,6 +58,29 @@ class WorkOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Degrees:
+    """How ranks are to share the work on one sample, as a script or a person decided it; data parallelism takes the
+    ranks that are left. What is None is left to the search."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp_schedule: words.Schedule | None = None
+    virtual_stages: int | None = None
+    sequence_parallel: bool | None = None
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that work on the same sample."""
+        return self.tp * self.pp * self.cp
+
+    def __str__(self) -> str:
+        values = ((item.name, getattr(self, item.name)) for item in fields(self))
+        return ", ".join(f"{name} {value}" for name, value in values if value not in (1, None)) or "tp 1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """What to plan: model, work, devices, and how plans are to be ranked.
 
@@ -66,7 +89,7 @@ class Request:
     one that cannot be told to be faster. `experience` is what was measured before. `zero_backend` runs ZeRO stages.
     `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
     from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
-    latter where it checkpoints.
+    latter where it checkpoints. `degrees` are those that every plan must have; None leaves them to the search.
     """
 
     facts: ModelFacts
@@ -88,6 +111,7 @@ class Request:
     checkpointings: tuple[words.Checkpointing, ...] | None = None
     gradient_compression: words.Compression = "none"
     activations_on_host: bool = False
+    degrees: Degrees | None = None
 
     @property
     def usd_per_gpu_hour(self) -> float | None:

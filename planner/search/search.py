@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from planner.cost.combinations import refusal
 from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
-from planner.search.estimate import Priced, is_last_resort, plan_of, unrunnable
+from planner.search.estimate import Priced, is_last_resort, plan_of
 from planner.search.evaluate import Candidate, any_that_fits, best, closest, preferred
 from planner.search.ranking import (
     Rejection,
@@ -108,7 +109,7 @@ def can_fit(request: Request) -> Priced | None:
     """Return the first plan that fits, in the order of `enumerate_candidates`, or None if there is none."""
     every = (Candidate(request, layout) for layout in enumerate_candidates(request) if layout.virtual_stages == 1)
     if not request.allow_unrunnable:
-        every = (found for found in every if found.micros and not unrunnable(found.configuration(0)))
+        every = (found for found in every if found.micros and not refusal(found.configuration(0)))
     return any_that_fits(every)
 
 

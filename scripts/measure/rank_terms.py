@@ -30,7 +30,7 @@ from strategies.bench.measured_run import PHASES, StepMemory, build_model, measu
 from strategies.distributed.environment import join
 from strategies.distributed.gloo import quiet
 from strategies.engine.base import Engine
-from strategies.tracing.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.step.build import Subject, with_adapters
 from strategies.tracing.step.checkpointing import checkpoint_activations
 from strategies.tracing.step.methods import compute_loss_as, make_optimizer

@@ -15,10 +15,10 @@ from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
-from planner.search.estimate import compresses
+from planner.cost.combinations import compresses
 from planner.search.recall import recalled
-from planner.search.request import Request, WorkOptions, make_request
-from planner.search.space import enumerate_candidates, inapplicable
+from planner.search.request import Degrees, Request, WorkOptions, make_request
+from planner.search.space import enumerate_candidates, inapplicable, unfit_degrees
 from planner.types.plan import Plan
 from strategies.autoplan.fallback import best_plan
 from strategies.autoplan.rates import machine_rates
@@ -64,9 +64,11 @@ def live_request(
     asked = replace(asked, backend=_wished_backend(asked))
     request = _request(model, asked, environment, strategy)
     request = replace(request, micro_batch=_micro_batch(asked, environment, request.workload.global_batch_size))
-    if (strategy or asked.backend) and not any(True for _ in enumerate_candidates(request)):
+    if (strategy or asked.backend or request.degrees) and not any(True for _ in enumerate_candidates(request)):
         if is_resumed:
-            return with_measured_rates(replace(request, strategies=None), measured)
+            return with_measured_rates(replace(request, strategies=None, degrees=None), measured)
+        if request.degrees and (why := unfit_degrees(request)):
+            raise CannotRun(f"parallel ({request.degrees}): {why}")
         word, value = ("strategy", strategy) if strategy else ("backend", asked.backend)
         if strategy and _refuses_compression(request, strategy):
             raise CannotRun(
@@ -80,10 +82,34 @@ def live_request(
 
 def _micro_batch(asked: PlanningOptions, environment: Environment, global_batch: int) -> int | None:
     """The micro-batch that the config decides. Where the number of ranks changed it may not divide any more."""
+    readers = _readers(asked, environment)
     if not current().is_resumed:
-        return limits.micro_batch(asked.config, environment.world_size)
+        return limits.micro_batch(asked.config, readers)
     micro = asked.config.micro_batch_size
-    return micro if micro is not None and global_batch % (micro * environment.world_size) == 0 else None
+    return micro if micro is not None and global_batch % (micro * readers) == 0 else None
+
+
+def _readers(asked: PlanningOptions, environment: Environment) -> int:
+    """Ranks that read different samples: all, or those that the degrees asked for leave."""
+    degrees = _degrees(asked, environment)
+    return environment.world_size if degrees is None else environment.world_size // degrees.sharing
+
+
+def _degrees(asked: PlanningOptions, environment: Environment) -> Degrees | None:
+    """The degrees that were asked for. A run that goes on with ranks that they do not divide leaves them to the search.
+
+    Raises:
+        CannotRun: they do not divide the ranks.
+    """
+    degrees, ranks = asked.parallel, environment.world_size
+    if degrees is None or ranks % degrees.sharing == 0:
+        return degrees
+    if current().is_resumed:
+        return None
+    raise CannotRun(
+        f"parallel: tp {degrees.tp} x pp {degrees.pp} x cp {degrees.cp} = {degrees.sharing} does not divide the"
+        f" {ranks} ranks of this job; change a degree, or start another number of ranks"
+    )
 
 
 def _refuses_compression(request: Request, strategy: words.Strategy) -> bool:
@@ -110,7 +136,7 @@ def _request(
     options = WorkOptions(
         task=task,
         seq_len=length,
-        global_batch=config.global_batch_size(environment.world_size) if batch is None else batch,
+        global_batch=config.global_batch_size(_readers(asked, environment)) if batch is None else batch,
         precision=config.precision or (like.precision if like else None),
         optimizer=like.optimizer if like and not has_optimizer else limits.optimizer(asked.optimizer, config.optimizer),
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
@@ -119,6 +145,7 @@ def _request(
     candidates = _candidates(strategy, asked.backend)
     zero = _zero_backend(asked.backend)
     request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
+    request = replace(request, degrees=_degrees(asked, environment))
     request = replace(request, **limits.offload(asked.config.zero, strategy, request.zero_backend))
     request = replace(request, **limits.travel(asked.config), **limits.activations(asked.config, model))
     return traced_request(request, model, example)

@@ -8,9 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -20,8 +18,9 @@ from strategies.distributed.gathers import note_gathers
 from strategies.engine.torch_engine import TorchEngine, TorchStrategy
 from strategies.modules.compression import gradient_travel
 from strategies.modules.precision import sharding_policy
+from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.model import share_weights
 from strategies.protocols import TrainingParts
-from strategies.tracing.blocks import repeated_blocks
 
 
 class FullShard(TorchStrategy):
@@ -36,10 +35,11 @@ class FullShard(TorchStrategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         ensure_group(self.environment)
-        broadcast_from_rank_0(model, self.environment.device)
+        if self.mesh.is_data_parallel:
+            share_weights(model, self.environment.device)
         shard = partial(
             fully_shard,
-            mesh=self.mesh(),
+            mesh=self.mesh.shard_mesh,
             mp_policy=sharding_policy(self.configuration.precision, self._reduce_dtype),
             offload_policy=self.offload_policy(),
         )
@@ -51,12 +51,6 @@ class FullShard(TorchStrategy):
             shard(model)
         note_gathers([unit for unit in model.modules() if isinstance(unit, FSDPModule)], _is_sharded)
         return model
-
-    def mesh(self) -> DeviceMesh:
-        """All ranks share one copy of the states."""
-        return init_device_mesh(
-            self.environment.device.type, (self.environment.world_size,), mesh_dim_names=("dp_shard",)
-        )
 
     def offload_policy(self) -> OffloadPolicy:
         """Shards and optimizer states live in host memory where the plan offloads `all`."""
@@ -104,10 +98,6 @@ class ShardGradOp(FullShard):
 class HybridShard(FullShard):
     """Groups of `dp_shard` ranks share one copy of the states; `dp_replicate` groups hold copies of each other."""
 
-    def mesh(self) -> DeviceMesh:
-        degrees = (self.configuration.dp_replicate, self.configuration.dp_shard)
-        return init_device_mesh(self.environment.device.type, degrees, mesh_dim_names=("dp_replicate", "dp_shard"))
-
 
 def _is_sharded(module: nn.Module) -> bool:
     """Whether FSDP would gather some of a module's parameters: those that it has gathered are no DTensors meanwhile."""
@@ -137,15 +127,6 @@ def _letting_go(unit: nn.Module, model: nn.Module) -> Iterator[None]:
     for parameter in whole:
         if parameter not in still_used:
             parameter.data = parameter.data.new_empty(0)
-
-
-def broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the weights of rank 0, as DDP does; one tensor at a time, so that no device holds them all."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        here = tensor.detach().to(device)
-        dist.broadcast(here, 0)
-        if here.device != tensor.device:
-            tensor.data.copy_(here)
 
 
 def fully_shard_arguments(configuration: Configuration) -> dict[str, Any]:

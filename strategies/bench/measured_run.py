@@ -26,8 +26,8 @@ from planner.vocabulary import Attention, Task
 from strategies.distributed.environment import join
 from strategies.engine.base import Engine
 from strategies.engine.initialize import initialize
+from strategies.parallel.blocks import repeated_blocks
 from strategies.telemetry.memory_report import reachable_tensors
-from strategies.tracing.blocks import repeated_blocks
 from strategies.tracing.storage_tracker import StorageTracker
 
 # Real text that every machine has: the sources of Python's standard library, as numbers of words.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from planner import vocabulary as words
-from planner.search.estimate import offloads_of
+from planner.cost.combinations import offloads_of
 from planner.types.cluster import Cluster
 from planner.types.plan import Configuration
 from strategies.config.fields import Fields
@@ -21,7 +21,7 @@ from strategies.config.known import TOP, Known
 from strategies.config.names import plain
 from strategies.config.values import NamedParts, ScriptConfig, ZeroSection
 from strategies.errors import CannotRun
-from strategies.tracing.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.step.checkpointing import recomputed_modules
 
 _CLASSES: dict[type, words.Optimizer] = {

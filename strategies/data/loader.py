@@ -22,6 +22,7 @@ from strategies.config import DataSection
 from strategies.distributed.environment import Environment
 from strategies.distributed.launcher_env import own_place
 from strategies.errors import CannotRun
+from strategies.parallel.mesh import Mesh
 from strategies.run_directory.heartbeat import beat
 
 # Samples that cannot be read; a limited number of them is skipped.
@@ -126,13 +127,15 @@ class ShardedLoader:
         self.samples = 0
         self.seed = _shared_seed(environment) if section.seed is None else section.seed
         self._length = _length(dataset, configuration)
-        self._configuration, self._environment = configuration, environment
+        self._configuration = configuration
         self._bad = BadSamples(section.bad_samples)
         self._handed_out = 0
         self._passes = self._skipped_passes = 0
         self._continues = True
         self._worker_seeds = torch.Generator()
-        self._batches = _Order(configuration.micro_batch_size, environment)
+        mesh = Mesh.of(configuration, environment)
+        self._part, self._parts = mesh.rank("dp"), mesh.size("dp")
+        self._batches = _Order(configuration.micro_batch_size, self._part, self._parts)
         self._tolerates = tolerates = section.bad_samples > 0
         collate = settings.collate or default_collate
         self._loader: DataLoader[Any] = DataLoader(
@@ -233,11 +236,11 @@ class ShardedLoader:
         global_batches = (self._length - self.samples) // configuration.global_batch_size
         last = self.samples + global_batches * configuration.global_batch_size
         # A seed of its own: torch would draw it from the random state that the model's dropout resumes from.
-        self._worker_seeds.manual_seed(self.seed + epoch * self._environment.world_size + self._environment.rank)
+        self._worker_seeds.manual_seed(self.seed + epoch * self._parts + self._part)
         self._batches.order = _permutation(self._length, self.seed + epoch)[self.samples : last]
         for batch in self._loader:
             beat()
-            self._handed_out += configuration.micro_batch_size * self._environment.world_size
+            self._handed_out += configuration.micro_batch_size * self._parts
             yield self._bad.noted(batch) if self._tolerates else batch
         if self.epoch == epoch and self.samples == last:
             self.epoch, self.samples = epoch + 1, 0
@@ -293,17 +296,17 @@ class DistributedDataLoader(DataLoader[Any]):
 
 
 class _Order(Sampler[list[int]]):
-    """A batch sampler: this rank's part of `order`, [samples], whose neighbours go to different ranks."""
+    """A batch sampler: this rank's part of `order`, [samples], whose neighbours go to different parts."""
 
-    def __init__(self, micro_batch_size: int, environment: Environment) -> None:
+    def __init__(self, micro_batch_size: int, part: int, parts: int) -> None:
         self.order = torch.empty(0, dtype=torch.int64)
-        self._size, self._environment = micro_batch_size, environment
+        self._size, self._part, self._parts = micro_batch_size, part, parts
 
     def __len__(self) -> int:
-        return len(self.order) // (self._size * self._environment.world_size)
+        return len(self.order) // (self._size * self._parts)
 
     def __iter__(self) -> Iterator[list[int]]:
-        own = self.order[self._environment.rank :: self._environment.world_size]
+        own = self.order[self._part :: self._parts]
         return (own[first : first + self._size].tolist() for first in range(0, len(own), self._size))
 
 

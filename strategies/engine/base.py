@@ -23,6 +23,7 @@ from strategies.checkpoint.states import States
 from strategies.config.values import CheckpointSection
 from strategies.distributed.environment import Environment
 from strategies.modules.precision import LossScale
+from strategies.parallel.mesh import Mesh
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE, beat
 from strategies.telemetry.timers import Section
@@ -47,6 +48,7 @@ class Strategy(ABC):
     def __init__(self, configuration: Configuration, environment: Environment) -> None:
         self.configuration = configuration
         self.environment = environment
+        self.mesh = Mesh.of(configuration, environment)
 
     @abstractmethod
     def engine(self, parts: TrainingParts) -> Engine:
@@ -71,9 +73,10 @@ class Engine(ABC):
     gradient_clipping: float
     checkpointing: CheckpointSection = CheckpointSection()
 
-    def __init__(self, plan: Plan, environment: Environment) -> None:
+    def __init__(self, plan: Plan, strategy: Strategy) -> None:
         self.plan = plan
-        self.environment = environment
+        self.environment = strategy.environment
+        self.mesh = strategy.mesh
         self.dataloader: ShardedLoader | None = None
         self.observers: list[Observer] = []
         self.counted_peak_bytes: int | None = None
@@ -97,6 +100,17 @@ class Engine(ABC):
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints and writes for all."""
         return self.environment.is_main
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the parts that a global batch is cut into this rank reads; ranks that share the work on one sample
+        (tp, pp, cp) read the same."""
+        return self.mesh.rank("dp")
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many parts a global batch is cut."""
+        return self.mesh.size("dp")
 
     @property
     def gathers_weights(self) -> bool:
@@ -385,8 +399,8 @@ class AccumulatingEngine(Engine):
     gradient_norm: float | None = None
     skipped_steps: int = 0
 
-    def __init__(self, parts: TrainingParts, environment: Environment, scale: LossScale) -> None:
-        super().__init__(parts.plan, environment)
+    def __init__(self, parts: TrainingParts, strategy: Strategy, scale: LossScale) -> None:
+        super().__init__(parts.plan, strategy)
         self.gradient_clipping = parts.gradient_clipping
         self._scale = scale
         self._micro_steps = 0

@@ -15,7 +15,7 @@ from hardware_db.notices import notice
 from planner import vocabulary as words
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.autoplan.select import PlanningOptions, another_model, describe, settled_plan
+from strategies.autoplan.select import PlanningOptions, another_model, degrees_of, describe, settled_plan
 from strategies.config import read_config
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.values import MonitorSettings
@@ -29,6 +29,7 @@ from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
 from strategies.optim.optimizers import fitting
 from strategies.optim.registry import with_named
+from strategies.parallel.model import SplitOptions, split_model
 from strategies.protocols import OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
 from strategies.run_directory import claim
 from strategies.run_directory.state_consensus import current
@@ -56,6 +57,8 @@ def initialize(
     backend: words.Backend | None = None,
     sample_data: Dataset[Any] | None = None,
     pipeline: bool = False,
+    parallel: Mapping[str, Any] | None = None,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer, ShardedLoader | None, Scheduler | None]:
     """Place a model under a plan and return (engine, optimizer, dataloader, scheduler); called on every rank.
 
@@ -76,6 +79,11 @@ def initialize(
             second argument by position it is understood too.
         args: the command line's values, as argparse has them; its `deepspeed_config` or `dsplan_config` is the config.
         pipeline: models are not cut into pipeline stages yet, so that True is refused.
+        parallel: degrees of a plan that is made now, by name: `{"tp": 2, "pp": 2, "cp": 1, "ep": 1}`, with
+            `pp_schedule`, `virtual_stages` and `sequence_parallel` where the plan is not to choose them; data
+            parallelism takes the ranks that they leave. Those of `dsplan run --tp ...` come before.
+        tp_plan: how tensor parallelism splits the model's layers: styles by pattern of module names, for example
+            `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}`; None: the model's own plan, or a rule's.
         sample_data: what the script reads by itself; a plan that is made now looks at its first sample, as it does at
             that of `training_data`.
 
@@ -100,6 +108,7 @@ def initialize(
         plan=plan,
         strategy=strategy,
         backend=backend,
+        parallel=degrees_of(parallel),
         config=script,
         optimizer=optimizer,
         training_data=sample_data if training_data is None else training_data,
@@ -120,7 +129,9 @@ def initialize(
     claim.take_over(is_planned=True)
     tuning = _tuning(model, options, environment)
     monitor = _monitor(settled, environment, script.monitor, is_new=is_new)
-    engine = find_strategy(settled.configuration, environment).engine(fitting(with_named(parts)))
+    way = find_strategy(settled.configuration, environment)
+    split_model(model, way.mesh, SplitOptions(configuration=settled.configuration, tp_plan=tp_plan or {}))
+    engine = way.engine(fitting(with_named(parts)))
     engine.checkpointing = script.checkpoint
     if training_data is not None:
         read_as = LoaderSettings(section=script.data, collate=collate_fn)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
-from planner.search.estimate import offloads_of
+from planner.cost.combinations import refusal
 from planner.types.plan import Configuration
-from planner.vocabulary import FSDP_STRATEGIES, SCALED_PRECISIONS
 from strategies.distributed.environment import Environment
 from strategies.engine.base import Strategy
 from strategies.errors import CannotRun, UnknownName
@@ -40,38 +39,9 @@ def find_strategy(configuration: Configuration, environment: Environment) -> Str
     name = configuration.strategy
     if name not in STRATEGIES:
         raise UnknownName("strategy", name, STRATEGIES, hint=f"choose one of {', '.join(STRATEGIES)}")
-    _refuse_what_cannot_run(configuration)
+    if why := refusal(configuration):
+        raise CannotRun(f"the plan: {why}")
     places = NATIVE if configuration.backend == "native" else STRATEGIES
     module, _, attribute = places[name].partition(":")
     kind = cast("type[Strategy]", getattr(import_module(module), attribute))
     return kind(configuration, environment)
-
-
-def _refuse_what_cannot_run(configuration: Configuration) -> None:
-    if configuration.tp > 1 or configuration.pp > 1:
-        raise CannotRun(
-            f"the plan has tp {configuration.tp} and pp {configuration.pp}: this version plans tensor and pipeline"
-            " parallelism but does not run them; choose a plan with tp 1 and pp 1"
-        )
-    if configuration.precision in SCALED_PRECISIONS:
-        raise CannotRun(
-            f"the plan computes in {configuration.precision}: this version plans such products but does not run them;"
-            " choose a plan in bf16, or emit the plan for accelerate"
-        )
-    backends = ("deepspeed", "native") if configuration.zero_stage else ("torch",)
-    if configuration.backend not in backends:
-        raise CannotRun(
-            f"backend {configuration.backend!r} does not run strategy {configuration.strategy!r}; use"
-            f" {' or '.join(map(repr, backends))}"
-        )
-    if configuration.optimizer == "adafactor" and configuration.strategy in FSDP_STRATEGIES:
-        raise CannotRun(
-            f"optimizer 'adafactor' needs whole matrices and strategy {configuration.strategy!r} splits them; use ddp,"
-            " zero1 to zero3 with backend 'native', or optimizer 'adamw'"
-        )
-    possible = ("none", *offloads_of(configuration.strategy, configuration.backend))
-    if configuration.offload not in possible:
-        raise CannotRun(
-            f"strategy {configuration.strategy!r} cannot offload {configuration.offload!r}; it can offload"
-            f" {', '.join(possible)}"
-        )

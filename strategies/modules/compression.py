@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from planner.cost.combinations import compresses
 from planner.cost.precision import INT8_BLOCK, SCALE_BYTES
-from planner.search.estimate import compresses
 from strategies.errors import CannotRun
 from strategies.protocols import TrainingParts
 

@@ -24,7 +24,7 @@ from hardware_db.device import Device
 from planner.models.facts import ModelFacts, TracedActivations, TracedMoment
 from planner.search.request import Request
 from planner.vocabulary import Precision, Task
-from strategies.tracing.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.example import arguments_of, examples_for
 from strategies.tracing.step.refusal import guarded

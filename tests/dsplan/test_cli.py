@@ -224,7 +224,7 @@ def test_the_command_prints_a_row_for_each_way_and_ends_by_what_fits(cli: Cli) -
         (f"{line} --global-batch 8", "leave it out"),
         (f"{line} --strategy hsdp", "--strategy hsdp: the same as fsdp"),
         (f"{line} --tp 3", "does not divide 8 GPUs"),
-        (f"{line} --strategy ddp --offload optimizer", "--offload optimizer is not possible with ddp"),
+        (f"{line} --strategy ddp --offload optimizer", "offload optimizer is not possible with ddp"),
     ):
         assert words in cli.refuses(wrong)
 

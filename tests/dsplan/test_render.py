@@ -57,20 +57,27 @@ def test_terminals_of_any_width_and_encoding(monkeypatch: pytest.MonkeyPatch, en
         assert ("█████░░░░░" if encoding == "utf-8" else "#####.....") in drawn
 
 
-def test_ranked_plans_fit_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize(("width", "left_out"), [(80, ["MFU"]), (40, ["MFU", "memory", "limit", "recompute"])])
+def test_ranked_plans_fit_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, left_out: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
     print_blocks(recommendation_blocks(dsplan.recommend(model="llama-3-8b", gpus=16, gpu="H100-SXM5-80GB")))
     out = capsys.readouterr().out
     assert "fsdp-grad-op" in out
     assert "…" not in out
-    assert all(len(line) <= 80 for line in out.splitlines())
+    assert all(len(line) <= width for line in out.splitlines())
+    heading = next(line for line in out.splitlines() if line.startswith("#")).split()
+    assert {"strategy", "GiB", "step"} <= set(heading)
+    assert not set(left_out) & set(heading)
 
 
+@pytest.mark.parametrize("width", ["80", "40"])
 @pytest.mark.parametrize("blocks", [models_table(models()), devices_table(devices()), nodes_table(node_types())])
 def test_a_narrow_terminal_leaves_columns_out_rather_than_cut_figures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], blocks: list[Block]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], blocks: list[Block], width: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", width)
     print_blocks(blocks)
     out = capsys.readouterr().out
     assert "…" not in out

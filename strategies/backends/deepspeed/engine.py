@@ -119,7 +119,7 @@ class DeepSpeedEngine(Engine):
     def __init__(
         self, engine: Any, optimizer: Any, scheduler: Any, *, strategy: DeepSpeedZero, parts: TrainingParts
     ) -> None:
-        super().__init__(parts.plan, strategy.environment)
+        super().__init__(parts.plan, strategy)
         self.strategy = strategy
         self.module = parts.model
         self.wrapped = engine

@@ -193,7 +193,7 @@ class ZeroEngine(AccumulatingEngine):
         optimizer: torch.optim.Optimizer,
     ) -> None:
         settings = context.settings
-        super().__init__(parts, strategy.environment, LossScale(settings.scale))
+        super().__init__(parts, strategy, LossScale(settings.scale))
         self.module = self.wrapped = parts.model
         self._context, self._sharded_model = context, sharded_model
         collectives_of = collectives_factory(context.collectives, settings.travel.codec, lambda: self._scale.value)

@@ -22,7 +22,7 @@ from torch import nn
 from strategies.backends.zero.collectives import Arrival
 from strategies.backends.zero.flat_shard import Bucket
 from strategies.backends.zero.weights import ShardingContext
-from strategies.tracing.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks
 
 
 class State(Enum):

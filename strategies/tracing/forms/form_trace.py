@@ -21,7 +21,7 @@ from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, 
 from planner.cost.memory.activations.form import Form
 from planner.models.catalogue import models
 from planner.models.facts import ModelFacts
-from strategies.tracing.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.cuda.as_cuda import as_cuda
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.forms import symbols

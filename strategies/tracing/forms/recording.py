@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from planner.cost.memory.activations.dimensions import Dimensions
 from planner.cost.memory.activations.form import Form, Polynomial, multiplied
 from planner.models.facts import BlockWork, ModelFacts
-from strategies.tracing.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.cuda.as_cuda import as_cuda
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.forms.derive import Derivation

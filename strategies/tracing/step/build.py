@@ -20,7 +20,7 @@ from planner.models.facts import Adapter, ModelFacts, ParameterCounts
 from planner.models.tasks import default_task
 from planner.types.job import Workload
 from planner.vocabulary import Attention, Task
-from strategies.tracing.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.example import Arguments, arguments_of, examples_for
 from strategies.tracing.step.images import images_of
 from strategies.tracing.to_hf import hf_config, model_class, shortened

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hardware_db.device import Device
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, PAIRED
-from strategies.tracing.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.cuda.as_cuda import DEFAULT_CAPABILITY, as_cuda
 from strategies.tracing.cuda.attention import unpadded, windows_without_masks
 from strategies.tracing.cuda.kernels import cpu_outputs, scratch_bytes

@@ -238,7 +238,7 @@ def test_muon_is_refused_where_matrices_are_cut() -> None:
     request, configuration = exact(
         request_of("llama-2-7b", 8, optimizer="muon"), ExactOptions(strategy="zero2", backend="deepspeed")
     )
-    assert "use --backend native, fsdp or ddp" in impossible(request, configuration)
+    assert "use backend native, fsdp or ddp" in impossible(request, configuration)
 
 
 # Copies of the weights, and tasks whose samples are pairs.

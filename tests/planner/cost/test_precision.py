@@ -10,13 +10,13 @@ import pytest
 from hardware_db.datasheets import find_device
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base, code_names
+from planner.cost.combinations import refusal
 from planner.cost.memory import memory_estimate
 from planner.cost.precision import MX, RECIPES_OF, lacks_scaled, recipe_of, scaled_products, usual_recipe
 from planner.cost.timing import step_time, throughput
 from planner.cost.timing.efficiency import ceilings, device_rates
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
-from planner.search.estimate import unrunnable
 from planner.search.request import WorkOptions, make_request
 from planner.types.job import Job
 from strategies.engine.registry import find_strategy
@@ -179,6 +179,6 @@ def test_mfu_is_of_the_peak_of_the_products() -> None:
 
 def test_nothing_here_runs_such_a_plan() -> None:
     configuration = job("fp8", "tensorwise").configuration
-    assert unrunnable(configuration).startswith("dsplan run has no fp8 products; accelerate")
-    with pytest.raises(CannotRun, match="the plan computes in fp8: this version plans such products but does not run"):
+    assert refusal(configuration).startswith("dsplan run has no fp8 products; accelerate")
+    with pytest.raises(CannotRun, match="the plan: dsplan run has no fp8 products; accelerate"):
         find_strategy(configuration, None)  # type: ignore[arg-type]

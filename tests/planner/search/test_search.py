@@ -17,9 +17,9 @@ from hypothesis import strategies as some
 from planner import vocabulary as words
 from planner.cluster.budget import Budget, bill_of, tokens_per_step
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.cost.combinations import other_trainer
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
-from planner.search.estimate import other_trainer
 from planner.search.evaluate import Candidate
 from planner.search.ranking import ahead, group_name, simplicity, slower_threshold
 from planner.search.request import WorkOptions, make_request
@@ -309,7 +309,7 @@ def test_that_nothing_fits_is_known_within_a_second(model: str, gpu: str, gpus: 
     request = question(model, gpu, gpus)
     began = time.process_time()
     answer = recommend(request)
-    assert time.process_time() - began < 0.6
+    assert time.process_time() - began < 1.0
     assert not answer.plans
     assert answer.closest is not None
 

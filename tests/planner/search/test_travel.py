@@ -55,7 +55,7 @@ def test_inputs_on_the_host_are_on_no_device(kind: str) -> None:
 
 
 def test_what_no_strategy_can_do_is_refused() -> None:
-    with pytest.raises(ContradictoryRequest, match="int8 is for ddp, and zero1-3 with --backend native"):
+    with pytest.raises(ContradictoryRequest, match="int8 is for ddp, and zero1-3 with backend native"):
         plan_of(strategy="fsdp", backend=None, gradient_compression="int8")
     with pytest.raises(ContradictoryRequest, match="are those that checkpointing keeps; choose full or selective"):
         plan_of(activations_on_host=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from strategies.tracing.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks
 from tests.strategies.training_bodies import Block, TinyModel
 
 

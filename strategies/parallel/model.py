@@ -1,0 +1,65 @@
+"""Split a model between the ranks of a mesh: stages, layers, experts and sequences, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.types.plan import Configuration
+from strategies.parallel.mesh import Group, Mesh
+from strategies.parallel.split import ModelParts, note_parts
+
+_SPLITS: dict[Group, str] = {
+    "pp": "strategies.parallel.stages:cut_stages",
+    "tp": "strategies.parallel.tensor:split_layers",
+    "ep": "strategies.parallel.expert:split_experts",
+    "cp": "strategies.parallel.context:split_sequences",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitOptions:
+    """How a model is to be split."""
+
+    configuration: Configuration
+    """The plan's: degrees, schedule, whether tp ranks split the sequence."""
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
+    """The script's styles by pattern of module names ("blocks.*.up": "colwise"); without any, the model's own plan, or
+    one that is found by rule."""
+
+
+def share_weights(model: nn.Module, device: torch.device) -> None:
+    """Give every rank the weights of rank 0; one tensor at a time, so that no device holds them all."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        here = tensor.detach().to(device)
+        dist.broadcast(here, 0)
+        if here.device != tensor.device:
+            tensor.data.copy_(here)
+
+
+Splitter = Callable[[nn.Module, Mesh, SplitOptions, ModelParts], None]
+
+
+def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelParts:
+    """Leave this rank's part of a model in place, and note what it is of the whole (`parts_of`); called on every rank
+    with the whole model, whose weights are rank 0's.
+
+    Raises:
+        CannotRun: the model cannot be split so; the line names what stands against it.
+    """
+    parts = ModelParts()
+    if not mesh.is_data_parallel:
+        share_weights(model, mesh.environment.device)
+    for degree, place in _SPLITS.items():
+        if mesh.size(degree) > 1:
+            module, _, name = place.partition(":")
+            split: Splitter = getattr(import_module(module), name)
+            split(model, mesh, options, parts)
+    if not parts.is_whole:
+        note_parts(model, parts)
+    return parts

@@ -1,0 +1,136 @@
+"""Which part of which whole parameter a rank's module holds, where ranks split a model between them.
+
+Modules hold plain parameters of their own part; what is here says where it lies in the whole. Checkpoints, clipping and
+gradients read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+_PARTS, _SPLITS = "_dsplan_parts", "_dsplan_splits"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """A box of a part, and where the same elements begin in the whole parameter."""
+
+    local: tuple[int, ...]
+    whole: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How a rank's part lies in a whole parameter."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int
+    """The dimension along which it is split, from 0."""
+    pieces: tuple[tuple[int, int], ...]
+    """Ranges (first, end) of the whole along `dim` which, one after the other, are the part: several where products are
+    fused (query, key and value; gate and up)."""
+    over: Literal["tp", "ep"]
+    """The group whose ranks have the other parts. A range may be on several ranks (keys of fewer heads than ranks)."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        length = sum(end - first for first, end in self.pieces)
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """A copy of the part of a whole tensor of `shape`."""
+        parts = [whole.narrow(self.dim, first, end - first) for first, end in self.pieces]
+        return torch.cat(parts, dim=self.dim)
+
+    def regions(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Region]:
+        """Where a box of the part lies in the whole: one region for each piece that it meets."""
+        begin, stop, passed = offsets[self.dim], offsets[self.dim] + sizes[self.dim], 0
+        for first, end in self.pieces:
+            low, high = max(begin, passed), min(stop, passed + end - first)
+            if low < high:
+                yield Region(
+                    local=_with(offsets, self.dim, low),
+                    whole=_with(offsets, self.dim, first + low - passed),
+                    sizes=_with(sizes, self.dim, high - low),
+                )
+            passed += end - first
+
+
+def even_split(shape: Sequence[int], dim: int, *, rank: int, ranks: int, fused: int = 1, over: str = "tp") -> Split:
+    """This rank's equal share of a dimension of `fused` equal blocks, each of which is split over the ranks.
+
+    Raises:
+        ValueError: the dimension does not divide.
+    """
+    dim %= len(shape)
+    block, rest = divmod(shape[dim], fused)
+    share, left = divmod(block, ranks)
+    if rest or left:
+        raise ValueError(f"dimension {dim} of {list(shape)} does not divide into {fused} x {ranks} parts")
+    starts = [index * block + rank * share for index in range(fused)]
+    pieces = tuple((start, start + share) for start in starts)
+    return Split(shape=tuple(shape), dim=dim, pieces=pieces, over="ep" if over == "ep" else "tp")
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelParts:
+    """What a rank's module is of the whole model; names are those of the whole model's state dict."""
+
+    splits: dict[str, Split] = field(default_factory=dict)
+    """Parameters (and buffers) of which this rank has a part."""
+    summed: set[str] = field(default_factory=set)
+    """Parameters that every tp rank has whole and whose gradients each has a part of: to be summed over tp."""
+    experts: set[str] = field(default_factory=set)
+    """Parameters of routed experts that ep ranks split: reduced and sharded over `expert_dp` and `expert_shard`."""
+    shared: dict[str, str] = field(default_factory=dict)
+    """Weights that another pipeline stage has too, with the name under which a checkpoint holds them (tied
+    embeddings): gradients are summed over the stages that have them."""
+    blocks: tuple[range, ...] | None = None
+    """The blocks of each of this rank's pipeline stages; None without a pipeline."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the module is the whole model after all."""
+        return not (self.splits or self.summed or self.experts or self.shared) and self.blocks is None
+
+
+def parts_of(module: nn.Module) -> ModelParts:
+    """What a module is of the whole model; of one that was not split, the whole."""
+    found = module.__dict__.get(_PARTS)
+    return found if isinstance(found, ModelParts) else ModelParts(splits=splits_in(module))
+
+
+def note_parts(module: nn.Module, parts: ModelParts) -> None:
+    """Have `parts_of` find the parts of a model that ranks split."""
+    module.__dict__[_PARTS] = parts
+
+
+def note_split(module: nn.Module, name: str, split: Split) -> None:
+    """Note on the module that has a parameter which part of the whole one it is."""
+    module.__dict__.setdefault(_SPLITS, {})[name] = split
+
+
+def splits_in(model: nn.Module) -> dict[str, Split]:
+    """The splits that modules carry, by the parameters' names in the model."""
+    found: dict[str, Split] = {}
+    for prefix, module in model.named_modules():
+        for name, split in module.__dict__.get(_SPLITS, {}).items():
+            found[f"{prefix}.{name}" if prefix else name] = split
+    return found
+
+
+def hold_part(parameter: torch.Tensor, split: Split) -> None:
+    """Make a whole parameter this rank's part of it, in place: optimizers that have it go on having it."""
+    parameter.data = split.take(parameter.data)
+
+
+def _with(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])

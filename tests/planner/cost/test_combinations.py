@@ -1,0 +1,96 @@
+"""The table of what does not go together: a plan that breaks one line of it, and the sentence that everybody says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from planner.cost import combinations
+from planner.cost.combinations import contradiction, refusal
+from planner.search.estimate import impossible
+from planner.search.exact import ExactOptions, exact
+from planner.types.plan import Configuration
+from strategies.distributed.environment import Environment
+from strategies.engine.registry import find_strategy
+from strategies.errors import CannotRun
+from tests.planner.search.questions import question
+
+_TRAINED: dict[str, Any] = {
+    "strategy": "fsdp",
+    "backend": "torch",
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 6,
+    "sequence_length": 1024,
+    "precision": "bf16",
+    "optimizer": "adamw",
+}
+_ZERO2 = {"strategy": "zero2", "backend": "native"}
+
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("backend native does not run fsdp; use torch", {"backend": "native"}),
+    ("offload nvme is not possible with fsdp of backend torch; possible: all", {"offload": "nvme"}),
+    ("an offload ratio (0.5)", {"offload": "all", "offload_ratio": 0.5}),
+    ("gradient compression int8 is for ddp", {"gradient_compression": "int8"}),
+    ("backend native has no fp8 products", {**_ZERO2, "precision": "fp8"}),
+    ("Adafactor needs whole matrices, which fsdp shards", {"optimizer": "adafactor"}),
+    ("which DeepSpeed's zero2 cuts", {**_ZERO2, "backend": "deepspeed", "optimizer": "muon"}),
+    ("no form that steps in host memory; leave offload all", {"optimizer": "muon", "offload": "all"}),
+    ("DeepSpeed has no zero2 in a pipeline (pp 2)", {**_ZERO2, "backend": "deepspeed", "pp": 2}),
+    ("schedule gpipe is for a pipeline", {"pp_schedule": "gpipe"}),
+    ("virtual stages (2) are for a pipeline", {"virtual_stages": 2}),
+    (
+        "virtual stages (2) are for schedule interleaved, not gpipe",
+        {"pp": 2, "pp_schedule": "gpipe", "virtual_stages": 2},
+    ),
+    ("needs virtual stages of at least 2", {"pp": 2, "pp_schedule": "interleaved"}),
+    (
+        "rounds of pp 4 micro-batches, and 6 are no whole rounds; use gradient accumulation 8",
+        {"pp": 4, "pp_schedule": "interleaved", "virtual_stages": 2},
+    ),
+    ("cp 2 needs fused attention", {"cp": 2, "attention": "eager"}),
+    ("cp 2 cuts samples into 4 parts", {"cp": 2, "sequence_length": 1022}),
+    ("give tp of at least 2", {"sequence_parallel": True}),
+    ("cuts 510 tokens over tp 4", {"cp": 2, "tp": 4, "sequence_parallel": True, "sequence_length": 1020}),
+    ("ep 2 with tp 2 needs sequence parallelism", {"ep": 2, "tp": 2}),
+    ("dsplan run has no fp8 products", {"precision": "fp8"}),
+    ("hands whole models to DeepSpeed, and tp 2 splits them", {"strategy": "zero1", "backend": "deepspeed", "tp": 2}),
+    ("zero3 of backend native cuts whole layers, and pp 2 splits them", {**_ZERO2, "strategy": "zero3", "pp": 2}),
+    ("Adafactor needs whole matrices, which tp 2 splits", {**_ZERO2, "optimizer": "adafactor", "tp": 2}),
+    ("cannot yet run pp 2", {"pp": 2}),
+    ("Muon makes whole matrices orthogonal, which tp 2 splits", {"optimizer": "muon", "tp": 2}),
+)
+
+
+def configured(changes: dict[str, Any]) -> Configuration:
+    chosen = {**_TRAINED, **changes}
+    steps = chosen["gradient_accumulation_steps"]
+    return Configuration(**chosen, global_batch_size=steps * chosen["micro_batch_size"])
+
+
+@pytest.mark.parametrize(("sentence", "changes"), CASES, ids=lambda case: case if isinstance(case, str) else "")
+def test_every_line_of_the_table_is_said_where_it_is_broken(sentence: str, changes: dict[str, Any]) -> None:
+    assert sentence in refusal(configured(changes))
+
+
+def test_the_cases_break_every_line() -> None:
+    """A line that no case of this table breaks first is one that nobody has seen."""
+    table = (*combinations._CONTRADICTIONS, *combinations._NOT_HERE)
+    first = {next(rule for rule in table if rule.breaks(plan)) for plan in (configured(each) for _, each in CASES)}
+    assert first == set(table)
+
+
+def test_what_is_refused_as_a_contradiction_is_said_alike_by_the_estimate_and_the_engine() -> None:
+    request, plan = exact(question("gpt2", "a100-40gb", 2), ExactOptions(strategy="fsdp", offload="nvme"))
+    said = impossible(request, plan)
+    assert said == contradiction(plan)
+    environment = Environment(rank=0, local_rank=0, world_size=2, local_world_size=2, device=torch.device("cpu"))
+    with pytest.raises(CannotRun) as caught:
+        find_strategy(plan, environment)
+    assert str(caught.value) == f"the plan: {said}"
+
+
+def test_what_goes_together() -> None:
+    for changes in ({}, {"offload": "all"}, {**_ZERO2, "offload": "optimizer", "offload_ratio": 0.5}):
+        assert refusal(configured(changes)) == ""
