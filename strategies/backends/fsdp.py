@@ -19,7 +19,7 @@ from strategies.engine.torch_engine import TorchEngine, TorchStrategy
 from strategies.modules.compression import gradient_travel
 from strategies.modules.precision import sharding_policy
 from strategies.parallel.blocks import repeated_blocks
-from strategies.parallel.model import broadcast_from_rank_0
+from strategies.parallel.model import share_weights
 from strategies.protocols import TrainingParts
 
 
@@ -35,8 +35,8 @@ class FullShard(TorchStrategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         ensure_group(self.environment)
-        if self.mesh.is_data_parallel:  # else every rank has its part of rank 0's weights already
-            broadcast_from_rank_0(model, self.environment.device)
+        if self.mesh.is_data_parallel:
+            share_weights(model, self.environment.device)
         shard = partial(
             fully_shard,
             mesh=self.mesh.shard_mesh,

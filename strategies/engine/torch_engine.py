@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -20,7 +21,9 @@ from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, cast_model, scale_settings
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
-from strategies.parallel.tensor import PartialGradients, whole_layers
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.split import ModelParts, parts_of
+from strategies.parallel.tensor import sum_copies, whole_layers
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
 
@@ -30,34 +33,19 @@ from strategies.run_directory.heartbeat import PULSE
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def total_norm(
-    parameters: Iterable[nn.Parameter],
-    shares: Mapping[nn.Parameter, float] | None = None,
-    groups: Sequence[dist.ProcessGroup] = (),
-) -> torch.Tensor:
+def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The 2-norm of all gradients in fp64, a scalar on their device; every rank of sharded ones calls it.
 
     Replicated gradients are the same on every rank already. Sharded ones share one device mesh.
-
-    Args:
-        shares: as how much of it a parameter counts here, where `groups` share the model, so that each counts once; 1
-            where it is not named.
-        groups: of ranks that have different parts of the model, over which the squares are added up.
 
     Raises:
         Parted: the ranks' calls that gather weights have differed.
     """
     parameters = list(parameters)
-    found = [(value, owner) for value, owner in _values(parameters) if value.numel()]
-    if found:
-        values = [value for value, _ in found]
+    values = [value for value in _values(parameters) if value.numel()]
+    if values:
         norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
-        squares = torch.stack(norms).double().square()
-        if shares:
-            squares *= torch.tensor([shares.get(owner, 1.0) for _, owner in found], dtype=torch.float64).to(
-                squares.device
-            )
-        square = squares.sum()
+        square = torch.stack(norms).double().square().sum()
     else:
         square = torch.zeros((), dtype=torch.float64)
     sharded = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
@@ -70,14 +58,67 @@ def total_norm(
                 ranks *= sharded.device_mesh.size(dimension)
         square, total = sums.unbind()
         require_alike(total.item(), ranks)
-    for group in groups:
-        dist.all_reduce(square, group=group)
     return square.sqrt()
+
+
+def norm_over_mesh(module: nn.Module, parts: ModelParts, mesh: Mesh) -> torch.Tensor:
+    """The 2-norm of all gradients of a model that ranks split between them, a scalar in fp64; every rank calls it.
+
+    Each rank counts its part of a gradient by the share of one in as many ranks as have the same part.
+
+    Raises:
+        Parted: the ranks' calls that gather weights have differed.
+    """
+    world = mesh.dims.world_size // mesh.size("pp")
+    square = torch.zeros((), dtype=torch.float64, device=mesh.environment.device)
+    for name, parameter in module.named_parameters():
+        values = [value for value in _values([parameter]) if value.numel()]
+        if not values or name in parts.shared:
+            continue
+        split = parts.splits.get(name)
+        holders = 1 if split is None else mesh.size(split.over) // split.copies
+        if isinstance(parameter, DTensor):
+            shards = (
+                size
+                for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+                if placement.is_shard()
+            )
+            holders *= math.prod(shards)
+        norm = torch.linalg.vector_norm(values[0], dtype=_norm_dtype(values)).double()
+        square += norm.to(square.device).square() * (holders / world)
+    sums = torch.stack((square, square.new_tensor(float(PULSE.number))))
+    dist.all_reduce(sums)
+    require_alike(sums[1].item(), mesh.dims.world_size)
+    return sums[0].sqrt()
+
+
+def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
+    """Add up over tp the gradients of which each rank has a term, and over stages those of weights that several have.
+
+    All in one message per group.
+    """
+    gradients = [
+        value
+        for name, parameter in module.named_parameters()
+        if name in parts.summed
+        for value in _values([parameter])
+        if value.numel()
+    ]
+    if mesh.size("tp") == 1:
+        return
+    if any(split.copies > 1 for split in parts.splits.values()):
+        sum_copies(module, parts, mesh)
+    if not gradients:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=mesh.group("tp"))
+    for gradient, total in zip(gradients, torch.split(flat, [gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by a factor, in place."""
-    if factor != 1.0 and (values := [value for value, _ in _values(parameters)]):
+    if factor != 1.0 and (values := _values(parameters)):
         torch._foreach_mul_(values, factor)
 
 
@@ -123,9 +164,9 @@ def wide_sums(asked: str | None, parameters: Iterable[nn.Parameter]) -> WideSums
     return WideSums()
 
 
-def _values(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tensor, nn.Parameter]]:
-    """What this rank holds of every gradient, the shard or the values of a sparse one, with its parameter."""
-    values: list[tuple[torch.Tensor, nn.Parameter]] = []
+def _values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """What this rank holds of every gradient: the shard, or the values of a sparse one."""
+    values: list[torch.Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -134,7 +175,7 @@ def _values(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tensor, nn.P
             # The sum of repeated rows is what counts; it replaces them.
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
-        values.append((gradient.to_local() if isinstance(gradient, DTensor) else gradient, parameter))
+        values.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     return values
 
 
@@ -178,7 +219,7 @@ class TorchStrategy(Strategy):
         """All weights whole inside; `keeps_changes` takes over what rank 0 wrote to them."""
         yield
         if keeps_changes and self.environment.world_size > 1:
-            group = self.mesh.group("dp_cp")  # which has the same parts of the model
+            group = self.mesh.group("dp_cp")  # whose ranks have the same parts of the model
             for parameter in module.parameters():
                 dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
 
@@ -206,7 +247,6 @@ class TorchEngine(AccumulatingEngine):
         self.wrapped = wrapped
         self.optimizer = optimizer
         self.lr_scheduler = scheduler_of(parts, optimizer)
-        self._partial = PartialGradients(self.module, self.mesh) if self.mesh.size("tp") > 1 else None
         self._wide_sums = wide_sums(parts.script.accumulate_dtype, self.module.parameters())
 
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
@@ -248,10 +288,11 @@ class TorchEngine(AccumulatingEngine):
 
     def _summed_norm(self) -> float:
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
-        if self._partial is None:
+        if self.mesh.is_data_parallel:
             return total_norm(self.module.parameters()).item()
-        self._partial.complete()
-        return total_norm(self.module.parameters(), self._partial.shares, self._partial.groups).item()
+        parts = parts_of(self.module)
+        sum_terms(self.module, parts, self.mesh)
+        return norm_over_mesh(self.module, parts, self.mesh).item()
 
     def _apply(self, factor: float) -> None:
         scale_gradients(self.module.parameters(), factor)

@@ -38,7 +38,7 @@ from strategies.distributed.rank_check import require_same_model
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
 from strategies.optim.optimizers import ParameterMove, refuse_optimizer, refuse_sparse_layers, sharded_like
-from strategies.parallel.model import broadcast_from_rank_0
+from strategies.parallel.model import share_weights
 from strategies.protocols import Observer
 from strategies.run_directory.heartbeat import PULSE
 
@@ -107,7 +107,7 @@ class ScriptParallel(DistributedDataParallel):
             )
         require_same_model(module)
         refuse_sparse_layers(module, self.configuration)
-        broadcast_from_rank_0(module, device)
+        share_weights(module, device)
         follow_script()
         if self.configuration.zero_stage == 0:
             self._shard()

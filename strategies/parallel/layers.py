@@ -29,7 +29,7 @@ from strategies.parallel.ranks import (
     sum_over_ranks,
     waited_for,
 )
-from strategies.parallel.split import Split, hold_part
+from strategies.parallel.split import Split, hold_part, note_split
 
 
 class _OverlappedLinear(Function):
@@ -171,7 +171,7 @@ class ColumnParallelLinear(Columns, nn.Linear):
             )
         self.gathered_length = out_features if gather_output else 0
         pieces = split_pieces(fused or (out_features,), self.ranks, type(self).__name__)
-        self.splits = split_in_place(self, {"weight": 0, "bias": 0}, pieces)
+        split_in_place(self, {"weight": 0, "bias": 0}, pieces)
 
 
 class RowParallelLinear(Rows, nn.Linear):
@@ -199,7 +199,7 @@ class RowParallelLinear(Rows, nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.ranks, self.splits_input = TensorRanks(group), split_input
-        self.splits = split_in_place(self, {"weight": 1}, split_pieces((in_features,), self.ranks, type(self).__name__))
+        split_in_place(self, {"weight": 1}, split_pieces((in_features,), self.ranks, type(self).__name__))
 
 
 class VocabParallelEmbedding(VocabularyRows, nn.Embedding):
@@ -222,7 +222,7 @@ class VocabParallelEmbedding(VocabularyRows, nn.Embedding):
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self.ranks = TensorRanks(group)
-        self.splits = split_vocabulary(self)
+        split_vocabulary(self)
 
 
 def split_pieces(lengths: Sequence[int], ranks: TensorRanks, what: str) -> tuple[tuple[int, int], ...]:
@@ -254,6 +254,7 @@ def split_in_place(
                 shape=tuple(parameter.shape), dim=dim % parameter.dim(), pieces=pieces, over="tp", copies=copies
             )
             hold_part(parameter, split)
+            note_split(module, name, split)
             splits[name] = split
     return splits
 

@@ -116,14 +116,16 @@ class CausalLoss:
 
 
 class WholeLogits:
-    """A hook that gathers a model's logits where somebody reads them: without a loss, and in evaluation."""
+    """A hook that gathers a model's logits where somebody reads them: without a loss, and in evaluation; in training,
+    where the loss is all that is made of them, they are left out."""
 
     def __init__(self, ranks: TensorRanks, vocabulary: int) -> None:
         self._ranks, self._vocabulary = ranks, vocabulary
 
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
         logits = getattr(output, "logits", None)
-        is_part = isinstance(logits, torch.Tensor) and logits.shape[-1] != self._vocabulary
-        if is_part and not self._ranks.is_whole and not (module.training and output.loss is not None):
-            output.logits = gather_from_ranks(output.logits, self._ranks, -1, length=self._vocabulary)
+        if self._ranks.is_whole or not isinstance(logits, torch.Tensor) or logits.shape[-1] == self._vocabulary:
+            return output
+        is_read = not module.training or getattr(output, "loss", None) is None
+        output.logits = gather_from_ranks(logits, self._ranks, -1, length=self._vocabulary) if is_read else None
         return output

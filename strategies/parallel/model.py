@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.types.plan import Configuration
 from strategies.parallel.mesh import Group, Mesh
-from strategies.parallel.split import ModelParts, note_parts
+from strategies.parallel.split import ModelParts, note_parts, splits_in
 
 _SPLITS: dict[Group, str] = {
     "pp": "strategies.parallel.stages:cut_stages",
@@ -33,19 +33,34 @@ class SplitOptions:
     one that is found by rule."""
 
 
+def share_weights(model: nn.Module, device: torch.device) -> None:
+    """Give every rank the weights of rank 0; one tensor at a time, so that no device holds them all.
+
+    Parts of layers that the script itself has split stay each rank's own.
+    """
+    parts = {id(model.get_parameter(name)) for name in splits_in(model)}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) in parts:
+            continue
+        here = tensor.detach().to(device)
+        dist.broadcast(here, 0)
+        if here.device != tensor.device:
+            tensor.data.copy_(here)
+
+
 Splitter = Callable[[nn.Module, Mesh, SplitOptions, ModelParts], None]
 
 
 def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelParts:
     """Leave this rank's part of a model in place, and note what it is of the whole (`parts_of`); called on every rank
-    with the whole model; rank 0's weights count.
+    with the whole model, whose weights are rank 0's.
 
     Raises:
         CannotRun: the model cannot be split so; the line names what stands against it.
     """
     parts = ModelParts()
     if not mesh.is_data_parallel:
-        broadcast_from_rank_0(model, mesh.environment.device)
+        share_weights(model, mesh.environment.device)
     for degree, place in _SPLITS.items():
         if mesh.size(degree) > 1:
             module, _, name = place.partition(":")
@@ -54,18 +69,3 @@ def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelPar
     if not parts.is_whole:
         note_parts(model, parts)
     return parts
-
-
-def broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the weights of rank 0, as DDP does; one tensor at a time, so that no device holds them all.
-
-    Layers that the script itself has split (they have `splits`) keep their own parts.
-    """
-    parts = {id(tensor) for module in model.modules() if hasattr(module, "splits") for tensor in module.parameters()}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if id(tensor) in parts:
-            continue
-        here = tensor.detach().to(device)
-        dist.broadcast(here, 0)
-        if here.device != tensor.device:
-            tensor.data.copy_(here)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from strategies.parallel.loss import CausalLoss, WholeLogits
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
 from strategies.parallel.ranks import TensorRanks, all_reduce, gather_from_ranks
-from strategies.parallel.split import ModelParts, Split, parts_of
+from strategies.parallel.split import ModelParts, Split, parts_of, splits_in
 from strategies.parallel.styles import (
     ROWS,
     Applied,
@@ -66,7 +67,21 @@ def split_layers(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Mod
         CannotRun: the model's plan names a style that is not known, a pattern of `tp_plan` fits no module, or a block
             does not compute the same when it is split.
     """
-    _Splitter(model, TensorRanks(mesh.group("tp")), mesh.environment.device, options, parts).split()
+    ranks, device = TensorRanks(mesh.group("tp")), mesh.environment.device
+    _same_random_state(ranks, device)
+    _Splitter(model, ranks, device, options, parts).split()
+
+
+def _same_random_state(ranks: TensorRanks, device: torch.device) -> None:
+    """Give the ranks one random state: what all of them have whole must be dropped out alike."""
+    assert ranks.group is not None
+    states = [(torch.get_rng_state(), torch.set_rng_state)]
+    if device.type == "cuda":
+        states.append((torch.cuda.get_rng_state(device), partial(torch.cuda.set_rng_state, device=device)))
+    for state, restore in states:
+        here = state.to(device)
+        dist.broadcast(here, dist.get_global_rank(ranks.group, 0), group=ranks.group)
+        restore(here.cpu())
 
 
 class _Splitter:
@@ -288,8 +303,7 @@ class _Splitter:
                         " the layer the group of as many ranks"
                     )
                 self.others.add(module.ranks)
-                splits: dict[str, Split] = getattr(module, "splits", {})
-                self.parts.splits.update((f"{name}.{key}", split) for key, split in splits.items())
+        self.parts.splits.update(splits_in(self.model))
 
     @contextmanager
     def _open(self) -> Iterator[None]:
@@ -668,43 +682,15 @@ def sum_over_copies(part: torch.Tensor, split: Split, ranks: TensorRanks) -> tor
     return parts[first : first + split.copies].sum(0)
 
 
-class PartialGradients:
-    """The gradients that tp ranks have parts of, which are added up once per step."""
-
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        parts = parts_of(model)
-        named = dict(model.named_parameters(remove_duplicate=False))
-        self._device = mesh.environment.device
-        self._ranks = TensorRanks(mesh.group("tp")) if mesh.size("tp") > 1 else None
-        self._summed = list(dict.fromkeys(named[name] for name in sorted(parts.summed) if name in named))
-        copied = {n: s for n, s in parts.splits.items() if s.over == "tp" and s.copies > 1 and n in named}
-        self._copied = [(named[name], split) for name, split in copied.items()]
-        split = {named[name]: split for name, split in parts.splits.items() if split.over == "tp" and name in named}
-        self.shares = {p: 1 / (split[p].copies if p in split else mesh.size("tp")) for p in model.parameters()}
-        """As how much each parameter counts on this rank in a sum over `groups`."""
-        self.groups = [mesh.group("tp")]
-
-    def complete(self) -> None:
-        """Add up what ranks have parts of, in one all-reduce for each dtype."""
-        if self._ranks is None:
-            return
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in self._summed:
-            if parameter.grad is not None:
-                value = _local(parameter.grad)
-                by_dtype.setdefault(value.dtype, []).append(value)
-        for values in by_dtype.values():
-            flat = torch.cat([value.reshape(-1) for value in values]).to(self._device)
-            whole = torch.split(all_reduce(flat, self._ranks), [value.numel() for value in values])
-            torch._foreach_copy_(values, [part.view_as(value) for part, value in zip(whole, values, strict=True)])
-        for parameter, split in self._copied:
-            if parameter.grad is not None:
-                value = _local(parameter.grad)
-                value.copy_(sum_over_copies(value.to(self._device), split, self._ranks))
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def sum_copies(model: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
+    """Add up the gradients of the parameters of which several tp ranks have the same part."""
+    ranks = TensorRanks(mesh.group("tp"))
+    for name, parameter in model.named_parameters():
+        split = parts.splits.get(name)
+        if split is None or split.over != "tp" or split.copies == 1 or parameter.grad is None:
+            continue
+        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradient.copy_(sum_over_copies(gradient.to(mesh.environment.device), split, ranks))
 
 
 @contextmanager

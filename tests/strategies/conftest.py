@@ -40,7 +40,7 @@ def three_ranks(new_pool: NewPool) -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def four_ranks(new_pool: NewPool) -> Iterator[RankPool]:
-    """Four ranks over gloo: two ways to share work at once."""
+    """Four ranks over gloo: two degrees of two."""
     with new_pool(4) as pool:
         yield pool
 

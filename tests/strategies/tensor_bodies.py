@@ -17,17 +17,14 @@ import dsplan
 from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
 from strategies.parallel.ranks import _reduce_scatter
+from strategies.parallel.split import splits_in
 from tests.strategies import training_bodies
 from tests.strategies.example_bodies import EXAMPLES
 
 
 def _gradients_alike(split: nn.Module, whole: nn.Module) -> float:
     """The largest difference of a gradient from this rank's part of the whole layer's."""
-    parts = {
-        f"{prefix}.{name}".strip("."): part
-        for prefix, module in split.named_modules()
-        for name, part in getattr(module, "splits", {}).items()
-    }
+    parts = splits_in(split)
     worst = 0.0
     for (name, here), there in zip(split.named_parameters(), whole.parameters(), strict=True):
         assert here.grad is not None
