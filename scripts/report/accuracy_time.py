@@ -55,8 +55,8 @@ LEFT_OUT = """
 ### Rows that no fit has seen
 
 What the tables above and the fits leave out. The command line is asked most of it all the same, 8-bit products,
-adapters, mixtures of experts, context parallelism and interleaved pipelines, which *Asked through the command line* has;
-there are also the reasons of what cannot be asked.
+adapters, mixtures of experts, context parallelism and interleaved pipelines: *Asked through the command line* has
+them; there are also the reasons of what cannot be asked.
 """
 COLUMNS = ("", "runs", "median size", "90 % within", "median error")
 
