@@ -14,6 +14,7 @@ from itertools import product
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.cost.combinations import compresses, offloads_of, refusal
+from planner.errors import ContradictoryRequest
 from planner.search.estimate import indivisible
 from planner.search.request import Degrees, Request
 from planner.types.plan import Configuration
@@ -101,8 +102,14 @@ def unfit_degrees(request: Request) -> str:
 
 def unfit(request: Request, layout: CandidateLayout) -> str:
     """Why a layout does not go together or does not divide the model; empty where `dsplan run` can run it."""
+    sharing = layout.tp * layout.pp * layout.cp
+    if layout.data_parallel * sharing != request.cluster.gpus:
+        return f"{sharing} ranks that share samples cannot be spread so over {request.cluster.gpus} GPUs"
     for micro_batch in micro_batches(request, layout)[:1]:
-        configuration = configuration_of(request, layout, micro_batch)
+        try:
+            configuration = configuration_of(request, layout, micro_batch)
+        except ContradictoryRequest as problem:  # experts over more ranks than there are
+            return str(problem)
         return refusal(configuration) or indivisible(request, configuration)
     batch = request.workload.global_batch_size
     return f"global batch {batch} cannot be split over {layout.data_parallel} data-parallel ranks"
