@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,13 +14,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from strategies.checkpoint.states import WholeStates
+from strategies.checkpoint.states import WholeStates, unwrapped
 from strategies.distributed.gathers import require_alike
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, cast_model, scale_settings
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.split import parts_of
+from strategies.parallel.whole import share_of_square
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
 
@@ -29,15 +33,18 @@ from strategies.run_directory.heartbeat import PULSE
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The 2-norm of all gradients in fp64, a scalar on their device; every rank of sharded ones calls it.
+def total_norm(module: nn.Module, mesh: Mesh | None = None) -> torch.Tensor:
+    """The 2-norm of all gradients of a module in fp64, a scalar on their device; every rank calls it.
 
-    Replicated gradients are the same on every rank already. Sharded ones share one device mesh.
+    Replicated gradients are the same on every rank already, and sharded ones share one device mesh. Where ranks of a
+    `mesh` split the model between them, each of its elements counts once, whoever has it.
 
     Raises:
         Parted: the ranks' calls that gather weights have differed.
     """
-    parameters = list(parameters)
+    if mesh is not None and not mesh.is_data_parallel:
+        return _norm_over(module, mesh)
+    parameters = list(module.parameters())
     values = [value for value in _values(parameters) if value.numel()]
     if values:
         norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
@@ -55,6 +62,35 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         square, total = sums.unbind()
         require_alike(total.item(), ranks)
     return square.sqrt()
+
+
+def _norm_over(module: nn.Module, mesh: Mesh) -> torch.Tensor:
+    """The norm of the gradients of a model that ranks split: the sum over all ranks of what each one's squares count
+    for, so that whatever is not finite on some rank is so on all."""
+    parts, by_share = parts_of(module), dict[float, list[nn.Parameter]]()
+    sharded: DTensor | None = None
+    for name, parameter in module.named_parameters():
+        shards = 1
+        if isinstance(parameter, DTensor):
+            sharded, sizes = parameter, zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            shards = math.prod(size for placement, size in sizes if placement.is_shard())
+        by_share.setdefault(share_of_square(unwrapped(name), parts, mesh, shards), []).append(parameter)
+    squares = [_square(_values(parameters), mesh) * share for share, parameters in by_share.items()]
+    square = torch.stack([*squares, torch.zeros((), dtype=torch.float64, device=mesh.environment.device)]).sum()
+    dist.all_reduce(square)
+    if sharded is not None:
+        met = torch.tensor(float(PULSE.number), dtype=torch.float64, device=mesh.environment.device)
+        dist.all_reduce(met, group=mesh.group("dp_shard_cp"))
+        require_alike(met.item(), mesh.size("dp_shard_cp"))
+    return square.sqrt()
+
+
+def _square(values: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    values = [value for value in values if value.numel()]
+    if not values:
+        return torch.zeros((), dtype=torch.float64, device=mesh.environment.device)
+    norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
+    return torch.stack(norms).double().square().sum().to(mesh.environment.device)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
@@ -157,11 +193,14 @@ class TorchStrategy(Strategy):
 
     @contextmanager
     def whole(self, module: nn.Module, *, keeps_changes: bool) -> Iterator[None]:
-        """All weights whole inside; `keeps_changes` takes over what rank 0 wrote to them."""
+        """All weights whole inside; `keeps_changes` takes over what the first of the ranks that have the same part of
+        the model wrote to them."""
         yield
         if keeps_changes and self.environment.world_size > 1:
-            for parameter in module.parameters():
-                dist.broadcast(parameter.data, 0)
+            experts = parts_of(module).experts
+            for name, parameter in module.named_parameters():
+                group = self.mesh.group("expert_dp" if unwrapped(name) in experts else "dp_cp")
+                dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
 
     def autocast(self) -> AbstractContextManager[object]:
         """What surrounds a forward pass: the casts of the plan's precision, unless the wrapper does them."""
@@ -220,7 +259,7 @@ class TorchEngine(AccumulatingEngine):
 
     def _summed_norm(self) -> float:
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
-        return total_norm(self.module.parameters()).item()
+        return total_norm(self.module, self.mesh).item()
 
     def _apply(self, factor: float) -> None:
         scale_gradients(self.module.parameters(), factor)

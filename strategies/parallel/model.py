@@ -41,7 +41,7 @@ def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelPar
     Raises:
         CannotRun: the model cannot be split so; the line names what stands against it.
     """
-    parts = ModelParts()
+    parts = ModelParts(tp=(mesh.rank("tp"), mesh.size("tp")))
     for degree, place in _SPLITS.items():
         if mesh.size(degree) > 1:
             module, _, name = place.partition(":")
