@@ -8,21 +8,18 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.types.plan import Configuration
-from strategies.checkpoint.states import unwrapped
 from strategies.distributed.environment import ensure_group
 from strategies.distributed.gathers import note_gathers
 from strategies.engine.torch_engine import TorchEngine, TorchStrategy
 from strategies.modules.compression import gradient_travel
 from strategies.modules.precision import sharding_policy
 from strategies.parallel.blocks import repeated_blocks
-from strategies.parallel.mesh import Mesh
-from strategies.parallel.split import parts_of
+from strategies.parallel.model import share_weights
 from strategies.protocols import TrainingParts
 
 
@@ -38,7 +35,8 @@ class FullShard(TorchStrategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         ensure_group(self.environment)
-        broadcast_from_first(model, self.mesh)
+        if self.mesh.is_data_parallel:
+            share_weights(model, self.environment.device)
         shard = partial(
             fully_shard,
             mesh=self.mesh.shard_mesh,
@@ -129,18 +127,6 @@ def _letting_go(unit: nn.Module, model: nn.Module) -> Iterator[None]:
     for parameter in whole:
         if parameter not in still_used:
             parameter.data = parameter.data.new_empty(0)
-
-
-def broadcast_from_first(model: nn.Module, mesh: Mesh) -> None:
-    """Give all ranks that have the same part of a model the weights of the first of them, as DDP does; one tensor at a
-    time, so that no device holds them all."""
-    experts = parts_of(model).experts
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        here = tensor.detach().to(mesh.environment.device)
-        group = mesh.group("expert_dp" if unwrapped(name) in experts else "dp_cp")
-        dist.broadcast(here, dist.get_global_rank(group, 0), group=group)
-        if here.device != tensor.device:
-            tensor.data.copy_(here)
 
 
 def fully_shard_arguments(configuration: Configuration) -> dict[str, Any]:

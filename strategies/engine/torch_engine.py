@@ -22,7 +22,7 @@ from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, cast_model, scale_settings
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.parallel.mesh import Mesh
-from strategies.parallel.split import parts_of
+from strategies.parallel.split import ModelParts, parts_of
 from strategies.parallel.whole import share_of_square
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
@@ -91,6 +91,26 @@ def _square(values: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=mesh.environment.device)
     norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
     return torch.stack(norms).double().square().sum().to(mesh.environment.device)
+
+
+def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
+    """Add up over tp the gradients of which each rank has a term, and over stages those of weights that several have.
+
+    All in one message per group.
+    """
+    gradients = [
+        value
+        for name, parameter in module.named_parameters()
+        if unwrapped(name) in parts.summed
+        for value in _values([parameter])
+        if value.numel()
+    ]
+    if not gradients or mesh.size("tp") == 1:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=mesh.group("tp"))
+    for gradient, total in zip(gradients, torch.split(flat, [gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
@@ -259,6 +279,7 @@ class TorchEngine(AccumulatingEngine):
 
     def _summed_norm(self) -> float:
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
+        sum_terms(self.module, parts_of(self.module), self.mesh)
         return total_norm(self.module, self.mesh).item()
 
     def _apply(self, factor: float) -> None:
