@@ -240,6 +240,8 @@ class States(ABC):
                 self._splits[tensor], self._own_names[tensor] = split, name
         self.whole: Inventory | None = None
         """What the ranks have together that hold different parts of the model, where it was asked for."""
+        self.leaves_out: frozenset[str] = frozenset()
+        """Names of weights that are neither saved nor looked for."""
 
     def weight(self, tensor: torch.Tensor) -> Any:
         """A parameter or buffer as it is saved, and read in place: itself, or a part of a whole one, or of a master
@@ -287,8 +289,11 @@ class States(ABC):
 
     def weights(self) -> dict[str, Any]:
         """The model, by the names of a checkpoint; tensors without elements are left out."""
-        tensors = self.names.tensors.items()
-        return {f"{MODEL}{name}": self.weight(tensor) for name, tensor in tensors if self.shape_of(tensor).numel()}
+        return {
+            f"{MODEL}{name}": self.weight(tensor)
+            for name, tensor in self.names.tensors.items()
+            if name not in self.leaves_out and self.shape_of(tensor).numel()
+        }
 
     def tensors(self) -> dict[str, Any]:
         """All that is saved."""
