@@ -18,7 +18,7 @@ from planner.models.counting.count import count_parameters, frozen_but, with_ada
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
 from planner.types.cluster import Cluster
-from planner.types.job import Workload
+from planner.types.job import EXPERT_IMBALANCE, Workload
 
 SAMPLES_PER_GPU = 8
 """Global batch per GPU that is planned for when none is asked."""
@@ -54,6 +54,7 @@ class WorkOptions:
     load_dtype: words.LoadDtype | None = None
     fp8_recipe: words.Fp8Recipe | None = None
     ema: bool = False
+    expert_imbalance: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +169,7 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         load_dtype=_load_dtype(options, precision, defaults),
         fp8_recipe=recipe,
         ema=options.ema,
+        expert_imbalance=_imbalance(facts, options),
     )
     ranking["zero_backend"] = _zero_backend(ranking.get("zero_backend"), cluster.device, workload.precision, defaults)
     counts = counts_of(facts, workload)
@@ -232,6 +234,16 @@ def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
     if options.train_only:
         raise ContradictoryRequest(f"--train-only says what --method {options.method} says too; leave one out")
     return {"lora_rank": DEFAULT_LORA_RANK, **said}
+
+
+def _imbalance(facts: ModelFacts, options: WorkOptions) -> float:
+    """How uneven the experts' tokens are: as asked, else what is taken for usual."""
+    if options.expert_imbalance is None:
+        return EXPERT_IMBALANCE
+    limits.IMBALANCE.check("--expert-imbalance", options.expert_imbalance)
+    if not facts.is_moe:
+        raise ContradictoryRequest(f"--expert-imbalance is for models with experts, which {facts.name} has not")
+    return options.expert_imbalance
 
 
 def _scaled_recipe(
