@@ -59,6 +59,8 @@ GIGABYTES = Limit(least=0.001, most=1_000_000, fraction=True)
 """Of 1e9 bytes: from a megabyte to a petabyte."""
 USD_PER_HOUR = Limit(least=0.0001, most=1_000_000, fraction=True)
 SHARE = Limit(least=0.0001, most=1, fraction=True)
+IMBALANCE = Limit(least=1, most=1000, fraction=True)
+"""Of the busiest over the mean."""
 TRAINING_TOKENS = Limit(least=1, most=10**18, fraction=True)
 DAYS = Limit(least=0.0001, most=1_000_000, fraction=True)
 MINUTES = Limit(least=0, most=100_000, fraction=True)

@@ -149,6 +149,10 @@ class WorkFlags:
     ] = None
     fp8_recipe: Annotated[words.Fp8Recipe | None, typer.Option(help="How fp8 and fp4 products are scaled.")] = None
     ema: Annotated[bool, typer.Option("--ema", help="Keep an exponential moving average of the weights.")] = False
+    expert_imbalance: Annotated[
+        float | None,
+        number(limits.IMBALANCE, "Tokens of the busiest rank's experts over the mean; 1.25 if left open.", "R"),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import typer
 from dsplan.cli.flags import GroupedCommand, JsonFlag, number, with_flags
 from hardware_db.notices import notice
 from planner import limits
+from planner import vocabulary as words
 from strategies.run_directory.spec import LauncherName
 
 if TYPE_CHECKING:
@@ -37,6 +38,23 @@ class PlanningFlags:
         str | None,
         typer.Option(metavar="NAME", help="Plan for this backend only: torch, deepspeed, or native, our own ZeRO."),
     ] = None
+    tp: Annotated[int | None, number(limits.GPUS, "Ranks that split every layer.")] = None
+    pp: Annotated[int | None, number(limits.GPUS, "Ranks that split the stack of layers.")] = None
+    cp: Annotated[int | None, number(limits.GPUS, "Ranks that split every sequence.")] = None
+    ep: Annotated[int | None, number(limits.GPUS, "Ranks that routed experts are spread over.")] = None
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="Whether tp ranks split the sequence between their products; by default where experts are spread too.",
+        ),
+    ] = None
+    pp_schedule: Annotated[
+        words.Schedule | None, typer.Option(help="Order of a pipeline's forwards and backwards; 1f1b by default.")
+    ] = None
+    virtual_stages: Annotated[int | None, number(limits.GPUS, "Stages per rank of an interleaved pipeline.", "V")] = (
+        None
+    )
     run_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where logs and metrics go; by default a new one per run.")
     ] = None
@@ -194,7 +212,7 @@ def _request(
     supervision: SupervisionFlags,
 ) -> RunRequest:
     """What was asked for, as a value."""
-    from strategies.launch.options import asked_placement, asked_supervision
+    from strategies.launch.options import asked_degrees, asked_placement, asked_supervision
     from strategies.launch.prepare import RunRequest
 
     return RunRequest(
@@ -204,6 +222,15 @@ def _request(
         processes=planning.nproc,
         strategy=planning.strategy,
         backend=planning.backend,
+        parallel=asked_degrees(
+            tp=planning.tp,
+            pp=planning.pp,
+            cp=planning.cp,
+            ep=planning.ep,
+            pp_schedule=planning.pp_schedule,
+            virtual_stages=planning.virtual_stages,
+            sequence_parallel=planning.sequence_parallel,
+        ),
         run_directory=planning.run_dir,
         resume=supervision.resume,
         resume_from=supervision.resume_from or "",

@@ -141,7 +141,8 @@ def network(device: Device, layout: Layout, node: NodeType) -> tuple[Link | None
     """The link between nodes and how many of them a node has.
 
     A link whose figures are per node counts once. Where a provider sells less than the adapters' line rate, the link is
-    scaled to it. Inside one NVL72 rack nodes talk over NVLink.
+    scaled to it. Inside one NVL72 rack nodes talk over NVLink; a node of more GPUs than a tray has is several
+    trays of one NVLink domain, each with its adapters.
     """
     if _is_rack_scale(device) and layout.gpus <= _NVL72_DOMAIN and node.intra_link is not None:
         return find_link(node.intra_link), layout.gpus_per_node
@@ -151,7 +152,8 @@ def network(device: Device, layout: Layout, node: NodeType) -> tuple[Link | None
     nics = node.nics or 1 if link.per == "NIC" else 1
     rate = (link.per_node_gbit or link.line_rate_gbit or 0) * nics
     sold = node.inter_node_gbit or rate
-    return (link if sold >= rate else scaled(link, sold / rate)), nics
+    trays = max(1, layout.gpus_per_node // node.gpus_per_node) if _is_rack_scale(device) and link.per == "NIC" else 1
+    return (link if sold >= rate else scaled(link, sold / rate)), nics * trays
 
 
 def scaled(link: Link, factor: float) -> Link:

@@ -127,8 +127,9 @@ class CodeBase:
     """What it is, in a few words."""
     runs_with: str
     """The tool that trains with it; `dsplan` where `dsplan run` does."""
-    loads: Literal["whole", "sharded"]
-    """Whether every process makes the whole model in host memory, or only what is its own."""
+    loads: Literal["whole", "sharded", "gathered"]
+    """Whether every process makes the whole model in host memory, or only what is its own; `gathered`: that, and a
+    checkpoint is read into weights that FSDP has all-gathered at once on every device."""
     eager: Traits
     compiled: Traits | None = None
     """None where the code has no use for torch.compile, or is compiled as it is."""
@@ -144,6 +145,15 @@ class CodeBase:
     """Whether gradients lie in one buffer that is there from the first step on, which autograd adds to."""
     scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
     """Whose linear layers multiply in 8 and 4 bits."""
+    fuses_attention: bool = False
+    """Whether kernels of its own fuse attention that transformers runs eagerly: with sinks, soft caps or biases."""
+    unties_head: bool = False
+    """Whether the head has a matrix of its own even where the model's config ties it to the token table."""
+    drops_adapter_inputs: bool = False
+    """Whether adapters see their inputs through dropout, of which each keeps the output and a mask."""
+    quantised_inputs: int = 0
+    """Of how many micro-batches the inputs of 4-bit products are there when a forward ends: none since bitsandbytes
+    0.44, one before; another where the loop holds the last micro-batch's loss until it has the next one."""
     dropout: float | None = None
     """Of hidden states and attention by default, None for what the model's config says."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -197,11 +207,15 @@ def of_any_year(name: str) -> str:
 
 
 def facts_for_code(facts: ModelFacts, name: str) -> ModelFacts:
-    """The model with the dropout that a code base trains it with."""
-    dropout = code_base(name).dropout
-    if dropout is None or facts.hidden_dropout:
+    """The model with the dropout that a code base trains it with, and the head that it gives it."""
+    code = code_base(name)
+    if code.unties_head and facts.tie_word_embeddings and facts.kind == "decoder":
+        facts = replace(facts, tie_word_embeddings=False)
+    if code.fuses_attention:
+        facts = replace(facts, fuses_attention=True) if facts.eager_only else facts
+    if code.dropout is None or facts.hidden_dropout:
         return facts
-    return replace(facts, hidden_dropout=dropout, attention_dropout=dropout)
+    return replace(facts, hidden_dropout=code.dropout, attention_dropout=code.dropout)
 
 
 @lru_cache(maxsize=1)

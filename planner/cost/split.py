@@ -143,11 +143,3 @@ def exchange_elements(facts: ModelFacts, exchange: AttentionExchange, tp: int, c
     merged = (1 + _FP32_OUTPUT) * queries
     under_way = (cp + 1) * keys if exchange == "all-gather" else 2 * keys
     return under_way + merged, under_way + 2 * keys + queries
-
-
-# Expert parallelism: every rank has some of the experts, and sends its tokens to those of the others.
-
-
-EXPERT_IMBALANCE = 1.25
-"""Tokens that come to the busiest rank's experts over the mean: the capacity factor that Switch Transformers train
-with, beyond which tokens are dropped (Fedus et al. 2021, arXiv 2101.03961, section 2.2; recalled)."""

@@ -176,7 +176,7 @@ def _degrees(plan: Plan) -> Section:
         "data_parallel_replicate_degree": configuration.dp_replicate,
         "data_parallel_shard_degree": configuration.dp_shard,
         # The default keeps parameters unsharded under a pipeline, which the plan does not count.
-        "fsdp_reshard_after_forward": "never" if configuration.strategy == "fsdp-grad-op" else "always",
+        "fsdp_reshard_after_forward": "always" if configuration.reshards else "never",
         "tensor_parallel_degree": configuration.tp,
         "context_parallel_degree": configuration.cp,
         "expert_parallel_degree": configuration.ep,

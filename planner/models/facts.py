@@ -292,6 +292,7 @@ class ModelFacts:
     encoder_layers: int = 0
     decoder_layers: int = 0
     tie_word_embeddings: bool = True
+    fuses_attention: bool = False
     gated_mlp: bool = False
     activation: str = "gelu"
     norm: str = "layernorm"
@@ -380,8 +381,8 @@ class ModelFacts:
 
     @property
     def eager_only(self) -> bool:
-        """Whether transformers runs the attention unfused, whatever is asked for."""
-        return self.model_type in _EAGER_ONLY
+        """Whether the attention runs unfused, whatever is asked for."""
+        return self.model_type in _EAGER_ONLY and not self.fuses_attention
 
     @property
     def window_share(self) -> float:

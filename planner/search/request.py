@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hardware_db.device import Device
@@ -19,7 +18,7 @@ from planner.models.counting.count import count_parameters, frozen_but, with_ada
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
 from planner.types.cluster import Cluster
-from planner.types.job import Workload
+from planner.types.job import EXPERT_IMBALANCE, Workload
 
 SAMPLES_PER_GPU = 8
 """Global batch per GPU that is planned for when none is asked."""
@@ -55,6 +54,30 @@ class WorkOptions:
     load_dtype: words.LoadDtype | None = None
     fp8_recipe: words.Fp8Recipe | None = None
     ema: bool = False
+    expert_imbalance: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Degrees:
+    """How ranks are to share the work on one sample, as a script or a person decided it; data parallelism takes the
+    ranks that are left. What is None is left to the search."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp_schedule: words.Schedule | None = None
+    virtual_stages: int | None = None
+    sequence_parallel: bool | None = None
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that work on the same sample."""
+        return self.tp * self.pp * self.cp
+
+    def __str__(self) -> str:
+        values = ((item.name, getattr(self, item.name)) for item in fields(self))
+        return ", ".join(f"{name} {value}" for name, value in values if value not in (1, None)) or "tp 1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +89,7 @@ class Request:
     one that cannot be told to be faster. `experience` is what was measured before. `zero_backend` runs ZeRO stages.
     `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
     from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
-    latter where it checkpoints. `degrees` are those of tp, pp, cp and ep that every plan must have; None leaves them to
-    the search.
+    latter where it checkpoints. `degrees` are those that every plan must have; None leaves them to the search.
     """
 
     facts: ModelFacts
@@ -89,7 +111,7 @@ class Request:
     checkpointings: tuple[words.Checkpointing, ...] | None = None
     gradient_compression: words.Compression = "none"
     activations_on_host: bool = False
-    degrees: Mapping[words.Degree, int] | None = None
+    degrees: Degrees | None = None
 
     @property
     def usd_per_gpu_hour(self) -> float | None:
@@ -147,6 +169,7 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         load_dtype=_load_dtype(options, precision, defaults),
         fp8_recipe=recipe,
         ema=options.ema,
+        expert_imbalance=_imbalance(facts, options),
     )
     ranking["zero_backend"] = _zero_backend(ranking.get("zero_backend"), cluster.device, workload.precision, defaults)
     counts = counts_of(facts, workload)
@@ -211,6 +234,16 @@ def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
     if options.train_only:
         raise ContradictoryRequest(f"--train-only says what --method {options.method} says too; leave one out")
     return {"lora_rank": DEFAULT_LORA_RANK, **said}
+
+
+def _imbalance(facts: ModelFacts, options: WorkOptions) -> float:
+    """How uneven the experts' tokens are: as asked, else what is taken for usual."""
+    if options.expert_imbalance is None:
+        return EXPERT_IMBALANCE
+    limits.IMBALANCE.check("--expert-imbalance", options.expert_imbalance)
+    if not facts.is_moe:
+        raise ContradictoryRequest(f"--expert-imbalance is for models with experts, which {facts.name} has not")
+    return options.expert_imbalance
 
 
 def _scaled_recipe(

@@ -13,8 +13,10 @@ from itertools import product
 
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
-from planner.cost.combinations import compresses, offloads_of
-from planner.search.request import Request
+from planner.cost.combinations import compresses, offloads_of, refusal
+from planner.errors import ContradictoryRequest
+from planner.search.estimate import indivisible
+from planner.search.request import Degrees, Request
 from planner.types.plan import Configuration
 
 MODEL_PARALLEL_STRATEGIES: tuple[words.Strategy, ...] = ("ddp", "zero1", "fsdp")
@@ -82,12 +84,45 @@ def enumerate_candidates(request: Request) -> Iterator[CandidateLayout]:
     for strategy in words.STRATEGIES:
         if inapplicable(request, strategy):
             continue
-        backend = words.default_backend(strategy, zero=request.zero_backend)
-        if not compresses(strategy, backend, request.gradient_compression):
-            continue
-        for tp, pp, cp in _model_parallel_degrees(request, strategy):
-            for ep in _expert_degrees(request, strategy, tp, pp, cp):
-                yield from _with_memory_savers(request, strategy, _Split(tp, pp, cp, ep))
+        layouts = _layouts(request, strategy)
+        yield from layouts if request.degrees is None else (each for each in layouts if not unfit(request, each))
+
+
+def unfit_degrees(request: Request) -> str:
+    """Why no plan has the degrees that somebody decided, in the words of the strategy that people split models with
+    most; empty where a plan has them."""
+    reasons = [
+        unfit(request, layout)
+        for strategy in sorted(words.STRATEGIES, key=lambda name: name not in MODEL_PARALLEL_STRATEGIES)
+        if not inapplicable(request, strategy)
+        for layout in _layouts(request, strategy)
+    ]
+    return "" if "" in reasons else next(iter(reasons), "needs more ranks")
+
+
+def unfit(request: Request, layout: CandidateLayout) -> str:
+    """Why a layout does not go together or does not divide the model; empty where `dsplan run` can run it."""
+    sharing = layout.tp * layout.pp * layout.cp
+    if layout.data_parallel * sharing != request.cluster.gpus:
+        return f"{sharing} ranks that share samples cannot be spread so over {request.cluster.gpus} GPUs"
+    for micro_batch in micro_batches(request, layout)[:1]:
+        try:
+            configuration = configuration_of(request, layout, micro_batch)
+        except ContradictoryRequest as problem:  # experts over more ranks than there are
+            return str(problem)
+        return refusal(configuration) or indivisible(request, configuration)
+    batch = request.workload.global_batch_size
+    return f"global batch {batch} cannot be split over {layout.data_parallel} data-parallel ranks"
+
+
+def _layouts(request: Request, strategy: words.Strategy) -> Iterator[CandidateLayout]:
+    """Every layout of a strategy."""
+    backend = words.default_backend(strategy, zero=request.zero_backend)
+    if not compresses(strategy, backend, request.gradient_compression):
+        return
+    for tp, pp, cp in _model_parallel_degrees(request, strategy):
+        for ep in _expert_degrees(request, strategy, tp, pp, cp):
+            yield from _with_memory_savers(request, strategy, _Split(tp, pp, cp, ep))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +141,7 @@ class _Split:
 
 def _with_memory_savers(request: Request, strategy: words.Strategy, split: _Split) -> Iterator[CandidateLayout]:
     ranks = request.cluster.gpus // (split.tp * split.pp * split.cp)
-    is_sequence_parallel = split.tp > 1 and code_base(request.workload.code).sequence_parallel
+    is_sequence_parallel = _sequence_parallel(request, split)
     replicate, shard = _split(request, strategy, ranks)
     backend = words.default_backend(strategy, zero=request.zero_backend)
     offloads: tuple[words.Offload, ...] = ("none", *(offloads_of(strategy, backend) if split.is_whole else ()))
@@ -134,6 +169,15 @@ def _with_memory_savers(request: Request, strategy: words.Strategy, split: _Spli
                 offload_ratio=ratio,
                 sync_each_micro_batch=sync,
             )
+
+
+def _sequence_parallel(request: Request, split: _Split) -> bool:
+    """Whether tp ranks split the sequence between their products: as asked, else where the code does, and where experts
+    are spread over them, which takes it."""
+    asked = None if request.degrees is None else request.degrees.sequence_parallel
+    if asked is not None:
+        return asked
+    return split.tp > 1 and (split.ep > 1 or code_base(request.workload.code).sequence_parallel)
 
 
 def _is_considered(request: Request, strategy: words.Strategy, shard: int, offload: words.Offload) -> bool:
@@ -169,7 +213,7 @@ def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Itera
     """(tp, pp, cp), all powers of two: tp inside a node and dividing the heads, pp up to the depth, cp where sequences
     are long."""
     if request.degrees is not None:
-        yield request.degrees["tp"], request.degrees["pp"], request.degrees["cp"]
+        yield request.degrees.tp, request.degrees.pp, request.degrees.cp
         return
     yield 1, 1, 1
     facts, cluster = request.facts, request.cluster
@@ -198,7 +242,7 @@ def _expert_degrees(request: Request, strategy: words.Strategy, tp: int, pp: int
     """Over how many ranks experts are spread: powers of two that divide both, those of a node at the least, whose links
     are the fastest; and none with tp where the code splits no sequence between its products."""
     if request.degrees is not None:
-        return (request.degrees["ep"],)
+        return (request.degrees.ep,)
     facts, cluster = request.facts, request.cluster
     plain = strategy not in MODEL_PARALLEL_STRATEGIES or cluster.device.is_cpu
     if plain or not facts.is_moe or facts.kind != "decoder" or facts.recorded_as:
@@ -216,6 +260,8 @@ def _expert_degrees(request: Request, strategy: words.Strategy, tp: int, pp: int
 def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], ...]:
     """Schedules with their virtual stages. A pipeline inside one node is short enough without any."""
     usual: tuple[words.Schedule, int] = ("1f1b", 1)
+    if request.degrees is not None:
+        return (_asked_pipeline(request.degrees),)
     if pp == 1 or request.cluster.nodes == 1 or request.workload.code in _ONE_FORWARD:
         return (usual,)
     deepest = -(-request.facts.num_layers // pp)
@@ -226,6 +272,14 @@ def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], .
         [("zero-bubble", 1)] if request.workload.code == "torchtitan" else []
     )
     return (usual, *interleaved, *zero_bubble)
+
+
+def _asked_pipeline(asked: Degrees) -> tuple[words.Schedule, int]:
+    """A schedule and its virtual stages, of which either says what the other is."""
+    schedule, pieces = asked.pp_schedule, asked.virtual_stages
+    if schedule is None:
+        schedule = "1f1b" if pieces in (None, 1) else "interleaved"
+    return schedule, pieces or (2 if schedule == "interleaved" else 1)
 
 
 def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
@@ -243,12 +297,19 @@ def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
     return sizes if request.micro_batch is None else tuple(size for size in sizes if size == request.micro_batch)
 
 
+def _backend(request: Request, layout: CandidateLayout) -> words.Backend:
+    """DeepSpeed is handed whole models here; our own ZeRO runs where ranks share the work on one sample."""
+    splits = layout.tp * layout.pp * layout.cp * layout.ep > 1
+    zero = "native" if splits and code_base(request.workload.code).runs_here else request.zero_backend
+    return words.default_backend(layout.strategy, zero=zero)
+
+
 def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int) -> Configuration:
     """The configuration of a layout with one of its micro-batches."""
     workload = request.workload
     return Configuration(
         strategy=layout.strategy,
-        backend=words.default_backend(layout.strategy, zero=request.zero_backend),
+        backend=_backend(request, layout),
         dp_replicate=layout.dp_replicate,
         dp_shard=layout.dp_shard,
         tp=layout.tp,

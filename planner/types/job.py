@@ -12,6 +12,10 @@ from planner.models.facts_document import facts_document
 from planner.types.cluster import SHIPPED, Cluster, Rates
 from planner.types.plan import Configuration
 
+EXPERT_IMBALANCE = 1.25
+"""Tokens that come to the busiest rank's experts over the mean: the capacity factor that Switch Transformers train
+with, beyond which tokens are dropped (Fedus et al. 2021, arXiv 2101.03961, section 2.2; recalled)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
@@ -29,7 +33,8 @@ class Workload:
     torch.compile, `loss` how logits become a loss. `method` is how weights are trained, with the rank of the adapters
     and what they are put on; `train_only` is a pattern of the names of what is trained, empty for all. `load_dtype` is
     what weights are loaded as, None for what the precision says; `fp8_recipe` how 8-bit and 4-bit products are scaled,
-    None for others; with `ema` an average of the weights is kept.
+    None for others; with `ema` an average of the weights is kept. `expert_imbalance` are the tokens that come to the
+    busiest rank's experts over the mean, where experts are spread over ranks.
 
     Raises:
         ContradictoryRequest: a number is not positive or a word is not in the vocabulary.
@@ -57,6 +62,7 @@ class Workload:
     load_dtype: words.LoadDtype | None = None
     fp8_recipe: words.Fp8Recipe | None = None
     ema: bool = False
+    expert_imbalance: float = EXPERT_IMBALANCE
 
     @property
     def freezes(self) -> bool:
@@ -241,4 +247,5 @@ def _workload(job: Described) -> dict[str, object]:
         "load_dtype": workload.load_dtype,
         "fp8_recipe": workload.fp8_recipe,
         "ema": workload.ema,
+        "expert_imbalance": workload.expert_imbalance if job.facts.is_moe else None,
     }

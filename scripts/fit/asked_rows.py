@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hardware_db.files import replace_text
+from hardware_db.units import GIB
 from scripts.fit.published_code import BY_SOURCE
 from scripts.fit.published_rows import MEASUREMENTS, document_of
 
@@ -50,7 +51,8 @@ class NotAskable(Exception):
 CODES = {
     "torchtune": "torch",
     "fms_fsdp": "torch",
-    "nemo_automodel": "torch",
+    "nemo_automodel": "automodel",
+    "fsdp_qlora": "transformers-2024",
     **BY_SOURCE,
     "megatron_bridge": "nemo",
     "deepspeed_zero": "megatron-deepspeed",
@@ -59,7 +61,7 @@ CODES = {
     "litgpt": "litgpt",
 }
 """Whose modules a source ran, by the start of its name, the longer before the shorter; any other ran transformers'.
-Megatron-Bridge is what NeMo trains with today; Automodel shards Hugging Face's models, with fused kernels, by FSDP2."""
+Megatron-Bridge is what NeMo trains with today."""
 
 NAMED = {"transformers, deepspeed": "transformers-2021", "megatron": "megatron-deepspeed"}
 """What `published_memory.csv` says of single rows, where it differs from the source's."""
@@ -72,6 +74,9 @@ DEVICES = {
     ("H100", "96"): "H100-SXM5-96GB",
     ("H100", "94"): "H100-SXM5-96GB",
     ("H100", ""): "H100-SXM5-80GB",
+    # "2.4 TB per second, custom to Meta's H100 variant" (pytorch/ao@36027d82d1ad torchao/testing/training/
+    # roofline_utils.py line 24): the board of torchtitan's tables, which these runs use.
+    ("H100 of torchao", ""): "H100-SXM5-96GB",
     ("B200", ""): "B200-SXM-180GB",
     ("B300", ""): "B300-SXM-288GB",
     ("GB200", ""): "GB200-186GB",
@@ -98,6 +103,7 @@ MODELS = {
     "gemma-2b": "google/gemma-2b",
     "gemma-7b": "google/gemma-7b",
     "gemma2-2b": "google/gemma-2-2b",
+    "gemma2b": "google/gemma-2-2b",  # litgpt's name for gemma2-2b/qlora.yaml, in the line under gemma2-2b/lora.yaml
     "gemma2-9b": "google/gemma-2-9b",
     "falcon-7b": "tiiuae/falcon-7b",
     "falcon-40b": "tiiuae/falcon-40b",
@@ -106,6 +112,46 @@ MODELS = {
     "stablelm-base-alpha-3b": "stabilityai/stablelm-base-alpha-3b",
 }
 """Models whose blocks are neither Llama's nor GPT-2's, by the catalogue's names."""
+
+WIDE_RECIPES = ("gemma", "phi-", "Phi-3", "tiny-llama")
+"""Models whose adapters litgpt's config_hub puts on every linear layer, the head too, which no flag says; those of
+others are on queries and values (Lightning-AI/litgpt@26857050fe3f config_hub/finetune/*/lora.yaml and qlora.yaml)."""
+ADAPTER_RANKS = {
+    ("gemma-2b", "lora"): 8,
+    ("gemma2-2b", "lora"): 8,
+    ("gemma", ""): 16,
+    ("phi-2", ""): 8,
+    ("Phi-3", ""): 8,
+}
+"""Ranks there, by the start of the model's name and the method; 32 in the other files."""
+
+RECOMPUTED: Flags = {"checkpointing": "full"}
+COMPILED: Flags = {**RECOMPUTED, "compile": True}
+AUTOMODEL: Mapping[str, Flags] = {
+    "deepseek-v3-671b": RECOMPUTED,
+    "kimi-k2": RECOMPUTED,
+    "qwen3-moe-30b": RECOMPUTED,
+    "gpt-oss-20b": {"ep": 8, "loss": "fused"},
+    "gpt-oss-120b": {"ep": 64, **RECOMPUTED},
+    "llama3-70b": COMPILED,
+    "llama3-8b-lora": {},
+    "qwen2.5-7b-lora": {},
+    "llama3-70b-lora": COMPILED,
+    "qwen2.5-32b-lora": COMPILED,
+}
+"""What the configs say that docs/performance-summary.mdx of NVIDIA-NeMo/Automodel names for its rows
+(examples/llm_benchmark/*/*.yaml: activation_checkpointing, enable_compile, ep_size, loss_fn). Those of deepseek-v3 and
+gpt-oss-120b have smaller batches than the table; without recomputation the table's would need the more memory."""
+
+STAGES_OF_340B = 12
+"""Virtual stages of nemotron4-340b on H100: the table of release 25.04.01 leaves them open; NeMo's recipe for the same
+GPUs, batch, tp and pp has 12 (NVIDIA/NeMo@8cfedd720346 scripts/performance/recommended_model_configs/
+model_configs_h100.csv lines 27-28), as has the next release's table, whose steps take as long."""
+
+BALANCED = ("megatron_bridge", "nemo_automodel")
+"""Whose mixtures of experts get the same tokens each: "we force-balance the token distribution among experts"
+(NVIDIA-NeMo/Megatron-Bridge@067f987df03b docs/performance-summary.md line 104), "fake balanced gate is enabled"
+(NVIDIA-NeMo/Automodel docs/performance-summary.mdx)."""
 
 NO_PLAN = (
     "bigscience",
@@ -147,6 +193,8 @@ def code_of(source: str, gpu: str) -> str:
     """Whose modules a source ran on a GPU; what torchtitan printed of H100s is of 2024 and early 2025."""
     if source.startswith(("torchtitan", "torchao")) and gpu == "H100":
         return "torchtitan-2024"
+    if source.startswith("litgpt_peft"):
+        return "litgpt-2024"
     return next((code for name, code in CODES.items() if source.startswith(name)), "transformers")
 
 
@@ -290,11 +338,36 @@ def beyond(row: Row, why: str) -> tuple[str, dict[str, Any], dict[str, Any], Fla
         raise NotAskable(why or "the parallel plan is not recorded")
     assumed: list[str] = []
     model, config = model_of(row, notes)
-    device = DEVICES.get((row["gpu_name"], row["gpu_mem_gb"]))
+    named = "H100 of torchao" if source.startswith("torchao") and row["gpu_name"] == "H100" else row["gpu_name"]
+    device = DEVICES.get((named, row["gpu_mem_gb"]))
     if device is None:
         raise NotAskable(f"{row['gpu_name']} {row['gpu_mem_gb']} GB is in no catalogue")
+    if notes.get("config", "").endswith(SINGLE_DEVICE) and source.startswith("litgpt_config"):
+        row = {**row, "n_gpus": "1", "strategy": "ddp"}
+        assumed.append(ONE_DEVICE)
+    if notes.get("config", "").endswith("tiny-llama/full.yaml"):
+        row = {**row, "grad_accum": "8"}  # global_batch_size: 32, micro_batch_size: 4
+    if (
+        notes.get("method") == "full"
+        and row["n_gpus"] == "1"
+        and _states_alone(row) > float(row["measured_peak_mem_gib"])
+    ):
+        raise NotAskable("prints less memory than weights, gradients and AdamW's moments in bf16 take on one GPU")
     flags = degrees(row, notes, assumed) | work(row, notes, assumed) | adapters(row, notes)
     return model, config, cluster_of_collection(row, device), flags, "; ".join(assumed)
+
+
+def _states_alone(row: Row) -> float:
+    """GiB of the weights of a gated decoder, their gradients and two moments, all in 16 bits."""
+    hidden, heads, groups = (int(row[name]) for name in ("hidden", "heads", "kv_heads"))
+    block = 2 * hidden * hidden * (1 + groups / heads) + 3 * hidden * int(row["ffn"])
+    return 8 * (int(row["vocab"]) * hidden + int(row["layers"]) * block) / GIB
+
+
+SINGLE_DEVICE = ("lora.yaml", "tiny-llama/full.yaml")
+ONE_DEVICE = "one GPU, as the config beside the table says"
+"""`devices: 1` in Lightning-AI/litgpt@26857050fe3f config_hub/finetune, lora.yaml, qlora.yaml, tiny-llama/full.yaml: a
+machine's other GPUs were idle, and times and memory of 1xA10G and 4xA10G are the same."""
 
 
 def model_of(row: Row, notes: Row) -> tuple[str, dict[str, Any]]:
@@ -338,15 +411,25 @@ def degrees(row: Row, notes: Row, assumed: list[str]) -> Flags:
     gpus, tp, pp = int(row["n_gpus"]), int(row["tp"]), int(row["pp"])
     cp, ep, virtual = number(notes.get("cp")), number(notes.get("ep")), number(notes.get("vp"))
     layers = int(row["layers"]) if row["layers"] else 0
+    if row["source_id"] == "dgxc_h100" and row["model_name"] == "nemotron4-340b" and notes.get("vp") == "NA":
+        virtual = STAGES_OF_340B
+        assumed.append("12 stages per rank, as NeMo's recipe for it says")
     if notes.get("vpp_layers"):  # Megatron's CI says layers per virtual stage
         virtual = layers // pp // int(notes["vpp_layers"])
     if gpus % (tp * pp * cp):
         raise NotAskable("the degrees do not divide the GPUs")
     ranks = gpus // (tp * pp * cp)
+    if row["source_id"].startswith("nemo_automodel"):
+        # Each round of accumulation is a schedule over the local batch (pp_microbatch_size: 1).
+        row = {**row, "grad_accum": ""}
+        ep = AUTOMODEL[row["model_name"].replace("-2-node", "")].get("ep", ep)
     micro, steps = row["micro_batch_per_gpu"], row["grad_accum"]
-    if not micro:  # torchtitan's pipelines: the local batch of a data-parallel rank; its micro-batches are of 1
-        micro, steps = "1", notes["local_batch_per_dp_rank"]
-        assumed.append("micro-batches of 1 sample")
+    if not micro:
+        # The batch of a data-parallel rank, of which torchtitan makes as many micro-batches as there are ranks in the
+        # pipeline (pytorch/torchtitan@9dec370, the tables' version, parallelisms/pipelining_utils.py line 81).
+        steps = str(pp)
+        micro = str(int(notes["local_batch_per_dp_rank"]) // pp)
+        assumed.append("as many micro-batches as ranks in the pipeline, torchtitan's default of the day")
     if not steps and row["global_batch"]:
         steps = str(int(row["global_batch"]) // (ranks * int(micro)))
     flags: Flags = {"tp": tp, "pp": pp, "micro_batch": int(micro), "grad_accum": int(steps or 1)}
@@ -354,6 +437,8 @@ def degrees(row: Row, notes: Row, assumed: list[str]) -> Flags:
         flags["cp"] = cp
     if ep > 1:
         flags["ep"] = ep
+        if row["source_id"].startswith(BALANCED):
+            flags["expert_imbalance"] = 1.0
     if virtual > 1 and pp > 1:
         flags |= {"pp_schedule": "interleaved", "virtual_stages": virtual}
     if "Interleaved" in notes.get("variant", ""):
@@ -386,12 +471,14 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
     flags: Flags = {"seq_len": int(row["seq_len"]), "optimizer": "adamw-fused"}
     if source.startswith("llmfoundry"):
         flags["optimizer"] = "adamw-forloop"
-    if source.startswith(("qwen", "swift", "litgpt", "torchtune", "fsdp_qlora")):
+    if source.startswith(("qwen", "swift", "litgpt", "fsdp_qlora")):
         flags["optimizer"] = "adamw"
     attention = row["attention"] if row["attention"] in ("flash", "sdpa", "eager") else ""
     fused = "eager" if source.startswith("megatron_golden") else "flash"
     flags["attention"] = attention or (fused if source.startswith(("megatron", "nemo", "dgxc")) else "sdpa")
     checkpointing = row["activation_checkpointing"]
+    if source.startswith("litgpt_peft") and row["strategy"] == "fsdp":
+        checkpointing = "full"  # FSDPStrategy(activation_checkpointing_policy={Block}): litgpt@8641822 finetune/lora.py
     if checkpointing.startswith("selective:layer"):
         flags |= {"checkpointing": "full", "checkpoint_every": int(checkpointing.removeprefix("selective:layer"))}
     elif checkpointing:
@@ -402,8 +489,16 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
             flags["checkpointing"] = "full"
             assumed[-1] = "recomputation, as the script beside the table asks for"
         if source.startswith("torchtune"):
+            # enable_activation_checkpointing, enable_activation_offloading of the distributed recipes, and
+            # LinearCrossEntropyLoss (pytorch/torchtune@bd2a0fc7c314 recipes/configs/llama3_1).
             flags |= {"checkpointing": "full", "loss": "chunked"}
-            assumed[-1] = "recomputation and the loss in chunks, as its recipes ask for"
+            if row["n_gpus"] != "1":
+                flags["activations_on_host"] = True
+            assumed[-1] = "recomputation, activations on the host and the loss in chunks, as its recipes ask for"
+    if source.startswith("nemo_automodel"):
+        recipe = AUTOMODEL[row["model_name"].replace("-2-node", "")]
+        flags |= {name: value for name, value in recipe.items() if name not in ("ep", "lora_rank", "lora_targets")}
+        assumed[:] = ["as the config that the table names says"]
     flags |= precision(row, notes, assumed)
     if "param_cpu" in row["offload"]:
         flags["offload"] = "all"
@@ -429,6 +524,12 @@ def precision(row: Row, notes: Row, assumed: list[str]) -> Flags:
             assumed.append("tensorwise scaling")
         return {"precision": "fp8", "fp8_recipe": recipe}
     stored = notes.get("params_stored", "")
+    if row["source_id"].startswith("litgpt_peft"):  # "--precision bf16-true", above the table
+        stored = "bf16"
+    if row["source_id"].startswith("nemo_automodel") and notes.get("peft"):  # torch_dtype: bf16
+        stored = "bf16"
+    if row["source_id"].startswith("fsdp_qlora"):  # --precision bf16, its default: both dtypes, no autocast
+        stored = "bf16"
     return {"precision": "bf16-pure" if label == "bf16" and stored.startswith("bf16") else label or "bf16"}
 
 
@@ -447,12 +548,38 @@ def adapters(row: Row, notes: Row) -> Flags:
     flags: Flags = {"method": "qlora" if peft == "qlora" or "nf4" in quant or "bnb" in quant else "lora"}
     if "gptq" in quant or (source.startswith("qwen") and peft == "qlora"):
         raise NotAskable("LoRA over GPTQ weights, which no flag says")
-    ranks = {"qwen": 64, "swift": 8, "litgpt_peft": 8, "litgpt_config": 32, "fsdp_qlora": 64, "torchtune": 8}
+    if source.startswith("litgpt"):
+        return flags | litgpt_adapters(row)
+    if source.startswith("nemo_automodel"):
+        return flags | {"lora_rank": 16, "lora_targets": "all-linear"}  # dim: 16, target_modules: '*_proj'
+    if source.startswith("fsdp_qlora"):
+        # lora_rank, lora_target_modules "all" (AnswerDotAI/fsdp_qlora@1a9fddfb train.py, main).
+        return flags | {"lora_rank": 64, "lora_targets": "k_proj,q_proj,v_proj,up_proj,down_proj,gate_proj"}
+    if source.startswith("torchtune"):
+        # lora_attn_modules, apply_lora_to_mlp, lora_rank (recipes/configs/llama3_1/*lora*.yaml).
+        targets = "q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+        return flags | {"lora_rank": 8 if row["n_gpus"] == "1" else 16, "lora_targets": targets}
+    ranks = {"qwen": 64, "swift": 8}
     flags["lora_rank"] = next((rank for name, rank in ranks.items() if source.startswith(name)), 8)
-    # Scripts beside the tables: Qwen c_attn, attn.c_proj, w1, w2; fsdp_qlora k, q, v, up, down, gate.
-    wide = source.startswith(("qwen", "fsdp_qlora", "swift", "torchtune"))
+    # The script beside Qwen's table: c_attn, attn.c_proj, w1, w2.
+    wide = source.startswith(("qwen", "swift"))
     flags["lora_targets"] = "all-linear" if wide else "attention"
     return flags
+
+
+def litgpt_adapters(row: Row) -> Flags:
+    """Rank and targets, as litgpt's script of the day (@8641822 finetune/lora.py) and its config_hub have them."""
+    name = row["model_name"]
+    if row["source_id"].startswith("litgpt_peft"):
+        return {"lora_rank": 8, "lora_targets": QUERIES_AND_VALUES}
+    method = "qlora" if "qlora" in notes_of(row).get("config", "") else "lora"
+    ranks = (rank for (start, how), rank in ADAPTER_RANKS.items() if name.startswith(start) and how in ("", method))
+    wide = name.startswith(WIDE_RECIPES)
+    return {"lora_rank": next(ranks, 32), "lora_targets": "all-linear" if wide else QUERIES_AND_VALUES}
+
+
+QUERIES_AND_VALUES = r".*\.(q_proj|v_proj|query_key_value|Wqkv|qkv_proj)"
+"""Of a model whose queries, keys and values are one matrix, all three."""
 
 
 def cluster_of_collection(row: Row, device: str) -> dict[str, Any]:
@@ -468,6 +595,8 @@ def cluster_of_collection(row: Row, device: str) -> dict[str, Any]:
     given: dict[str, Any] = {"gpu": device, "nodes": gpus // per_node, "gpus_per_node": per_node}
     if given["nodes"] > 1 and device in LINKS:
         given |= LINKS[device]
+    if row["source_id"].startswith("fsdp_qlora") and device in ("RTX-3090", "RTX-4090"):
+        given["host_memory_gb"] = 128  # "128GB CPU RAM" of both machines (benchmarks_03_2024.md)
     return given
 
 
@@ -499,11 +628,15 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
             assumed = ""
             if timed is not None:
                 name, config, cluster, flags = from_training(timed)
+                if source == "dgxc_h100" and name == "nemotron4-340b":
+                    flags |= {"pp_schedule": "interleaved", "virtual_stages": STAGES_OF_340B}
                 if known is not None:
                     flags |= {name: known[name] for name in ("precision", "optimizer")}
                     cluster |= {key: value for key, value in cluster_of(known).items() if key == "capacity_gb"}
             elif known is not None and not source.startswith("megatron_golden"):
                 name, config, cluster, flags = from_memory(known)
+                if source.startswith("torchtune"):
+                    flags |= {"loss": "chunked", "activations_on_host": True, "compile": True}
             else:
                 name, config, cluster, flags, assumed = beyond(row, reasons.get(source, ""))
             if known is not None:
@@ -512,7 +645,9 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
         except NotAskable as reason:
             yield out | {"why_not": str(reason)}
             continue
-        speed = "" if timed is None and not _fast_enough(row) else row["measured_tokens_per_s_per_gpu"]
+        speed, unfit = row["measured_tokens_per_s_per_gpu"], _no_speed(row, timed=timed is not None)
+        if speed and unfit:
+            speed, assumed = "", "; ".join(filter(None, (assumed, NO_SPEED + unfit)))
         least = "the least" in assumed
         yield out | {
             "model": name,
@@ -521,15 +656,36 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
             "flags": json.dumps({flag: value for flag, value in flags.items() if value not in ("", None)}),
             "tokens_per_s_per_gpu": "" if least or out["ran"] == "no" else speed,
             "memory_gib": known["memory_gib"] if known is not None else row["measured_peak_mem_gib"],
-            "memory_kind": known["memory_kind"] if known is not None else row["mem_kind"],
+            "memory_kind": _kind(row, known),
             "assumed": assumed,
         }
 
 
-def _fast_enough(row: Row) -> bool:
-    """Whether a row's speed is one of training: CI tests of Megatron run deterministic kernels, and samples of
-    fine-tuning sets are shorter than the longest."""
-    return not row["source_id"].startswith(("megatron_golden", "swift", "litgpt", "bigscience_gpt2"))
+def _kind(row: Row, known: Row | None) -> str:
+    """What a row's memory is. torchtune's recipes log the peak of what is allocated (pytorch/torchtune@bd2a0fc7c314
+    torchtune/training/memory.py, peak_memory_active), which its README's second table names."""
+    if row["source_id"].startswith("torchtune"):
+        return "allocated"
+    return known["memory_kind"] if known is not None else row["mem_kind"]
+
+
+NO_SPEED = "speed not asked: "
+"""What `assumed` begins with where a printed speed is no measure of the plan."""
+UNFIT_SPEEDS = {
+    "megatron_golden": "deterministic kernels of a CI test",
+    "swift": "samples are shorter than the longest",
+    "litgpt": "samples are shorter than the longest",
+    "bigscience_gpt2": "its authors say that it cannot be compared",
+}
+
+
+def _no_speed(row: Row, *, timed: bool) -> str:
+    """Why a row's speed is not asked, if it is not."""
+    if "power limited" in row["notes"]:
+        return "its GPUs' power is limited, to how much is not said"
+    if timed:
+        return ""
+    return next((why for start, why in UNFIT_SPEEDS.items() if row["source_id"].startswith(start)), "")
 
 
 def _reasons() -> dict[str, str]:

@@ -5,8 +5,10 @@ runs stay in them.
 
 A run's score is how far it is off over the half width of its kind of plan (`planner.calibration.spread.SPREADS`), or
 what it took over what it is said to need. The factor of a code base that enough was published of is a quantile of the
-scores of its publications, each of which counts once; others have that of all (1, or `BEYOND_NEED`). For the coverage
-each publication is left out in turn, and its runs are held against the factor of the others.
+scores of its publications, each of which weighs like ten runs, or like those that it has; others have that of all (1,
+or `BEYOND_NEED`). For the coverage each publication is left out in turn, and its runs are held against the factor of
+the others, or that of all where it is larger and too little is left. Where enough is always left and fewer than wanted
+stay inside, factors are widened until they do.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from planner.cost.code_bases import of_any_year
 from planner.cost.memory.overhead import BEYOND_NEED
 from scripts.fit import memory_bound
 from scripts.fit.asked import Asked, kept
+from scripts.fit.time_constants import ROWS_THAT_COUNT
 from scripts.report.accuracy_asked import GRID, answered
 
 SHARE = 0.9
@@ -81,12 +84,14 @@ def memory_scores() -> list[Score]:
 
 
 def factor(scores: Iterable[Score], share: float) -> float:
-    """The share's quantile of scores, where every publication weighs the same."""
+    """The share's quantile of scores, where no publication weighs more than another of ten runs or more."""
     publications: defaultdict[str, list[float]] = defaultdict(list)
     for score in scores:
         publications[score.publication].append(score.value)
-    weighted = sorted((value, 1 / len(values)) for values in publications.values() for value in values)
-    wanted, passed = share * len(publications), 0.0
+    weighted = sorted(
+        (value, min(1.0, ROWS_THAT_COUNT / len(values))) for values in publications.values() for value in values
+    )
+    wanted, passed = share * sum(weight for _, weight in weighted), 0.0
     for value, weight in weighted:
         passed += weight
         if passed >= wanted:
@@ -100,8 +105,18 @@ def factors(scores: Sequence[Score], share: float) -> dict[str, float]:
     for code in sorted({score.code for score in scores}):
         own = [score for score in scores if score.code == code]
         if len({score.publication for score in own}) >= FEWEST_PUBLICATIONS and len(own) >= FEWEST_RUNS:
-            found[code] = factor(own, share)
+            found[code] = widening(own, share) * factor(own, share)
     return found
+
+
+def widening(own: Sequence[Score], share: float) -> float:
+    """What factors of a code base are widened by, so that its publications hold the share of the one left out."""
+    left = {name: [score for score in own if score.publication != name] for name in {each.publication for each in own}}
+    if any(len(others) < FEWEST_RUNS for others in left.values()):
+        return 1.0
+    limits = {name: factor(others, share) for name, others in left.items()}
+    over = sorted(score.value / limits[score.publication] for score in own)
+    return max(1.0, over[math.ceil(share * len(over)) - 1])
 
 
 def coverage(scores: Sequence[Score], share: float, usual: float) -> Mapping[str, tuple[int, float]]:
@@ -111,7 +126,10 @@ def coverage(scores: Sequence[Score], share: float, usual: float) -> Mapping[str
     inside: defaultdict[str, list[bool]] = defaultdict(list)
     for code, publication in sorted({(score.code, score.publication) for score in scores}):
         own = [score for score in scores if score.code == code]
-        limit = factor([score for score in own if score.publication != publication], share) if code in known else usual
+        others = [score for score in own if score.publication != publication]
+        limit = widening(own, share) * factor(others, share) if code in known else usual
+        if len(others) < FEWEST_RUNS:
+            limit = max(limit, usual)
         inside[code] += [score.value <= limit for score in own if score.publication == publication]
     return {code: (len(hits), statistics.mean(hits)) for code, hits in inside.items()}
 

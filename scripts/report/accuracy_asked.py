@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from planner.cost.code_bases import of_any_year
 from scripts.fit.asked import BEFORE, Answer, Asked, kept, questions
+from scripts.fit.asked_rows import NO_SPEED
 from scripts.fit.published_rows import MEASUREMENTS, document_of
 from scripts.fit.time_scores import percentile
 from scripts.report.accuracy_tables import table
@@ -34,7 +36,8 @@ fitted without it. No constant was fitted to memory.
 *false fit* a run that went out of memory and is called "fits"; others of those are called "tight", which is where one
 real run in twenty goes beyond the capacity. Runs tuned by a vendor (Megatron-Bridge,
 NeMo, dgxc) state neither recomputation nor how the optimizer is sharded: their speeds are asked with none and with the
-distributed optimizer, and their verdicts are not counted.
+distributed optimizer, and their verdicts are not counted. Versions of a code base by year (`torchtitan-2024`) count
+with it; the tables by publication name them.
 """
 BEFORE_HEAD = """
 ### Before `--code` had an effect
@@ -188,7 +191,7 @@ def _without_grid(pairs: Iterable[tuple[Asked, Answer]]) -> list[tuple[Asked, An
 
 def _by_code(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[str]:
     own = _without_grid(pairs)
-    groups = [*by(own, lambda asked: (asked.code,)), (("**all**",), Rows(pairs=own))]
+    groups = [*by(own, lambda asked: (of_any_year(asked.code),)), (("**all**",), Rows(pairs=own))]
     yield from table(("code", *COLUMNS), ([*key, *scores(rows)] for key, rows in groups))
 
 
@@ -269,6 +272,15 @@ def _not_said(pairs: Sequence[tuple[Asked, Answer]]) -> Iterator[str]:
     ordered = sorted(reasons.items(), key=lambda item: -sum(int(text.split()[0]) for text in item[1]))
     cells = ([why, str(sum(int(text.split()[0]) for text in of)), ", ".join(of)] for why, of in ordered)
     yield from table(("why", "rows", "where"), cells)
+    yield ""
+    slow = Counter(
+        (one.source, part.removeprefix(NO_SPEED))
+        for one in asked
+        for part in one.assumed.split("; ")
+        if part.startswith(NO_SPEED)
+    )
+    yield f"Of {slow.total()} others only memory and verdict are asked, their speed being no measure of the plan:\n"
+    yield from table(("why", "rows", "where"), ([why, str(count), source] for (source, why), count in slow.items()))
     yield ""
 
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from math import prod
 
 from torch import nn
 
@@ -18,8 +17,8 @@ from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
 from planner.cost.combinations import compresses
 from planner.search.recall import recalled
-from planner.search.request import Request, WorkOptions, make_request
-from planner.search.space import enumerate_candidates, inapplicable
+from planner.search.request import Degrees, Request, WorkOptions, make_request
+from planner.search.space import enumerate_candidates, inapplicable, unfit_degrees
 from planner.types.plan import Plan
 from strategies.autoplan.fallback import best_plan
 from strategies.autoplan.rates import machine_rates
@@ -65,9 +64,11 @@ def live_request(
     asked = replace(asked, backend=_wished_backend(asked))
     request = _request(model, asked, environment, strategy)
     request = replace(request, micro_batch=_micro_batch(asked, environment, request.workload.global_batch_size))
-    if (strategy or asked.backend) and not any(True for _ in enumerate_candidates(request)):
+    if (strategy or asked.backend or request.degrees) and not any(True for _ in enumerate_candidates(request)):
         if is_resumed:
-            return with_measured_rates(replace(request, strategies=None), measured)
+            return with_measured_rates(replace(request, strategies=None, degrees=None), measured)
+        if request.degrees and (why := unfit_degrees(request)):
+            raise CannotRun(f"parallel ({request.degrees}): {why}")
         word, value = ("strategy", strategy) if strategy else ("backend", asked.backend)
         if strategy and _refuses_compression(request, strategy):
             raise CannotRun(
@@ -89,22 +90,26 @@ def _micro_batch(asked: PlanningOptions, environment: Environment, global_batch:
 
 
 def _readers(asked: PlanningOptions, environment: Environment) -> int:
-    """Ranks that read different samples: all, or those that the degrees asked for leave.
+    """Ranks that read different samples: all, or those that the degrees asked for leave."""
+    degrees = _degrees(asked, environment)
+    return environment.world_size if degrees is None else environment.world_size // degrees.sharing
+
+
+def _degrees(asked: PlanningOptions, environment: Environment) -> Degrees | None:
+    """The degrees that were asked for. A run that goes on with ranks that they do not divide leaves them to the search.
 
     Raises:
-        CannotRun: the degrees do not divide the ranks.
+        CannotRun: they do not divide the ranks.
     """
-    if asked.parallel is None:
-        return environment.world_size
-    split = {name: asked.parallel[name] for name in ("tp", "pp", "cp")}
-    readers, rest = divmod(environment.world_size, prod(split.values()))
-    if rest:
-        product = " x ".join(f"{name} {degree}" for name, degree in split.items())
-        raise CannotRun(
-            f"parallel: {product} = {prod(split.values())} does not divide the {environment.world_size} ranks of this"
-            " job; change a degree, or start another number of ranks"
-        )
-    return readers
+    degrees, ranks = asked.parallel, environment.world_size
+    if degrees is None or ranks % degrees.sharing == 0:
+        return degrees
+    if current().is_resumed:
+        return None
+    raise CannotRun(
+        f"parallel: tp {degrees.tp} x pp {degrees.pp} x cp {degrees.cp} = {degrees.sharing} does not divide the"
+        f" {ranks} ranks of this job; change a degree, or start another number of ranks"
+    )
 
 
 def _refuses_compression(request: Request, strategy: words.Strategy) -> bool:
@@ -140,7 +145,7 @@ def _request(
     candidates = _candidates(strategy, asked.backend)
     zero = _zero_backend(asked.backend)
     request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
-    request = replace(request, degrees=asked.parallel)
+    request = replace(request, degrees=_degrees(asked, environment))
     request = replace(request, **limits.offload(asked.config.zero, strategy, request.zero_backend))
     request = replace(request, **limits.travel(asked.config), **limits.activations(asked.config, model))
     return traced_request(request, model, example)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from hardware_db.notices import labelled, notice
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
+from planner.search.request import Degrees
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import load_plan
 from strategies.config import ScriptConfig
@@ -20,7 +22,7 @@ from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 from strategies.run_directory.resume_state import ResumeState
 from strategies.run_directory.state_consensus import current
-from strategies.variables import PLAN
+from strategies.variables import PARALLEL, PLAN
 
 _SAME_MODEL = 0.05
 """A new head or a longer position table changes a model's size by less."""
@@ -33,28 +35,38 @@ class PlanningOptions:
     plan: Plan | str | Path | None = None
     strategy: words.Strategy | None = None
     backend: words.Backend | None = None
-    parallel: Mapping[words.Degree, int] | None = None
+    parallel: Degrees | None = None
     config: ScriptConfig
     optimizer: object = None
     training_data: Any = None
     collate: Callable[[list[Any]], Any] | None = None
 
 
-def degrees_of(asked: Mapping[str, int] | None) -> dict[words.Degree, int] | None:
-    """The degrees that a script asks for, those that it leaves out being 1; None where it asks for none.
+def degrees_of(asked: Mapping[str, Any] | None) -> Degrees | None:
+    """The degrees that `dsplan run --tp ...` or a script asks for, those that are left out being 1; None where none are
+    asked for.
 
     Raises:
-        UnknownName: a name is no degree.
+        UnknownName: a name, or a schedule, is not known.
         CannotRun: a degree is not a whole number of at least 1.
     """
+    handed = os.environ.get(PARALLEL)
+    asked = json.loads(handed) if handed else asked
     if asked is None:
         return None
+    known = tuple(item.name for item in fields(Degrees))
     for name, value in asked.items():
-        if name not in words.DEGREES:
-            raise UnknownName("degree", name, words.DEGREES, hint=f"choose from {', '.join(words.DEGREES)}")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if name not in known:
+            raise UnknownName("degree", name, known, hint=f"choose from {', '.join(known)}")
+        if name == "pp_schedule":
+            if value not in words.SCHEDULES:
+                raise UnknownName("schedule", str(value), words.SCHEDULES, hint=f"one of {', '.join(words.SCHEDULES)}")
+        elif name == "sequence_parallel":
+            if not isinstance(value, bool):
+                raise CannotRun(f"parallel: sequence_parallel is {value!r}; it must be True or False")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CannotRun(f"parallel: {name} is {value!r}; it must be a whole number of at least 1")
-    return {name: asked.get(name, 1) for name in words.DEGREES}
+    return Degrees(**asked)
 
 
 def settled_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
@@ -113,6 +125,8 @@ def _check(where: str, plan: Plan, options: PlanningOptions, environment: Enviro
             f"{where} is for {configuration.world_size} ranks and this job has {environment.world_size}; start"
             f" {configuration.world_size} ranks or plan again for {environment.world_size}"
         )
+    if options.parallel is not None and (other := _other_degree(options.parallel, configuration)):
+        raise CannotRun(f"{where} has {other} was asked for; leave parallel= out or plan again")
     asked = options.config.global_batch_size(configuration.dims.data_parallel)
     if asked is not None and asked != configuration.global_batch_size:
         raise CannotRun(
@@ -125,6 +139,13 @@ def _check(where: str, plan: Plan, options: PlanningOptions, environment: Enviro
             f"{where} has activation checkpointing {configuration.activation_checkpointing!r} and the script's config"
             f" asks for {policy!r}; leave activation_checkpointing out of the config or plan again"
         )
+
+
+def _other_degree(asked: Degrees, plan: Configuration) -> str:
+    """In what a plan is another than was asked for: `tp 1 and tp 2`; empty where it is the same."""
+    values = ((item.name, getattr(plan, item.name), getattr(asked, item.name)) for item in fields(Degrees))
+    other = ((name, has, wanted) for name, has, wanted in values if wanted not in (None, has))
+    return next((f"{name} {has} and {name} {wanted}" for name, has, wanted in other), "")
 
 
 def another_model(plan: Plan, model: nn.Module) -> str:

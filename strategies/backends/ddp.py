@@ -52,8 +52,9 @@ class ReplicatedDataParallel(TorchStrategy):
         travel = gradient_travel(parts)
         self._bucket_mib = parts.script.communication.bucket_mib
         engine = super().engine(parts)
-        ranks = Ranks(rank=self.environment.rank, world_size=self.environment.world_size)
-        collectives = collectives_for(ranks, self.environment.device)
+        ranks = Ranks(rank=self.mesh.rank("dp_cp"), world_size=self.mesh.size("dp_cp"))
+        group = None if self.mesh.is_data_parallel else self.mesh.group("dp_cp")
+        collectives = collectives_for(ranks, self.environment.device, group)
         replica = cast("DistributedDataParallel", engine.wrapped)
         compress(replica, travel, collectives, lambda: engine.loss_scale)
         return engine
@@ -62,7 +63,10 @@ class ReplicatedDataParallel(TorchStrategy):
         ensure_group(self.environment)
         device = self.environment.device
         devices = [device] if device.type == "cuda" else None
-        return DistributedDataParallel(model.to(device), device_ids=devices, bucket_cap_mb=self._bucket_mib)
+        group = None if self.mesh.is_data_parallel else self.mesh.group("dp_cp")
+        return DistributedDataParallel(
+            model.to(device), device_ids=devices, bucket_cap_mb=self._bucket_mib, process_group=group
+        )
 
     def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
         # DDP decides in forward whether the following backward reduces, so only forward needs to be inside.

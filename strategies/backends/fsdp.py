@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -20,6 +19,7 @@ from strategies.engine.torch_engine import TorchEngine, TorchStrategy
 from strategies.modules.compression import gradient_travel
 from strategies.modules.precision import sharding_policy
 from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.model import share_weights
 from strategies.protocols import TrainingParts
 
 
@@ -35,7 +35,8 @@ class FullShard(TorchStrategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         ensure_group(self.environment)
-        broadcast_from_rank_0(model, self.environment.device)
+        if self.mesh.is_data_parallel:
+            share_weights(model, self.environment.device)
         shard = partial(
             fully_shard,
             mesh=self.mesh.shard_mesh,
@@ -126,15 +127,6 @@ def _letting_go(unit: nn.Module, model: nn.Module) -> Iterator[None]:
     for parameter in whole:
         if parameter not in still_used:
             parameter.data = parameter.data.new_empty(0)
-
-
-def broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the weights of rank 0, as DDP does; one tensor at a time, so that no device holds them all."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        here = tensor.detach().to(device)
-        dist.broadcast(here, 0)
-        if here.device != tensor.device:
-            tensor.data.copy_(here)
 
 
 def fully_shard_arguments(configuration: Configuration) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def initialize(
     backend: words.Backend | None = None,
     sample_data: Dataset[Any] | None = None,
     pipeline: bool = False,
-    parallel: Mapping[str, int] | None = None,
+    parallel: Mapping[str, Any] | None = None,
     tp_plan: Mapping[str, str] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer, ShardedLoader | None, Scheduler | None]:
     """Place a model under a plan and return (engine, optimizer, dataloader, scheduler); called on every rank.
@@ -79,8 +79,9 @@ def initialize(
             second argument by position it is understood too.
         args: the command line's values, as argparse has them; its `deepspeed_config` or `dsplan_config` is the config.
         pipeline: models are not cut into pipeline stages yet, so that True is refused.
-        parallel: degrees of a plan that is made now, by name: `{"tp": 2, "pp": 2, "cp": 1, "ep": 1}`; data parallelism
-            takes the ranks that they leave.
+        parallel: degrees of a plan that is made now, by name: `{"tp": 2, "pp": 2, "cp": 1, "ep": 1}`, with
+            `pp_schedule`, `virtual_stages` and `sequence_parallel` where the plan is not to choose them; data
+            parallelism takes the ranks that they leave. Those of `dsplan run --tp ...` come before.
         tp_plan: how tensor parallelism splits the model's layers: styles by pattern of module names, for example
             `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}`; None: the model's own plan, or a rule's.
         sample_data: what the script reads by itself; a plan that is made now looks at its first sample, as it does at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,8 @@ from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, cast_model, scale_settings
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.split import ModelParts, parts_of
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
 
@@ -55,6 +58,57 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         square, total = sums.unbind()
         require_alike(total.item(), ranks)
     return square.sqrt()
+
+
+def norm_over_mesh(module: nn.Module, parts: ModelParts, mesh: Mesh) -> torch.Tensor:
+    """The 2-norm of all gradients of a model that ranks split between them, a scalar in fp64; every rank calls it.
+
+    Each rank counts its part of a gradient by the share of one in as many ranks as have the same part.
+
+    Raises:
+        Parted: the ranks' calls that gather weights have differed.
+    """
+    world = mesh.dims.world_size // mesh.size("pp")
+    square = torch.zeros((), dtype=torch.float64, device=mesh.environment.device)
+    for name, parameter in module.named_parameters():
+        values = [value for value in _values([parameter]) if value.numel()]
+        if not values or name in parts.shared:
+            continue
+        split = parts.splits.get(name)
+        holders = 1 if split is None else mesh.size(split.over)
+        if isinstance(parameter, DTensor):
+            shards = (
+                size
+                for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+                if placement.is_shard()
+            )
+            holders *= math.prod(shards)
+        norm = torch.linalg.vector_norm(values[0], dtype=_norm_dtype(values)).double()
+        square += norm.to(square.device).square() * (holders / world)
+    sums = torch.stack((square, square.new_tensor(float(PULSE.number))))
+    dist.all_reduce(sums)
+    require_alike(sums[1].item(), mesh.dims.world_size)
+    return sums[0].sqrt()
+
+
+def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
+    """Add up over tp the gradients of which each rank has a term, and over stages those of weights that several have.
+
+    All in one message per group.
+    """
+    gradients = [
+        value
+        for name, parameter in module.named_parameters()
+        if name in parts.summed
+        for value in _values([parameter])
+        if value.numel()
+    ]
+    if not gradients or mesh.size("tp") == 1:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=mesh.group("tp"))
+    for gradient, total in zip(gradients, torch.split(flat, [gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
@@ -220,7 +274,11 @@ class TorchEngine(AccumulatingEngine):
 
     def _summed_norm(self) -> float:
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
-        return total_norm(self.module.parameters()).item()
+        if self.mesh.is_data_parallel:
+            return total_norm(self.module.parameters()).item()
+        parts = parts_of(self.module)
+        sum_terms(self.module, parts, self.mesh)
+        return norm_over_mesh(self.module, parts, self.mesh).item()
 
     def _apply(self, factor: float) -> None:
         scale_gradients(self.module.parameters(), factor)

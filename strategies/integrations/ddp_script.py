@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from planner import vocabulary as words
 from planner.types.plan import Configuration
-from strategies.backends.fsdp import FullShard, broadcast_from_rank_0
+from strategies.backends.fsdp import FullShard
 from strategies.backends.zero.script_loop import ScriptLoop, tensors_in_output
 from strategies.distributed.environment import join
 from strategies.distributed.gathers import ModelHook
@@ -38,6 +38,7 @@ from strategies.distributed.rank_check import require_same_model
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
 from strategies.optim.optimizers import ParameterMove, refuse_optimizer, refuse_sparse_layers, sharded_like
+from strategies.parallel.model import share_weights
 from strategies.protocols import Observer
 from strategies.run_directory.heartbeat import PULSE
 
@@ -106,7 +107,7 @@ class ScriptParallel(DistributedDataParallel):
             )
         require_same_model(module)
         refuse_sparse_layers(module, self.configuration)
-        broadcast_from_rank_0(module, device)
+        share_weights(module, device)
         follow_script()
         if self.configuration.zero_stage == 0:
             self._shard()

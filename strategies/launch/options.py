@@ -43,6 +43,11 @@ def asked_placement(
     return {name: value for name, value in found.items() if value is not None}
 
 
+def asked_degrees(**degrees: object) -> Asked:
+    """The fields of `Degrees` that were asked for."""
+    return {name: value for name, value in degrees.items() if value is not None}
+
+
 def asked_supervision(
     *,
     retries: int | None = None,

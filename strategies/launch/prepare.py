@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import time
 import uuid
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile, DsplanError
@@ -15,6 +17,7 @@ from hardware_db.files import data_dir
 from hardware_db.probe import Machine, probe
 from planner import vocabulary as words
 from planner.cluster.probed import probed_cluster
+from planner.cost.combinations import refusal
 from planner.errors import ContradictoryRequest, UnknownName
 from planner.search.request import WITHOUT_DEEPSPEED, deepspeed_lacks
 from planner.types.plan import Plan
@@ -23,7 +26,7 @@ from strategies.launch.options import Asked
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
-from strategies.variables import BACKEND, PLAN, RUN_DIRECTORY, STRATEGY
+from strategies.variables import BACKEND, PARALLEL, PLAN, RUN_DIRECTORY, STRATEGY
 
 # Checks of the placement flags, before anything is started.
 
@@ -78,8 +81,8 @@ _MOST_PROCESSES = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """What `dsplan run` was asked: the script with its arguments, and a plan, a number of processes, a strategy or a
-    backend.
+    """What `dsplan run` was asked: the script with its arguments, and a plan, a number of processes, a strategy, a
+    backend, or in `parallel` degrees with their schedule.
 
     `resume` is the directory of a run to resume, which fills in what is left open: `earlier_processes` is what it
     ran with, `run_id` what its checkpoints are marked with. `resume_from` is the checkpoint to resume from, or `start`;
@@ -92,6 +95,7 @@ class RunRequest:
     processes: int | None = None
     strategy: str | None = None
     backend: str | None = None
+    parallel: Asked = field(default_factory=dict)
     run_directory: Path | None = None
     resume: Path | None = None
     resume_from: str = ""
@@ -145,6 +149,7 @@ def prepare(request: RunRequest) -> Launch:
     gpus = len(machine.usable_gpus)
     placement = Placement(**request.placement)
     processes = _processes(request, plan, placement, gpus)
+    _check_degrees(request, processes, placement)
     supervision = Supervision(**request.supervision)
     check_placement(placement, supervision)
     if plan is not None and placement.launcher != "slurm":
@@ -192,6 +197,9 @@ def _check_words(request: RunRequest) -> None:
             raise ContradictoryRequest(f"--plan and --{word} cannot both decide; leave one out")
         if asked not in known:
             raise UnknownName(word, asked, known, hint="one of " + ", ".join(known))
+    if request.parallel and request.plan_file is not None:
+        flag = f"--{next(iter(request.parallel)).replace('_', '-')}"
+        raise ContradictoryRequest(f"--plan and {flag} cannot both decide; leave one out")
     strategy, backend = request.strategy, request.backend
     if strategy is None or backend is None:
         return
@@ -199,6 +207,22 @@ def _check_words(request: RunRequest) -> None:
     if backend not in runs_it:
         raise ContradictoryRequest(
             f"--backend {backend} does not run {strategy}; {' or '.join(runs_it)} does, or leave one of them out"
+        )
+
+
+def _check_degrees(request: RunRequest, processes: int, placement: Placement) -> None:
+    """What can be said of degrees before a rank knows its model.
+
+    Raises:
+        ContradictoryRequest: they do not divide the ranks. Fewer ranks than before plan anew.
+    """
+    degrees = {name: int(request.parallel.get(name, 1)) for name in ("tp", "pp", "cp")}
+    sharing, ranks = prod(degrees.values()), processes * placement.most_nodes
+    if ranks % sharing and request.resume is None:
+        product = " x ".join(f"--{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        raise ContradictoryRequest(
+            f"{product} = {sharing} does not divide the {ranks} processes; use --nproc {ranks + -ranks % sharing}, or"
+            " another degree"
         )
 
 
@@ -245,12 +269,8 @@ def _processes(request: RunRequest, plan: Plan | None, placement: Placement, gpu
 
 def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> int:
     configuration = plan.configuration
-    if configuration.splits_model:
-        degrees = f"tp {configuration.tp}, pp {configuration.pp}, cp {configuration.cp}, ep {configuration.ep}"
-        raise DsplanError(
-            f"{request.plan_file}: the plan splits the model ({degrees}), which dsplan run cannot do yet; use a plan"
-            " where these are 1, or `dsplan emit` it for another trainer"
-        )
+    if why := refusal(configuration):
+        raise DsplanError(f"{request.plan_file}: {why}")
     nodes = int(str(plan.cluster.get("nodes") or 1))
     if nodes > 1 and not placement.least_nodes <= nodes <= placement.most_nodes:
         raise DsplanError(
@@ -305,6 +325,8 @@ def _spec(request: RunRequest, script: Path, processes: int, gpus: int) -> Launc
         environment[STRATEGY] = request.strategy
     if request.backend is not None:
         environment[BACKEND] = request.backend
+    if request.parallel:
+        environment[PARALLEL] = json.dumps(request.parallel)
     return LaunchSpec(
         script=str(script.resolve()),  # found from every directory that it is resumed in
         arguments=request.arguments,
@@ -350,8 +372,10 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
     check_unfinished(directory)
     earlier = LaunchSpec.load(path)
     plan, strategy, backend = (earlier.environment.get(name) for name in (PLAN, STRATEGY, BACKEND))
-    if (request.plan_file, request.strategy, request.backend) != (None, None, None):
+    parallel = json.loads(earlier.environment.get(PARALLEL) or "{}")
+    if request.parallel or (request.plan_file, request.strategy, request.backend) != (None, None, None):
         plan = strategy = backend = None
+        parallel = request.parallel
     return replace(
         request,
         script=request.script or Path(earlier.script),
@@ -359,6 +383,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         plan_file=Path(plan) if plan else request.plan_file,
         strategy=strategy or request.strategy,
         backend=backend or request.backend,
+        parallel=parallel,
         run_directory=directory,
         resume=directory,
         earlier_processes=earlier.processes,

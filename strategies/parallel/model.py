@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from planner.types.plan import Configuration
@@ -42,6 +44,15 @@ class SplitOptions:
     """How a pipeline is cut."""
 
 
+def share_weights(model: nn.Module, device: torch.device) -> None:
+    """Give every rank the weights of rank 0; one tensor at a time, so that no device holds them all."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        here = tensor.detach().to(device)
+        dist.broadcast(here, 0)
+        if here.device != tensor.device:
+            tensor.data.copy_(here)
+
+
 Splitter = Callable[[nn.Module, Mesh, SplitOptions, ModelParts], None]
 
 
@@ -53,6 +64,8 @@ def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelPar
         CannotRun: the model cannot be split so; the line names what stands against it.
     """
     parts = ModelParts()
+    if not mesh.is_data_parallel:
+        share_weights(model, mesh.environment.device)
     for degree, place in _SPLITS.items():
         if mesh.size(degree) > 1:
             module, _, name = place.partition(":")

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-_ATTRIBUTE = "_dsplan_parts"
+_PARTS, _SPLITS = "_dsplan_parts", "_dsplan_splits"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,13 +104,27 @@ class ModelParts:
 
 def parts_of(module: nn.Module) -> ModelParts:
     """What a module is of the whole model; of one that was not split, the whole."""
-    found = module.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, ModelParts) else ModelParts()
+    found = module.__dict__.get(_PARTS)
+    return found if isinstance(found, ModelParts) else ModelParts(splits=splits_in(module))
 
 
 def note_parts(module: nn.Module, parts: ModelParts) -> None:
     """Have `parts_of` find the parts of a model that ranks split."""
-    module.__dict__[_ATTRIBUTE] = parts
+    module.__dict__[_PARTS] = parts
+
+
+def note_split(module: nn.Module, name: str, split: Split) -> None:
+    """Note on the module that has a parameter which part of the whole one it is."""
+    module.__dict__.setdefault(_SPLITS, {})[name] = split
+
+
+def splits_in(model: nn.Module) -> dict[str, Split]:
+    """The splits that modules carry, by the parameters' names in the model."""
+    found: dict[str, Split] = {}
+    for prefix, module in model.named_modules():
+        for name, split in module.__dict__.get(_SPLITS, {}).items():
+            found[f"{prefix}.{name}" if prefix else name] = split
+    return found
 
 
 def hold_part(parameter: torch.Tensor, split: Split) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +140,19 @@ class ResumeState:
 
 
 def combined(
-    findings: Iterable[Findings], ranks: int, given: Plan | None = None, strategy: str | None = None
+    findings: Iterable[Findings],
+    ranks: int,
+    given: Plan | None = None,
+    strategy: str | None = None,
+    degrees: Mapping[str, Any] | None = None,
 ) -> ResumeState:
     """What all nodes' findings mean for `ranks` ranks that were started.
 
-    `given` and `strategy` are those of the command line; a plan of another strategy is not resumed with.
+    `given`, `strategy` and `degrees` are those of the command line; a plan of another strategy is not resumed with, nor
+    one of other degrees where these divide the ranks.
 
-    Where the global batch cannot be split over the ranks, as many of them train as it can be split over.
+    Where the global batch cannot be split over the ranks, as many of them train as it can be split over; ranks that
+    work on the same sample need no batch of their own.
     """
     known = sorted(findings, key=lambda finding: finding.written, reverse=True)
     is_resumed = any(finding.is_resumed for finding in known)
@@ -159,8 +166,9 @@ def combined(
     ]
     batch = next((size for size in batches if size), None)
     failed = {json.dumps(entry, sort_keys=True): entry for each in options for entry in each["failed_plans"]}
+    sharing = prod(int((degrees or {}).get(name, 1)) for name in ("tp", "pp", "cp"))
     state = ResumeState(
-        ranks=largest_divisor(batch, ranks) if batch else ranks,
+        ranks=_training(ranks, batch, plans, sharing) if batch else ranks,
         is_resumed=True,
         attempt=max((int(attempt["attempt"]) for attempt in options), default=0),
         tunes=any(attempt["tunes"] for attempt in options),
@@ -168,9 +176,24 @@ def combined(
         failed_plans=tuple(FailedPlan(**entry) for entry in failed.values()),
     )
     of_strategy = (candidate for candidate in plans if strategy in (None, candidate.configuration.strategy))
+    if degrees and state.ranks % sharing == 0:
+        of_strategy = (each for each in of_strategy if _has(each.configuration, degrees))
     for_ranks = (candidate for candidate in of_strategy if candidate.configuration.world_size == state.ranks)
     plan = next((candidate for candidate in for_ranks if not state.has_failed(candidate)), None)
     return replace(state, plan=plan, is_given=plan is not None and plan is given)
+
+
+def _has(configuration: Configuration, degrees: Mapping[str, Any]) -> bool:
+    return all(getattr(configuration, name, value) == value for name, value in degrees.items())
+
+
+def _training(ranks: int, batch: int, plans: Iterable[Plan], sharing: int) -> int:
+    """How many of the ranks train: all where a plan is there for them, or where those that share samples are as many
+    as the batch can be split over."""
+    if any(plan.configuration.world_size == ranks for plan in plans):
+        return ranks
+    readers, rest = divmod(ranks, sharing)
+    return ranks if readers and not rest and batch % readers == 0 else largest_divisor(batch, ranks)
 
 
 def largest_divisor(batch: int, ranks: int) -> int:

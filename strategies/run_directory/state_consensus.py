@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import MutableMapping
@@ -14,7 +15,7 @@ from hardware_db.notices import notice
 from planner.types.plan_io import load_plan
 from strategies.run_directory.heartbeat import resting
 from strategies.run_directory.resume_state import Findings, ResumeState, combined
-from strategies.variables import PLAN, STRATEGY
+from strategies.variables import PARALLEL, PLAN, STRATEGY
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -98,4 +99,5 @@ def release_waiting_ranks(store: Store) -> None:
 
 def _combined(findings: list[Findings], ranks: int) -> ResumeState:
     given = os.environ.get(PLAN)
-    return combined(findings, ranks, load_plan(given) if given else None, os.environ.get(STRATEGY))
+    degrees = json.loads(os.environ.get(PARALLEL) or "{}")
+    return combined(findings, ranks, load_plan(given) if given else None, os.environ.get(STRATEGY), degrees)

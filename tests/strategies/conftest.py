@@ -39,6 +39,13 @@ def three_ranks(new_pool: NewPool) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def four_ranks(new_pool: NewPool) -> Iterator[RankPool]:
+    """Four ranks over gloo: two degrees of two."""
+    with new_pool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def deepspeed_ranks(new_pool: NewPool) -> Iterator[DeepSpeedRanks]:
     """Two ranks for DeepSpeed, whose engine leaves state behind in its process."""
     yield from _deepspeed(new_pool, 2)

@@ -183,9 +183,9 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
         shards_over(job),
         part_of(job),
         chosen.offload != "none",
-        chosen.strategy != "fsdp-grad-op",
+        chosen.reshards,
         steps,
-        steps == 1 or chosen.sync_each_micro_batch,
+        steps == 1 or chosen.reduces_each_micro_batch,
     )
     return _buffers(job.counts, sharding, recipe)
 

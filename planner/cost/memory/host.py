@@ -13,7 +13,7 @@ from planner.cost.memory.activations.figures import figures_of
 from planner.cost.memory.ledger import States, bytes_at
 from planner.cost.memory.load import MADE_BYTES, largest_matrix, made_bytes, saving_of
 from planner.cost.memory.states import paged_state_bytes
-from planner.cost.memory.units import Units, shards_of, trained_shards_of
+from planner.cost.memory.units import Units, shards_of, trained_shards_of, weight_bytes
 from planner.cost.memory.zero.offload import native_host_buffers, swapping_buffers, zero_host_buffers
 from planner.cost.precision import Recipe, recipe_of
 from planner.cost.verdict import host_limit
@@ -56,7 +56,7 @@ def host_load_bytes(job: Job) -> float:
     if job.cluster.device.is_cpu:
         return 0.0
     ranks = job.cluster.gpus_per_node
-    if code_base(job.workload.code).loads == "sharded":
+    if code_base(job.workload.code).loads != "whole":
         # Made on the meta device or on its GPU; of a checkpoint a rank has one tensor of its own at a time.
         return ranks * (CPU_PROCESS_BYTES + MADE_BYTES * largest_matrix(job))
     return ranks * CPU_PROCESS_BYTES + (1 if loads_once(job) else ranks) * made_bytes(job)
@@ -65,7 +65,7 @@ def host_load_bytes(job: Job) -> float:
 def loads_once(job: Job) -> bool:
     """Whether a node has no room for a whole model per process and the strategy can do with one: FSDP by accelerate's
     `cpu_ram_efficient_loading`, ZeRO-3 by DeepSpeed's `zero.Init`."""
-    if code_base(job.workload.code).loads == "sharded":
+    if code_base(job.workload.code).loads != "whole":
         return False
     ranks, limit = job.cluster.gpus_per_node, host_limit(job.workload, job.cluster)
     shards = job.configuration.strategy in FSDP_STRATEGIES or job.configuration.zero_stage == 3
@@ -95,7 +95,12 @@ def pinned(size: float) -> float:
 
 
 def _fsdp(job: Job, recipe: Recipe) -> float:
-    """Shards and their gradients pinned, tensor by tensor; moments are not."""
+    """Shards and their gradients pinned, tensor by tensor; moments are not. Frozen weights are there as they were
+    loaded, without either."""
+    if recipe.frozen is not None:
+        trained = trained_shards_of(job)
+        moved = _each_pinned(trained, recipe.reduce) + recipe.state * trained.elements
+        return weight_bytes(job, recipe, sharded=True) + moved
     shards = shards_of(job)
     return _each_pinned(shards, recipe.weight) + _each_pinned(shards, recipe.reduce) + recipe.state * shards.elements
 

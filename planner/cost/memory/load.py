@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from planner.cost.code_bases import code_base
 from planner.cost.memory.ledger import Ledger, States
-from planner.cost.memory.units import mean_width, units_of
+from planner.cost.memory.units import mean_width, trained_units_of, units_of
 from planner.cost.precision import LOADED_BYTES, Recipe, has_own_states, load_dtype_of
 from planner.cost.zero_buckets import zero_buckets
 from planner.types.job import Job
@@ -74,16 +74,20 @@ def _sharded(job: Job, recipe: Recipe) -> Ledger:
     kept = shards if configuration.offload == "none" else 0.0
     last_block = kept * (units.in_blocks - units.largest_block) + (width + shards) * units.largest_block
     root = kept * units.in_blocks + (width + shards) * units.root.elements
+    if code_base(job.workload.code).loads == "gathered":
+        root = kept * units.elements + width * units.elements
     return Ledger(parameters=max(last_block, root))
 
 
 def _flattened(job: Job, recipe: Recipe, states: States) -> Ledger:
-    """ZeRO-1 and 2: the weights and their flat copy, then the flat one with the rank's master copy and its gradient.
+    """ZeRO-1 and 2: the weights and a flat copy of those that are trained, then the flat one with the rank's master
+    copy and its gradient.
 
     DeepSpeed makes the flat copy on the host where the device has no room for it.
     """
     weights = mean_width(job, recipe) * states.elements
-    flat = weights if 2 * weights <= job.cluster.capacity_bytes else 0.0
+    flat = recipe.weight * trained_units_of(job).elements
+    flat = flat if weights + flat <= job.cluster.capacity_bytes else 0.0
     flattening = Ledger(parameters=weights, temporaries=flat)
     if job.configuration.offload != "none":
         return flattening

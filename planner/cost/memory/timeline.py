@@ -128,10 +128,10 @@ def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     """The lines of a job, for all micro-batches. A second one in a step finds gradients, and where they are kept whole
     one between the first and the last finds them all; more of them change nothing."""
     chosen = job.configuration
-    whole = chosen.strategy == "zero1" or not chosen.sync_each_micro_batch
+    whole = chosen.strategy == "zero1" or not chosen.reduces_each_micro_batch
     steps = min(chosen.gradient_accumulation_steps, 3 if whole else 2)
     degrees = (chosen.dp_replicate, chosen.dp_shard)
-    engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch)
+    engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch, chosen.pp == 1)
     saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression)
     key = (*engine, *saving, degrees, steps, chosen.optimizer)
     found = _CACHE.get(alike := _Alike(job, recipe, (*key, recipe, *_activations_key(job, recipe))))

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from planner.cost.memory.activations.adapters import DEQUANTISED_BYTES
 from planner.cost.precision import ScaledProducts, recipe_of
-from planner.cost.split import EXPERT_IMBALANCE
 from planner.cost.timing.efficiency import ATTENTION_BACKWARD, BACKWARD, DeviceRates, Waste, block_waste
 from planner.cost.timing.flops import (
     ALL_TRAINED,
@@ -181,7 +180,7 @@ def _on_rank(stack: Stack, job: Job) -> Matmuls:
     width = facts.moe_intermediate_size or facts.intermediate_size
     routed = (3 if facts.gated_mlp else 2) * facts.hidden_size * width * facts.experts_per_token
     share = 1 - facts.first_k_dense / facts.num_layers
-    return replace(matmuls, active=matmuls.active + (EXPERT_IMBALANCE - 1) * routed * share)
+    return replace(matmuls, active=matmuls.active + (job.workload.expert_imbalance - 1) * routed * share)
 
 
 ADAPTER_KERNELS = 7

@@ -160,7 +160,8 @@ def _fully_sharded(context: StepContext) -> Communication:
     """FSDP: blocks all-gathered before forward and again before backward, one ahead of compute.
 
     Gradients of one block are reduced beside the backward of the block before it; in every micro-batch, unless the plan
-    accumulates without synchronisation. `fsdp-grad-op` gathers once: parameters stay whole until the backward's end.
+    accumulates without synchronisation. `fsdp-grad-op` gathers once: parameters stay whole until the backward's end,
+    in a pipeline until that of the last micro-batch, which reduces the gradients.
     """
     where, block, layers = context.where, context.stage.block, context.where.layers
     gather, root = context.all_gather_block(), context.all_gather(where.root)
@@ -168,11 +169,13 @@ def _fully_sharded(context: StepContext) -> Communication:
         total=layers * gather + root,
         exposed=root + gather + (layers - 1) * beside(block.forward, gather, context.slowdown),
     )
-    again = 0.0 if context.job.configuration.strategy == "fsdp-grad-op" else gather
+    chosen = context.job.configuration
+    again = gather if chosen.reshards else 0.0
+    gathers = context.rounds if chosen.pp == 1 else 1
     quiet = _backward(context, again, 0.0, 0.0)
     loud = _backward(context, again, context.reduce_scatter_block(), context.reduce_scatter(where.root))
-    reductions = context.rounds if context.job.configuration.sync_each_micro_batch else 1
-    return forward * context.rounds + quiet * (context.rounds - reductions) + loud * reductions
+    reductions = context.rounds if chosen.reduces_each_micro_batch else 1
+    return forward * gathers + quiet * (context.rounds - reductions) + loud * reductions
 
 
 def _backward(context: StepContext, gather: float, reduce: float, reduce_root: float) -> Communication:

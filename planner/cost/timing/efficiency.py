@@ -80,13 +80,20 @@ GEMM_CEILING = {
     "ada": 0.78,
     "hopper": 0.65,
     "blackwell": 0.50,
+    "cdna3": 0.47,
     "cpu": 0.50,
 }
 """Share of the dense peak that large products sustain, by architecture, and by form where forms differ.
 
 Ampere and Blackwell are fitted to kernels; the steps of A100-SXM4 ask for the same 0.77. Hopper and the V100-SXM2 are
-fitted to whole steps of every publication. Volta otherwise, Turing, Ada and CPUs are assumptions without a measurement.
+fitted to whole steps of every publication. MI300X's products reach 620 TFLOP/s of 1,307 (SemiAnalysis, "MI300X vs H100
+vs H200 Benchmark Part 1: Training", December 2024, as others report it). Volta otherwise, Turing, Ada and CPUs are
+assumptions without a measurement.
 """
+
+EIGHT_BIT_SHARE = {"cdna3": 0.81}
+"""Share of their own peak that 8-bit products reach over that of 16-bit ones, where it is known to be another: MI300X's
+reach 990 TFLOP/s of 2,615 (the same measurement)."""
 
 FP4_OVER_FP8 = 2.0
 """Rate of 4-bit products over 8-bit ones of the same device at most. GB300's sheet says 3, but steps of GB200 and GB300
@@ -98,10 +105,11 @@ OTHER_GEMM_CEILING = 0.55
 GEMM_TRAFFIC = 0.95
 """Times the bytes of its three matrices that a product moves through device memory, over the rate of a large copy."""
 
-ATTENTION_CEILING = {"ampere": 0.53, "ampere SXM4": 0.65, "hopper": 0.36, "blackwell": 0.40}
+ATTENTION_CEILING = {"ampere": 0.53, "ampere SXM4": 0.65, "hopper": 0.36, "blackwell": 0.40, "cdna3": 0.31}
 """Share of the peak that fused attention's forward reaches over the products it really computes, by architecture.
 
 Ampere and Blackwell are kernel measurements; A100-SXM4 and Hopper are fitted to whole steps of every publication.
+MI300X's FlashAttention-2 is 10 to 20 % faster than an H100's (AMD's launch figures, SemiAnalysis, December 2023).
 """
 
 OTHER_ATTENTION_CEILING = 0.40
@@ -296,7 +304,8 @@ def _scaled_flops(device: Device, precision: Precision, factors: Factors) -> flo
     """FLOP/s of large products of 8-bit or 4-bit operands: the share of the peak that 16-bit ones reach of theirs."""
     peak = device.peak_flops(compute_dtype(device, precision)) or math.inf
     eight = device.peak_flops("fp8") or math.inf
-    return min(peak, FP4_OVER_FP8 * eight) * ceilings(device)[0] * factors.compute
+    share = ceilings(device)[0] * EIGHT_BIT_SHARE.get(device.architecture, 1.0)
+    return min(peak, FP4_OVER_FP8 * eight) * share * factors.compute
 
 
 def _launched(code: Implementation, factor: float, measured: float | None) -> Implementation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cost.split import EXPERT_IMBALANCE, attention_exchange, attention_widths, blocks_per_stage
+from planner.cost.split import attention_exchange, attention_widths, blocks_per_stage
 from planner.cost.timing.collectives import Collective, collective_seconds, group, neighbour_seconds
 from planner.cost.timing.compute import NOTHING, Passes, block_passes, head_passes
 from planner.cost.timing.efficiency import ATTENTION_BACKWARD, DeviceRates
@@ -116,7 +116,8 @@ def _expert_parallel(job: Job, where: Layout, rates: DeviceRates) -> Exchanges:
     rank gets more than the mean."""
     chosen, facts = job.configuration, job.facts
     tokens = job.tokens_per_micro_batch / (chosen.tp if chosen.sequence_parallel else 1)
-    size = EXPERT_IMBALANCE * tokens * facts.experts_per_token * facts.hidden_size * rates.element_bytes
+    copies = job.workload.expert_imbalance * tokens * facts.experts_per_token
+    size = copies * facts.hidden_size * rates.element_bytes
     one = collective_seconds(job.cluster, "all_to_all", size, group(job.cluster, chosen.ep, 1))
     each_way = 2 * where.layers * (1 - facts.first_k_dense / max(facts.num_layers, 1)) * one
     again = 2 if chosen.activation_checkpointing == "full" else 1

@@ -153,11 +153,11 @@ class Messages(Collectives):
         return _All(work)
 
 
-def collectives_for(ranks: Ranks, device: torch.device) -> Collectives:
-    """The collectives that suit the device's process group."""
+def collectives_for(ranks: Ranks, device: torch.device, group: dist.ProcessGroup | None = None) -> Collectives:
+    """The collectives that suit the device, between the ranks of a group, or of the whole job."""
     if ranks.world_size == 1:
         return SingleRank(ranks)
-    return NativeCollectives(ranks) if device.type == "cuda" else Messages(ranks)
+    return NativeCollectives(ranks, group) if device.type == "cuda" else Messages(ranks, group)
 
 
 def _runs(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

@@ -3,9 +3,11 @@ torch is imported for it: this is asked before a script has loaded any."""
 
 from __future__ import annotations
 
+import json
 import os
 import traceback
 from collections.abc import Mapping
+from typing import Any
 
 from planner import vocabulary as words
 from planner.types.plan import Plan
@@ -13,7 +15,7 @@ from strategies.errors import CannotRun
 from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
 from strategies.supervision.failures import own_line
-from strategies.variables import BACKEND, PLAN, STRATEGY
+from strategies.variables import BACKEND, PARALLEL, PLAN, STRATEGY
 
 _WHO: Mapping[ScriptKind, str] = {
     "huggingface": "HF Trainer",
@@ -23,6 +25,8 @@ _WHO: Mapping[ScriptKind, str] = {
 }
 _ON_ACCELERATE = ("huggingface", "accelerate")
 _FLAGS = {STRATEGY: "--strategy", BACKEND: "--backend", PLAN: "--plan"}
+_OWN_SPLITS: Mapping[ScriptKind, tuple[words.Degree, ...]] = {}
+"""Degrees by which a library splits models itself, so that a plan with them is its to run."""
 LIBRARIES = "dsplan, HF Trainer, accelerate, DeepSpeed, Lightning, DDP and FSDP"
 
 # deepspeed.initialize knows data parallelism (stage 0) and its own ZeRO.
@@ -31,7 +35,14 @@ _DEEPSPEED: tuple[words.Strategy, ...] = ("single", "ddp", "zero1", "zero2", "ze
 
 def asked() -> str:
     """What was asked for, as it stood on the command line; empty where everything was left open."""
-    return " ".join(f"{flag} {os.environ[name]}" for name, flag in _FLAGS.items() if os.environ.get(name))
+    named = [f"{flag} {os.environ[name]}" for name, flag in _FLAGS.items() if os.environ.get(name)]
+    return " ".join([*named, *(f"--{name.replace('_', '-')} {value}" for name, value in _degrees().items())])
+
+
+def _degrees() -> Mapping[str, Any]:
+    """Those of `dsplan run --tp ...`, as they were asked for."""
+    handed = os.environ.get(PARALLEL)
+    return json.loads(handed) if handed else {}
 
 
 def accepted(kind: ScriptKind, *, gpus: bool) -> tuple[words.Strategy, ...]:
@@ -75,6 +86,7 @@ def require_plan(kind: ScriptKind, plan: Plan, *, gpus: bool) -> None:
     """
     strategy, backend = plan.configuration.strategy, plan.configuration.backend
     require_possible(kind, strategy, gpus=gpus)
+    _refuse_splits(kind, {name: getattr(plan.configuration, name) for name in words.DEGREES})
     if backend not in (able := backends(kind, strategy, gpus=gpus)):
         raise CannotRun(
             f"{_WHO.get(kind, 'this script')} runs {strategy} {_where(gpus)} with backend {' or '.join(able)}, and the"
@@ -88,6 +100,7 @@ def require_possible(kind: ScriptKind, strategy: str | None, *, gpus: bool) -> N
     Raises:
         CannotRun: names what it can.
     """
+    _refuse_splits(kind, _degrees())
     can, where = possible(kind, gpus=gpus), _where(gpus)
     every = accepted(kind, gpus=gpus)
     who = _WHO.get(kind, "this script")
@@ -98,6 +111,21 @@ def require_possible(kind: ScriptKind, strategy: str | None, *, gpus: bool) -> N
         raise CannotRun(
             f"{who} cannot run {strategy or 'anything'} {where} with backend {os.environ.get(BACKEND)}; its backends"
             f" there: {', '.join(known)}"
+        )
+
+
+def _refuse_splits(kind: ScriptKind, degrees: Mapping[str, Any]) -> None:
+    """Refuse to leave a model whole that is to be split.
+
+    Raises:
+        CannotRun: the library of the script splits no model so.
+    """
+    asked = {name: degrees.get(name, 1) for name in words.DEGREES if name not in _OWN_SPLITS.get(kind, ())}
+    split = " x ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
+    if split:
+        raise CannotRun(
+            f"{_WHO.get(kind, 'this script')} trains whole models here, and {split} splits them; call dsplan.initialize"
+            " in the script, or leave that degree at 1"
         )
 
 

@@ -107,6 +107,7 @@ def parallelize(original: Callable[..., Any], *positional: Any, **named: Any) ->
 
 def _refuse_another(own: str, what: str) -> None:
     plan = settled_plan("torch")
+    asked_for.require_possible("torch", own or None, gpus=torch.cuda.is_available())
     asked = plan.configuration.strategy if plan is not None else os.environ.get(STRATEGY)
     if asked and asked != own:
         remedy = f"leave --strategy out, or name {own}" if own else "leave --strategy out"

@@ -309,7 +309,7 @@ def test_that_nothing_fits_is_known_within_a_second(model: str, gpu: str, gpus: 
     request = question(model, gpu, gpus)
     began = time.process_time()
     answer = recommend(request)
-    assert time.process_time() - began < 0.6
+    assert time.process_time() - began < 1.0
     assert not answer.plans
     assert answer.closest is not None
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def with_configuration(plan: Plan, **changes: object) -> Plan:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tp": 2, "micro_batch_size": 12}, "cannot yet run tp 2"),
+        ({"strategy": "zero1", "backend": "deepspeed", "tp": 2, "micro_batch_size": 12}, "hands whole models"),
         ({"pp": 4, "micro_batch_size": 12}, "cannot yet run pp 4"),
         ({"strategy": "zero2", "backend": "native", "offload": "all"}, "possible: optimizer, nvme"),
         ({"strategy": "zero2", "backend": "deepspeed", "offload": "nvme"}, "possible: optimizer"),
@@ -74,6 +75,21 @@ def test_a_plan_of_another_global_batch_or_strategy() -> None:
     asked = refusal(initialize, TinyModel(), plan=plan, config={"train_batch_size": 24})
     assert "plan again with --global-batch 24" in asked
     assert "strategy='ddp' was asked for" in refusal(initialize, TinyModel(), plan=plan, strategy="ddp")
+
+
+def test_degrees_that_are_none() -> None:
+    asked = partial(refusal, initialize, TinyModel())
+    assert "parallel: tp is 0" in asked(parallel={"tp": 0})
+    assert "choose from tp, pp, cp, ep" in asked(parallel={"dp": 2})
+    assert "one of gpipe, 1f1b" in asked(parallel={"pp": 1, "pp_schedule": "zigzag"})
+    assert "must be True or False" in asked(parallel={"tp": 1, "sequence_parallel": 1})
+    assert "schedule gpipe is for a pipeline" in asked(parallel={"pp_schedule": "gpipe"})
+
+
+def test_a_plan_of_other_degrees_than_the_script_asks_for() -> None:
+    assert "has tp 1 and tp 2 was asked for" in refusal(
+        initialize, TinyModel(), plan=Recipe().plan(), parallel={"tp": 2}
+    )
 
 
 def test_an_unreadable_plan_file_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from strategies.launch.hooks.places import Place
 from strategies.run_directory import claim
 from strategies.run_directory.claim import Claim, read_claim
 from strategies.run_directory.spec import ScriptKind
-from strategies.variables import BACKEND, PLAN, RUN_DIRECTORY, STRATEGY
+from strategies.variables import BACKEND, PARALLEL, PLAN, RUN_DIRECTORY, STRATEGY
 
 # Two libraries, of which the outer one trains with the inner one, and the hooks of both.
 MODULES = {
@@ -165,6 +165,16 @@ def test_what_a_library_can_run(
         said = str(refusal)
     assert said.startswith(says)
     assert bool(said) is bool(says)
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "accelerate", "deepspeed", "lightning", "torch"])
+def test_a_library_that_trains_whole_models_refuses_to_split_one(
+    kind: ScriptKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PARALLEL, '{"tp": 1, "pp": 2}')
+    with pytest.raises(CannotRun, match=r"trains whole models here, and pp 2 splits them; call dsplan\.initialize"):
+        asked.require_possible(kind, None, gpus=False)
+    assert asked.asked() == "--tp 1 --pp 2"
 
 
 def test_what_was_asked_and_not_applied_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from strategies.launch.options import asked_supervision
 from strategies.launch.prepare import RunRequest, prepare
 from strategies.run_directory.claim import CLAIM_FILE
 from strategies.run_directory.spec import write_json
-from strategies.variables import BACKEND
+from strategies.variables import BACKEND, PARALLEL
 
 CPU = Device(name="cpu", vendor="cpu", architecture="x86")
 
@@ -40,7 +41,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def _plan(gpus: int = 2, **configuration: int) -> Plan:
+def _plan(gpus: int = 2, **configuration: object) -> Plan:
     cluster = resolve_cluster(HardwareRequest(gpu="A100-SXM4-80GB", gpus=gpus))
     options = WorkOptions(seq_len=128, global_batch=8 * gpus)
     plan = recommend(make_request(find_model("opt-125m"), cluster, options, strategies=("ddp",))).plans[0]
@@ -73,11 +74,29 @@ def test_a_plan_decides_the_number_of_processes(script: Path, tmp_path: Path) ->
     assert launch.spec.environment["DSPLAN_PLAN"] == str(tmp_path / "plan.yaml")
 
 
-@pytest.mark.parametrize("degree", ["tp", "cp"])
-def test_a_plan_that_splits_the_model(degree: str, script: Path, tmp_path: Path) -> None:
-    plan = _plan_file(tmp_path, _plan(**{degree: 2}, dp_replicate=1, global_batch_size=8))
-    assert f"{degree} 2" in _refusal(RunRequest(script=script, plan_file=plan))
-    assert "cannot do yet" in _refusal(RunRequest(script=script, plan_file=plan))
+def test_a_plan_whose_parts_do_not_go_together(script: Path, tmp_path: Path) -> None:
+    plan = _plan_file(tmp_path, _plan(pp_schedule="gpipe"))
+    assert "plan.yaml: schedule gpipe is for a pipeline" in _refusal(RunRequest(script=script, plan_file=plan))
+
+
+def test_degrees_go_to_the_ranks_and_with_a_resumed_run(script: Path, tmp_path: Path) -> None:
+    degrees = {"tp": 2, "pp": 2, "pp_schedule": "gpipe"}
+    launch = prepare(RunRequest(script=script, processes=4, parallel=degrees, run_directory=tmp_path / "run"))
+    launch.spec.save()
+    assert json.loads(launch.spec.environment[PARALLEL]) == degrees
+    again = prepare(RunRequest(resume=tmp_path / "run"))
+    assert json.loads(again.spec.environment[PARALLEL]) == degrees
+    other = prepare(RunRequest(resume=tmp_path / "run", parallel={"cp": 2}, processes=3))
+    assert json.loads(other.spec.environment[PARALLEL]) == {"cp": 2}
+    assert PARALLEL not in prepare(RunRequest(resume=tmp_path / "run", strategy="ddp")).spec.environment
+
+
+def test_degrees_that_do_not_divide_the_processes(script: Path, tmp_path: Path) -> None:
+    request = RunRequest(script=script, processes=4, parallel={"tp": 2, "pp": 3})
+    assert _refusal(request) == "--tp 2 x --pp 3 = 6 does not divide the 4 processes; use --nproc 6, or another degree"
+    plan = _plan_file(tmp_path, _plan())
+    request = RunRequest(script=script, plan_file=plan, parallel={"pp_schedule": "1f1b"})
+    assert _refusal(request) == "--plan and --pp-schedule cannot both decide; leave one out"
 
 
 def test_a_plan_for_more_processes_than_asked(script: Path, tmp_path: Path) -> None:

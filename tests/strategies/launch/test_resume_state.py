@@ -101,6 +101,25 @@ def test_a_given_plan_comes_before_the_last_one_unless_it_failed_and_tuned_ones_
     assert combined([tuned], 4, given).plan == last
 
 
+def test_a_plan_of_other_degrees_than_are_asked_for_now_is_left_where_these_divide_the_ranks() -> None:
+    plan = _plans(4)[0]
+    assert combined([_findings(plan)], 4, degrees={"tp": 1}).plan == plan
+    assert combined([_findings(plan)], 4, degrees={"tp": 2}).plan is None
+    assert combined([_findings(plan)], 4, degrees={"tp": 3}).plan == plan
+
+
+def test_ranks_that_share_samples_need_no_batch_of_their_own() -> None:
+    """Twenty-four samples over 32 ranks: 24 of these train alone, all of them in twos or under a plan of theirs."""
+    findings = [_findings(_plans(4)[0])]
+    assert combined(findings, 32).ranks == 24
+    assert combined(findings, 32, degrees={"tp": 2, "pp": 2}).ranks == 32
+    assert combined(findings, 32, degrees={"tp": 2}).ranks == 24  # sixteen readers
+    last, degrees = _plans(4)[0], {"strategy": "ddp", "dp_replicate": 4, "dp_shard": 1, "tp": 8}
+    chosen = replace(last.configuration, **degrees, micro_batch_size=1, gradient_accumulation_steps=6)
+    split = replace(last, configuration=chosen, cluster={**last.cluster, "gpus": 32, "gpus_per_node": 32})
+    assert combined([_findings(split)], 32).ranks == 32
+
+
 def test_a_plan_of_another_strategy_than_is_asked_for_now_is_left() -> None:
     plan = _plans(4)[0]
     assert combined([_findings(plan)], 4, strategy=plan.configuration.strategy).plan == plan

@@ -26,13 +26,15 @@ State = Literal["trained", "frozen", "idle"]
 class Run:
     """`repeats` like blocks in a row. They are `trained`, `frozen` with gradients passing through, or `idle`: in front
     of all that is trained, so that no gradient reaches them. `inputs` are matrices of a frozen block that are trained,
-    by name and width; `gradients` the elements of all that is trained in it, `largest` of its largest quantised matrix.
+    by name and width, `quantised` those that are not; `gradients` the elements of all that is trained in it, `largest`
+    of its largest quantised matrix.
     """
 
     block: str
     repeats: int
     state: State
     inputs: tuple[tuple[str, int], ...] = ()
+    quantised: tuple[tuple[str, int], ...] = ()
     adapters: tuple[Adapter, ...] = ()
     gradients: int = 0
     largest: int = 0
@@ -75,6 +77,7 @@ def _run(block: BlockCount, *, reached: bool) -> Run:
         repeats=block.repeats,
         state=state,
         inputs=inputs,
+        quantised=tuple((block.names[place], block.shapes[place][-1]) for place in linears if place in fixed),
         adapters=block.adapters,
         gradients=trained.parameters,
         largest=max((prod(block.shapes[place]) for place in linears if place in fixed), default=0),
@@ -130,13 +133,17 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Of a job, as far as additions depend on it: how its form was traced, `tp`, whether attention is written out, and
-    whether frozen matrices are quantised."""
+    """Of a job, as far as additions depend on it: how its form was traced, `tp`, whether attention is written out,
+    whether frozen matrices are quantised, and what the code base says: how often they keep their inputs then, whether
+    adapters drop a part of theirs, and whether queries, keys and values are one product."""
 
     mode: str
     tp: int
     eager: bool
     quantised: bool
+    kept_inputs: int = 0
+    drops: bool = False
+    one_product: bool = False
 
     @property
     def width(self) -> int:
@@ -155,7 +162,15 @@ def addition_of(facts: ModelFacts, run: Run, numbers: Numbers) -> Addition:
     width = numbers.width
     dequantised = DEQUANTISED_BYTES * run.largest / numbers.tp if numbers.quantised else 0.0
     names = [(adapter.name, adapter.inputs) for adapter in run.adapters] or list(run.inputs)
-    kept = width * sum(_inputs(facts, names, numbers))
+    if numbers.drops and run.adapters:
+        kept = (width + MASK_BYTES) * sum(_dropped_inputs(names, numbers))
+        names = []
+    else:
+        kept = 0.0
+    if numbers.quantised and numbers.kept_inputs:
+        kept += width * (numbers.kept_inputs - 1) * sum(_inputs(facts, run.quantised, numbers, anyway=True))
+        names = [*names, *run.quantised]
+    kept += width * sum(_inputs(facts, names, numbers))
     kept += width * sum(adapter.rank for adapter in run.adapters)
     if _stays_fp32(facts, numbers):
         kept += 2 * facts.intermediate_size / numbers.tp
@@ -175,6 +190,8 @@ def addition_of(facts: ModelFacts, run: Run, numbers: Numbers) -> Addition:
     )
 
 
+MASK_BYTES = 1
+"""Dropout's mask, per element (torch native_dropout)."""
 DEQUANTISED_BYTES = 2.0
 """A quantised matrix is made 16-bit for each product, forward and backward (bitsandbytes `autograd/_functions.py`,
 MatMul4Bit)."""
@@ -186,8 +203,23 @@ DECOMPOSED_BYTES = 16.0
 get_weight_norm)."""
 
 
-def _inputs(facts: ModelFacts, names: Sequence[tuple[str, int]], numbers: Numbers) -> Iterator[float]:
-    """Elements per token of the inputs that are kept for these matrices."""
+def _dropped_inputs(names: Sequence[tuple[str, int]], numbers: Numbers) -> Iterator[float]:
+    """Elements per token of what dropout makes for these matrices' adapters: one each, and one where several are a
+    single product."""
+    whole: dict[str, float] = {}
+    for name, inputs in names:
+        role = name.rpartition(".")[0]
+        part = role.rpartition(".")[2]
+        elements = inputs / numbers.tp if part in _SPLIT_INPUTS else float(inputs)
+        one = numbers.one_product and part in ("q", "k", "v")
+        whole[role.removesuffix(part) + ("qkv" if one else part)] = elements
+    yield from whole.values()
+
+
+def _inputs(
+    facts: ModelFacts, names: Sequence[tuple[str, int]], numbers: Numbers, *, anyway: bool = False
+) -> Iterator[float]:
+    """Elements per token of the inputs that are kept for these matrices, those that are kept `anyway` too if asked."""
     shared: dict[str, float] = {}
     for name, inputs in names:
         role = name.rpartition(".")[0]
@@ -195,7 +227,7 @@ def _inputs(facts: ModelFacts, names: Sequence[tuple[str, int]], numbers: Number
         elements = inputs / numbers.tp if part in _SPLIT_INPUTS else float(inputs)
         if _has_own_copy(facts, part, numbers):
             yield elements
-        elif part not in _kept_anyway(facts, numbers):
+        elif anyway or part not in _kept_anyway(facts, numbers):
             shared[role.removesuffix(part) + _READS.get(part, part)] = elements
     yield from shared.values()
 

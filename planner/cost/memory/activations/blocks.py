@@ -21,8 +21,9 @@ from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, 
 from planner.models.facts import ModelFacts
 from planner.vocabulary import Loss
 
-WIDTHS = {"autocast": (2, 4), "pure": (2, 2), "fp32": (4, 4)}
-"""Bytes of what products compute in, and of the residual stream, by precision mode."""
+WIDTHS = {"autocast": (2, 4), "mixed": (2, 2), "pure": (2, 2), "fp32": (4, 4)}
+"""Bytes of what products compute in, and of the residual stream, by precision mode; `mixed` is autocast over frozen
+16-bit weights, which it has not to cast."""
 COPIED: LogitBytes = {"forward": (1, 8), "backward": (0, 12)}
 """torch's cross-entropy of fp32 logits: the logits, their fp32 copy and its log-softmax; then that, its gradient and
 the logits' gradient."""
@@ -50,12 +51,20 @@ class Operation:
 
 
 class Walk:
-    """A list of operations from `x` to `y`, with the bytes of every tensor; views share the storage of another."""
+    """A list of operations from `x` to `y`, with the bytes of every tensor; views share the storage of another.
+    `frozen` weights get no gradients."""
 
     def __init__(
-        self, operations: Sequence[Operation], sizes: dict[str, Polynomial], views: dict[str, str], *, casts: bool
+        self,
+        operations: Sequence[Operation],
+        sizes: dict[str, Polynomial],
+        views: dict[str, str],
+        *,
+        casts: bool,
+        frozen: bool = False,
     ) -> None:
-        self._operations, self._sizes, self._views, self._casts = operations, sizes, views, casts
+        self._operations, self._sizes, self._views = operations, sizes, views
+        self._casts, self._frozen = casts, frozen
 
     def _storages(self, names: Iterable[str]) -> dict[str, Polynomial]:
         found = (self._views.get(name, name) for name in names)
@@ -107,12 +116,13 @@ class Walk:
             given = {name: gradients.pop(name) for name in operation.makes if name in gradients}
             waiting = {*given.values(), *gradients.values()}
             fresh = [] if operation.is_sum else [name for name in operation.reads if name in self._sizes]
-            made = added((made, operation.weights))
+            weights = ZERO if self._frozen else operation.weights
+            made = added((made, weights))
             alive = (
                 *self._kept_by(before).values(),
                 *(self._gradient(name) for name in waiting),
                 *(self._gradient(name) for name in fresh),
-                scaled(operation.weights, 2.0 * self._casts),
+                scaled(weights, 2.0 * self._casts),
                 operation.working_back,
                 held,
             )
@@ -152,14 +162,16 @@ class Walk:
     def without_the_end(self) -> Walk:
         """Up to the last operation that keeps something: where a run again stops early."""
         last = max((place for place, operation in enumerate(self._operations) if operation.keeps), default=-1)
-        return Walk(self._operations[: last + 1], self._sizes, self._views, casts=self._casts)
+        operations = self._operations[: last + 1]
+        return Walk(operations, self._sizes, self._views, casts=self._casts, frozen=self._frozen)
 
 
 class _Writer:
-    """Writes one block of a model down, operation by operation."""
+    """Writes one block of a model down, operation by operation; `frozen` products and norms keep nothing for the sake
+    of their weights."""
 
-    def __init__(self, facts: ModelFacts, traits: BlockTraits, mode: str, attention: str) -> None:
-        self._facts, self._traits, self._attention = facts, traits, attention
+    def __init__(self, facts: ModelFacts, traits: BlockTraits, mode: str, attention: str, *, frozen: bool) -> None:
+        self._facts, self._traits, self._attention, self._frozen = facts, traits, attention, frozen
         self._width, self._residual = WIDTHS[mode]
         self._mode = mode
         self._operations: list[Operation] = []
@@ -202,7 +214,8 @@ class _Writer:
         out = self._after("out", "ended") if facts.norms_per_layer > 2 or facts.post_norm else "out"
         out = self._dropped(out)
         self._add(Operation(reads=("x2", out), makes=("y",), is_sum=True), y=self._stream())
-        return Walk(self._operations, self._sizes, self._views, casts=self._mode == "autocast")
+        casts = self._mode == "autocast"
+        return Walk(self._operations, self._sizes, self._views, casts=casts, frozen=self._frozen)
 
     def _norm(self, source: str, name: str, *, instead: str = "") -> None:
         """A norm; a compiler that would keep the sum before the second one keeps `instead` what was added to it."""
@@ -217,7 +230,7 @@ class _Writer:
             self._sizes[statistics] = self._between(4)
             own = statistics
         kept = [own, scale]
-        if composite:
+        if composite and not self._frozen:
             self._sizes[f"{name} normalised"] = self._between(4 if self._mode == "autocast" else self._width)
             kept.append(f"{name} normalised")
         wide = self._between(4) if self._mode == "autocast" else ZERO
@@ -239,10 +252,9 @@ class _Writer:
         return name
 
     def _linear(self, source: str, name: str, size: Polynomial, weights: Polynomial) -> None:
-        """A product, which keeps its input."""
-        self._add(
-            Operation(reads=(source,), makes=(name,), keeps=(source,), weights=weights, product=True), **{name: size}
-        )
+        """A product, which keeps its input for the sake of its weight."""
+        kept = () if self._frozen else (source,)
+        self._add(Operation(reads=(source,), makes=(name,), keeps=kept, weights=weights, product=True), **{name: size})
 
     def _attend(self) -> None:
         facts, width, traits = self._facts, self._width, self._traits
@@ -377,7 +389,13 @@ class _Writer:
         width = self._width
         self._sizes["routes"] = {"E b s": 8}
         self._add(
-            Operation(reads=(source,), makes=("chosen",), keeps=(source, "routes"), weights={"E h": 1}, product=True),
+            Operation(
+                reads=(source,),
+                makes=("chosen",),
+                keeps=("routes",) if self._frozen else (source, "routes"),
+                weights={"E h": 1},
+                product=True,
+            ),
             chosen={"E b s": 4},
         )
         copies = {"b h k s": width}
@@ -428,23 +446,27 @@ def _with(moments: Iterable[Moment], held: Polynomial) -> tuple[Moment, ...]:
 # Whole models.
 
 
-def code_form(facts: ModelFacts, traits: Traits, mode: str, attention: str, *, adds_in_place: bool) -> Form:
+def code_form(
+    facts: ModelFacts, traits: Traits, mode: str, attention: str, *, adds_in_place: bool, frozen: bool = False
+) -> Form:
     """The form of a decoder as a code base runs it; `adds_in_place` says that gradients go to a buffer of their own,
-    so that a tied head's does not wait for its table's."""
+    so that a tied head's does not wait for its table's. `frozen` weights have none."""
     block = traits.block or BlockTraits()
     width, residual = WIDTHS[mode]
     stream = {"b h s": float(residual)}
-    held = {"V h": float(residual if mode == "autocast" else width)} if _waits(facts, adds_in_place) else ZERO
+    waits = _waits(facts, adds_in_place) and not frozen
+    held = {"V h": float(residual if mode == "autocast" else width)} if waits else ZERO
+    head: Polynomial = ZERO if frozen else {"V h": 1}
     ending = {"b h s": float(width)}
     if block.norm == "composite" and facts.norm == "rmsnorm":
-        ending = {"b h s": 4.0 + 2 * width}
+        ending = {"b h s": 4.0 + (0 if frozen else 2 * width)}
     loss = traits.loss or COPIED
     forward, backward = (_logits(copies, width) for copies in (loss["forward"], loss["backward"]))
     head_cast = {"V h": 2.0} if mode == "autocast" else ZERO
     tokens = {"b s": 20.0}
     dropped = {"b h s": 1.0} if facts.hidden_dropout else ZERO
     return Form(
-        blocks=code_blocks(facts, block, mode, attention, held),
+        blocks=code_blocks(facts, block, mode, attention, held, frozen=frozen),
         buffers=ZERO,
         before=Moment(activations=added((stream, dropped, {"b s": 16.0})), cast=ZERO, gradients=ZERO),
         loss=(Moment(activations=added((ending, tokens, forward)), cast=head_cast, gradients=ZERO),),
@@ -453,13 +475,15 @@ def code_form(facts: ModelFacts, traits: Traits, mode: str, attention: str, *, a
             Moment(
                 activations=added((ending, {"V b s": float(width), "b h s": float(width)})),
                 cast=head_cast,
-                gradients={"V h": 1},
+                gradients=head,
             ),
             Moment(
-                activations=added((ending, stream, {"b h s": float(width)})), cast=ZERO, gradients={"V h": 1, "h": 1}
+                activations=added((ending, stream, {"b h s": float(width)})),
+                cast=ZERO,
+                gradients=added((head, {"h": 1})) if head else ZERO,
             ),
         ),
-        table_backward=(Moment(activations=stream, cast=ZERO, gradients={"V h": 1}),),
+        table_backward=() if frozen else (Moment(activations=stream, cast=ZERO, gradients={"V h": 1}),),
     )
 
 
@@ -468,13 +492,19 @@ def _waits(facts: ModelFacts, adds_in_place: bool) -> bool:
 
 
 def code_blocks(
-    facts: ModelFacts, traits: BlockTraits, mode: str, attention: str, held: Polynomial = ZERO
+    facts: ModelFacts,
+    traits: BlockTraits,
+    mode: str,
+    attention: str,
+    held: Polynomial = ZERO,
+    *,
+    frozen: bool = False,
 ) -> dict[str, BlockForm]:
     """The kinds of blocks of a decoder, by the names that `dimensions.block_kinds` gives them."""
     boundary = {"b h s": float(WIDTHS[mode][1])}
 
     def form(*, routed: bool) -> BlockForm:
-        writer = _Writer(facts, traits, mode, attention)
+        writer = _Writer(facts, traits, mode, attention, frozen=frozen)
         return _block_form(writer.routed() if routed else writer.dense(), traits, boundary, held)
 
     if not facts.is_moe:
@@ -490,12 +520,28 @@ def _logits(copies: tuple[float, float], width: int) -> Polynomial:
     return {"V b s": narrow * width + (wide - 4 if width == 4 and narrow and wide else wide)}
 
 
+def with_logits(form: Form, loss: LogitBytes, width: int) -> Form:
+    """A traced form whose code makes other copies of the logits."""
+
+    def told(moments: tuple[Moment, ...], copies: tuple[float, float]) -> tuple[Moment, ...]:
+        most = max((moment.activations.get("V b s", 0.0) for moment in moments), default=0.0)
+        return tuple(
+            replace(moment, activations={**moment.activations, **_logits(copies, width)})
+            if moment.activations.get("V b s", 0.0) == most > 0
+            else moment
+            for moment in moments
+        )
+
+    forward, backward = told(tuple(form.loss), loss["forward"]), told(tuple(form.loss_backward), loss["backward"])
+    return replace(form, loss=forward, loss_backward=backward)
+
+
 # The loss in chunks, and without logits at all.
 
 
-def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float) -> Form:
-    """The same model with another loss; `width` is that of logits, `weight` that of the head's gradient, `rows` the
-    share of the tokens whose logits are made at once.
+def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float, frozen: bool = False) -> Form:
+    """The same model with another loss; `width` is that of logits, `weight` that of the head's gradient, which a
+    `frozen` one has not, `rows` the share of the tokens whose logits are made at once.
 
     Chunked as torchtitan does it (`components/loss.py`): of each chunk the logits, their loss and its backward, before
     the next; the chunks of the hidden states are copies, whose gradients are put together in fp32. Fused as Liger does
@@ -512,16 +558,17 @@ def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float) -
         copies = {"b h s": float(width + 4)}
         forward = added((beside, copies, scaled(_logits(COPIED["forward"], width), rows)))
         backward = added((beside, copies, scaled(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
-        made: Polynomial = {"V h": 1}
+        made: Polynomial = ZERO if frozen else {"V h": 1}
         # The next chunk's gradient of the head, as its product makes it and as it is added to what is there.
-        head = {"V h": float(weight + (width if width < weight else 0))}
+        head = ZERO if frozen else {"V h": float(weight + (width if width < weight else 0))}
         again = added((beside, copies, {"V b s": width * rows}, head))
         moments = (Moment(activations=each, cast=cast, gradients=made) for each in (backward, again))
         return replace(
             form, loss=(Moment(activations=forward, cast=cast, gradients=ZERO),), loss_backward=(*moments, *ends)
         )
-    each = {"V h": 0.0 if weight == 4 else width + 4.0}
-    working = added((beside, {"b h s": float(width), "V b s": width * rows, "V h": float(weight)}, each))
+    working = added((beside, {"b h s": float(width), "V b s": width * rows}))
+    if not frozen:
+        working = added((working, {"V h": float(weight + (0 if weight == 4 else width + 4))}))
     return replace(form, loss=(Moment(activations=working, cast=cast, gradients=ZERO),), loss_backward=ends)
 
 

@@ -27,7 +27,6 @@ from planner.cost.memory.activations.form import (
 from planner.cost.memory.ledger import NOTHING, Amount, plus
 from planner.cost.precision import Recipe, ScaledProducts
 from planner.cost.split import (
-    EXPERT_IMBALANCE,
     AttentionExchange,
     attention_exchange,
     attention_widths,
@@ -109,6 +108,7 @@ class _Question:
     compiled: bool
     loss: Loss
     logit_parts: int
+    imbalance: float
     training: Training | None = None
     numbers: Numbers | None = None
 
@@ -136,12 +136,27 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         job.workload.compile,
         job.workload.loss,
         logit_parts(job),
+        job.workload.expert_imbalance,
     )
     if job.workload.freezes and not job.counts.trains_all:
-        numbers = Numbers(_frozen_mode(recipe), configuration.tp, job.eager_attention, recipe.dequantises)
+        numbers = _numbers(job, recipe)
         question = replace(question, training=training_of(job.counts), numbers=numbers)
     figures = _catalogued(facts, question)
     return figures if recipe.scaled is None else _with_scaled_inputs(figures, job, recipe.scaled)
+
+
+def _numbers(job: Job, recipe: Recipe) -> Numbers:
+    code = code_base(job.workload.code)
+    block = code.traits(compiled=job.workload.compile).block
+    return Numbers(
+        mode=_frozen_mode(recipe),
+        tp=job.configuration.tp,
+        eager=job.eager_attention,
+        quantised=recipe.dequantises,
+        kept_inputs=code.quantised_inputs,
+        drops=code.drops_adapter_inputs,
+        one_product=block is not None and block.qkv == "fused",
+    )
 
 
 def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> Figures:
@@ -213,9 +228,7 @@ def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
     figures = _of_form(facts, question, *_form_of(facts, question))
     if question.training is None or question.numbers is None:
         return _with_exchanges(figures, _exchanges(facts, question))
-    mode = question.numbers.mode
-    modes = (f"frozen {mode}", "frozen pure") if mode == "mixed" else (f"frozen {mode}",)
-    fixed = _of_form(facts, question, *_traced_form(facts, question, modes))
+    fixed = _of_form(facts, question, *_form_of(facts, question, frozen=question.numbers.mode))
     parts = _partly_trained(facts, question.training, question.numbers, figures, fixed, _lengths(facts, question))
     return _with_exchanges(parts, _exchanges(facts, question))
 
@@ -230,38 +243,52 @@ def _of_form(facts: ModelFacts, question: _Question, form: Form, differences: in
     return _classifying(figures, form, replace(labels, weights=labels.tokens))
 
 
-def _form_of(facts: ModelFacts, question: _Question) -> tuple[Form, int]:
-    """The form of the code that runs, and how far its structure is from the model's. Code bases other than transformers
-    are written out for decoders; other kinds of models go by transformers' modules."""
+def _form_of(facts: ModelFacts, question: _Question, frozen: str = "") -> tuple[Form, int]:
+    """The form of the code that runs, and how far its structure is from the model's; `frozen` is the precision mode of
+    weights that get no gradients. Code bases other than transformers are written out for decoders; other kinds of
+    models go by transformers' modules."""
     written = has_written_form(facts, question.code, question.length, compiled=question.compiled)
     plain = question.loss == "plain" or not facts.vocab_size
-    if plain and not written:
-        return _traced_form(facts, question)
-    return _written_form(facts, question, blocks=written, loss="plain" if plain else question.loss)
+    loss = code_base(question.code).traits(compiled=question.compiled).loss
+    if plain and not written and (loss is None or not facts.vocab_size):
+        return _traced_form(facts, question, _frozen_modes(frozen))
+    return _written_form(facts, question, blocks=written, loss="plain" if plain else question.loss, frozen=frozen)
 
 
-def _written_form(facts: ModelFacts, question: _Question, *, blocks: bool, loss: Loss) -> tuple[Form, int]:
+def _frozen_modes(mode: str) -> Sequence[str]:
+    """The traces that will do for frozen weights, the best first; those of trained ones for no mode."""
+    if not mode:
+        return ()
+    return (f"frozen {mode}", "frozen pure") if mode == "mixed" else (f"frozen {mode}",)
+
+
+def _written_form(
+    facts: ModelFacts, question: _Question, *, blocks: bool, loss: Loss, frozen: str = ""
+) -> tuple[Form, int]:
     """The form with blocks or a loss that were written down; what is neither is as it was traced."""
     from planner.cost.memory.activations import blocks as known  # takes milliseconds, and few ask
 
-    code, (width, residual) = code_base(question.code), known.WIDTHS[question.mode]
+    mode, fixed = frozen or question.mode, bool(frozen)
+    code, (width, residual) = code_base(question.code), known.WIDTHS[mode]
     traits = code.traits(compiled=question.compiled)
     if blocks and code.eager.block is not None:
         in_place = code.whole_gradients
-        form, differences = known.code_form(facts, traits, question.mode, question.attention, adds_in_place=in_place), 0
+        form = known.code_form(facts, traits, mode, question.attention, adds_in_place=in_place, frozen=fixed)
+        differences = 0
     else:
-        form, differences = _traced_form(facts, question)
+        form, differences = _traced_form(facts, question, _frozen_modes(frozen))
         if blocks and traits.block is not None:
-            held = {"V h": float(residual)} if facts.tie_word_embeddings else {}
-            own = known.code_blocks(facts, traits.block, question.mode, question.attention, held)
+            held = {"V h": float(residual)} if facts.tie_word_embeddings and not fixed else {}
+            own = known.code_blocks(facts, traits.block, mode, question.attention, held, frozen=fixed)
             form, differences = replace(form, blocks=own), 0
     if loss == "plain":
-        return form, differences
+        copies = traits.loss if code.eager.block is None else None
+        return (form if copies is None else known.with_logits(form, copies, width)), differences
     rows = 1 / known.CHUNKS
     if loss == "fused":
         rows = known.fused_rows(question.length, facts.vocab_size, facts.hidden_size)
-    weight = 4 if question.mode != "pure" else 2
-    return known.with_loss(form, loss, width=width, weight=weight, rows=rows), differences
+    weight = 4 if mode != "pure" else 2
+    return known.with_loss(form, loss, width=width, weight=weight, rows=rows, frozen=fixed), differences
 
 
 def has_written_form(facts: ModelFacts, code: str, length: int, *, compiled: bool) -> bool:
@@ -305,7 +332,7 @@ def _sizes(facts: ModelFacts, question: _Question) -> _Sizes:
     spread = Spread(
         cp=question.cp,
         tp=question.tp if question.is_sequence_parallel else 1,
-        uneven=EXPERT_IMBALANCE if question.ep > 1 else 1.0,
+        uneven=question.imbalance if question.ep > 1 else 1.0,
     )
     if question.ep == 1:
         return _Sizes(tokens, weights, spread)

@@ -17,7 +17,7 @@ from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.states import flat_step_temporaries
 from planner.cost.memory.units import mean_width, rounded
-from planner.cost.memory.zero.partition import flat_partition, tensor_partitions
+from planner.cost.memory.zero.partition import flat_partition, tensor_partitions, trained_partitions
 from planner.cost.precision import Recipe
 from planner.cost.zero_buckets import zero_buckets
 from planner.types.job import Job
@@ -43,8 +43,10 @@ class PartitionedZeroBuffers:
         self._job, self._recipe, self._width = job, recipe, recipe.gradient
         self._limits = zero_buckets(3, parameters=job.counts.total, hidden_size=job.facts.hidden_size)
         self._tensors = tensor_partitions(job, self._limits.persistence_threshold)
+        # Of frozen weights there are no gradients, nor a place for them (`stage3.py`, trainable_param_groups).
+        self._trained = trained_partitions(job, self._limits.persistence_threshold)
         self._offloads = configuration.offload != "none"
-        self._gradients = 0 if self._offloads else rounded(self._width * self._tensors.local)
+        self._gradients = 0 if self._offloads else rounded(self._width * self._trained.local)
         self._weight = mean_width(job, recipe)
         persisted = self._weight * self._tensors.persisted
         self._resident = rounded(self._width * self._limits.reduce) + persisted
@@ -52,7 +54,7 @@ class PartitionedZeroBuffers:
     def at(self, instant: Instant) -> Ledger:
         """Unsharded weights, and beside the buffer the gradients that are not reduced yet: the newest and the one
         before it."""
-        waiting = min(instant.unit_gradients, 2 * self._tensors.largest)
+        waiting = min(instant.unit_gradients, 2 * self._trained.largest)
         return Ledger(
             gradients=self._gradients + self._width * waiting,
             buffers=self._resident + self._weight * self._unsharded(instant),
@@ -78,9 +80,9 @@ class PartitionedZeroBuffers:
     def _step(self) -> float:
         """Gradients made one flat tensor in the master weights' dtype and applied, a sub-group at a time."""
         if self._offloads:
-            return offloaded_step(self._job, self._tensors.local)
-        size = min(self._tensors.local, self._limits.sub_group)
-        norm = NORM_BYTES * -(-self._tensors.largest // self._job.configuration.state_shards)
+            return offloaded_step(self._job, self._trained.local)
+        size = min(self._trained.local, self._limits.sub_group)
+        norm = NORM_BYTES * -(-self._trained.largest // self._job.configuration.state_shards)
         flat, master = rounded(self._width * size), rounded(self._recipe.master * size)
         cast = flat + master if self._recipe.master != self._width else flat
         return max(norm, cast, master + flat_step_temporaries(self._job, size, self._recipe.master))

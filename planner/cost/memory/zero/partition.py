@@ -68,6 +68,11 @@ def tensor_partitions(job: Job, persistence_threshold: int) -> TensorPartitions:
     return _by_tensor(job.configuration.state_shards, persistence_threshold, tensors_of(job))
 
 
+def trained_partitions(job: Job, persistence_threshold: int) -> TensorPartitions:
+    """The same of what is trained."""
+    return _by_tensor(job.configuration.state_shards, persistence_threshold, trained_tensors_of(job))
+
+
 def tensors_of(job: Job) -> tuple[int, ...]:
     """Elements of every tensor of the job's pipeline stage, in the order of the model."""
     return _in_order(units_of(job))

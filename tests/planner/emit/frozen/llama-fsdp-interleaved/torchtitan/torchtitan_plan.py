@@ -34,7 +34,7 @@ def plan() -> Trainer.Config:
         parallelism=ParallelismConfig(
             data_parallel_replicate_degree=1,
             data_parallel_shard_degree=4,
-            fsdp_reshard_after_forward="always",
+            fsdp_reshard_after_forward="never",
             tensor_parallel_degree=4,
             context_parallel_degree=1,
             expert_parallel_degree=1,

@@ -1,0 +1,192 @@
+"""Training with a model that ranks split between them, against one process: what ranks of the pool run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from planner.types.plan import Plan
+from strategies.engine.initialize import initialize
+from strategies.parallel.split import parts_of
+from tests.strategies.training_bodies import Recipe
+
+Kind = Literal["llama", "qwen3", "gpt2", "mixtral", "gpt"]
+VOCABULARY, LENGTH, SAMPLES = 101, 16, 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composition:
+    """How ranks train a model together."""
+
+    strategy: str = "ddp"
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    accumulation: int = 1
+    precision: str = "fp32"
+    checkpointing: str = "none"
+    clipping: float = 0.0
+    steps: int = 5
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    def plan(self) -> Plan:
+        """A plan with these degrees; its costs are of no interest to the engine."""
+        backend = "native" if self.strategy.startswith("zero") else "torch"
+        plan = Recipe(strategy="single", backend=backend).plan()
+        parts = self.dp_replicate * self.dp_shard * self.accumulation
+        changes: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("strategy", "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "sequence_parallel")
+        }
+        configuration = replace(
+            plan.configuration,
+            **changes,
+            pp_schedule=self.schedule,
+            virtual_stages=self.virtual_stages,
+            micro_batch_size=SAMPLES // parts,
+            gradient_accumulation_steps=self.accumulation,
+            global_batch_size=SAMPLES,
+            sequence_length=LENGTH,
+            precision=self.precision,
+            activation_checkpointing=self.checkpointing,
+        )
+        return replace(plan, configuration=configuration)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """How far a run is from one process: of the losses, of every parameter, and the gradients' norm."""
+
+    loss: float
+    parameter: float
+    norm: float
+    where: str
+    share: float
+    """Parameters on this rank as a share of the whole model's."""
+
+
+def build(kind: Kind) -> nn.Module:
+    """A small model of a family, the same on every rank."""
+    transformers: Any = importlib.import_module("transformers")
+    torch.manual_seed(7)
+    usual = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**usual, **heads))
+    if kind == "qwen3":
+        config = transformers.Qwen3Config(**usual, **heads, head_dim=8, tie_word_embeddings=True)
+        return transformers.Qwen3ForCausalLM(config)
+    if kind == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**usual, **heads, num_local_experts=4))
+    if kind == "gpt2":
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **dropouts))
+    examples = str(Path(__file__).parents[2] / "scripts" / "examples")
+    if examples not in sys.path:
+        sys.path.insert(0, examples)
+    return importlib.import_module("train_gpt").Gpt(layers=4, width=32, heads=4, length=LENGTH)
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    """The global batch of a step: ids and labels, both [SAMPLES, LENGTH]."""
+    generator = torch.Generator().manual_seed(500 + step)
+    ids = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+    # An epsilon above rounding: gradients that are zero but for rounding (GPT-2's key biases) make no step.
+    return torch.optim.AdamW(parameters, lr=2e-3, eps=1e-4)
+
+
+def _loss(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+    return loss
+
+
+@cache
+def reference(
+    kind: Kind, steps: int, clipping: float, precision: str
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, norms and weights of one process with the whole global batch."""
+    model = build(kind)
+    optimizer = _optimizer(model.parameters())
+    losses, norms = [], []
+    for step in range(steps):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            loss = _loss(model(**batch_of(step)))
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clipping or torch.inf).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def train(kind: Kind, composition: Composition, tp_plan: Mapping[str, str] | None = None) -> Difference:
+    """Train on this rank with the others and compare with one process."""
+    engine, *_ = initialize(
+        build(kind),
+        optimizer=_optimizer,
+        plan=composition.plan(),
+        config={"gradient_clipping": composition.clipping} if composition.clipping else None,
+        tp_plan=tp_plan,
+    )
+    losses, norms = [], []
+    for step in range(composition.steps):
+        losses.append(one_step(engine, step))
+        norms.append(engine.gradient_norm or 0.0)
+    expected = reference(kind, composition.steps, composition.clipping, composition.precision)
+    worst, where = 0.0, ""
+    parts = parts_of(engine.module)
+    own = 0
+    for name, parameter in engine.module.named_parameters():
+        here = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        whole = expected[2][parts.shared.get(name, name)]
+        split = parts.splits.get(name)
+        part = whole if split is None else split.take(whole)
+        own += part.numel()
+        difference = (here.detach().float() - part).abs().max().item() if part.numel() else 0.0
+        if difference > worst:
+            worst, where = difference, name
+    return Difference(
+        loss=max(abs(a - b) for a, b in zip(losses, expected[0], strict=True)),
+        parameter=worst,
+        norm=max(abs(a - b) / b for a, b in zip(norms, expected[1], strict=True)),
+        where=where,
+        share=own / sum(parameter.numel() for parameter in expected[2].values()),
+    )
+
+
+def one_step(engine: Any, step: int) -> float:
+    """One optimizer step on this data-parallel rank's samples; the mean loss over the global batch."""
+    rank, size = engine.data_parallel_rank, engine.data_parallel_size
+    accumulation = engine.configuration.gradient_accumulation_steps
+    own = {name: tensor[rank::size] for name, tensor in batch_of(step).items()}
+    total = torch.zeros(())
+    for part in range(accumulation):
+        loss = _loss(engine(**{name: tensor.chunk(accumulation)[part] for name, tensor in own.items()}))
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach().float() / accumulation
+    torch.distributed.all_reduce(total, group=engine.mesh.group("dp"))
+    return total.item() / size
