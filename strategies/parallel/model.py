@@ -28,6 +28,8 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 Partition = Literal["uniform", "parameters", "seconds"]
 """What pipeline stages have as equally as can be: blocks, parameters, or the time of a step."""
 
+CALL_TRAIN_BATCH = "this model is cut into pipeline stages; call engine.train_batch(batch), or engine.eval_batch(batch)"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitOptions:

@@ -8,6 +8,7 @@ besides weights (masks, positions) is so computed on every stage, as the model d
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,11 +28,10 @@ from planner.types.plan import Configuration
 from strategies.errors import CannotRun
 from strategies.parallel.blocks import Elsewhere, block_stacks, members
 from strategies.parallel.mesh import Mesh
-from strategies.parallel.model import Arguments, Partition, SplitOptions
+from strategies.parallel.model import CALL_TRAIN_BATCH, Arguments, Partition, SplitOptions
 from strategies.parallel.split import ModelParts
 
 _ATTRIBUTE = "_dsplan_stages"
-_TRAIN_BATCH = "this model is cut into pipeline stages; call engine.train_batch(batch), or engine.eval_batch(batch)"
 _READS = frozenset({"__get__", "size", "dim", "numel", "element_size", "stride", "is_floating_point"})
 """Calls on a weight that do not use its values."""
 
@@ -85,7 +85,7 @@ class Stages:
         """The forward pass of the running stage, in the place of the model's: hidden states, or of the last stage what
         the model returns."""
         if self._running is None:
-            raise CannotRun(_TRAIN_BATCH)
+            raise CannotRun(CALL_TRAIN_BATCH)
         try:
             return self._forward(*args, **kwargs)
         except _Passed as passed:
@@ -303,13 +303,19 @@ def _empty(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
 
+_TOKENS = ("input_ids", "labels", "ids", "idx", "tokens", "targets")
+
+
 def _usual_arguments(model: nn.Module, options: SplitOptions) -> list[Arguments]:
-    """Token ids and labels, as language models take them."""
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "get_input_embeddings"):
+    """Token ids and labels, where a model asks for nothing else."""
+    accepted = inspect.signature(model.forward).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [item.name for item in accepted if item.default is item.empty and item.kind not in kinds]
+    known = [item.name for item in accepted if item.name in _TOKENS]
+    if not known or not set(required) <= set(_TOKENS):
         return []
     ids = torch.zeros(2, options.configuration.sequence_length, dtype=torch.long)
-    return [((), {"input_ids": ids, "labels": ids})]
+    return [((), dict.fromkeys(known, ids))]
 
 
 def _read(
