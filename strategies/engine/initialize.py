@@ -36,6 +36,7 @@ from strategies.engine.observers import watch
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
 from strategies.modules.adapters import apply_method, asked_method, require_trainable, still_trained
+from strategies.modules.kernels import asked_kernels, install_kernels
 from strategies.optim.optimizers import fitting
 from strategies.optim.registry import with_named
 from strategies.parallel.model import SplitOptions, split_model
@@ -134,7 +135,13 @@ def initialize(
         model_parameters = None if model_parameters is None else still_trained(model_parameters, model)
         if environment.is_main:
             notice(done, stream="stdout")
+    work = planned_work(options)[0]
+    installed = install_kernels(model, asked_kernels(script.kernels, work.get("loss")), environment.device)
+    for said in filter(None, (installed.sentence, *installed.notes)):
+        if environment.is_main:
+            notice(said, stream="stdout")
     require_same_model(model)
+    options = replace(options, loss=installed.loss)
     settled, is_new = _settle(model, options, environment)
     if not method.is_full:
         settled = replace(settled, workload={**settled.workload, **method.in_a_plan})
