@@ -69,6 +69,15 @@ def degrees_of(asked: Mapping[str, Any] | None) -> Degrees | None:
     return Degrees(**asked)
 
 
+def planned_work(options: PlanningOptions) -> tuple[Mapping[str, object], str | None]:
+    """The workload and the precision of the plan that is there before the model is looked at; nothing without one."""
+    state = current()
+    found = state.plan
+    if found is None and (given := _given(options)) is not None:
+        found = given[1]
+    return ({}, None) if found is None else (found.workload, found.configuration.precision)
+
+
 def settled_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
     """Return the plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`), or
     None if one has to be made.

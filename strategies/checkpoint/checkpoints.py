@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from strategies.checkpoint import rng
+from strategies.checkpoint.adapters import adapter_of, described_base, left_out, require_same_base
 from strategies.checkpoint.content import STATE, Content, text_of
 from strategies.checkpoint.export import export_checkpoint
 from strategies.checkpoint.loading import check
@@ -49,12 +50,15 @@ class Checkpoints:
         """Write one checkpoint and return its path; `Saver.save` says what it raises."""
         engine = self._engine
         states = engine._states()
+        states.leaves_out = left_out(states, trainable_only=options.trainable_only)
         content = Content(
             progress={**engine._progress(), **_surroundings(engine)},
             client_state=dict(client_state),
             model_files=model_files_of(engine.module),
             written_by=_written_by(engine),
             is_custom=options.custom is not None,
+            adapter=adapter_of(engine.module, states.names.tensors),
+            left_out=described_base(states, states.leaves_out, engine.environment),
         )
 
         def tensors() -> dict[str, Any]:
@@ -83,6 +87,9 @@ class Checkpoints:
         found = check(directory, states, engine.environment, own.require)
         if found is None:
             return None, {}
+        if found.content.left_out:
+            here = described_base(states, left_out(states, trainable_only=True), engine.environment)
+            everywhere(lambda: require_same_base(found.path, found.content.left_out, here))
         try:
             everywhere(lambda: own.take_over(found.path, found.content))
         except BaseException:
@@ -95,16 +102,23 @@ class Checkpoints:
             engine.dataloader.load_state_dict(progress["data"])
         return found.path, found.content.client_state
 
-    def export(self, directory: Path, dtype: str | None, max_shard_bytes: int | None) -> list[Path]:
-        """Write the weights alone, from every rank, and turn them into a transformers folder on rank 0."""
+    def export(
+        self, directory: Path, dtype: str | None, max_shard_bytes: int | None, *, merged: bool = False
+    ) -> list[Path]:
+        """Write the weights alone, from every rank, and turn them into a transformers folder, or PEFT's, on rank 0."""
         engine, states = self._engine, self._engine._states()
-        content = Content(progress={}, client_state={}, model_files=model_files_of(engine.module))
+        adapter = adapter_of(engine.module, states.names.tensors)
+        if adapter and not merged:
+            states.leaves_out = frozenset(states.names.tensors.keys() - adapter["names"].keys())
+        content = Content(progress={}, client_state={}, model_files=model_files_of(engine.module), adapter=adapter)
         between = directory / ".weights"
         what = Saved(step=engine.global_steps, tensors=states.weights, state=lambda: text_of(content))
 
         def convert() -> list[Path]:
             try:
-                return export_checkpoint(between, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
+                return export_checkpoint(
+                    between, directory, dtype=dtype, max_shard_bytes=max_shard_bytes, merged=merged
+                )
             except OSError as problem:
                 raise unwritable(directory, problem) from None
             finally:

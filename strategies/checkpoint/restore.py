@@ -187,6 +187,9 @@ class Restore:
         there = {name.removeprefix(MODEL): tensor for name, tensor in saved.items() if name.startswith(MODEL)}
         for name, shape in live.items():
             if name not in there:
+                if self._content.left_out and not tensors[name].requires_grad:
+                    del self._weights[f"{MODEL}{name}"]
+                    continue
                 near = difflib.get_close_matches(name, there, n=1)
                 raise self._broken(f"has no weight {name}{f' (nearest: {near[0]})' if near else ''}", _SAME_MODEL)
             if there[name].size != shape:

@@ -152,6 +152,8 @@ class States(ABC):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = module, optimizer
         self.names: ModuleNames = names_of(module)
+        self.leaves_out: frozenset[str] = frozenset()
+        """Names of weights that are neither saved nor looked for."""
 
     @abstractmethod
     def weight(self, tensor: torch.Tensor) -> Any:
@@ -186,8 +188,11 @@ class States(ABC):
 
     def weights(self) -> dict[str, Any]:
         """The model, by the names of a checkpoint; tensors without elements are left out."""
-        tensors = self.names.tensors.items()
-        return {f"{MODEL}{name}": self.weight(tensor) for name, tensor in tensors if self.shape_of(tensor).numel()}
+        return {
+            f"{MODEL}{name}": self.weight(tensor)
+            for name, tensor in self.names.tensors.items()
+            if name not in self.leaves_out and self.shape_of(tensor).numel()
+        }
 
     def tensors(self) -> dict[str, Any]:
         """All that is saved."""

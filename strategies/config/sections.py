@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planner.vocabulary import Offload
+from planner.vocabulary import Method, Offload
 from strategies.config.fields import Fields
 from strategies.config.values import (
     ActivationSection,
@@ -15,6 +15,7 @@ from strategies.config.values import (
     Compression,
     DataSection,
     Fp16Section,
+    LoraSection,
     MonitorSettings,
     NamedParts,
     ProfilerSection,
@@ -257,4 +258,35 @@ def checkpoint_section(fields: Fields) -> CheckpointSection:
         keep_last=fields.maybe_whole("keep_last", least=1),
         asynchronous=fields.flag("asynchronous"),
         every_steps=fields.maybe_whole("every_steps", least=1),
+        trainable_only=fields.flag("trainable_only"),
     )
+
+
+_ADAPTERS: dict[str, Method] = {"lora": "lora", "dora": "dora", "qlora": "qlora"}
+
+
+def lora_section(top: Fields) -> LoraSection | None:
+    """`lora`; None where the config has none."""
+    if not top.has("lora"):
+        return None
+    fields, default = top.section("lora"), LoraSection()
+    dropout = fields.number("dropout", default.dropout, most=1.0)
+    return LoraSection(
+        method=fields.one_of("method", _ADAPTERS, default.method),
+        rank=fields.whole("rank", default.rank, least=1),
+        alpha=fields.real("alpha"),
+        targets=fields.text("targets", default.targets),
+        dropout=dropout,
+    )
+
+
+def kernels_section(top: Fields) -> dict[str, str]:
+    """`kernels`: providers by kernel, `all` for a word that is meant for every one."""
+    given = top.values.get("kernels")
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {"all": given}
+    if not isinstance(given, Mapping) or not all(isinstance(value, str) for value in given.values()):
+        top.refuse("kernels", 'a provider\'s name, "auto", or an object such as {"rms_norm": "liger"}')
+    return {str(name): value for name, value in given.items()}

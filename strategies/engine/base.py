@@ -286,6 +286,7 @@ class Engine(ABC):
         asynchronous: bool | None = None,
         keep_last: int | None = None,
         save: Callable[[Engine, Path], object] | None = None,
+        trainable_only: bool | None = None,
     ) -> Path:
         """Write model, optimizer, scheduler, counters, random states, the place in the data and `client_state`.
 
@@ -298,6 +299,8 @@ class Engine(ABC):
                 The next call waits for it, and raises what went wrong with it.
             keep_last: how many of the newest checkpoints stay; None: what the config says, else all.
             save: called on every rank with the engine and a folder, writes the tensors its own way instead, at once.
+            trainable_only: leave out frozen weights, which `load_checkpoint` then takes to be the model's own; None:
+                what the config says, else False.
 
         Raises:
             BrokenFile: it cannot be written; the checkpoints that are there are as they were.
@@ -309,6 +312,7 @@ class Engine(ABC):
             keep_last=how.keep_last if keep_last is None else keep_last,
             asynchronous=how.asynchronous if asynchronous is None else asynchronous,
             custom=custom_of(save, self),
+            trainable_only=how.trainable_only if trainable_only is None else trainable_only,
         )
         state = self.client_state if client_state is None else client_state
         with PULSE.meeting("save_checkpoint"):
@@ -341,15 +345,23 @@ class Engine(ABC):
         self._checkpoints.wait()
 
     def export(
-        self, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | None = None
+        self,
+        directory: str | Path,
+        *,
+        dtype: str | None = None,
+        max_shard_bytes: int | None = None,
+        merged: bool = False,
     ) -> list[Path]:
         """Write the weights as safetensors, with `config.json`, as `from_pretrained` reads them; called on every rank.
 
-        `dsplan.export_checkpoint` describes the arguments and the files that are returned.
+        Of a model with adapters, these alone, as `PeftModel.from_pretrained` reads them, unless they are to be
+        `merged`. `dsplan.export_checkpoint` describes the arguments and the files that are returned.
         """
         self._settle()
         with PULSE.meeting("export"):
-            return self._checkpoints.export(Path(directory), dtype, max_shard_bytes)
+            return self._checkpoints.export(Path(directory), dtype, max_shard_bytes, merged=merged)
+
+    export_checkpoint = export
 
     def _meeting(self, kind: str) -> AbstractContextManager[None]:
         """A part of a step in which every rank takes part as in the forward passes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,14 @@ from hardware_db.notices import notice
 from planner import vocabulary as words
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.autoplan.select import PlanningOptions, another_model, degrees_of, describe, settled_plan
+from strategies.autoplan.select import (
+    PlanningOptions,
+    another_model,
+    degrees_of,
+    describe,
+    planned_work,
+    settled_plan,
+)
 from strategies.config import read_config
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.values import MonitorSettings
@@ -27,6 +35,7 @@ from strategies.engine.base import Engine
 from strategies.engine.observers import watch
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
+from strategies.modules.adapters import apply_method, asked_method, require_trainable, still_trained
 from strategies.optim.optimizers import fitting
 from strategies.optim.registry import with_named
 from strategies.parallel.model import SplitOptions, split_model
@@ -103,7 +112,6 @@ def initialize(
         raise CannotRun("initialize: pipeline=True, and models are not cut into pipeline stages here yet; leave it out")
     script = read_config(_config_of(args, config))
     environment = join()
-    require_same_model(model)
     options = PlanningOptions(
         plan=plan,
         strategy=strategy,
@@ -114,7 +122,21 @@ def initialize(
         training_data=sample_data if training_data is None else training_data,
         collate=collate_fn,
     )
+    method = asked_method(script, *planned_work(options))
+    if done := apply_method(model, method):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise CannotRun(
+                "initialize: the optimizer was made before weights were frozen for it; give a function"
+                " (optimizer=lambda parameters: ...), or leave it to the config"
+            )
+        model_parameters = None if model_parameters is None else still_trained(model_parameters, model)
+        if environment.is_main:
+            notice(done, stream="stdout")
+    require_same_model(model)
     settled, is_new = _settle(model, options, environment)
+    if not method.is_full:
+        settled = replace(settled, workload={**settled.workload, **method.in_a_plan})
+    require_trainable(model, settled.configuration.strategy, settled.configuration.backend)
     refuse_deepspeed_keys(script, settled.configuration)
     parts = TrainingParts(
         model=model,

@@ -26,3 +26,10 @@ def _is_stack(module: nn.Module) -> bool:
         and all(any(True for _ in member.children()) for member in members)
         and all(any(True for _ in member.parameters()) for member in members)
     )
+
+
+def quantised_weights(model: nn.Module) -> list[str]:
+    """The names of the weights that bitsandbytes stores in 4 bits; FSDP2 puts tensors of its own in their place, so the
+    layers are asked."""
+    linears = (name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit")
+    return [f"{name}.weight" for name in linears]
