@@ -23,8 +23,8 @@ from strategies.config.sections import (
     lora_section,
     monitor_section,
     named_parts,
-    profiler_section,
     pipeline_section,
+    profiler_section,
     zero_section,
 )
 from strategies.config.values import CsvSection, ScriptConfig, TensorboardSection

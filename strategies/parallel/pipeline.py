@@ -261,7 +261,7 @@ class _State:
     """Of what a stage made, from the stage after it."""
     returned: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """Gradients of what a stage was given."""
-    arriving: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)
+    arriving: dict[Action, Any] = field(default_factory=dict)
     weights: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What a backward pass of inputs alone left for that of weights."""
     sent: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
@@ -345,9 +345,7 @@ class Pipeline:
             state.made[place] = passes.scaled(made) if is_last else made
         return made.detach() if is_last else None
 
-    def _backward(
-        self, action: Action, passes: Passes, state: _State, *, ends_stage: bool, ends_step: bool
-    ) -> None:
+    def _backward(self, action: Action, passes: Passes, state: _State, *, ends_stage: bool, ends_step: bool) -> None:
         place, stage = (action.stage, action.micro_batch), action.stage
         if action.kind == "backward_weight":
             _backward_weight(state.weights.pop(place))
@@ -377,7 +375,7 @@ class Pipeline:
         travel = self._travel(action)
         if action.kind in ("receive_forward", "receive_backward"):
             room = torch.empty(travel.shape(arguments), dtype=travel.dtype, device=self._device)
-            state.arriving[action.kind, *place] = dist.irecv(room, rank, group=group), room
+            state.arriving[action] = dist.irecv(room, rank, group=group), room
             return
         if action.kind == "send_backward":
             message = state.returned.pop(place)
@@ -400,7 +398,7 @@ class Pipeline:
         return self.stages.received_by(action.stage if is_own else action.stage + 1)
 
     def _arrived(self, kind: Kind, place: tuple[int, int], state: _State) -> torch.Tensor | None:
-        found = state.arriving.pop((kind, *place), None)
+        found = state.arriving.pop(Action(kind, *place), None)
         if found is None:
             return None
         work, tensor = found
@@ -412,9 +410,7 @@ class Pipeline:
 def _last_of_each(actions: Sequence[Action]) -> dict[int, int]:
     """The place of the last pass of each stage that adds gradients of weights."""
     return {
-        action.stage: number
-        for number, action in enumerate(actions)
-        if action.kind in ("backward", "backward_weight")
+        action.stage: number for number, action in enumerate(actions) if action.kind in ("backward", "backward_weight")
     } or {-1: -1}
 
 
