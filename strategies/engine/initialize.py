@@ -28,7 +28,7 @@ from strategies.config import read_config
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.values import MonitorSettings
 from strategies.data.loader import Collate, LoaderSettings, ShardedLoader
-from strategies.distributed.environment import Environment, join
+from strategies.distributed.environment import Environment, ensure_group, join
 from strategies.distributed.excepthook import install_excepthook
 from strategies.distributed.rank_check import require_same_model
 from strategies.engine.base import Engine
@@ -36,6 +36,7 @@ from strategies.engine.observers import watch
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
 from strategies.modules.adapters import apply_method, asked_method, require_trainable, still_trained
+from strategies.modules.kernels import asked_kernels, install_kernels
 from strategies.optim.optimizers import fitting
 from strategies.optim.registry import with_named
 from strategies.parallel.model import SplitOptions, split_model
@@ -132,7 +133,13 @@ def initialize(
         model_parameters = None if model_parameters is None else still_trained(model_parameters, model)
         if environment.is_main:
             notice(done, stream="stdout")
+    work = planned_work(options)[0]
+    installed = install_kernels(model, asked_kernels(script.kernels, work.get("loss")), environment.device)
+    for said in filter(None, (installed.sentence, *installed.notes)):
+        if environment.is_main:
+            notice(said, stream="stdout")
     require_same_model(model)
+    options = replace(options, loss=installed.loss)
     settled, is_new = _settle(model, options, environment)
     if not method.is_full:
         settled = replace(settled, workload={**settled.workload, **method.in_a_plan})
@@ -157,6 +164,8 @@ def initialize(
     tuning = _tuning(model, options, environment)
     monitor = _monitor(settled, environment, script.monitor, is_new=is_new)
     way = find_strategy(settled.configuration, environment)
+    if not way.mesh.is_data_parallel:
+        ensure_group(environment)
     split_model(model, way.mesh, _how_to_split(model, settled.configuration, options, tp_plan))
     engine = way.engine(fitting(with_named(_here(parts))))
     engine.checkpointing = script.checkpoint

@@ -13,7 +13,7 @@ from torch import nn
 
 from planner.types.plan import Configuration
 from strategies.parallel.mesh import Group, Mesh
-from strategies.parallel.split import ModelParts, note_parts
+from strategies.parallel.split import ModelParts, note_parts, splits_in
 
 _SPLITS: dict[Group, str] = {
     "pp": "strategies.parallel.stages:cut_stages",
@@ -47,8 +47,14 @@ class SplitOptions:
 
 
 def share_weights(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the weights of rank 0; one tensor at a time, so that no device holds them all."""
+    """Give every rank the weights of rank 0; one tensor at a time, so that no device holds them all.
+
+    Parts of layers that the script itself has split stay each rank's own.
+    """
+    parts = {id(model.get_parameter(name)) for name in splits_in(model)}
     for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) in parts:
+            continue
         here = tensor.detach().to(device)
         dist.broadcast(here, 0)
         if here.device != tensor.device:
@@ -65,7 +71,7 @@ def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelPar
     Raises:
         CannotRun: the model cannot be split so; the line names what stands against it.
     """
-    parts = ModelParts()
+    parts = ModelParts(tp=(mesh.rank("tp"), mesh.size("tp")))
     if not mesh.is_data_parallel:
         share_weights(model, mesh.environment.device)
     for degree, place in _SPLITS.items():
