@@ -194,11 +194,20 @@ _NOT_HERE = (
         " use schedule 1f1b or interleaved",
     ),
     Rule(
+        # torch's ScheduleInterleavedZeroBubble: rounds of at least pp micro-batches, all of one size.
+        breaks=lambda plan: (
+            plan.pp_schedule == "zero-bubble"
+            and plan.gradient_accumulation_steps % max(1, plan.gradient_accumulation_steps // plan.pp) > 0
+        ),
+        sentence="torch's zero-bubble schedule runs equal rounds of at least pp {plan.pp} micro-batches, and"
+        " {plan.gradient_accumulation_steps} are none; use gradient accumulation {rounds}",
+    ),
+    Rule(
         breaks=lambda plan: plan.pp > 1 and plan.offload != "none",
         sentence="dsplan run does not offload under a pipeline (pp {plan.pp}); use more stages, or pp 1",
     ),
     Rule(
-        breaks=lambda plan: any(getattr(plan, name) > 1 for name in _NOT_RUN) or (plan.pp > 1 and plan.zero_stage > 0),
+        breaks=lambda plan: any(getattr(plan, name) > 1 for name in _NOT_RUN),
         sentence="dsplan run cannot yet run {split}; {trainer} does: dsplan emit --format {format} can write it",
     ),
 )
