@@ -32,6 +32,7 @@ from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
 from strategies.parallel.ranks import TensorRanks, all_reduce, gather_from_ranks
 from strategies.parallel.split import ModelParts, Split, parts_of, splits_in
+from strategies.parallel.stages import looked_at
 from strategies.parallel.styles import (
     ROWS,
     Applied,
@@ -514,7 +515,7 @@ def _captured(inner: nn.Module, block: nn.Module, given: dict[str, Any]) -> _Arg
 
     handle = block.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), looked_at(inner):
             inner(**given)
     except Exception:  # _Reached, or whatever a model raises that wants other arguments
         pass
