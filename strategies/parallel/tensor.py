@@ -593,6 +593,7 @@ def _variants(unit: nn.Module, styles: Styles, *, sequence: bool, is_block: bool
     if not sequence and len(columns) < 2:
         shares = [False]
     adapts = range(3) if any(has_heads(module) for module in unit.modules()) else range(1)
+    adapts = range(-1, adapts.stop) if is_block else adapts  # an MLP beside the attention whose heads the block has
     found = [Variant(shares_input=share, adapts=how) for how in adapts for share in shares]
     is_plain = columns and all(is_columns(style) or style in ROWS for style in styles.values())
     return [*found, Variant(shares_input=False, gathers=True)] if is_plain else found
