@@ -19,11 +19,13 @@ from planner.types.plan import Configuration, Plan
 from planner.vocabulary import FSDP_STRATEGIES
 from strategies.checkpoint.checkpoints import Checkpoints, custom_of
 from strategies.checkpoint.saving import SaveOptions
-from strategies.checkpoint.states import States
+from strategies.checkpoint.states import States, unwrapped
 from strategies.config.values import CheckpointSection
 from strategies.distributed.environment import Environment
 from strategies.modules.precision import LossScale
 from strategies.parallel.mesh import Mesh
+from strategies.parallel.split import parts_of
+from strategies.parallel.whole import whole_tensors
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE, beat
 from strategies.telemetry.timers import Section
@@ -256,14 +258,20 @@ class Engine(ABC):
         """This rank's `parameters`, `gradients` and `optimizer` states (masters too), as they lie in memory."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the module's weights and buffers on the host, whole, by its own names; called on every rank."""
+        """Copies of the whole model's weights and buffers on the host, by its own names; called on every rank.
+
+        Every rank gets all of them, also those of other pipeline stages and experts and the parts of other tp ranks.
+        """
         names = self.module.state_dict().keys()  # FSDP2 would shard again what is whole
         with self.whole_parameters():
             found = {
                 **dict(self.module.named_buffers(remove_duplicate=False)),
                 **dict(self.module.named_parameters(remove_duplicate=False)),
             }
-            return {name: found[name].detach().cpu().clone() for name in names if name in found}
+            own = {name: found[name] for name in names if name in found}
+            if not self.mesh.is_data_parallel:
+                return whole_tensors({unwrapped(name): own[name] for name in own}, parts_of(self.module), self.mesh)
+            return {name: tensor.detach().cpu().clone() for name, tensor in own.items()}
 
     @contextmanager
     def whole_parameters(self, *, keeps_changes: bool = False) -> Iterator[None]:
@@ -271,6 +279,10 @@ class Engine(ABC):
 
         They are in the dtype that they compute in. Every rank must enter and leave together; inside, one may run the
         model alone, but for DeepSpeed's stage 3. Changes may be lost unless `keeps_changes`, which takes over rank 0's.
+
+        Under tp, ep and pp they are whole as far as data-parallel ranks share them: this rank's part of the layers, as
+        the model runs with; `state_dict` has the whole model. What changes are kept is then the first's of the ranks
+        that share a part.
         """
         with ExitStack() as opened:
             with PULSE.meeting("whole_parameters"):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from strategies.checkpoint.states import WholeStates
+from strategies.checkpoint.states import WholeStates, unwrapped
 from strategies.distributed.gathers import require_alike
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.errors import CannotRun
@@ -24,6 +24,7 @@ from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_par
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.split import ModelParts, parts_of
 from strategies.parallel.tensor import sum_copies, whole_layers
+from strategies.parallel.whole import share_of_square
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
 
@@ -33,15 +34,18 @@ from strategies.run_directory.heartbeat import PULSE
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The 2-norm of all gradients in fp64, a scalar on their device; every rank of sharded ones calls it.
+def total_norm(module: nn.Module, mesh: Mesh | None = None) -> torch.Tensor:
+    """The 2-norm of all gradients of a module in fp64, a scalar on their device; every rank calls it.
 
-    Replicated gradients are the same on every rank already. Sharded ones share one device mesh.
+    Replicated gradients are the same on every rank already, and sharded ones share one device mesh. Where ranks of a
+    `mesh` split the model between them, each of its elements counts once, whoever has it.
 
     Raises:
         Parted: the ranks' calls that gather weights have differed.
     """
-    parameters = list(parameters)
+    if mesh is not None and not mesh.is_data_parallel:
+        return _norm_over(module, mesh)
+    parameters = list(module.parameters())
     values = [value for value in _values(parameters) if value.numel()]
     if values:
         norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
@@ -61,35 +65,33 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return square.sqrt()
 
 
-def norm_over_mesh(module: nn.Module, parts: ModelParts, mesh: Mesh) -> torch.Tensor:
-    """The 2-norm of all gradients of a model that ranks split between them, a scalar in fp64; every rank calls it.
-
-    Each rank counts its part of a gradient by the share of one in as many ranks as have the same part.
-
-    Raises:
-        Parted: the ranks' calls that gather weights have differed.
-    """
-    world = mesh.dims.world_size // mesh.size("pp")
-    square = torch.zeros((), dtype=torch.float64, device=mesh.environment.device)
+def _norm_over(module: nn.Module, mesh: Mesh) -> torch.Tensor:
+    """The norm of the gradients of a model that ranks split: the sum over all ranks of what each one's squares count
+    for, so that whatever is not finite on some rank is so on all."""
+    parts, by_share = parts_of(module), dict[float, list[nn.Parameter]]()
+    sharded: DTensor | None = None
     for name, parameter in module.named_parameters():
-        values = [value for value in _values([parameter]) if value.numel()]
-        if not values or name in parts.shared:
-            continue
-        split = parts.splits.get(name)
-        holders = 1 if split is None else mesh.size(split.over) // split.copies
+        shards = 1
         if isinstance(parameter, DTensor):
-            shards = (
-                size
-                for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-                if placement.is_shard()
-            )
-            holders *= math.prod(shards)
-        norm = torch.linalg.vector_norm(values[0], dtype=_norm_dtype(values)).double()
-        square += norm.to(square.device).square() * (holders / world)
-    sums = torch.stack((square, square.new_tensor(float(PULSE.number))))
-    dist.all_reduce(sums)
-    require_alike(sums[1].item(), mesh.dims.world_size)
-    return sums[0].sqrt()
+            sharded, sizes = parameter, zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            shards = math.prod(size for placement, size in sizes if placement.is_shard())
+        by_share.setdefault(share_of_square(unwrapped(name), parts, mesh, shards), []).append(parameter)
+    squares = [_square(_values(parameters), mesh) * share for share, parameters in by_share.items()]
+    square = torch.stack([*squares, torch.zeros((), dtype=torch.float64, device=mesh.environment.device)]).sum()
+    dist.all_reduce(square)
+    if sharded is not None:
+        met = torch.tensor(float(PULSE.number), dtype=torch.float64, device=mesh.environment.device)
+        dist.all_reduce(met, group=mesh.group("dp_shard_cp"))
+        require_alike(met.item(), mesh.size("dp_shard_cp"))
+    return square.sqrt()
+
+
+def _square(values: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    values = [value for value in values if value.numel()]
+    if not values:
+        return torch.zeros((), dtype=torch.float64, device=mesh.environment.device)
+    norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
+    return torch.stack(norms).double().square().sum().to(mesh.environment.device)
 
 
 def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
@@ -100,7 +102,7 @@ def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
     gradients = [
         value
         for name, parameter in module.named_parameters()
-        if name in parts.summed
+        if unwrapped(name) in parts.summed
         for value in _values([parameter])
         if value.numel()
     ]
@@ -216,11 +218,13 @@ class TorchStrategy(Strategy):
 
     @contextmanager
     def whole(self, module: nn.Module, *, keeps_changes: bool) -> Iterator[None]:
-        """All weights whole inside; `keeps_changes` takes over what rank 0 wrote to them."""
+        """All weights whole inside; `keeps_changes` takes over what the first of the ranks that have the same part of
+        the model wrote to them."""
         yield
         if keeps_changes and self.environment.world_size > 1:
-            group = self.mesh.group("dp_cp")  # whose ranks have the same parts of the model
-            for parameter in module.parameters():
+            experts = parts_of(module).experts
+            for name, parameter in module.named_parameters():
+                group = self.mesh.group("expert_dp" if unwrapped(name) in experts else "dp_cp")
                 dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -288,11 +292,8 @@ class TorchEngine(AccumulatingEngine):
 
     def _summed_norm(self) -> float:
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
-        if self.mesh.is_data_parallel:
-            return total_norm(self.module.parameters()).item()
-        parts = parts_of(self.module)
-        sum_terms(self.module, parts, self.mesh)
-        return norm_over_mesh(self.module, parts, self.mesh).item()
+        sum_terms(self.module, parts_of(self.module), self.mesh)
+        return total_norm(self.module, self.mesh).item()
 
     def _apply(self, factor: float) -> None:
         scale_gradients(self.module.parameters(), factor)

@@ -58,7 +58,7 @@ def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelPar
     Raises:
         CannotRun: the model cannot be split so; the line names what stands against it.
     """
-    parts = ModelParts()
+    parts = ModelParts(tp=(mesh.rank("tp"), mesh.size("tp")))
     if not mesh.is_data_parallel:
         share_weights(model, mesh.environment.device)
     for degree, place in _SPLITS.items():

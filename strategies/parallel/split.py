@@ -101,6 +101,19 @@ class ModelParts:
     """Contexts in which modules compute alone, with parameters that the caller has made whole."""
     blocks: tuple[range, ...] | None = None
     """The blocks of each of this rank's pipeline stages; None without a pipeline."""
+    tp: tuple[int, int] = (0, 1)
+    """Which of how many tp ranks this one is: they all have the same of what is not split."""
+
+    def copy_of(self, name: str) -> tuple[int, int]:
+        """Which of how many tp ranks that have the same of a parameter this one is."""
+        split = self.splits.get(name)
+        if name in self.experts or (split is not None and split.over == "ep"):
+            return 0, 1
+        return self.tp if split is None else (self.tp[0] % split.copies, split.copies)
+
+    def is_counted(self, name: str) -> bool:
+        """Whether this stage is the one that counts a parameter, and writes it where stages have parts of their own."""
+        return self.shared.get(name, name) == name
 
     @property
     def is_whole(self) -> bool:
