@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,14 @@ _SPLITS: dict[Group, str] = {
 }
 
 
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""What a model is called with: by place and by name."""
+Partition = Literal["uniform", "parameters", "seconds"]
+"""What pipeline stages have as equally as can be: blocks, parameters, or the time of a step."""
+
+CALL_TRAIN_BATCH = "this model is cut into pipeline stages; call engine.train_batch(batch), or engine.eval_batch(batch)"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitOptions:
     """How a model is to be split."""
@@ -31,6 +40,10 @@ class SplitOptions:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     """The script's styles by pattern of module names ("blocks.*.up": "colwise"); without any, the model's own plan, or
     one that is found by rule."""
+    examples: Sequence[Arguments] = ()
+    """What the model may be called with, the likeliest first: a pipeline looks at a forward pass."""
+    partition: Partition = "uniform"
+    """How a pipeline is cut."""
 
 
 def share_weights(model: nn.Module, device: torch.device) -> None:
