@@ -507,7 +507,9 @@ def _arguments_of(inner: Any, block: nn.Module, length: int) -> _Arguments | Non
     if vocabulary and getattr(inner, "main_input_name", "") == "input_ids":
         device = next(inner.parameters()).device
         tokens = torch.randint(0, vocabulary, (2, length), generator=torch.Generator().manual_seed(2)).to(device)
-        return _captured(inner, block, {"input_ids": tokens, "use_cache": False})
+        captured = _captured(inner, block, {"input_ids": tokens, "use_cache": False})
+        if captured is not None:
+            return captured
     inputs = [widths(module)[0] for module in block.modules() if is_linear(module)]
     if not inputs:
         return None
@@ -651,7 +653,8 @@ def _ends(inner: nn.Module, blocks: Sequence[nn.Module], named: set[nn.Module] |
     """Embedding and head over the vocabulary, where both that share a weight can be split; `named`: those alone that
     the script names, and what shares a weight with them."""
     inside = {id(module) for block in blocks for module in block.modules()}
-    outer = [module for module in inner.modules() if id(module) not in inside]
+    # Without a weight of its own a table or a head is another pipeline stage's.
+    outer = [m for m in inner.modules() if id(m) not in inside and m._parameters.get("weight") is not None]
     heads: list[Any] = [module for module in outer if is_linear(module) and isinstance(module, nn.Linear)]
     tables: list[Any] = [m for m in outer if isinstance(m, nn.Embedding) and not m.sparse and m.max_norm is None]
     if hasattr(inner, "get_input_embeddings"):
