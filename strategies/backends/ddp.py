@@ -72,6 +72,14 @@ class ReplicatedDataParallel(TorchStrategy):
         wrapper = cast("DistributedDataParallel", module)
         return nullcontext() if reduces else wrapper.no_sync()
 
+    def complete(self, module: nn.Module) -> None:
+        # Its hooks are on the sums of gradients: adding nothing to each sends it on its way.
+        wrapper = cast("DistributedDataParallel", module)
+        wrapper.reducer.prepare_for_backward([])
+        parameters = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
+        nothing = [parameter.new_zeros(()).expand_as(parameter) for parameter in parameters]
+        torch.autograd.backward(parameters[::-1], nothing[::-1])
+
     def autocast(self) -> AbstractContextManager[object]:
         return autocast(self.configuration.precision, self.environment.device)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, cast_model, scale_settings
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.parallel.mesh import Mesh
+from strategies.parallel.pipeline import sum_shared
 from strategies.parallel.split import ModelParts, parts_of
+from strategies.parallel.tensor import sum_copies, whole_layers
 from strategies.parallel.whole import share_of_square
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
@@ -105,7 +107,11 @@ def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
         for value in _values([parameter])
         if value.numel()
     ]
-    if not gradients or mesh.size("tp") == 1:
+    if mesh.size("tp") == 1:
+        return
+    if any(split.copies > 1 for split in parts.splits.values()):
+        sum_copies(module, parts, mesh)
+    if not gradients:
         return
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat, group=mesh.group("tp"))
@@ -211,6 +217,9 @@ class TorchStrategy(Strategy):
         """Whether gradients are reduced before the accumulation boundary too, so that no rank keeps them whole."""
         return False
 
+    def complete(self, module: nn.Module) -> None:
+        """Reduce what the backward passes of a pipeline's step, all of them inside `synchronization`, have not."""
+
     @contextmanager
     def whole(self, module: nn.Module, *, keeps_changes: bool) -> Iterator[None]:
         """All weights whole inside; `keeps_changes` takes over what the first of the ranks that have the same part of
@@ -257,7 +266,15 @@ class TorchEngine(AccumulatingEngine):
         }
 
     def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
-        return self.strategy.whole(self.module, keeps_changes=keeps_changes)
+        return self._opened(keeps_changes=keeps_changes)
+
+    @contextmanager
+    def _opened(self, *, keeps_changes: bool) -> Iterator[None]:
+        with ExitStack() as opened:
+            opened.enter_context(self.strategy.whole(self.module, keeps_changes=keeps_changes))
+            if self.mesh.size("tp") > 1:
+                opened.enter_context(whole_layers(self.module, self.mesh, keeps_changes=keeps_changes))
+            yield
 
     def _states(self) -> WholeStates:
         return WholeStates(self.module, self.optimizer)
@@ -269,17 +286,41 @@ class TorchEngine(AccumulatingEngine):
             return self.wrapped(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
+        self._add_gradients(self.scaled(loss), None, ends_step=self.is_gradient_accumulation_boundary())
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         mean = loss / self.configuration.gradient_accumulation_steps
-        acts = self.is_gradient_accumulation_boundary()
-        if self._wide_sums is not None and acts:
+        return mean if self._scale.value == 1 else mean * self._scale.value
+
+    def _add_gradients(self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_step: bool) -> None:
+        if self._wide_sums is not None and ends_step:
             self._wide_sums.give_back()
-        torch.autograd.backward(mean if self._scale.value == 1 else mean * self._scale.value)
-        if self._wide_sums is not None and not acts:
+        torch.autograd.backward(made, gradient)
+        if self._wide_sums is not None and not ends_step:
             self._wide_sums.set_aside(self.module.parameters())
+
+    def forward_stage(self, *args: Any, **kwargs: Any) -> Any:
+        # Other passes run between a pass's forward and its backward, so that its forward cannot say what reduces.
+        with self.strategy.synchronization(self.wrapped, reduces=False), self.strategy.autocast():
+            return self.wrapped(*args, **kwargs)
+
+    def backward_stage(
+        self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+    ) -> None:
+        reduces = ends_stage or self.strategy.reduces_each_micro_batch
+        with self.strategy.synchronization(self.wrapped, reduces=reduces):
+            self._add_gradients(made, gradient, ends_step=ends_step)
+
+    def complete_gradients(self) -> None:
+        self.strategy.complete(self.wrapped)
 
     def _summed_norm(self) -> float:
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
-        sum_terms(self.module, parts_of(self.module), self.mesh)
+        parts = parts_of(self.module)
+        sum_terms(self.module, parts, self.mesh)
+        if self.mesh.size("pp") > 1:
+            named = ((name, _values([parameter])) for name, parameter in self.module.named_parameters())
+            sum_shared({name: values[0] for name, values in named if values}, parts, self.mesh)
         return total_norm(self.module, self.mesh).item()
 
     def _apply(self, factor: float) -> None:

@@ -6,7 +6,8 @@ gradients read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -96,6 +97,8 @@ class ModelParts:
     shared: dict[str, str] = field(default_factory=dict)
     """Weights that another pipeline stage has too, with the name under which a checkpoint holds them (tied
     embeddings): gradients are summed over the stages that have them."""
+    opened: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
+    """Contexts in which modules compute alone, with parameters that the caller has made whole."""
     blocks: tuple[range, ...] | None = None
     """The blocks of each of this rank's pipeline stages; None without a pipeline."""
     tp: tuple[int, int] = (0, 1)
