@@ -194,7 +194,9 @@ def described_base(states: States, names: frozenset[str], environment: Environme
     if not names:
         return {}
     text, kinds, total = hashlib.sha256(), set(), 0
-    for name in sorted(names):
+    # Scales of 4-bit weights are among the names where no strategy has put a tensor of its own in a weight's place.
+    weights = {name for name in names if isinstance(states.names.tensors[name], nn.Parameter)}
+    for name in sorted(weights):
         tensor = states.names.tensors[name]
         text.update(f"{name} {list(states.shape_of(tensor))}\n".encode())
         own = _own_part(states.weight(tensor), environment)
@@ -202,10 +204,10 @@ def described_base(states: States, names: frozenset[str], environment: Environme
         if own is not None:
             total += _sum_of_bits(own)
     if not parts_of(states.module).is_whole:
-        return {"names": text.hexdigest(), "weights": len(names), "dtypes": [], "bits": 0}
+        return {"names": text.hexdigest(), "weights": len(weights), "dtypes": [], "bits": 0}
     return {
         "names": text.hexdigest(),
-        "weights": len(names),
+        "weights": len(weights),
         "dtypes": sorted(kinds),
         "bits": _summed(total, environment),
     }
