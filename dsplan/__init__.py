@@ -71,7 +71,7 @@ _HOMES = {
     "setup_distributed_training": "strategies.engine.trainer",
 }
 
-_ROOMS = ("checkpointing", "integrations", "profiling", "zero")
+_ROOMS = ("checkpointing", "integrations", "parallel", "profiling", "zero")
 """Modules that scripts reach as attributes, without an import of their own."""
 
 
