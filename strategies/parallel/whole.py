@@ -50,7 +50,9 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor], parts: ModelParts, mesh: 
     tied = {id(tensors[name]): split for name, split in parts.splits.items() if name in tensors}
     for name, tensor in tensors.items():
         split = tied.get(id(tensor))
-        whole = tensor.detach() if split is None else _whole(tensor.detach(), split, mesh)
+        # Where layers are open (`ModelParts.opened`) they are whole already.
+        is_whole = split is None or tuple(tensor.shape) == tuple(split.shape)
+        whole = tensor.detach() if split is None or is_whole else _whole(tensor.detach(), split, mesh)
         found[name] = whole.to("cpu", copy=True)
     for group in ("ep", "pp"):
         if mesh.size(group) > 1:

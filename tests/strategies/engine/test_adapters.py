@@ -57,6 +57,25 @@ def test_adapters_learn_as_in_one_process(recipe: Recipe, method: str, pool_of: 
         assert found.optimized == trained
 
 
+@pytest.mark.parametrize("method", ["lora", pytest.param("own", marks=pytest.mark.slow)])
+def test_adapters_follow_the_split_of_their_layers(method: str, ranks: RankPool, one_rank: RankPool) -> None:
+    expected = one_rank.run(bodies.adapters_after, Recipe(), method)[0]
+    found = ranks.run(bodies.adapters_after, _recipe("fsdp"), method, 2)[0]
+    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    for name, adapter in expected.adapters.items():
+        torch.testing.assert_close(found.adapters[name], adapter, atol=1e-5, rtol=0)
+    assert found.frozen_changed == []
+    with pytest.raises(RankError, match="tensor parallelism splits LoRA's adapters and no other kind"):
+        ranks.run(bodies.adapters_after, _recipe("fsdp"), "dora", 2)
+
+
+@pytest.mark.slow
+def test_split_adapters_are_saved_and_exported_whole(ranks: RankPool, one_rank: RankPool, tmp_path: Path) -> None:
+    expected, exported = ranks.run(bodies.saved_and_exported, _recipe("ddp"), "lora", tmp_path, 2)[0]
+    assert one_rank.run(bodies.resumed, Recipe(), "lora", tmp_path)[0] == pytest.approx(expected, abs=1e-5)
+    assert one_rank.run(bodies.losses_of_exports, tmp_path)[0] == pytest.approx((exported, exported), abs=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
 def test_adapters_learn_in_bf16(strategy: str, ranks: RankPool, one_rank: RankPool) -> None:
@@ -170,9 +189,7 @@ def test_adapters_learn_beside_weights_in_four_bits(
 
 def test_four_bits_need_their_library_and_survive_no_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(
-        BackendMissing, match="method qlora needs bitsandbytes, which stores weights in 4 bits; pip"
-    ):
+    with pytest.raises(BackendMissing, match="method qlora needs bitsandbytes, which stores weights in 4 bits; pip"):
         apply_method(TinyModel(), TrainingMethod(method="qlora"))
 
     class Linear4bit(nn.Linear):
