@@ -150,7 +150,6 @@ def test_fsdp_in_a_pipeline_holds_a_stage_whole_until_its_last_micro_batch() -> 
         for pp in (1, 2)
         for steps in (2, 8)
     }
-    assert [plan.configuration.reshards for plan in plans.values()] == [True, True, False, False]
     moved = {key: plan.time.communication_seconds for key, plan in plans.items()}
     assert moved[1, 8] == pytest.approx(4 * moved[1, 2], rel=0.01)
     assert moved[2, 8] < 1.5 * moved[2, 2]
