@@ -30,11 +30,6 @@ from strategies.parallel.tensor import split_layers
 from strategies.tracing.step.refusal import TraceFailed
 
 
-def splits_sequences(configuration: Configuration) -> bool:
-    """Whether the tp ranks split the sequence between their products."""
-    return configuration.tp > 1 and configuration.sequence_parallel
-
-
 def unwrapped(module: nn.Module) -> Any:
     """The model inside adapters."""
     inner: Any = module
