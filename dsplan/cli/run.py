@@ -55,6 +55,22 @@ class PlanningFlags:
     virtual_stages: Annotated[int | None, number(limits.GPUS, "Stages per rank of an interleaved pipeline.", "V")] = (
         None
     )
+    method: Annotated[
+        words.Method | None,
+        typer.Option(help="Train all weights, or adapters beside frozen ones, which dsplan.initialize puts in."),
+    ] = None
+    lora_rank: Annotated[int | None, number(limits.SAMPLES, "Rank of the adapters; 8 by default.", "N")] = None
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(metavar="WHAT", help="attention, all-linear (the default), names, or a pattern of module names."),
+    ] = None
+    train_only: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Train only weights whose names match; the rest is frozen.")
+    ] = None
+    kernels: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Whose kernels run: auto, torch, liger, or KERNEL=NAME,... for some."),
+    ] = None
     run_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where logs and metrics go; by default a new one per run.")
     ] = None
@@ -212,7 +228,7 @@ def _request(
     supervision: SupervisionFlags,
 ) -> RunRequest:
     """What was asked for, as a value."""
-    from strategies.launch.options import asked_degrees, asked_placement, asked_supervision
+    from strategies.launch.options import asked_fields, asked_kernels, asked_placement, asked_supervision
     from strategies.launch.prepare import RunRequest
 
     return RunRequest(
@@ -222,7 +238,7 @@ def _request(
         processes=planning.nproc,
         strategy=planning.strategy,
         backend=planning.backend,
-        parallel=asked_degrees(
+        parallel=asked_fields(
             tp=planning.tp,
             pp=planning.pp,
             cp=planning.cp,
@@ -231,6 +247,13 @@ def _request(
             virtual_stages=planning.virtual_stages,
             sequence_parallel=planning.sequence_parallel,
         ),
+        method=asked_fields(
+            method=planning.method,
+            lora_rank=planning.lora_rank,
+            lora_targets=planning.lora_targets,
+            train_only=planning.train_only,
+        ),
+        kernels=asked_kernels(planning.kernels),
         run_directory=planning.run_dir,
         resume=supervision.resume,
         resume_from=supervision.resume_from or "",

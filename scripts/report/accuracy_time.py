@@ -52,7 +52,11 @@ llm-analysis is asked at its default efficiency, which is the datasheet's peak, 
 for Megatron-LM; the rule of thumb prices model operations at 40 % of the peak. Their constants were not fitted here.
 """
 LEFT_OUT = """
-### Rows that were not read
+### Rows that no fit has seen
+
+What the tables above and the fits leave out. The command line is asked most of it all the same, 8-bit products,
+adapters, mixtures of experts, context parallelism and interleaved pipelines: *Asked through the command line* has
+them; there are also the reasons of what cannot be asked.
 """
 COLUMNS = ("", "runs", "median size", "90 % within", "median error")
 

@@ -40,6 +40,7 @@ class PlanningOptions:
     optimizer: object = None
     training_data: Any = None
     collate: Callable[[list[Any]], Any] | None = None
+    loss: words.Loss = "plain"
 
 
 def degrees_of(asked: Mapping[str, Any] | None) -> Degrees | None:
@@ -67,6 +68,15 @@ def degrees_of(asked: Mapping[str, Any] | None) -> Degrees | None:
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CannotRun(f"parallel: {name} is {value!r}; it must be a whole number of at least 1")
     return Degrees(**asked)
+
+
+def planned_work(options: PlanningOptions) -> tuple[Mapping[str, object], str | None]:
+    """The workload and the precision of the plan that is there before the model is looked at; nothing without one."""
+    state = current()
+    found = state.plan
+    if found is None and (given := _given(options)) is not None:
+        found = given[1]
+    return ({}, None) if found is None else (found.workload, found.configuration.precision)
 
 
 def settled_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:

@@ -14,15 +14,18 @@ import torch
 from torch import nn
 
 from strategies.checkpoint import rng
+from strategies.checkpoint.adapters import adapter_of, described_base, left_out, require_same_base
 from strategies.checkpoint.content import STATE, Content, text_of
 from strategies.checkpoint.export import export_checkpoint
 from strategies.checkpoint.loading import check
 from strategies.checkpoint.reading import Damaged, shown
 from strategies.checkpoint.restore import as_live
 from strategies.checkpoint.saving import Saved, SaveOptions, Saver, unwritable
-from strategies.checkpoint.states import States, load_extra
+from strategies.checkpoint.states import Inventory, States, load_extra, together
 from strategies.distributed.consensus import everywhere, on_rank_zero
 from strategies.errors import BrokenFile
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.whole import gathered
 from strategies.protocols import TrainingEngine
 
 
@@ -30,6 +33,9 @@ class CheckpointedEngine(TrainingEngine, Protocol):
     """An engine whose state can be written down and gone back to."""
 
     supervision: Any
+
+    @property
+    def mesh(self) -> Mesh: ...
 
     def _states(self) -> States: ...
 
@@ -48,13 +54,16 @@ class Checkpoints:
     def save(self, directory: Path, client_state: Mapping[str, Any], options: SaveOptions) -> Path:
         """Write one checkpoint and return its path; `Saver.save` says what it raises."""
         engine = self._engine
-        states = engine._states()
+        states = self._states()
+        states.leaves_out = left_out(states, trainable_only=options.trainable_only)
         content = Content(
             progress={**engine._progress(), **_surroundings(engine)},
             client_state=dict(client_state),
             model_files=model_files_of(engine.module),
             written_by=_written_by(engine),
             is_custom=options.custom is not None,
+            adapter=adapter_of(engine.module, states.names.tensors),
+            left_out=described_base(states, states.leaves_out, engine.environment),
         )
 
         def tensors() -> dict[str, Any]:
@@ -62,11 +71,11 @@ class Checkpoints:
                 return {**states.tensors(), **rng.tensors(engine.environment.rank)}
 
         def state() -> str:
-            names = states.names
-            described = replace(
-                content, optimizer=states.described(), aliases=dict(names.aliases), extra=dict(names.extra)
-            )
-            return text_of(content if content.is_custom else described)
+            if content.is_custom:
+                return text_of(content)
+            whole = states.described()
+            aliases, extra = dict(whole.aliases), dict(whole.extra)
+            return text_of(replace(content, optimizer=dict(whole.optimizer), aliases=aliases, extra=extra))
 
         what = Saved(step=engine.global_steps, tensors=tensors, state=state)
         return self._saver.save(directory, what, options)
@@ -78,11 +87,14 @@ class Checkpoints:
         """
         self._saver.wait()
         engine = self._engine
-        states = engine._states()
+        states = self._states()
         own = _OwnState(engine, states.names.extra)
         found = check(directory, states, engine.environment, own.require)
         if found is None:
             return None, {}
+        if found.content.left_out:
+            here = described_base(states, left_out(states, trainable_only=True), engine.environment)
+            everywhere(lambda: require_same_base(found.path, found.content.left_out, here))
         try:
             everywhere(lambda: own.take_over(found.path, found.content))
         except BaseException:
@@ -95,16 +107,23 @@ class Checkpoints:
             engine.dataloader.load_state_dict(progress["data"])
         return found.path, found.content.client_state
 
-    def export(self, directory: Path, dtype: str | None, max_shard_bytes: int | None) -> list[Path]:
-        """Write the weights alone, from every rank, and turn them into a transformers folder on rank 0."""
-        engine, states = self._engine, self._engine._states()
-        content = Content(progress={}, client_state={}, model_files=model_files_of(engine.module))
+    def export(
+        self, directory: Path, dtype: str | None, max_shard_bytes: int | None, *, merged: bool = False
+    ) -> list[Path]:
+        """Write the weights alone, from every rank, and turn them into a transformers folder, or PEFT's, on rank 0."""
+        engine, states = self._engine, self._states()
+        adapter = adapter_of(engine.module, states.names.tensors)
+        if adapter and not merged:
+            states.leaves_out = frozenset(states.names.tensors.keys() - adapter["names"].keys())
+        content = Content(progress={}, client_state={}, model_files=model_files_of(engine.module), adapter=adapter)
         between = directory / ".weights"
         what = Saved(step=engine.global_steps, tensors=states.weights, state=lambda: text_of(content))
 
         def convert() -> list[Path]:
             try:
-                return export_checkpoint(between, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
+                return export_checkpoint(
+                    between, directory, dtype=dtype, max_shard_bytes=max_shard_bytes, merged=merged
+                )
             except OSError as problem:
                 raise unwritable(directory, problem) from None
             finally:
@@ -112,6 +131,20 @@ class Checkpoints:
 
         self._saver.save(between, what, SaveOptions())
         return on_rank_zero(convert)
+
+    def _states(self) -> States:
+        """The engine's module and optimizer, and what ranks with different parts of the model have together."""
+        engine = self._engine
+        if engine.mesh.is_data_parallel:
+            return engine._states()
+
+        def own() -> tuple[States, Inventory]:
+            states = engine._states()
+            return states, states.inventory()
+
+        states, inventory = everywhere(own)
+        states.whole = together(gathered(inventory, engine.mesh))
+        return states
 
     @property
     def is_written(self) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.files import replace_whole, sync
+from strategies.checkpoint.adapters import problem_of
 from strategies.checkpoint.reading import (
     DEEPEST,
     LONGEST_TEXT,
@@ -188,6 +189,8 @@ class Content:
         model_files: what lies beside the weights of a transformers model: its `config.json`, by file name.
         written_by: strategy, backend and number of ranks, for people.
         is_custom: whether a function of the script's wrote the tensors.
+        adapter: what an export needs to know of PEFT's adapters (`strategies.checkpoint.adapters`).
+        left_out: what the frozen weights were that it leaves out; empty where it has all.
     """
 
     progress: dict[str, Any]
@@ -198,6 +201,8 @@ class Content:
     model_files: dict[str, dict[str, Any]] = field(default_factory=dict)
     written_by: dict[str, Any] = field(default_factory=dict)
     is_custom: bool = False
+    adapter: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,7 +275,7 @@ def content_of(folder: Path, data: bytes) -> Content:
         if name not in values:
             raise Damaged(path, f"is not a checkpoint's state: it has no {name}")
     content = Content(**values)
-    for problem in (_optimizer_problem(content.optimizer), _names_problem(content)):
+    for problem in (_optimizer_problem(content.optimizer), _names_problem(content), problem_of(content.adapter)):
         if problem:
             raise Damaged(path, problem)
     return content

@@ -15,6 +15,14 @@ import torch
 
 from hardware_db.files import replace_whole, replacement
 from strategies.checkpoint import content as folder
+from strategies.checkpoint.adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Written,
+    adapters_alone,
+    merge_into,
+    merged_names,
+)
 from strategies.checkpoint.content import Content
 from strategies.checkpoint.loading import Opened, open_whole
 from strategies.checkpoint.safefile import DTYPES, Entry, bytes_of, lay_out, write
@@ -26,12 +34,21 @@ _DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 
 def export_checkpoint(
-    checkpoint: str | Path, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | None = None
+    checkpoint: str | Path,
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+    merged: bool = False,
 ) -> list[Path]:
     """Write a checkpoint's weights to `directory` and return the files, the weights first.
 
     One `model.safetensors`, or several of at most `max_shard_bytes` with an index, as transformers names them; beside
     them the `config.json` of a transformers model. Weights that are tied are there once, under their first name.
+
+    Of a model with PEFT's adapters the adapters alone are written, `adapter_model.safetensors` and
+    `adapter_config.json`, as `PeftModel.from_pretrained` reads them; `merged` writes the whole model with the adapters
+    in its weights instead.
 
     Args:
         checkpoint: a checkpoint, or the directory whose latest is meant.
@@ -40,14 +57,16 @@ def export_checkpoint(
 
     Raises:
         BrokenFile: there is no checkpoint, or it is damaged.
-        CannotRun: there is no such dtype.
+        CannotRun: there is no such dtype, the adapters cannot be merged, or the frozen weights are not there.
     """
     wanted = _wanted(dtype)
     found = _opened(Path(checkpoint))
+    _require_all(found, merged=merged)
     weights = _Weights(found, wanted)
+    weights.choose(merged=merged)
     Path(directory).mkdir(parents=True, exist_ok=True)
     with weights:
-        return _write_all(weights, found.content, Path(directory), max_shard_bytes)
+        return _write_all(weights, found.content, Path(directory), max_shard_bytes, merged=merged)
 
 
 def read_weights(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -81,6 +100,8 @@ class _Weights:
         self._index = {
             name.removeprefix(MODEL): tensor for name, tensor in found.index.items() if name.startswith(MODEL)
         }
+        self._adapter = found.content.adapter
+        self._chosen = {name: Written(own=name) for name in self._index}
         self._open: dict[str, BoxFile] = {}
         self._stack = ExitStack()
 
@@ -90,19 +111,34 @@ class _Weights:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
+    def choose(self, *, merged: bool) -> None:
+        """Write a model's adapters, or it whole with them merged, where it has any."""
+        if self._adapter:
+            self._chosen = merged_names(self._adapter, self._index) if merged else adapters_alone(self._adapter)
+            self._chosen = {name: written for name, written in self._chosen.items() if written.own in self._index}
+
     def described(self) -> list[tuple[str, torch.dtype, Sequence[int]]]:
         """Name, dtype and shape of every weight as it will be written."""
-        return [(name, self._written(DTYPES[tensor.dtype]), tensor.shape) for name, tensor in self._index.items()]
+        saved = ((name, self._index[written.own]) for name, written in self._chosen.items())
+        return [(name, self._written(DTYPES[tensor.dtype]), tensor.shape) for name, tensor in saved]
 
     def read(self, name: str) -> torch.Tensor:
         """One whole weight."""
-        tensor = self._index[name]
+        written = self._chosen[name]
+        whole, merge = self._saved(written.own), written.merge
+        if merge is not None:
+            magnitude = self._saved(merge["magnitude"]) if merge["magnitude"] else None
+            whole = merge_into(whole, merge, self._saved(merge["down"]), self._saved(merge["up"]), magnitude)
+        return whole.to(self._written(whole.dtype))
+
+    def _saved(self, own: str) -> torch.Tensor:
+        tensor = self._index[own]
         saved = DTYPES[tensor.dtype]
         whole = torch.empty(tensor.shape, dtype=saved)
         for box in tensor.boxes:
             part = whole[tuple(slice(low, low + long) for low, long in zip(box.offsets, box.sizes, strict=True))]
             self._file(box.file).read(box.key, (0,) * len(box.sizes), part)
-        return whole.to(self._written(saved))
+        return whole
 
     def _written(self, saved: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and saved.is_floating_point else saved
@@ -113,7 +149,22 @@ class _Weights:
         return self._open[name]
 
 
-def _write_all(weights: _Weights, content: Content, directory: Path, limit: int | None) -> list[Path]:
+def _require_all(found: Opened, *, merged: bool) -> None:
+    """
+    Raises:
+        CannotRun: the whole model is wanted, and the checkpoint left out frozen weights.
+    """
+    content = found.content
+    if content.left_out and (merged or not content.adapter):
+        raise CannotRun(
+            f"export: {found.path} holds trained weights only (checkpoint.trainable_only); export from the engine"
+            " (engine.export), which has the others"
+        )
+
+
+def _write_all(weights: _Weights, content: Content, directory: Path, limit: int | None, *, merged: bool) -> list[Path]:
+    if content.adapter and not merged:
+        return _write_adapter(weights, content.adapter["config"], directory)
     shards = _shards(weights.described(), limit)
     names = [
         "model.safetensors" if len(shards) == 1 else f"model-{place:05d}-of-{len(shards):05d}.safetensors"
@@ -128,6 +179,14 @@ def _write_all(weights: _Weights, content: Content, directory: Path, limit: int 
     for name, text in texts.items():
         replace_whole(directory / name, text, durable=True)
     return [directory / name for name in (*names, *texts)]
+
+
+def _write_adapter(weights: _Weights, config: Mapping[str, Any], directory: Path) -> list[Path]:
+    entries = lay_out(weights.described())
+    with replacement(directory / WEIGHTS_FILE) as temporary:
+        write(temporary, entries, _data(weights, entries), {"format": "pt"})
+    replace_whole(directory / CONFIG_FILE, json.dumps(config, indent=2) + "\n", durable=True)
+    return [directory / WEIGHTS_FILE, directory / CONFIG_FILE]
 
 
 def _data(weights: _Weights, entries: Sequence[Entry]) -> Iterator[memoryview]:

@@ -188,11 +188,12 @@ def unwritable(path: Path, problem: OSError) -> BrokenFile:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
     """How to save: `keep_last` checkpoints stay (None: all); `asynchronous` in the background; `custom` is a function
-    of the folder to write to, which replaces the tensors."""
+    of the folder to write to, which replaces the tensors; `trainable_only` leaves out frozen weights."""
 
     keep_last: int | None = None
     asynchronous: bool = False
     custom: Callable[[Path], object] | None = None
+    trainable_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

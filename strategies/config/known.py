@@ -104,7 +104,7 @@ _ACTIVATIONS = Known(
 _LOG = Known(read=_words("enabled output_path job_name"))
 
 _CHECKPOINT = Known(
-    own=_words("directory keep_last asynchronous every_steps"),
+    own=_words("directory keep_last asynchronous every_steps trainable_only"),
     hints=_words("tag_validation load_universal parallel_write writer checkpoint_serialization"),
     defaults={"use_node_local_storage": False},
 )
@@ -125,6 +125,7 @@ TOP = Known(
         " dataloader_drop_last seq_parallel_communication_data_type use_data_before_expert_parallelism"
         " checkpoint_tag_validation elastic_checkpoint vocabulary_size dump_state"
     ),
+    own=_words("train_only kernels"),
     opaque=_words("timers aio"),
     defaults={
         "prescale_gradients": False,
@@ -157,6 +158,7 @@ TOP = Known(
         "tensorboard": _LOG,
         "csv_monitor": _LOG,
         "checkpoint": _CHECKPOINT,
+        "lora": Known(own=_words("method rank alpha targets dropout")),
         "dataloader": Known(own=_words("num_workers pin_memory bad_samples seed")),
         "communication": Known(own=_words("data_type compression error_feedback block_size bucket_cap_mb")),
         "monitor": Known(
@@ -166,8 +168,8 @@ TOP = Known(
         ),
         "profiler": Known(own=_words("enabled wait warmup active output_path")),
         "pipeline": Known(
-            read=_words("stages"),
-            hints=_words("partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned"),
+            read=_words("stages partition"),
+            hints=_words("seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned"),
         ),
         "tensor_parallel": Known(
             defaults={"autotp_size": 0, "tp_size": 1},

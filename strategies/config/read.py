@@ -18,11 +18,13 @@ from strategies.config.sections import (
     communication_section,
     data_section,
     fp16_section,
+    kernels_section,
     log_settings,
+    lora_section,
     monitor_section,
     named_parts,
+    pipeline_section,
     profiler_section,
-    refuse_stages,
     zero_section,
 )
 from strategies.config.values import CsvSection, ScriptConfig, TensorboardSection
@@ -41,7 +43,6 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
     given = {} if config is None else dict(config) if isinstance(config, Mapping) else read_object(Path(config))
     top = Fields(in_deepspeeds_words(given))
     refuse_unknown(top)
-    refuse_stages(top.section("pipeline"))
     communication = communication_section(top)
     return ScriptConfig(
         train_batch_size=top.maybe_whole("train_batch_size", least=1),
@@ -62,9 +63,13 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
         monitor=monitor_section(top.section("monitor")),
         checkpoint=checkpoint_section(top.section("checkpoint")),
         data=data_section(top.section("dataloader")),
+        lora=lora_section(top),
+        train_only=top.text("train_only", ""),
+        kernels=kernels_section(top),
         wall_clock_breakdown=top.flag("wall_clock_breakdown"),
         memory_breakdown=top.flag("memory_breakdown"),
         steps_per_print=top.maybe_whole("steps_per_print", least=1),
+        pipeline=pipeline_section(top.section("pipeline")),
         values=for_deepspeed(top.values, communication),
     )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
-from planner.vocabulary import Offload
+from planner.vocabulary import Method, Offload
 from strategies.config.fields import Fields
 from strategies.config.values import (
     ActivationSection,
@@ -15,8 +15,11 @@ from strategies.config.values import (
     Compression,
     DataSection,
     Fp16Section,
+    LoraSection,
     MonitorSettings,
     NamedParts,
+    Partition,
+    PipelineSection,
     ProfilerSection,
     Threshold,
     ZeroSection,
@@ -84,18 +87,23 @@ def _offload(optimizer: Fields, param: Fields) -> Offload | None:
     return "none" if "none" in (of_optimizer, of_param) else None
 
 
-def refuse_stages(pipeline: Fields) -> None:
-    """Stop at a `pipeline` of several stages, which no engine here runs.
+_PARTITIONS: Mapping[str, Partition] = {
+    **{name: name for name in get_args(Partition)},
+    # DeepSpeed's word for a cut by measured time.
+    "best": "seconds",
+    "profile": "seconds",
+}
+
+
+def pipeline_section(fields: Fields) -> PipelineSection:
+    """`pipeline`, with DeepSpeed's words of `partition_method` for `partition`.
 
     Raises:
-        CannotRun: naming what to leave out.
+        CannotRun: a value is not of its kind.
     """
-    stages = pipeline.whole("stages", 1, least=1)
-    if stages > 1:
-        raise CannotRun(
-            f"config: {pipeline.name('stages')} is {stages}, and models are not cut into pipeline stages here yet;"
-            " leave it out and let zero3 or fsdp shard the model"
-        )
+    return PipelineSection(
+        stages=fields.maybe_whole("stages", least=1), partition=fields.one_of("partition", _PARTITIONS, "uniform")
+    )
 
 
 # The section `monitor`, and the same settings by name.
@@ -257,4 +265,35 @@ def checkpoint_section(fields: Fields) -> CheckpointSection:
         keep_last=fields.maybe_whole("keep_last", least=1),
         asynchronous=fields.flag("asynchronous"),
         every_steps=fields.maybe_whole("every_steps", least=1),
+        trainable_only=fields.flag("trainable_only"),
     )
+
+
+_ADAPTERS: dict[str, Method] = {"lora": "lora", "dora": "dora", "qlora": "qlora"}
+
+
+def lora_section(top: Fields) -> LoraSection | None:
+    """`lora`; None where the config has none."""
+    if not top.has("lora"):
+        return None
+    fields, default = top.section("lora"), LoraSection()
+    dropout = fields.number("dropout", default.dropout, most=1.0)
+    return LoraSection(
+        method=fields.one_of("method", _ADAPTERS, default.method),
+        rank=fields.whole("rank", default.rank, least=1),
+        alpha=fields.real("alpha"),
+        targets=fields.text("targets", default.targets),
+        dropout=dropout,
+    )
+
+
+def kernels_section(top: Fields) -> dict[str, str]:
+    """`kernels`: providers by kernel, `all` for a word that is meant for every one."""
+    given = top.values.get("kernels")
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {"all": given}
+    if not isinstance(given, Mapping) or not all(isinstance(value, str) for value in given.values()):
+        top.refuse("kernels", 'a provider\'s name, "auto", or an object such as {"rms_norm": "liger"}')
+    return {str(name): value for name, value in given.items()}

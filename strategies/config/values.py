@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from planner.cost.precision import INT8_BLOCK
-from planner.vocabulary import Checkpointing, Offload, Precision
+from planner.vocabulary import Checkpointing, Method, Offload, Precision
 from strategies.errors import CannotRun
 
 # Settings of the monitor.
@@ -52,6 +52,20 @@ class MonitorSettings:
 
 Compression = Literal["none", "fp16", "bf16", "int8"]
 CommunicationDtype = Literal["fp32", "bf16", "fp16"]
+
+
+Partition = Literal["uniform", "parameters", "seconds"]
+"""What pipeline stages have as equally as can be: blocks, parameters, or the time of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSection:
+    """How a model is cut into pipeline stages."""
+
+    stages: int | None = None
+    """The pipeline's degree, where a plan is made now."""
+    partition: Partition = "uniform"
+    """What the stages have as equally as can be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,13 +168,31 @@ class ProfilerSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSection:
+    """Adapters that are put beside frozen weights; docs/reference/config.md has the words of `targets`."""
+
+    method: Method = "lora"
+    """`lora`, `dora`, or `qlora`, beside weights that are stored in 4 bits."""
+    rank: int = 8
+    """Of the adapters."""
+    alpha: float | None = None
+    """An adapter's output counts alpha / rank times; None: alpha is twice the rank."""
+    targets: str = "all-linear"
+    """What adapters are put beside."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSection:
-    """How checkpoints are kept; None keeps all, and saves only where the script calls for it."""
+    """How checkpoints are kept; None keeps all, and saves only where the script calls for it. `trainable_only` leaves
+    out frozen weights."""
 
     directory: str | None = None
     keep_last: int | None = None
     asynchronous: bool = False
     every_steps: int | None = None
+    trainable_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,9 +228,13 @@ class ScriptConfig:
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     data: DataSection = field(default_factory=DataSection)
+    lora: LoraSection | None = None
+    train_only: str = ""
+    kernels: Mapping[str, str] = field(default_factory=dict)
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     steps_per_print: int | None = None
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,28 +14,39 @@ from torch.utils.data import Dataset
 
 from hardware_db.notices import notice
 from planner import vocabulary as words
-from planner.types.plan import Plan
+from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.autoplan.select import PlanningOptions, another_model, degrees_of, describe, settled_plan
+from strategies.autoplan.select import (
+    PlanningOptions,
+    another_model,
+    degrees_of,
+    describe,
+    planned_work,
+    settled_plan,
+)
 from strategies.config import read_config
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.values import MonitorSettings
 from strategies.data.loader import Collate, LoaderSettings, ShardedLoader
-from strategies.distributed.environment import Environment, join
+from strategies.distributed.environment import Environment, ensure_group, join
 from strategies.distributed.excepthook import install_excepthook
 from strategies.distributed.rank_check import require_same_model
 from strategies.engine.base import Engine
 from strategies.engine.observers import watch
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
+from strategies.modules.adapters import apply_method, asked_method, require_trainable, still_trained
+from strategies.modules.kernels import asked_kernels, install_kernels
 from strategies.optim.optimizers import fitting
 from strategies.optim.registry import with_named
 from strategies.parallel.model import SplitOptions, split_model
+from strategies.parallel.stages import stages_of, without_elsewhere
 from strategies.protocols import OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
 from strategies.run_directory import claim
 from strategies.run_directory.state_consensus import current
 from strategies.supervision.supervision import supervise
 from strategies.telemetry.monitor import RunMonitor
+from strategies.tracing.example import example_batch, examples_for
 from strategies.variables import QUIET, RUN_DIRECTORY
 
 if TYPE_CHECKING:
@@ -103,7 +115,6 @@ def initialize(
         raise CannotRun("initialize: pipeline=True, and models are not cut into pipeline stages here yet; leave it out")
     script = read_config(_config_of(args, config))
     environment = join()
-    require_same_model(model)
     options = PlanningOptions(
         plan=plan,
         strategy=strategy,
@@ -114,7 +125,27 @@ def initialize(
         training_data=sample_data if training_data is None else training_data,
         collate=collate_fn,
     )
+    method = asked_method(script, *planned_work(options))
+    if done := apply_method(model, method):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise CannotRun(
+                "initialize: the optimizer was made before weights were frozen for it; give a function"
+                " (optimizer=lambda parameters: ...), or leave it to the config"
+            )
+        model_parameters = None if model_parameters is None else still_trained(model_parameters, model)
+        if environment.is_main:
+            notice(done, stream="stdout")
+    work = planned_work(options)[0]
+    installed = install_kernels(model, asked_kernels(script.kernels, work.get("loss")), environment.device)
+    for said in filter(None, (installed.sentence, *installed.notes)):
+        if environment.is_main:
+            notice(said, stream="stdout")
+    require_same_model(model)
+    options = replace(options, loss=installed.loss)
     settled, is_new = _settle(model, options, environment)
+    if not method.is_full:
+        settled = replace(settled, workload={**settled.workload, **method.in_a_plan})
+    require_trainable(model, settled.configuration.strategy, settled.configuration.backend)
     refuse_deepspeed_keys(script, settled.configuration)
     parts = TrainingParts(
         model=model,
@@ -130,8 +161,10 @@ def initialize(
     tuning = _tuning(model, options, environment)
     monitor = _monitor(settled, environment, script.monitor, is_new=is_new)
     way = find_strategy(settled.configuration, environment)
-    split_model(model, way.mesh, SplitOptions(configuration=settled.configuration, tp_plan=tp_plan or {}))
-    engine = way.engine(fitting(with_named(parts)))
+    if not way.mesh.is_data_parallel:
+        ensure_group(environment)
+    split_model(model, way.mesh, _how_to_split(model, settled.configuration, options, tp_plan))
+    engine = way.engine(fitting(with_named(_here(parts))))
     engine.checkpointing = script.checkpoint
     if training_data is not None:
         read_as = LoaderSettings(section=script.data, collate=collate_fn)
@@ -144,6 +177,30 @@ def initialize(
     if tuning is not None:
         tuning.watch(engine)
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _how_to_split(
+    model: nn.Module, configuration: Configuration, options: PlanningOptions, tp_plan: Mapping[str, str] | None
+) -> SplitOptions:
+    """How the model is split, with what a pipeline looks at."""
+    batch = example_batch(options.training_data, options.collate) if configuration.pp > 1 else None
+    examples = [] if batch is None else list(examples_for(model, batch))
+    return SplitOptions(
+        configuration=configuration,
+        tp_plan=tp_plan or {},
+        examples=[(example.positional, example.named) for example in examples],
+        partition=options.config.pipeline.partition,
+    )
+
+
+def _here(parts: TrainingParts) -> TrainingParts:
+    """Without the parameters of other pipeline stages."""
+    if stages_of(parts.model) is None:
+        return parts
+    optimizer = parts.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = without_elsewhere(parts.model, optimizer)
+    return replace(parts, optimizer=optimizer, model_parameters=without_elsewhere(parts.model, parts.model_parameters))
 
 
 def _config_of(args: object, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path | None:

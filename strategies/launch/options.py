@@ -9,6 +9,7 @@ from typing import Any
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import shown
 from planner import limits
+from planner.errors import ContradictoryRequest
 from strategies.run_directory.spec import LauncherName
 
 Asked = dict[str, Any]
@@ -43,9 +44,26 @@ def asked_placement(
     return {name: value for name, value in found.items() if value is not None}
 
 
-def asked_degrees(**degrees: object) -> Asked:
-    """The fields of `Degrees` that were asked for."""
-    return {name: value for name, value in degrees.items() if value is not None}
+def asked_fields(**values: object) -> Asked:
+    """Those of several flags that were asked for: degrees with their schedule, or what is trained."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def asked_kernels(text: str | None) -> Asked:
+    """`--kernels`: providers by kernel, `all` for one that is meant for every kernel.
+
+    Raises:
+        ContradictoryRequest: a kernel has no provider, or two.
+    """
+    found: dict[str, object] = {}
+    for part in (text or "").split(","):
+        name, is_pair, provider = (word.strip() for word in part.partition("="))
+        name, provider = (name, provider) if is_pair else ("all", name)
+        if text is not None and (not name or not provider or name in found):
+            raise ContradictoryRequest(f"--kernels {text!r} is read as NAME, or as KERNEL=NAME,KERNEL=NAME; each once")
+        if provider:
+            found[name] = provider
+    return found
 
 
 def asked_supervision(

@@ -26,7 +26,7 @@ from strategies.launch.options import Asked
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
-from strategies.variables import BACKEND, PARALLEL, PLAN, RUN_DIRECTORY, STRATEGY
+from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL, PLAN, RUN_DIRECTORY, STRATEGY
 
 # Checks of the placement flags, before anything is started.
 
@@ -82,7 +82,7 @@ _MOST_PROCESSES = 1024
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
     """What `dsplan run` was asked: the script with its arguments, and a plan, a number of processes, a strategy, a
-    backend, or in `parallel` degrees with their schedule.
+    backend, in `parallel` degrees with their schedule, in `method` what is trained, in `kernels` whose kernels run.
 
     `resume` is the directory of a run to resume, which fills in what is left open: `earlier_processes` is what it
     ran with, `run_id` what its checkpoints are marked with. `resume_from` is the checkpoint to resume from, or `start`;
@@ -96,6 +96,8 @@ class RunRequest:
     strategy: str | None = None
     backend: str | None = None
     parallel: Asked = field(default_factory=dict)
+    method: Asked = field(default_factory=dict)
+    kernels: Asked = field(default_factory=dict)
     run_directory: Path | None = None
     resume: Path | None = None
     resume_from: str = ""
@@ -197,9 +199,10 @@ def _check_words(request: RunRequest) -> None:
             raise ContradictoryRequest(f"--plan and --{word} cannot both decide; leave one out")
         if asked not in known:
             raise UnknownName(word, asked, known, hint="one of " + ", ".join(known))
-    if request.parallel and request.plan_file is not None:
-        flag = f"--{next(iter(request.parallel)).replace('_', '-')}"
+    if request.plan_file is not None and (decided := {**request.parallel, **request.method}):
+        flag = f"--{next(iter(decided)).replace('_', '-')}"
         raise ContradictoryRequest(f"--plan and {flag} cannot both decide; leave one out")
+    _check_method(request.method)
     strategy, backend = request.strategy, request.backend
     if strategy is None or backend is None:
         return
@@ -208,6 +211,19 @@ def _check_words(request: RunRequest) -> None:
         raise ContradictoryRequest(
             f"--backend {backend} does not run {strategy}; {' or '.join(runs_it)} does, or leave one of them out"
         )
+
+
+def _check_method(method: Asked) -> None:
+    """
+    Raises:
+        ContradictoryRequest: flags of adapters without a method that has them, or with a pattern of weights.
+    """
+    adapters = method.get("method", "full") != "full"
+    for name in ("lora_rank", "lora_targets"):
+        if name in method and not adapters:
+            raise ContradictoryRequest(f"--{name.replace('_', '-')} is for --method lora, qlora or dora; name one")
+    if adapters and "train_only" in method:
+        raise ContradictoryRequest(f"--train-only says what --method {method['method']} says too; leave one out")
 
 
 def _check_degrees(request: RunRequest, processes: int, placement: Placement) -> None:
@@ -327,6 +343,10 @@ def _spec(request: RunRequest, script: Path, processes: int, gpus: int) -> Launc
         environment[BACKEND] = request.backend
     if request.parallel:
         environment[PARALLEL] = json.dumps(request.parallel)
+    if request.method:
+        environment[METHOD] = json.dumps(request.method)
+    if request.kernels:
+        environment[KERNELS] = json.dumps(request.kernels)
     return LaunchSpec(
         script=str(script.resolve()),  # found from every directory that it is resumed in
         arguments=request.arguments,
@@ -384,6 +404,8 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         strategy=strategy or request.strategy,
         backend=backend or request.backend,
         parallel=parallel,
+        method=request.method or json.loads(earlier.environment.get(METHOD) or "{}"),
+        kernels=request.kernels or json.loads(earlier.environment.get(KERNELS) or "{}"),
         run_directory=directory,
         resume=directory,
         earlier_processes=earlier.processes,

@@ -180,7 +180,7 @@ class AutomaticSaves:
 
     def save(self, *, asynchronous: bool) -> Path | None:
         """Save now. Return None if that was not possible, which is reported and does not end the training."""
-        options = SaveOptions(asynchronous=asynchronous)
+        options = SaveOptions(asynchronous=asynchronous, trainable_only=self._engine.checkpointing.trainable_only)
         begun = time.time()
         self._is_saving = True
         source = self._engine.client_state_source

@@ -15,7 +15,7 @@ from strategies.errors import CannotRun
 from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
 from strategies.supervision.failures import own_line
-from strategies.variables import BACKEND, PARALLEL, PLAN, STRATEGY
+from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL, PLAN, STRATEGY
 
 _WHO: Mapping[ScriptKind, str] = {
     "huggingface": "HF Trainer",
@@ -36,13 +36,23 @@ _DEEPSPEED: tuple[words.Strategy, ...] = ("single", "ddp", "zero1", "zero2", "ze
 def asked() -> str:
     """What was asked for, as it stood on the command line; empty where everything was left open."""
     named = [f"{flag} {os.environ[name]}" for name, flag in _FLAGS.items() if os.environ.get(name)]
-    return " ".join([*named, *(f"--{name.replace('_', '-')} {value}" for name, value in _degrees().items())])
+    return " ".join([*named, *_spelled(_handed(PARALLEL)), *_changes()])
 
 
-def _degrees() -> Mapping[str, Any]:
-    """Those of `dsplan run --tp ...`, as they were asked for."""
-    handed = os.environ.get(PARALLEL)
+def _handed(variable: str) -> Mapping[str, Any]:
+    """The flags that a variable holds, as they were asked for: degrees, what is trained, or kernels."""
+    handed = os.environ.get(variable)
     return json.loads(handed) if handed else {}
+
+
+def _spelled(flags: Mapping[str, Any]) -> list[str]:
+    return [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
+
+
+def _changes() -> list[str]:
+    """The flags that change a model's modules."""
+    kernels = [name if kernel == "all" else f"{kernel}={name}" for kernel, name in _handed(KERNELS).items()]
+    return [*_spelled(_handed(METHOD)), *([f"--kernels {','.join(kernels)}"] if kernels else [])]
 
 
 def accepted(kind: ScriptKind, *, gpus: bool) -> tuple[words.Strategy, ...]:
@@ -100,7 +110,12 @@ def require_possible(kind: ScriptKind, strategy: str | None, *, gpus: bool) -> N
     Raises:
         CannotRun: names what it can.
     """
-    _refuse_splits(kind, _degrees())
+    _refuse_splits(kind, _handed(PARALLEL))
+    if changes := _changes():
+        raise CannotRun(
+            f"{_WHO.get(kind, 'this script')} trains the modules that the script made, and {' '.join(changes)} changes"
+            " them; call dsplan.initialize in the script, or make them so in it and leave the flag out"
+        )
     can, where = possible(kind, gpus=gpus), _where(gpus)
     every = accepted(kind, gpus=gpus)
     who = _WHO.get(kind, "this script")

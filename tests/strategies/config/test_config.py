@@ -271,7 +271,7 @@ def test_sections(config: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
         ({"stage": 2}, "stage is not known; it belongs in zero_optimization"),
         ({"loss_scale_window": 9}, "loss_scale_window is not known; it belongs in fp16"),
         ({"Optimizer": {}}, "Optimizer is not known; did you mean optimizer?"),
-        ({"colour": 1}, "colour is not known; docs/reference/config.md lists the keys"),
+        ({"hue": 1}, "hue is not known; docs/reference/config.md lists the keys"),
         ({"scheduler": {"name": "WarmupLR"}}, "scheduler.name is not known"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer has no type"),
         ({"compression": {"enabled": True, "bits": 8}}, "communication.bits is not known"),

@@ -1,0 +1,154 @@
+"""Adapters beside frozen weights under every strategy: parity, what is optimized, checkpoints and exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hardware_db.spawn import RankError, RankPool
+from strategies.config import read_config
+from strategies.errors import CannotRun, DsplanError
+from strategies.modules.adapters import TrainingMethod, apply_method, asked_method
+from tests.strategies import adapter_bodies as bodies
+from tests.strategies.conftest import PoolOf
+from tests.strategies.training_bodies import Recipe, TinyModel
+
+pytest.importorskip("peft")
+
+
+def _recipe(strategy: str, backend: str = "", **options: Any) -> Recipe:
+    return Recipe(strategy=strategy, backend=backend, world_size=2, **options)
+
+
+WAYS = [
+    pytest.param(_recipe("ddp"), "own", id="ddp, adapters of the script's"),
+    pytest.param(_recipe("ddp", accumulation=2, checkpointing="full"), "dora", id="ddp, dora, recomputed"),
+    pytest.param(_recipe("fsdp", checkpointing="full"), "lora", id="fsdp, recomputed"),
+    pytest.param(_recipe("fsdp-grad-op"), "dora", id="fsdp-grad-op, dora", marks=pytest.mark.slow),
+    pytest.param(_recipe("zero1", "native"), "lora", id="native zero1", marks=pytest.mark.slow),
+    pytest.param(_recipe("zero2", "native"), "lora", id="native zero2"),
+    pytest.param(_recipe("zero3", "native", accumulation=2), "dora", id="native zero3, dora"),
+    pytest.param(_recipe("zero1"), "lora", id="deepspeed zero1", marks=pytest.mark.slow),
+    pytest.param(_recipe("zero2"), "lora", id="deepspeed zero2", marks=pytest.mark.slow),
+    pytest.param(_recipe("zero3"), "dora", id="deepspeed zero3, dora", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("recipe", "method"), WAYS)
+def test_adapters_learn_as_in_one_process(recipe: Recipe, method: str, pool_of: PoolOf, one_rank: RankPool) -> None:
+    expected = one_rank.run(bodies.adapters_after, Recipe(), method)[0]
+    pool = pool_of("" if recipe.backend == "native" else recipe.strategy)
+    found = pool.run(bodies.adapters_after, recipe, method)[0]
+    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    for name, adapter in expected.adapters.items():
+        torch.testing.assert_close(found.adapters[name], adapter, atol=1e-5, rtol=0)
+    assert found.frozen_changed == []
+    assert found.gradients_of_frozen == 0
+    trained = sum(adapter.numel() for adapter in expected.adapters.values())
+    assert expected.optimized == trained
+    if recipe.backend == "native":
+        assert found.optimized == trained // 2  # a rank's part
+    elif recipe.strategy in ("ddp", "fsdp", "fsdp-grad-op"):
+        assert found.optimized == trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+def test_adapters_learn_in_bf16(strategy: str, ranks: RankPool, one_rank: RankPool) -> None:
+    expected = one_rank.run(bodies.adapters_after, Recipe(precision="bf16"), "lora")[0]
+    backend = "native" if strategy.startswith("zero") else ""
+    found = ranks.run(bodies.adapters_after, _recipe(strategy, backend, precision="bf16"), "lora")[0]
+    assert found.losses == pytest.approx(expected.losses, abs=2e-2)
+    for name, adapter in expected.adapters.items():
+        torch.testing.assert_close(found.adapters[name].float(), adapter, atol=2e-2, rtol=0)
+    assert found.frozen_changed == []
+
+
+def test_adapters_alone_are_saved_over_their_base_and_exported(
+    ranks: RankPool, one_rank: RankPool, tmp_path: Path
+) -> None:
+    expected, exported = ranks.run(bodies.saved_and_exported, _recipe("fsdp"), "dora", tmp_path)[0]
+    (checkpoint,) = tmp_path.glob("step-*")
+    assert "embed_tokens" not in (checkpoint / "tensors.json").read_text()
+    found = ranks.run(bodies.resumed, _recipe("zero2", "native"), "dora", tmp_path)[0]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert one_rank.run(bodies.losses_of_exports, tmp_path)[0] == pytest.approx((exported, exported), abs=1e-5)
+    with pytest.raises(RankError, match="was trained beside other frozen weights than this model's"):
+        ranks.run(bodies.resumed, _recipe("ddp"), "dora", tmp_path, 0.01)
+
+
+def test_a_checkpoint_of_adapters_has_no_whole_model_to_export(one_rank: RankPool, tmp_path: Path) -> None:
+    from strategies.checkpoint.export import export_checkpoint
+
+    one_rank.run(bodies.saved_and_exported, Recipe(), "lora", tmp_path)
+    written = export_checkpoint(tmp_path, tmp_path / "again")
+    assert [path.name for path in written] == ["adapter_model.safetensors", "adapter_config.json"]
+    assert written[0].read_bytes() == (tmp_path / "adapter/adapter_model.safetensors").read_bytes()
+    with pytest.raises(CannotRun, match="holds trained weights only"):
+        export_checkpoint(tmp_path, tmp_path / "whole", merged=True)
+
+
+def _names(model: nn.Module) -> set[str]:
+    return {name for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [("all-linear", {"up", "down"}), ("up", {"up"}), (r"blocks\.[01]\.down", {"down"})],
+)
+def test_targets_are_linear_layers_of_blocks(targets: str, layers: set[str]) -> None:
+    model = TinyModel()
+    said = apply_method(model, TrainingMethod(method="lora", rank=2, targets=targets))
+    trained = _names(model)
+    assert {name.split(".")[2] for name in trained} == layers
+    assert all("lora_" in name for name in trained)
+    assert said.startswith("lora adapters of rank 2 beside ")
+    assert apply_method(model, TrainingMethod(method="lora")) == ""  # it has some
+
+
+def test_a_mistyped_target_gets_the_near_one() -> None:
+    with pytest.raises(CannotRun, match=r"lora targets 'dwon' mean no linear layer of TinyModel; did you mean down\?"):
+        apply_method(TinyModel(), TrainingMethod(method="lora", targets="dwon"))
+
+
+def test_a_pattern_leaves_the_rest_frozen() -> None:
+    model = TinyModel()
+    said = apply_method(model, TrainingMethod(train_only=r"blocks\.2\."))
+    assert all(name.startswith("blocks.2.") for name in _names(model))
+    assert said.startswith("weights that match")
+    with pytest.raises(CannotRun, match="train_only 'layers' matches no weight of TinyModel; names are like"):
+        apply_method(TinyModel(), TrainingMethod(train_only="layers"))
+
+
+def test_the_config_and_the_plan_name_one_method() -> None:
+    config = read_config({"lora": {"rank": 16, "targets": "attention"}})
+    assert asked_method(config, {}, "bf16").rank == 16
+    assert asked_method(config, {"method": "lora", "lora_rank": 4}, "bf16").rank == 16
+    with pytest.raises(CannotRun, match="the plan is for method full and the script's config asks for lora"):
+        asked_method(config, {"method": "full"}, "bf16")
+    planned = asked_method(read_config({}), {"method": "dora", "lora_rank": 4, "load_dtype": "bf16"}, "bf16")
+    assert (planned.method, planned.rank, planned.load_dtype) == ("dora", 4, "bf16")
+
+
+def test_the_command_line_comes_before_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSPLAN_METHOD", '{"method": "dora", "lora_targets": "up"}')
+    found = asked_method(read_config({"lora": {"rank": 16}}), {}, None)
+    assert (found.method, found.targets) == ("dora", "up")
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ({"rank": 0}, "lora.rank is 0; it must be a whole number of at least 1"),
+        ({"method": "prefix"}, "lora.method is 'prefix'; it must be one of lora, dora, qlora"),
+        ({"rnak": 8}, "lora.rnak is not known; did you mean rank?"),
+    ],
+)
+def test_a_wrong_section_is_named(section: dict[str, Any], line: str) -> None:
+    with pytest.raises(DsplanError) as refused:
+        read_config({"lora": section})
+    assert line in str(refused.value)
