@@ -1,8 +1,7 @@
 """Rank 0's part of a model that ranks split among them: tensor, sequence and expert parallelism over fake ranks.
 
-Tensor and expert parallelism are transformers' own (`transformers.distributed`), which shards by the plan in a model's
-config; its sequence parallelism is not wired up yet, so that split sequences follow the plan that torchtitan has for
-Llama (`torchtitan/models/llama3/sharding.py`), with torch's `parallelize_module`.
+Tensor and sequence parallelism are those of `dsplan.initialize` (`strategies.parallel.tensor`), expert parallelism is
+transformers' own (`transformers.distributed`).
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import accumulate
 from typing import Any, Literal
@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.types.plan import Configuration
 from planner.vocabulary import Schedule
-from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
@@ -36,21 +35,27 @@ def unwrapped(module: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _First:
+    """Rank 0 of so many, on one node."""
+
+    world_size: int
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def local_world_size(self) -> int:
+        return self.world_size
+
+
 def split_weights(module: nn.Module, configuration: Configuration) -> None:
     """Leave rank 0's part of every weight that tensor parallelism splits, as `dsplan.initialize` splits it.
 
     Raises:
         TraceFailed: nothing says how, or widths do not divide.
     """
-    ranks = Environment(
-        rank=0,
-        local_rank=0,
-        world_size=configuration.world_size,
-        local_world_size=configuration.world_size,
-        device=torch.device("cpu"),
-    )
     options = SplitOptions(configuration=configuration)
-    mesh = Mesh.of(configuration, ranks)
+    mesh = Mesh.of(configuration, _First(world_size=configuration.world_size))
     with _disable_current_modes():  # torch looks for this rank in a tensor of rank numbers
         mesh.group("tp")
     try:
