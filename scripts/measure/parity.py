@@ -267,15 +267,20 @@ class Ranks:
 
     def __init__(self, number: int) -> None:
         self._number, self._calls = number, 0
+        self._kind = (False, False)
         self._pool: RankPool | None = None
 
     def run(self, model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> list[Trained]:
-        is_deepspeed = plan.configuration.backend == "deepspeed"
-        if self._pool is None or self._calls >= CALLS_PER_POOL or is_deepspeed:
+        chosen = plan.configuration
+        # The one thread of quiet ranks would wait for stages that have nothing to send.
+        kind = (chosen.backend == "deepspeed", chosen.pp > 1)
+        if self._pool is None or self._calls >= CALLS_PER_POOL or kind != self._kind or kind[0]:
             self.close()
             variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-            self._pool = quiet(RankPool(self._number, timeout_seconds=CALL_SECONDS, variables=variables))
-        self._calls = CALLS_PER_POOL if is_deepspeed else self._calls + 1
+            pool = RankPool(self._number, timeout_seconds=CALL_SECONDS, variables=variables)
+            self._pool = pool if chosen.pp > 1 else quiet(pool)
+            self._kind = kind
+        self._calls += 1
         try:
             return self._pool.run(trained_here, model, plan, right)
         except RankError:

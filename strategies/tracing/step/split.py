@@ -1,7 +1,8 @@
 """Rank 0's part of a model that ranks split among them: tensor, sequence and expert parallelism over fake ranks.
 
-Tensor and sequence parallelism are those of `dsplan.initialize` (`strategies.parallel.tensor`), expert parallelism is
-transformers' own (`transformers.distributed`).
+Tensor and expert parallelism are transformers' own (`transformers.distributed`), which shards by the plan in a model's
+config; its sequence parallelism is not wired up yet, so that split sequences follow the plan that torchtitan has for
+Llama (`torchtitan/models/llama3/sharding.py`), with torch's `parallelize_module`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ from strategies.parallel.tensor import split_layers
 from strategies.tracing.step.refusal import TraceFailed
 
 
+def splits_sequences(configuration: Configuration) -> bool:
+    """Whether the tp ranks split the sequence between their products."""
+    return configuration.tp > 1 and configuration.sequence_parallel
+
+
 def unwrapped(module: nn.Module) -> Any:
     """The model inside adapters."""
     inner: Any = module
@@ -36,16 +42,13 @@ def unwrapped(module: nn.Module) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _First:
-    """Rank 0 of so many, on one node."""
+class _FirstRank:
+    """Rank 0 of a job on one node, whose part is traced."""
 
     world_size: int
+    local_world_size: int
     rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    @property
-    def local_world_size(self) -> int:
-        return self.world_size
 
 
 def split_weights(module: nn.Module, configuration: Configuration) -> None:
@@ -54,8 +57,9 @@ def split_weights(module: nn.Module, configuration: Configuration) -> None:
     Raises:
         TraceFailed: nothing says how, or widths do not divide.
     """
+    ranks = _FirstRank(world_size=configuration.world_size, local_world_size=configuration.world_size)
     options = SplitOptions(configuration=configuration)
-    mesh = Mesh.of(configuration, _First(world_size=configuration.world_size))
+    mesh = Mesh.of(configuration, ranks)
     with _disable_current_modes():  # torch looks for this rank in a tensor of rank numbers
         mesh.group("tp")
     try:
