@@ -36,7 +36,6 @@ from scripts.generate.generated import REFERENCE
 from strategies.bench.measured_run import build_model
 from strategies.distributed.gloo import quiet
 from strategies.engine.initialize import initialize
-from strategies.parallel.split import parts_of
 
 ROWS = SHIPPED / "parity_cpu.csv"
 PAGE = REFERENCE / "parity.md"
@@ -155,7 +154,7 @@ class Trained:
     losses: list[float]
     norms: list[float]
     apart: dict[str, float]
-    """How far the parameters that a rank has are from those of one process, by the whole model's names."""
+    """How far the whole model's parameters are from those of one process, by their names."""
 
 
 def samples_of(step: int) -> torch.Tensor:
@@ -194,7 +193,7 @@ def alone(model: str, precision: str) -> Right:
 
 
 def trained_here(model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> Trained:
-    """The same under a plan, on this rank, whose parameters are compared with its parts of the `right` ones."""
+    """The same under a plan, on this rank, which compares the whole model with the `right` parameters."""
     module = build_model(MODELS[model], "causal-lm", "sdpa", torch.device("cpu"))
     engine, *_ = initialize(module, _sgd, plan=plan, config={"gradient_clipping": CLIPPING})
     engine.train()
@@ -203,14 +202,8 @@ def trained_here(model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> T
         own = samples_of(step).chunk(engine.data_parallel_size)[engine.data_parallel_rank]
         losses.append(_step(engine, own))
         norms.append(float(engine.gradient_norm or 0.0))
-    splits = parts_of(engine.module).splits
-    with engine.whole_parameters():
-        apart = {
-            name: float(
-                (weight.detach() - (splits[name].take(right[name]) if name in splits else right[name])).abs().max()
-            )
-            for name, weight in engine.module.named_parameters()
-        }
+    state = engine.state_dict()
+    apart = {name: float((state[name] - value).abs().max()) for name, value in right.items() if name in state}
     engine.close()
     return Trained(losses=losses, norms=norms, apart=apart)
 
