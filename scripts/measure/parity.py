@@ -10,6 +10,7 @@ composition failed or differs. Nothing here lists compositions: what `planner.co
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -53,7 +54,7 @@ LEARNING_RATE, MOMENTUM, CLIPPING = 0.05, 0.9, 1.0
 """Steps of SGD, whose result is in proportion to gradients: AdamW would hide a wrong factor before all of them."""
 TOLERANCES: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-2}
 """What losses and parameters may be apart at most, absolute; norms of gradients relative, ten times as much."""
-CALL_SECONDS = 180.0
+CALL_SECONDS = 90.0
 CALLS_PER_POOL = 12
 """After so many compositions ranks start anew: every one leaves process groups behind."""
 
@@ -303,10 +304,11 @@ def measure(model: str, ranks: int, precision: str, only: str = "") -> Iterator[
 
 
 def _reason(problem: Exception) -> str:
-    """The last line of what the first rank said."""
+    """What the first rank that failed said."""
     reports = list(problem.reports.values()) if isinstance(problem, RankError) else [str(problem)]
     lines = [line for line in (reports or [str(problem)])[0].strip().splitlines() if line.strip()]
-    return (lines[-1] if lines else type(problem).__name__)[:300]
+    said = [line for line in lines if re.match(r"[\w.]+(Error|Exception|CannotRun|Refused)\b", line)]
+    return ([*said, str(problem).splitlines()[0], *lines] if lines else [type(problem).__name__])[0][:300]
 
 
 def page(runs: Sequence[ParityRun]) -> str:
