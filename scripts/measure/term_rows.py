@@ -4,7 +4,7 @@ the planner's closed forms lie from them."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from statistics import median
 from typing import Any
@@ -104,8 +104,6 @@ def question(run: TermRun) -> tuple[Request, Configuration]:
         "lora_targets": None if full else run.lora_targets,
         "load_dtype": run.load_dtype or None,
         "task": run.task,
-        # Traces send each rank as many tokens as it sends.
-        "expert_imbalance": 1.0 if run.ep > 1 else None,
     }
     chosen: dict[str, Any] = {name: getattr(run, name) for name in ("tp", "pp", "cp", "ep", "pp_schedule")}
     chosen |= {"virtual_stages": run.virtual_stages, "sequence_parallel": run.sequence_parallel}
@@ -139,7 +137,10 @@ class Scored:
 def scored(run: TermRun) -> Scored:
     """Ask today's planner about a row."""
     try:
-        priced = price(*question(run))
+        request, configuration = question(run)
+        # Traces send each rank as many tokens as it sends; plans expect the busiest one to be sent more.
+        even = replace(request.workload, expert_imbalance=1.0)
+        priced = price(replace(request, workload=even), configuration)
     except DsplanError as problem:
         return Scored(run=run, predicted_bytes=0.0, phases={}, refused=str(problem))
     workspace = library_workspace(priced.job)

@@ -24,7 +24,6 @@ from strategies.checkpoint.states import States
 from strategies.distributed.environment import Environment
 from strategies.errors import BrokenFile, CannotRun
 from strategies.parallel.blocks import quantised_weights
-from strategies.parallel.split import parts_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -193,9 +192,6 @@ def described_base(states: States, names: frozenset[str], environment: Environme
     """What the left-out weights are, as JSON; empty for none. Every rank calls it together."""
     if not names:
         return {}
-    if not parts_of(states.module).is_whole:
-        # A rank has names and parts of its own: which weights they are, `Restore` compares one by one.
-        return {"names": "", "weights": len(names), "dtypes": [], "bits": 0}
     text, kinds, total = hashlib.sha256(), set(), 0
     for name in sorted(names):
         tensor = states.names.tensors[name]
@@ -204,6 +200,12 @@ def described_base(states: States, names: frozenset[str], environment: Environme
         kinds.add(str(tensor.dtype).removeprefix("torch."))
         if own is not None:
             total += _sum_of_bits(own)
+    parts = states.parts
+    if not parts.is_whole:
+        # Stages and ranks with experts of their own have other names: `Restore` looks for each one by itself.
+        has_all_names = parts.blocks is None and not parts.experts
+        named = text.hexdigest() if has_all_names else ""
+        return {"names": named, "weights": len(names), "dtypes": [], "bits": 0}
     return {
         "names": text.hexdigest(),
         "weights": len(names),

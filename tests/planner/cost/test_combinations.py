@@ -58,7 +58,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hands whole models to DeepSpeed, and tp 2 splits them", {"strategy": "zero1", "backend": "deepspeed", "tp": 2}),
     ("zero3 of backend native cuts whole layers, and pp 2 splits them", {**_ZERO2, "strategy": "zero3", "pp": 2}),
     ("Adafactor needs whole matrices, which tp 2 splits", {**_ZERO2, "optimizer": "adafactor", "tp": 2}),
-    ("cannot yet run pp 2", {"pp": 2}),
+    ("cannot yet run cp 2", {"cp": 2}),
     ("Muon makes whole matrices orthogonal, which tp 2 splits", {"optimizer": "muon", "tp": 2}),
 )
 
