@@ -184,6 +184,29 @@ _NOT_HERE = (
         sentence="Muon makes whole matrices orthogonal, which {split} splits; use pp, cp, or another optimizer",
     ),
     Rule(
+        # Its backward passes of weights alone are torch's own walk of the graph, which calls no hook that sharded
+        # states and recomputation live on.
+        breaks=lambda plan: (
+            plan.pp_schedule == "zero-bubble"
+            and (plan.strategy not in ("single", "ddp") or plan.activation_checkpointing != "none")
+        ),
+        sentence="dsplan run splits backward passes, as zero-bubble does, under ddp without activation checkpointing;"
+        " use schedule 1f1b or interleaved",
+    ),
+    Rule(
+        # torch's ScheduleInterleavedZeroBubble: rounds of at least pp micro-batches, all of one size.
+        breaks=lambda plan: (
+            plan.pp_schedule == "zero-bubble"
+            and plan.gradient_accumulation_steps % max(1, plan.gradient_accumulation_steps // plan.pp) > 0
+        ),
+        sentence="torch's zero-bubble schedule runs equal rounds of at least pp {plan.pp} micro-batches, and"
+        " {plan.gradient_accumulation_steps} are none; use gradient accumulation {rounds}",
+    ),
+    Rule(
+        breaks=lambda plan: plan.pp > 1 and plan.offload != "none",
+        sentence="dsplan run does not offload under a pipeline (pp {plan.pp}); use more stages, or pp 1",
+    ),
+    Rule(
         breaks=lambda plan: any(getattr(plan, name) > 1 for name in _NOT_RUN),
         sentence="dsplan run cannot yet run {split}; {trainer} does: dsplan emit --format {format} can write it",
     ),

@@ -59,6 +59,15 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zero3 of backend native cuts whole layers, and pp 2 splits them", {**_ZERO2, "strategy": "zero3", "pp": 2}),
     ("Adafactor needs whole matrices, which tp 2 splits", {**_ZERO2, "optimizer": "adafactor", "tp": 2}),
     ("cannot yet run cp 2", {"cp": 2}),
+    (
+        "splits backward passes, as zero-bubble does, under ddp without activation checkpointing",
+        {"pp": 2, "pp_schedule": "zero-bubble"},
+    ),
+    (
+        "equal rounds of at least pp 4 micro-batches, and 11 are none; use gradient accumulation 12",
+        {"strategy": "ddp", "pp": 4, "pp_schedule": "zero-bubble", "gradient_accumulation_steps": 11},
+    ),
+    ("does not offload under a pipeline (pp 2)", {"pp": 2, "offload": "all"}),
     ("Muon makes whole matrices orthogonal, which tp 2 splits", {"optimizer": "muon", "tp": 2}),
 )
 
