@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from hardware_db.errors import BrokenFile, UnknownName
 from hardware_db.handed_in import read_yaml
+from hardware_db.records import dataclass
 from planner.models.facts import ModelFacts
 from planner.vocabulary import STRATEGIES, Strategy
 

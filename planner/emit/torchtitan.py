@@ -7,8 +7,8 @@ distributed/pipeline_parallel.py) and at b5bcd76c (config/configs.py, config/REA
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
+from hardware_db.records import dataclass
 from planner.emit.common import (
     DEFAULTS,
     Abilities,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from hardware_db.records import dataclass
 from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience

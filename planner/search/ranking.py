@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from hardware_db.records import dataclass
 from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.calibration.spread import AGAIN, NINE_OF_TEN

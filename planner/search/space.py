@@ -7,10 +7,10 @@ yields a reason instead.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
+from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.cost.combinations import compresses, offloads_of, refusal

@@ -7,8 +7,8 @@ three stops: the first unit, those between, the last.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from hardware_db.records import dataclass
 from hardware_db.units import MIB
 from planner.cost.code_bases import Implementation
 from planner.cost.timing.collectives import Collective, Group, collective_seconds
