@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from strategies.engine.observers import MemoryProfiler
     from strategies.engine.trainer import DistributedTrainer, setup_distributed_training
     from strategies.modules.activation_checkpointing import checkpoint_activations
+    from strategies.modules.kernels import register_kernel
     from strategies.optim.optimizers import ZeroOptimizer
     from strategies.optim.registry import register_optimizer, register_scheduler
     from strategies.telemetry.training_monitor import TrainingMonitor
@@ -42,6 +43,7 @@ __all__ = [
     "initialize",
     "plan",
     "recommend",
+    "register_kernel",
     "register_optimizer",
     "register_scheduler",
     "setup_distributed_training",
@@ -63,12 +65,13 @@ _HOMES = {
     "initialize": "strategies.engine.initialize",
     "plan": "dsplan.api",
     "recommend": "dsplan.api",
+    "register_kernel": "strategies.modules.kernels",
     "register_optimizer": "strategies.optim.registry",
     "register_scheduler": "strategies.optim.registry",
     "setup_distributed_training": "strategies.engine.trainer",
 }
 
-_ROOMS = ("checkpointing", "integrations", "profiling", "zero")
+_ROOMS = ("checkpointing", "integrations", "parallel", "profiling", "zero")
 """Modules that scripts reach as attributes, without an import of their own."""
 
 

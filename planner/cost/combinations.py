@@ -155,7 +155,7 @@ _CONTRADICTIONS = (
 )
 """What is in no code base."""
 
-_NOT_RUN = ("pp", "cp", "ep")
+_NOT_RUN = ("cp", "ep")
 """Degrees that are planned and not run."""
 
 _NOT_HERE = (

@@ -108,9 +108,13 @@ def attention_exchange(job: Job) -> AttentionExchange:
 
 
 def logit_parts(job: Job) -> int:
-    """Ranks among which the logits of a token are split: transformers' plans gather them on every tp rank
-    (`lm_head: colwise_gather_output`, `transformers/modeling_utils.py` of 5.23), all others compute a split loss."""
-    return 1 if job.workload.code == "transformers" else job.configuration.tp
+    """Ranks among which the logits of a token are split. Of transformers' models `dsplan.initialize` splits those of
+    causal language models with their own loss (`strategies/parallel/tensor.py`); transformers' plans gather the others
+    on every tp rank (`lm_head: colwise_gather_output`, `transformers/modeling_utils.py` of 5.23). All other code bases
+    compute a split loss."""
+    work = job.workload
+    is_split = work.task == "causal-lm" and work.loss == "plain" and job.facts.kind == "decoder"
+    return job.configuration.tp if work.code != "transformers" or is_split else 1
 
 
 def keeps_sequence_shards(job: Job) -> bool:

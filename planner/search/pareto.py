@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from hardware_db.records import dataclass
 from planner import vocabulary as words
-from planner.cost.combinations import refusal
 from planner.search.device_counts import on_fewer_devices
 from planner.search.evaluate import Candidate
 from planner.search.ranking import Timed, order, worth
@@ -55,7 +54,7 @@ def _candidates(request: Request) -> Iterator[Candidate]:
     for option in (request, *on_fewer_devices(request)):
         for layout in enumerate_candidates(option):
             candidate = Candidate(option, layout)
-            if candidate.micros and (request.allow_unrunnable or not refusal(candidate.configuration(0))):
+            if candidate.micros:
                 yield candidate
 
 

@@ -16,7 +16,7 @@ from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.calibration.spread import AGAIN, NINE_OF_TEN
 from planner.cluster.budget import bill_of
-from planner.cost.combinations import other_trainer, refusal
+from planner.cost.combinations import refusal
 from planner.cost.memory.overhead import beyond_need
 from planner.cost.timing import step_time
 from planner.cost.verdict import device_limit, limited_by
@@ -142,15 +142,10 @@ def order(item: Timed, objective: words.Objective) -> tuple[float, ...]:
 
 
 def rank(request: Request, items: Sequence[Timed]) -> list[Timed]:
-    """Best first, one of each group; a plan that `dsplan run` can run leads unless the request allows otherwise."""
+    """Best first, one of each group."""
     # What was passed over inside its group is what others are compared with as well: thresholds must not add up.
     items = [*items, *(item.passed_over for item in items if item.passed_over is not None)]
-    ranked = _in_order(request, items)
-    runnable = [] if request.allow_unrunnable else [item for item in items if not refusal(item.configuration)]
-    if not runnable:
-        return ranked
-    leader = _in_order(request, runnable)[0]
-    return [leader, *_without_group(ranked, leader)]
+    return _in_order(request, items)
 
 
 def _in_order(request: Request, items: Sequence[Timed]) -> list[Timed]:
@@ -266,9 +261,7 @@ def compared(request: Request, item: Timed, first: Timed) -> str:
 def why_first(request: Request, ranked: Sequence[Timed]) -> str:
     """Why the first plan is first, in one line."""
     first, objective = ranked[0], request.objective
-    is_blocked = refusal(first.configuration) or request.allow_unrunnable
-    peers = [item for item in ranked if is_blocked or not refusal(item.configuration)]
-    best, best_of_all = (min(among, key=lambda item: order(item, objective)) for among in (peers, ranked))
+    best = min(ranked, key=lambda item: order(item, objective))
     reason = f"{group_name(first.configuration)} {_IS_BEST[objective]}"
     if best is not first:
         width = worse_threshold(first, best, objective)
@@ -282,10 +275,6 @@ def why_first(request: Request, ranked: Sequence[Timed]) -> str:
         reason += f"; {_without_room(first, first.passed_over, objective)}"
     if not first.has_room:
         reason += f"; it {_tight(first)}"
-    if best_of_all not in peers:
-        gain, trainer = ahead(first, best_of_all, objective), other_trainer(best_of_all.configuration)
-        name = group_name(best_of_all.configuration)
-        reason += f"; {name}, which {trainer} runs and dsplan run cannot, is predicted {gain}"
     return reason
 
 

@@ -7,12 +7,11 @@ micro-batch is cut from the global batch, so that is always the one asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hardware_db.records import dataclass
-from planner.cost.combinations import refusal
 from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
@@ -61,9 +60,8 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     """Rank the best plan of every strategy that fits; `with_front` adds the Pareto front.
 
     Raises:
-        ContradictoryRequest: the global batch cannot be split over the GPUs.
+        ContradictoryRequest: the global batch cannot be split over the GPUs in any way.
     """
-    _check_batch(request)
     limit = request.budget.step_limit(request.workload)
     groups = grouped(request)
     found, late = [], []
@@ -76,7 +74,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
             late.append(too_slow)
     ranked, late = rank(request, found), rank(request, late)
     missing = _misses(groups.values(), [*ranked, *late])
-    rejected = (*rejections(request, ranked, missing), *too_late(request, late), *ran_out(request))
+    rejected = (*rejections(request, ranked, missing), *too_late(request, late), *_undivided(groups), *ran_out(request))
     if not ranked:
         return _late(request, late, rejected) if late else _nothing(request, missing, rejected)
     plans = _with_alternatives(request, ranked, rejected)
@@ -85,7 +83,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
         plans=plans,
         remedies=_adapters(request, plans[0]),
         rejected=rejected,
-        choice=why_first(request, ranked),
+        choice="; ".join(filter(None, (why_first(request, ranked), _uneven(request)))),
         on_devices=on_other_device_counts(request, _first) if limit < math.inf else (),
         front=_front(request) if with_front else (),
     )
@@ -109,8 +107,6 @@ def _front(request: Request) -> tuple[Plan, ...]:
 def can_fit(request: Request) -> Priced | None:
     """Return the first plan that fits, in the order of `enumerate_candidates`, or None if there is none."""
     every = (Candidate(request, layout) for layout in enumerate_candidates(request) if layout.virtual_stages == 1)
-    if not request.allow_unrunnable:
-        every = (found for found in every if found.micros and not refusal(found.configuration(0)))
     return any_that_fits(every)
 
 
@@ -140,6 +136,25 @@ def _misses(groups: Iterable[Sequence[Candidate]], ranked: Sequence[Timed]) -> l
     return [miss for group in strategies.values() if (miss := closest(group)) is not None]
 
 
+def _undivided(groups: Mapping[str, Sequence[Candidate]]) -> Iterator[Rejection]:
+    """The strategies whose ranks the batch cannot be split over."""
+    for name, group in groups.items():
+        if group[0].layout.offload == "none" and not any(candidate.micros for candidate in group):
+            ranks, batch = group[0].layout.data_parallel, group[0].request.workload.global_batch_size
+            reason = f"global batch {batch} cannot be split over {ranks} data-parallel ranks"
+            yield Rejection(strategy=name, reason=reason)
+
+
+def _uneven(request: Request) -> str:
+    """Which batches every GPU could have its own samples of, where the one that was asked for is none."""
+    batch, gpus = request.workload.global_batch_size, request.cluster.gpus
+    if batch % gpus == 0 or request.degrees is not None or request.allow_unrunnable:
+        return ""
+    below = batch - batch % gpus
+    nearest = f"{below} or {below + gpus}" if below else str(gpus)
+    return f"global batch {batch} cannot be split evenly over {gpus} GPUs; use {nearest} for plans that split no model"
+
+
 def _first(request: Request) -> Plan | None:
     try:
         return next(iter(recommend(request).plans), None)
@@ -164,9 +179,8 @@ def _late(request: Request, late: Sequence[Timed], rejected: tuple[Rejection, ..
 
 def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Rejection, ...]) -> Recommendation:
     if not missing:
-        raise ContradictoryRequest(
-            f"global batch {request.workload.global_batch_size} cannot be split over {request.cluster.gpus} GPUs"
-        )
+        batch, gpus = request.workload.global_batch_size, request.cluster.gpus
+        raise ContradictoryRequest(_uneven(request) or f"global batch {batch} cannot be split over {gpus} GPUs")
     from planner.search.remedies import remedies
 
     nearest = min(missing, key=lambda priced: priced.judgement.pressure)
@@ -187,14 +201,3 @@ def _with_alternatives(request: Request, ranked: Sequence[Timed], rejected: Sequ
     ]
     others += [{"strategy": item.strategy, "reason": item.reason} for item in rejected]
     return (replace(shown[0].plan, alternatives=tuple(others)), *(item.plan for item in shown[1:]))
-
-
-def _check_batch(request: Request) -> None:
-    batch, gpus = request.workload.global_batch_size, request.cluster.gpus
-    if batch % gpus and not request.allow_unrunnable:
-        below = batch - batch % gpus
-        nearest = f"{below} or {below + gpus}" if below else str(gpus)
-        raise ContradictoryRequest(
-            f"global batch {batch} cannot be split evenly over {gpus} GPUs; use {nearest}, or where plans are"
-            " only compared --all-plans, for fewer data-parallel ranks"
-        )

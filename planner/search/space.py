@@ -52,6 +52,11 @@ class CandidateLayout:
     sync_each_micro_batch: bool = True
 
     @property
+    def splits_model(self) -> bool:
+        """Whether ranks share the work on one sample."""
+        return self.tp * self.pp * self.cp * self.ep > 1
+
+    @property
     def data_parallel(self) -> int:
         return self.dp_replicate * self.dp_shard
 
@@ -80,12 +85,16 @@ def inapplicable(request: Request, strategy: words.Strategy) -> str:
 
 
 def enumerate_candidates(request: Request) -> Iterator[CandidateLayout]:
-    """Every layout of every applicable strategy."""
+    """Every layout of every applicable strategy: of those that split the model, what `dsplan run` can run, or all of
+    them where the request allows it."""
     for strategy in words.STRATEGIES:
         if inapplicable(request, strategy):
             continue
-        layouts = _layouts(request, strategy)
-        yield from layouts if request.degrees is None else (each for each in layouts if not unfit(request, each))
+        for layout in _layouts(request, strategy):
+            # What splits nothing is made of what goes together, unless somebody decided it.
+            checked = request.degrees is not None or (layout.splits_model and not request.allow_unrunnable)
+            if not (checked and unfit(request, layout)):
+                yield layout
 
 
 def unfit_degrees(request: Request) -> str:
@@ -299,8 +308,7 @@ def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
 
 def _backend(request: Request, layout: CandidateLayout) -> words.Backend:
     """DeepSpeed is handed whole models here; our own ZeRO runs where ranks share the work on one sample."""
-    splits = layout.tp * layout.pp * layout.cp * layout.ep > 1
-    zero = "native" if splits and code_base(request.workload.code).runs_here else request.zero_backend
+    zero = "native" if layout.splits_model and code_base(request.workload.code).runs_here else request.zero_backend
     return words.default_backend(layout.strategy, zero=zero)
 
 

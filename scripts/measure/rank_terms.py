@@ -3,39 +3,39 @@
     python -m scripts.measure.rank_terms [TERM ...] [--again]
 
 Ranks talk over gloo; live bytes are counted as `scripts.measure.memory` counts them. Rows go to
-hardware_db/measurements/memory_terms.csv with the device `cpu`. Context parallelism is not among them: torch's has no
-kernel for CPUs.
+hardware_db/measurements/memory_terms.csv with the device `cpu`. Split models are trained by dsplan's own engine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from itertools import product
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hardware_db.spawn import RankError, RankPool
-from planner.search.estimate import price
+from planner.search.estimate import estimate, price
+from planner.types.plan_io import plan_to_dict
 from scripts.measure.term_rows import TERMS, TermRun, key_of, question, read_term_runs, write_term_runs
 from scripts.measure.trace_terms import case_of, line_of
-from strategies.bench.measured_run import PHASES, StepMemory, build_model, measure_step
+from strategies.bench.measured_run import PHASES, StepMemory, Subject, build_model, measure_step, measure_subject
 from strategies.distributed.environment import join
 from strategies.distributed.gloo import quiet
 from strategies.engine.base import Engine
 from strategies.parallel.blocks import repeated_blocks
-from strategies.tracing.step.build import Subject, with_adapters
+from strategies.tracing.step.build import Subject as Traced
+from strategies.tracing.step.build import with_adapters
 from strategies.tracing.step.checkpointing import checkpoint_activations
 from strategies.tracing.step.methods import compute_loss_as, make_optimizer
 from strategies.tracing.step.parallel import shard
-from strategies.tracing.step.split import Chunk, actions, split_weights
 
 LLAMA = {
     "model_type": "llama",
@@ -48,17 +48,13 @@ LLAMA = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-RUN_SECONDS = 60.0
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+RUN_SECONDS = 90.0
 
 
 def grid() -> Iterator[TermRun]:
     """Every case."""
-    for tp in (2, 4):
-        for checkpointing in ("none", "full"):
-            yield _case("tp", tp=tp, activation_checkpointing=checkpointing)
-            yield _case("sp", tp=tp, sequence_parallel=True, activation_checkpointing=checkpointing)
-    for schedule in ("1f1b", "gpipe"):
-        yield _case(f"stages {schedule}", pp=2, pp_schedule=schedule, micro_batch_size=2, gradient_accumulation_steps=8)
+    yield from _splits()
     for strategy in ("single", "ddp", "fsdp"):
         degrees = {"ddp": {"dp_replicate": 2}, "fsdp": {"dp_shard": 2}}.get(strategy, {})
         yield _case(
@@ -67,6 +63,36 @@ def grid() -> Iterator[TermRun]:
         )  # fmt: skip
     for loss in ("fused", "chunked"):
         yield _case(f"{loss} loss", loss=loss)
+
+
+def _splits() -> Iterator[TermRun]:
+    """What four ranks share, by dsplan's own engine; of each way one that recomputes."""
+    for term, changes in (("tp", {}), ("sp", {"sequence_parallel": True})):
+        for checkpointing, degrees in product(
+            ("none", "full"),
+            (
+                {"strategy": "ddp", "dp_replicate": 2, "tp": 2},
+                {"strategy": "fsdp", "dp_shard": 2, "tp": 2},
+                {"strategy": "ddp", "tp": 4},
+            ),
+        ):
+            yield _case(term, activation_checkpointing=checkpointing, **degrees, **changes)
+    steps = {"micro_batch_size": 2, "gradient_accumulation_steps": 8}
+    for schedule, checkpointing in product(("1f1b", "gpipe", "interleaved"), ("none", "full")):
+        if (schedule, checkpointing) == ("interleaved", "full"):
+            continue
+        pieces = 2 if schedule == "interleaved" else 1
+        way = {"pp_schedule": schedule, "virtual_stages": pieces, "activation_checkpointing": checkpointing, **steps}
+        for degrees in (
+            {"strategy": "ddp", "dp_replicate": 2, "pp": 2},
+            {"strategy": "fsdp", "dp_shard": 2, "pp": 2},
+            {"strategy": "ddp", "tp": 2, "pp": 2},
+        ):
+            yield _case(f"stages {schedule}", **degrees, **way)
+    for degrees in ({"dp_shard": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"cp": 4}):
+        yield _case("cp", strategy="fsdp", **degrees)
+    for degrees in ({"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4}):
+        yield _case("ep", strategy="fsdp", model="mixtral", config=json.dumps(MIXTRAL), **degrees)
 
 
 def _case(term: str, **chosen: Any) -> TermRun:
@@ -106,12 +132,10 @@ def measured_here(fields: dict[str, Any]) -> StepMemory:
     torch.manual_seed(0)
     model = build_model(run.model_config, "causal-lm", "sdpa", device)
     job = price(*question(run)).job
-    if run.pp > 1:
-        return _pipeline(run, model)
     if run.method != "full":
         from planner.models.from_hf.config import facts_from_config
 
-        subject = Subject(
+        subject = Traced(
             facts=facts_from_config(run.model_config, run.model),
             config=cast("Any", model).config,
             module=model,
@@ -124,18 +148,13 @@ def measured_here(fields: dict[str, Any]) -> StepMemory:
     compute_loss_as(model, job.workload.loss)
     checkpoint_activations(model, run.activation_checkpointing)
     whole: nn.Module = model
-    names = ("dp_replicate", "dp_shard_cp", "tp")
-    mesh = init_device_mesh("cpu", (run.dp_replicate, run.dp_shard, run.tp), mesh_dim_names=names)
-    if run.tp > 1:
-        split_weights(model, mesh["tp"], sequence_parallel=run.sequence_parallel)
+    mesh = init_device_mesh("cpu", (run.dp_replicate, run.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard_cp"))
     if run.strategy == "fsdp":
         shard(model, repeated_blocks(model), mesh, job.configuration)
     if run.strategy == "ddp":
         whole = nn.parallel.DistributedDataParallel(model)
     ids = torch.randint(run.model_config["vocab_size"], (run.micro_batch_size, run.sequence_length))
     batch = {"input_ids": ids, "labels": ids.clone()}
-    if run.sequence_parallel:
-        batch["position_ids"] = torch.arange(run.sequence_length)[None]
     return measure_step(cast("Engine", _Loop(run, model, whole)), batch)
 
 
@@ -146,78 +165,22 @@ def _fill(model: nn.Module, name: str) -> None:
     setattr(model.get_submodule(owner), last, nn.Parameter(torch.zeros_like(weight, device="cpu")))
 
 
-class _StageLoop(_Loop):
-    """A rank of a pipeline as an engine: all of a step's micro-batches are its forward."""
-
-    def __init__(self, run: TermRun, chunk: Chunk, batch: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(run, chunk, chunk)
-        self._run, self._chunk, self._batch = run, chunk, batch
-        # One call is a whole step.
-        once = replace(self.configuration, gradient_accumulation_steps=1, global_batch_size=run.micro_batch_size)
-        self.configuration = once
-
-    def __call__(self, **_batch: Any) -> Any:
-        run, rank = self._run, dist.get_rank()
-        steps = run.gradient_accumulation_steps
-        kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        sending: list[tuple[Any, torch.Tensor]] = []
-        schedule: Any = run.pp_schedule
-        for action, _, index in actions(schedule, pp=run.pp, rank=rank, chunks=1, micro_batches=steps):
-            sending = [(request, sent) for request, sent in sending if not request.is_completed()]
-            if action == "forward":
-                given = self._received(rank)
-                made = self._chunk(given, self._batch["labels"])
-                kept[index] = given, made / steps if self._chunk.is_last else made
-                if not self._chunk.is_last:
-                    sending.append((dist.isend(made.detach(), rank + 1), made.detach()))
-                continue
-            given, made = kept.pop(index)
-            gradient = None
-            if not self._chunk.is_last:
-                gradient = torch.empty_like(made)
-                dist.recv(gradient, rank + 1)
-            torch.autograd.backward(made, gradient)
-            if rank:
-                sending.append((dist.isend(given.grad, rank - 1), cast("torch.Tensor", given.grad)))
-            del given, made, gradient
-        for request, _ in sending:
-            request.wait()
-        return _Made()
-
-    def _received(self, rank: int) -> torch.Tensor:
-        if rank == 0:
-            return self._batch["input_ids"]
-        run = self._run
-        states = torch.empty(run.micro_batch_size, run.sequence_length, run.model_config["hidden_size"])
-        dist.recv(states, rank - 1)
-        return states.requires_grad_()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        pass
-
-
-class _Made:
-    loss = torch.zeros(())
-
-
-def _pipeline(run: TermRun, model: nn.Module) -> StepMemory:
-    rank, each = dist.get_rank(), run.model_config["num_hidden_layers"] // run.pp
-    blocks = range(rank * each, (rank + 1) * each)
-    chunk = Chunk(model, blocks, is_first=rank == 0, is_last=rank == run.pp - 1)
-    ids = torch.randint(run.model_config["vocab_size"], (run.micro_batch_size, run.sequence_length))
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    return measure_step(cast("Engine", _StageLoop(run, chunk, batch)), batch)
-
-
 def measure(case: TermRun) -> TermRun:
     """The row of a case: peaks of the busiest rank, and of every stage."""
-    ranks = case.dp_replicate * case.dp_shard * case.tp * case.pp
+    ranks = case.dp_replicate * case.dp_shard * case.cp * case.tp * case.pp
+    plan = estimate(*question(case)) if case.tp * case.pp * case.cp * case.ep > 1 else None
+    if plan is not None and not plan.runnable:
+        print(f"{case.term}: {plan.notes[0]}", flush=True)
+        return replace(case, outcome="failed")
     pool = RankPool(ranks, timeout_seconds=RUN_SECONDS, variables={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     with pool:
-        if case.pp == 1:  # its barriers would wait for stages that have nothing to send
-            quiet(pool)
+        quiet(pool)
         try:
-            found: list[StepMemory] = pool.run(measured_here, asdict(case))
+            if plan is None:
+                found: list[StepMemory] = pool.run(measured_here, asdict(case))
+            else:
+                subject = Subject(config=case.model_config, task="causal-lm", plan=plan_to_dict(plan))
+                found = pool.run(measure_subject, subject)
         except RankError as problem:
             print(str(problem)[-1500:], flush=True)
             return replace(case, outcome="failed")

@@ -139,6 +139,7 @@ def _request(
         global_batch=config.global_batch_size(_readers(asked, environment)) if batch is None else batch,
         precision=config.precision or (like.precision if like else None),
         optimizer=like.optimizer if like and not has_optimizer else limits.optimizer(asked.optimizer, config.optimizer),
+        loss=asked.loss,
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
     cluster = limits.with_disk(probed_cluster(probe(), ranks=environment.world_size), asked.config.zero)

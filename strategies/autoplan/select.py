@@ -40,6 +40,7 @@ class PlanningOptions:
     optimizer: object = None
     training_data: Any = None
     collate: Callable[[list[Any]], Any] | None = None
+    loss: words.Loss = "plain"
 
 
 def degrees_of(asked: Mapping[str, Any] | None) -> Degrees | None:

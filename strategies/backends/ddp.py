@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.backends.zero.collectives import Collectives, collectives_for
+from strategies.backends.zero.collectives import Collectives, collectives_over
 from strategies.backends.zero.compress import EightBits, Memory
-from strategies.backends.zero.flat_shard import Layout, Ranks
+from strategies.backends.zero.flat_shard import Layout
 from strategies.distributed.environment import ensure_group
 from strategies.engine.torch_engine import TorchEngine, TorchStrategy
 from strategies.errors import CannotRun
@@ -52,9 +52,7 @@ class ReplicatedDataParallel(TorchStrategy):
         travel = gradient_travel(parts)
         self._bucket_mib = parts.script.communication.bucket_mib
         engine = super().engine(parts)
-        ranks = Ranks(rank=self.mesh.rank("dp_cp"), world_size=self.mesh.size("dp_cp"))
-        group = None if self.mesh.is_data_parallel else self.mesh.group("dp_cp")
-        collectives = collectives_for(ranks, self.environment.device, group)
+        collectives = collectives_over("dp_cp", self.mesh)
         replica = cast("DistributedDataParallel", engine.wrapped)
         compress(replica, travel, collectives, lambda: engine.loss_scale)
         return engine
@@ -63,6 +61,7 @@ class ReplicatedDataParallel(TorchStrategy):
         ensure_group(self.environment)
         device = self.environment.device
         devices = [device] if device.type == "cuda" else None
+        # Ranks that split layers between them hold other weights than these.
         group = None if self.mesh.is_data_parallel else self.mesh.group("dp_cp")
         return DistributedDataParallel(
             model.to(device), device_ids=devices, bucket_cap_mb=self._bucket_mib, process_group=group
@@ -72,6 +71,14 @@ class ReplicatedDataParallel(TorchStrategy):
         # DDP decides in forward whether the following backward reduces, so only forward needs to be inside.
         wrapper = cast("DistributedDataParallel", module)
         return nullcontext() if reduces else wrapper.no_sync()
+
+    def complete(self, module: nn.Module) -> None:
+        # Its hooks are on the sums of gradients: adding nothing to each sends it on its way.
+        wrapper = cast("DistributedDataParallel", module)
+        wrapper.reducer.prepare_for_backward([])
+        parameters = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
+        nothing = [parameter.new_zeros(()).expand_as(parameter) for parameter in parameters]
+        torch.autograd.backward(parameters[::-1], nothing[::-1])
 
     def autocast(self) -> AbstractContextManager[object]:
         return autocast(self.configuration.precision, self.environment.device)
@@ -94,7 +101,7 @@ def compress(
     elif travel.dtype in _HOOKS:
         hook = _HOOKS[travel.dtype]
         # Under its own name DDP takes the one of bf16 for NCCL's alone, and gloo adds bf16 as well.
-        module.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+        module.register_comm_hook(module.process_group, lambda state, bucket: hook(state, bucket))
 
 
 class EightBitMean:

@@ -71,6 +71,8 @@ class FullShard(TorchStrategy):
     @contextmanager
     def whole(self, module: nn.Module, *, keeps_changes: bool) -> Iterator[None]:
         units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        for unit in units:
+            unit.reshard()  # what a forward pass without a backward left unsharded
         shards = dict(module.named_parameters())
         for unit in units:
             # A forward pass inside must not free what is open.

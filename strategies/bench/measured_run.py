@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from zlib import crc32
 
 import psutil
@@ -265,7 +265,15 @@ def _measured(
 def _train_step(engine: Engine, batch: Mapping[str, torch.Tensor], peaks: PhasePeaks | None = None) -> None:
     """One optimizer step, the loop of HF Trainer: outputs dropped, the loss kept."""
     enter = peaks.enter if peaks is not None else lambda phase: None
-    for _ in range(engine.configuration.gradient_accumulation_steps):
+    steps = engine.configuration.gradient_accumulation_steps
+    if engine.configuration.pp > 1:  # one call, whose micro-batches are in several phases at once
+        enter("step")
+        cast("Any", engine).train_batch(
+            {name: values.repeat(steps, *[1] * (values.dim() - 1)) for name, values in batch.items()}
+        )
+        enter("")
+        return
+    for _ in range(steps):
         enter("forward")
         loss = engine(**batch).loss
         enter("backward")

@@ -193,6 +193,9 @@ def described_base(states: States, names: frozenset[str], environment: Environme
     """What the left-out weights are, as JSON; empty for none. Every rank calls it together."""
     if not names:
         return {}
+    if not parts_of(states.module).is_whole:
+        # A rank has names and parts of its own: which weights they are, `Restore` compares one by one.
+        return {"names": "", "weights": len(names), "dtypes": [], "bits": 0}
     text, kinds, total = hashlib.sha256(), set(), 0
     for name in sorted(names):
         tensor = states.names.tensors[name]
@@ -201,8 +204,6 @@ def described_base(states: States, names: frozenset[str], environment: Environme
         kinds.add(str(tensor.dtype).removeprefix("torch."))
         if own is not None:
             total += _sum_of_bits(own)
-    if not parts_of(states.module).is_whole:
-        return {"names": text.hexdigest(), "weights": len(names), "dtypes": [], "bits": 0}
     return {
         "names": text.hexdigest(),
         "weights": len(names),
@@ -216,7 +217,7 @@ def require_same_base(path: Path, saved: Mapping[str, Any], here: Mapping[str, A
     Raises:
         BrokenFile: the frozen weights are others than those that the checkpoint was trained beside.
     """
-    if saved.get("names") != here.get("names"):
+    if saved.get("names") and here.get("names") and saved["names"] != here["names"]:
         problem = f"leaves out {saved.get('weights')} frozen weights, and this model has others"
         raise BrokenFile(path, problem, "build the model that was saved, frozen alike")
     comparable = all(_is_comparable(side.get("dtypes")) for side in (saved, here))
@@ -233,7 +234,7 @@ def _is_comparable(dtypes: Any) -> bool:
 def _own_part(value: Any, environment: Environment) -> torch.Tensor | None:
     """The elements of a tensor that this rank counts, so that all ranks together count each once."""
     if isinstance(value, PartOfTensor):
-        return value.run
+        return value.tensor
     if isinstance(value, DTensor):
         coordinate = value.device_mesh.get_coordinate() or ()
         first = (

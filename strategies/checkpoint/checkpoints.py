@@ -21,9 +21,11 @@ from strategies.checkpoint.loading import check
 from strategies.checkpoint.reading import Damaged, shown
 from strategies.checkpoint.restore import as_live
 from strategies.checkpoint.saving import Saved, SaveOptions, Saver, unwritable
-from strategies.checkpoint.states import States, load_extra
+from strategies.checkpoint.states import Inventory, States, load_extra, together
 from strategies.distributed.consensus import everywhere, on_rank_zero
 from strategies.errors import BrokenFile
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.whole import gathered
 from strategies.protocols import TrainingEngine
 
 
@@ -31,6 +33,9 @@ class CheckpointedEngine(TrainingEngine, Protocol):
     """An engine whose state can be written down and gone back to."""
 
     supervision: Any
+
+    @property
+    def mesh(self) -> Mesh: ...
 
     def _states(self) -> States: ...
 
@@ -49,7 +54,7 @@ class Checkpoints:
     def save(self, directory: Path, client_state: Mapping[str, Any], options: SaveOptions) -> Path:
         """Write one checkpoint and return its path; `Saver.save` says what it raises."""
         engine = self._engine
-        states = engine._states()
+        states = self._states()
         states.leaves_out = left_out(states, trainable_only=options.trainable_only)
         content = Content(
             progress={**engine._progress(), **_surroundings(engine)},
@@ -66,11 +71,11 @@ class Checkpoints:
                 return {**states.tensors(), **rng.tensors(engine.environment.rank)}
 
         def state() -> str:
-            names = states.names
-            described = replace(
-                content, optimizer=states.described(), aliases=dict(names.aliases), extra=dict(names.extra)
-            )
-            return text_of(content if content.is_custom else described)
+            if content.is_custom:
+                return text_of(content)
+            whole = states.described()
+            aliases, extra = dict(whole.aliases), dict(whole.extra)
+            return text_of(replace(content, optimizer=dict(whole.optimizer), aliases=aliases, extra=extra))
 
         what = Saved(step=engine.global_steps, tensors=tensors, state=state)
         return self._saver.save(directory, what, options)
@@ -82,7 +87,7 @@ class Checkpoints:
         """
         self._saver.wait()
         engine = self._engine
-        states = engine._states()
+        states = self._states()
         own = _OwnState(engine, states.names.extra)
         found = check(directory, states, engine.environment, own.require)
         if found is None:
@@ -106,7 +111,7 @@ class Checkpoints:
         self, directory: Path, dtype: str | None, max_shard_bytes: int | None, *, merged: bool = False
     ) -> list[Path]:
         """Write the weights alone, from every rank, and turn them into a transformers folder, or PEFT's, on rank 0."""
-        engine, states = self._engine, self._engine._states()
+        engine, states = self._engine, self._states()
         adapter = adapter_of(engine.module, states.names.tensors)
         if adapter and not merged:
             states.leaves_out = frozenset(states.names.tensors.keys() - adapter["names"].keys())
@@ -126,6 +131,20 @@ class Checkpoints:
 
         self._saver.save(between, what, SaveOptions())
         return on_rank_zero(convert)
+
+    def _states(self) -> States:
+        """The engine's module and optimizer, and what ranks with different parts of the model have together."""
+        engine = self._engine
+        if engine.mesh.is_data_parallel:
+            return engine._states()
+
+        def own() -> tuple[States, Inventory]:
+            states = engine._states()
+            return states, states.inventory()
+
+        states, inventory = everywhere(own)
+        states.whole = together(gathered(inventory, engine.mesh))
+        return states
 
     @property
     def is_written(self) -> bool:

@@ -1,8 +1,9 @@
-"""Parts of tensors in checkpoints: a run of a tensor's elements, written as boxes of the whole named tensor.
+"""Parts of tensors in checkpoints: whatever a rank has of a tensor, written as boxes of the whole named tensor.
 
 A run of elements is no box of its tensor in general, but at most 2d - 1 of them for d dimensions: the rest of a row,
-whole rows, the beginning of a row. `torch.distributed.checkpoint` reads any box from any others, so that what is
-written in runs can be read whole, in rows, or in other runs.
+whole rows, the beginning of a row. What ranks split between them (`strategies/parallel/split.py`) is a box for each of
+its pieces, and a run or a row shard of that is the boxes in which both meet. `torch.distributed.checkpoint` reads any
+box from any others, so that what is written in runs can be read whole, in rows, or in other runs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from strategies.parallel.split import Split
 
 ALL = "all"
 """The one key at the top of what torch is handed: it logs and wraps every key there, 0.4 ms each."""
@@ -65,36 +70,82 @@ def _within(shape: Sequence[int], row: int, start: int, stop: int, *, taken: int
         yield Box(offsets=(row, *box.offsets), sizes=(1, *box.sizes), start=taken + box.start)
 
 
-class PartOfTensor:
-    """A run of a tensor's elements, [n], in the terms of `torch.distributed.checkpoint`; maybe empty."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A box of a whole tensor, and the values that this rank has of it, [sizes], which are read in place."""
 
-    def __init__(self, run: torch.Tensor, shape: Sequence[int], start: int) -> None:
-        self.run, self.shape = run.detach(), torch.Size(shape)
-        self._boxes = tuple(boxes(shape, start, start + run.numel()))
+    offsets: tuple[int, ...]
+    values: torch.Tensor
+
+
+class PartOfTensor:
+    """What this rank has of a tensor of `shape`, in the terms of `torch.distributed.checkpoint`; maybe nothing.
+
+    `tensor` is what has it: a run of elements, a part that ranks split, or a DTensor of one. Where `writes` is false
+    another rank writes the same values, in boxes that may be cut elsewhere, and this one only reads.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, shape: Sequence[int], pieces: Sequence[Piece], *, writes: bool = True
+    ) -> None:
+        self.tensor, self.shape, self.writes = tensor.detach(), torch.Size(shape), writes
+        self._pieces = {piece.offsets: piece.values for piece in pieces}
+
+    @classmethod
+    def of_run(
+        cls, run: torch.Tensor, shape: Sequence[int], start: int, *, split: Split | None = None, writes: bool = True
+    ) -> PartOfTensor:
+        """The elements [n] from `start` on of a tensor of `shape`, or of the part of it that a split leaves here."""
+        flat = run.detach()
+        local = shape if split is None else split.local_shape
+        pieces: list[Piece] = []
+        for box in boxes(local, start, start + flat.numel()):
+            values = flat[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+            whole = [Piece(offsets=box.offsets, values=values)]
+            pieces += whole if split is None else _split(values, box.offsets, split)
+        return cls(flat, shape, pieces, writes=writes)
+
+    @classmethod
+    def of_split(cls, part: torch.Tensor, split: Split) -> PartOfTensor:
+        """The part of a tensor that a split leaves here, whole or as a DTensor that more ranks share."""
+        part = part.detach()
+        local, offsets = part, (0,) * part.dim()
+        if isinstance(part, DTensor):
+            local = part.to_local()
+            _, offsets = compute_local_shape_and_global_offset(part.shape, part.device_mesh, part.placements)
+        return cls(part, split.shape, list(_split(local, tuple(offsets), split)) if local.numel() else ())
 
     def size(self) -> torch.Size:
         """The shape of the whole tensor."""
         return self.shape
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.run)
+        properties = TensorProperties(dtype=self.tensor.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in (self.__create_chunk_list__() if self.writes else ())
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self._boxes
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=values.shape)
+            for offsets, values in self._pieces.items()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        box = next(box for box in self._boxes if box.offsets == tuple(index.offset or ()))
-        return self.run[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+        return self._pieces[tuple(index.offset or ())]
+
+
+def _split(values: torch.Tensor, offsets: Sequence[int], split: Split) -> Iterator[Piece]:
+    """The pieces of a box of a split part, which begins at `offsets` of it."""
+    for region in split.regions(offsets, values.shape):
+        spans = zip(region.local, offsets, region.sizes, strict=True)
+        inside = tuple(slice(low - begin, low - begin + size) for low, begin, size in spans)
+        yield Piece(offsets=region.whole, values=values[inside])
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -137,7 +137,7 @@ class Restore:
     def _formed(self, place: Place, key: str, value: Any, old: Any) -> Any:
         """A state as this optimizer keeps it: numbers as it does, tensors where its implementation wants them."""
         if isinstance(value, PartOfTensor):
-            return value.run
+            return value.tensor
         if not isinstance(value, torch.Tensor) or not self._is_number(place, key, value.shape):
             return value
         if isinstance(old, torch.Tensor):
@@ -198,7 +198,7 @@ class Restore:
             if not _same_kind(there[name].properties.dtype, tensors[name].dtype):
                 problem = f"has {name} as {there[name].properties.dtype} and the model as {tensors[name].dtype}"
                 raise self._broken(problem, _SAME_MODEL)
-        known = {*live, *tensors, *self._states.names.aliases, *self._content.aliases}
+        known = {*live, *self._states.all_names(), *self._content.aliases}
         for name in there:
             if name not in known:
                 raise self._broken(f"has a weight {shown(name)[1:-1]} that the model has not", _SAME_MODEL)

@@ -2,14 +2,16 @@
 
 An engine describes itself by a subclass of `States`: which tensor on this rank stands for which parameter, and where it
 begins in it. Whatever the strategy, what is saved is the same: fp32 masters where there are any, optimizer states in
-the parameter's shape, numbers (steps) once per parameter.
+the parameter's shape, numbers (steps) once per parameter. Where ranks split the model between them, a rank has parts of
+the whole parameters, and names of its own pipeline stage alone: `Inventory` is what all of them have together.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 
 from strategies.checkpoint.parts import PartOfTensor
 from strategies.errors import CannotRun
+from strategies.parallel.split import ModelParts, Split, parts_of
 
 # Names of a module's tensors, each tensor once.
 
@@ -54,7 +57,7 @@ def names_of(module: nn.Module) -> ModuleNames:
     extra: dict[str, Any] = {}
     first: dict[int, str] = {}
     for wrapped_name, value in module.state_dict(keep_vars=True).items():
-        name = _unwrapped(wrapped_name)
+        name = unwrapped(wrapped_name)
         if not isinstance(value, torch.Tensor):
             extra[name] = _plain(name, value)
         elif id(value) in first:
@@ -68,7 +71,7 @@ def names_of(module: nn.Module) -> ModuleNames:
 def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
     """Hand extra states back to the modules that kept them."""
     for prefix, part in module.named_modules():
-        key = _unwrapped(f"{prefix}._extra_state" if prefix else "_extra_state")
+        key = unwrapped(f"{prefix}._extra_state" if prefix else "_extra_state")
         if key in extra:
             part.set_extra_state(extra[key])
 
@@ -91,10 +94,78 @@ def _plain(name: str, value: Any) -> Any:
     return value
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
+    """A module's or tensor's name without those of wrappers around its parts."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def _canonical(names: ModuleNames, shared: Mapping[str, str]) -> ModuleNames:
+    """The names under which a checkpoint holds tensors that several pipeline stages have."""
+    others = {name: canonical for name, canonical in shared.items() if name != canonical and name in names.tensors}
+    return ModuleNames(
+        tensors={others.get(name, name): tensor for name, tensor in names.tensors.items()},
+        aliases={alias: others.get(name, name) for alias, name in names.aliases.items()} | others,
+        extra=names.extra,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """What a rank's module and optimizer are made of, in JSON; of several ranks, what all of them have.
+
+    Attributes:
+        names: of parameters and persistent buffers, in the order of the model.
+        aliases, extra: as in `ModuleNames`.
+        optimizer: its class, its groups (names of their parameters, and options), and which of its states are plain
+            numbers.
+        blocks: the repeated blocks of each of this rank's pipeline stages.
+    """
+
+    names: tuple[str, ...]
+    aliases: Mapping[str, str]
+    extra: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    blocks: tuple[range, ...] = ()
+
+
+def together(inventories: Sequence[Inventory]) -> Inventory:
+    """What all ranks have that hold different parts of one model; their optimizers have the same groups."""
+    if len(inventories) == 1:
+        return inventories[0]
+    order = _order(inventories)
+    names = sorted({name for each in inventories for name in each.names}, key=lambda name: order[name])
+    groups: list[dict[str, Any]] = []
+    for index in range(max(len(each.optimizer["groups"]) for each in inventories)):
+        alike = [each.optimizer["groups"][index] for each in inventories if index < len(each.optimizer["groups"])]
+        members = {name for group in alike for name in group["parameters"]}
+        options = next((group["options"] for group in alike if group["parameters"]), alike[0]["options"])
+        groups.append({"parameters": sorted(members, key=lambda name: order[name]), "options": options})
+    return Inventory(
+        names=tuple(names),
+        aliases={alias: name for each in inventories for alias, name in each.aliases.items()},
+        extra={name: value for each in inventories for name, value in each.extra.items()},
+        optimizer={
+            "class": inventories[0].optimizer["class"],
+            "groups": groups,
+            "numbers": sorted({key for each in inventories for key in each.optimizer["numbers"]}),
+        },
+    )
+
+
+def _order(inventories: Sequence[Inventory]) -> dict[str, tuple[float, int]]:
+    """Where each name stands in the whole model: what precedes the blocks, the blocks by number, what follows them."""
+    order: dict[str, tuple[float, int]] = {}
+    for each in inventories:
+        own = {block for stage in each.blocks for block in stage}
+        found = [re.search(r"\.(\d+)\.", name) for name in each.names]
+        numbers = [int(match[1]) if match and int(match[1]) in own else None for match in found]
+        first = next((place for place, number in enumerate(numbers) if number is not None), 0)
+        for place, (name, number) in enumerate(zip(each.names, numbers, strict=True)):
+            outside = -1.0 if not each.blocks or (place < first and 0 in own) else float("inf")
+            order.setdefault(name, (outside if number is None else float(number), len(order)))
+    return order
 
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -114,7 +185,10 @@ class Place:
         group: the options of its group in the optimizer.
         tensor: what the optimizer changes here: the parameter, a DTensor of it, or a piece, maybe empty.
         shape: of the whole parameter.
-        start: where a flat piece begins in the parameter, or None if `tensor` has the parameter's own shape.
+        start: where a flat piece begins in the parameter, or in this rank's part of it; None if `tensor` has the
+            parameter's own shape, or that of the part.
+        split: which part of the parameter this rank has, or None if ranks do not split it.
+        writes: whether this rank writes its piece; if not, another one has the same.
     """
 
     name: str
@@ -122,6 +196,8 @@ class Place:
     tensor: torch.Tensor
     shape: torch.Size
     start: int | None = None
+    split: Split | None = None
+    writes: bool = True
 
     @property
     def is_absent(self) -> bool:
@@ -130,8 +206,8 @@ class Place:
 
     @property
     def is_partial(self) -> bool:
-        """Whether this rank has a run of the parameter's elements only."""
-        return self.start is not None and self.tensor.numel() != self.shape.numel()
+        """Whether this rank has some of the parameter's elements only."""
+        return (self.start is not None or self.split is not None) and self.tensor.numel() != self.shape.numel()
 
     def is_number(self, key: str, shape: torch.Size) -> bool:
         """Whether a state of this shape is one number for the whole parameter."""
@@ -139,7 +215,9 @@ class Place:
 
     def saved(self, value: torch.Tensor) -> Any:
         """A tensor like `tensor`, as part of the whole one."""
-        return value if self.start is None else PartOfTensor(value, self.shape, self.start)
+        if self.start is not None:
+            return PartOfTensor.of_run(value, self.shape, self.start, split=self.split, writes=self.writes)
+        return value if self.split is None else PartOfTensor.of_split(value, self.split)
 
     def state_name(self, key: str) -> str:
         """The name of a state in a checkpoint."""
@@ -151,13 +229,25 @@ class States(ABC):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = module, optimizer
-        self.names: ModuleNames = names_of(module)
+        self.parts: ModelParts = parts_of(module)
+        own = names_of(module)
+        self.names: ModuleNames = _canonical(own, self.parts.shared)
+        self._own_names = own.of_parameters()
+        self._splits: dict[torch.Tensor, Split] = {}
+        for name, split in self.parts.splits.items():
+            tensor = own.tensors.get(own.aliases.get(name, name))
+            if tensor is not None:
+                self._splits[tensor], self._own_names[tensor] = split, name
+        self.whole: Inventory | None = None
+        """What the ranks have together that hold different parts of the model, where it was asked for."""
         self.leaves_out: frozenset[str] = frozenset()
         """Names of weights that are neither saved nor looked for."""
 
-    @abstractmethod
     def weight(self, tensor: torch.Tensor) -> Any:
-        """A parameter or buffer as it is saved, and read in place: itself, or a part of a master copy."""
+        """A parameter or buffer as it is saved, and read in place: itself, or a part of a whole one, or of a master
+        copy."""
+        split = self.split_of(tensor)
+        return tensor.detach() if split is None else PartOfTensor.of_split(tensor, split)
 
     @abstractmethod
     def places(self) -> Iterator[Place]:
@@ -165,7 +255,18 @@ class States(ABC):
 
     def shape_of(self, tensor: torch.Tensor) -> torch.Size:
         """The whole shape of a parameter or buffer."""
-        return tensor.shape
+        split = self.split_of(tensor)
+        return tensor.shape if split is None else torch.Size(split.shape)
+
+    def split_of(self, tensor: torch.Tensor) -> Split | None:
+        """Which part of a whole parameter or buffer this rank has; None if it is not split."""
+        return self._splits.get(tensor)
+
+    def writes(self, tensor: torch.Tensor) -> bool:
+        """Whether this rank writes its run of a parameter: the first of those that have the same, which may be cut into
+        other runs there."""
+        name = self._own_names.get(tensor)
+        return name is None or (self.parts.copy_of(name)[0] == 0 and self.parts.is_counted(name))
 
     def states_of(self, place: Place) -> Mapping[str, Any]:
         """The optimizer's states of a parameter: tensors like `place.tensor`, others, and numbers."""
@@ -207,26 +308,47 @@ class States(ABC):
 
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         """The optimizer's groups in order: the names of their parameters, and their options."""
-        found: dict[int, tuple[list[str], dict[str, Any]]] = {}
+        found: dict[int, tuple[list[str], dict[str, Any]]] = {
+            id(group): ([], group) for group in self.optimizer.param_groups
+        }
         for place in self.places():
             found.setdefault(id(place.group), ([], place.group))[0].append(place.name)
         return list(found.values())
 
-    def described(self) -> dict[str, Any]:
-        """The optimizer in JSON: its class, groups and options, and which of its states are plain numbers."""
+    def inventory(self) -> Inventory:
+        """What this rank's module and optimizer are made of."""
+        order = {name: place for place, name in enumerate(self.names.tensors)}
         states = [state for place in self.places() for state in self.states_of(place).items()]
-        return {
-            "class": type(self.optimizer).__name__,
-            "groups": [{"parameters": names, "options": _options(group)} for names, group in self.groups()],
-            "numbers": sorted({key for key, value in states if isinstance(value, (bool, int, float))}),
-        }
+        return Inventory(
+            names=tuple(self.names.tensors),
+            aliases=self.names.aliases,
+            extra=self.names.extra,
+            optimizer={
+                "class": type(self.optimizer).__name__,
+                "groups": [
+                    {"parameters": sorted(names, key=lambda name: order[name]), "options": _options(group)}
+                    for names, group in self.groups()
+                ],
+                "numbers": sorted({key for key, value in states if isinstance(value, (bool, int, float))}),
+            },
+            blocks=self.parts.blocks or (),
+        )
+
+    def all_names(self) -> set[str]:
+        """The names of the whole model's tensors, and their further ones."""
+        if self.whole is None:
+            return {*self.names.tensors, *self.names.aliases}
+        return {*self.whole.names, *self.whole.aliases}
+
+    def described(self) -> Inventory:
+        """What a checkpoint says of the module and the optimizer: those of all ranks, without groups of nothing."""
+        whole = self.whole or self.inventory()
+        groups = [group for group in whole.optimizer["groups"] if group["parameters"]]
+        return replace(whole, optimizer={**whole.optimizer, "groups": groups})
 
 
 class WholeStates(States):
     """States of the torch strategies: parameters are whole, or DTensors that know which part of the whole they are."""
-
-    def weight(self, tensor: torch.Tensor) -> Any:
-        return tensor.detach()
 
     def places(self) -> Iterator[Place]:
         names = self.names.of_parameters()
@@ -234,7 +356,13 @@ class WholeStates(States):
             for parameter in group["params"]:
                 if parameter not in names:
                     raise CannotRun("checkpoint: the optimizer trains a parameter that the model's state_dict lacks")
-                yield Place(name=names[parameter], group=group, tensor=parameter, shape=parameter.shape)
+                yield Place(
+                    name=names[parameter],
+                    group=group,
+                    tensor=parameter,
+                    shape=self.shape_of(parameter),
+                    split=self.split_of(parameter),
+                )
 
     def updated(self) -> None:
         """What was read in place is all there is."""
@@ -254,9 +382,10 @@ def _kept(place: Place, key: str, value: Any) -> Any:
     if value.shape == place.tensor.shape:
         return place.saved(value.detach())
     if place.is_partial:
+        remedy = "give it the attribute whole_tensors = True" if place.split is None else "use adamw, or leave tp out"
         raise CannotRun(
             f"checkpoint: the optimizer keeps {key} {list(value.shape)} for a part of {place.name}, which fits no other"
-            " part; give it the attribute whole_tensors = True"
+            f" part; {remedy}"
         )
     return value.detach()
 

@@ -168,8 +168,8 @@ TOP = Known(
         ),
         "profiler": Known(own=_words("enabled wait warmup active output_path")),
         "pipeline": Known(
-            read=_words("stages"),
-            hints=_words("partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned"),
+            read=_words("stages partition"),
+            hints=_words("seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned"),
         ),
         "tensor_parallel": Known(
             defaults={"autotp_size": 0, "tp_size": 1},

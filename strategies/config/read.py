@@ -23,8 +23,8 @@ from strategies.config.sections import (
     lora_section,
     monitor_section,
     named_parts,
+    pipeline_section,
     profiler_section,
-    refuse_stages,
     zero_section,
 )
 from strategies.config.values import CsvSection, ScriptConfig, TensorboardSection
@@ -43,7 +43,6 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
     given = {} if config is None else dict(config) if isinstance(config, Mapping) else read_object(Path(config))
     top = Fields(in_deepspeeds_words(given))
     refuse_unknown(top)
-    refuse_stages(top.section("pipeline"))
     communication = communication_section(top)
     return ScriptConfig(
         train_batch_size=top.maybe_whole("train_batch_size", least=1),
@@ -70,6 +69,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
         wall_clock_breakdown=top.flag("wall_clock_breakdown"),
         memory_breakdown=top.flag("memory_breakdown"),
         steps_per_print=top.maybe_whole("steps_per_print", least=1),
+        pipeline=pipeline_section(top.section("pipeline")),
         values=for_deepspeed(top.values, communication),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from planner.vocabulary import Method, Offload
 from strategies.config.fields import Fields
@@ -18,6 +18,8 @@ from strategies.config.values import (
     LoraSection,
     MonitorSettings,
     NamedParts,
+    Partition,
+    PipelineSection,
     ProfilerSection,
     Threshold,
     ZeroSection,
@@ -85,18 +87,23 @@ def _offload(optimizer: Fields, param: Fields) -> Offload | None:
     return "none" if "none" in (of_optimizer, of_param) else None
 
 
-def refuse_stages(pipeline: Fields) -> None:
-    """Stop at a `pipeline` of several stages, which no engine here runs.
+_PARTITIONS: Mapping[str, Partition] = {
+    **{name: name for name in get_args(Partition)},
+    # DeepSpeed's word for a cut by measured time.
+    "best": "seconds",
+    "profile": "seconds",
+}
+
+
+def pipeline_section(fields: Fields) -> PipelineSection:
+    """`pipeline`, with DeepSpeed's words of `partition_method` for `partition`.
 
     Raises:
-        CannotRun: naming what to leave out.
+        CannotRun: a value is not of its kind.
     """
-    stages = pipeline.whole("stages", 1, least=1)
-    if stages > 1:
-        raise CannotRun(
-            f"config: {pipeline.name('stages')} is {stages}, and models are not cut into pipeline stages here yet;"
-            " leave it out and let zero3 or fsdp shard the model"
-        )
+    return PipelineSection(
+        stages=fields.maybe_whole("stages", least=1), partition=fields.one_of("partition", _PARTITIONS, "uniform")
+    )
 
 
 # The section `monitor`, and the same settings by name.

@@ -54,6 +54,20 @@ Compression = Literal["none", "fp16", "bf16", "int8"]
 CommunicationDtype = Literal["fp32", "bf16", "fp16"]
 
 
+Partition = Literal["uniform", "parameters", "seconds"]
+"""What pipeline stages have as equally as can be: blocks, parameters, or the time of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSection:
+    """How a model is cut into pipeline stages."""
+
+    stages: int | None = None
+    """The pipeline's degree, where a plan is made now."""
+    partition: Partition = "uniform"
+    """What the stages have as equally as can be."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedParts:
     """An optimizer or scheduler by name, with the arguments that the script gives it."""
@@ -220,6 +234,7 @@ class ScriptConfig:
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     steps_per_print: int | None = None
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @property

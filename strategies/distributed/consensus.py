@@ -13,24 +13,24 @@ from hardware_db.errors import DsplanError
 Value = TypeVar("Value")
 
 
-def on_rank_zero(decide: Callable[[], Value]) -> Value:
+def on_rank_zero(decide: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """What `decide` returns on rank 0, on every rank; without a process group, just its value.
 
-    Every rank must call this together.
+    Every rank must call this together; with a `group`, its ranks, the first of which decides.
 
     Raises:
         DsplanError: the expected failure that `decide` met on rank 0, on every rank, so that none waits for the others.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return decide()
     box: list[object] = [None]
     refusal: DsplanError | None = None
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == 0:
         try:
             box[0] = decide()
         except DsplanError as error:
             refusal, box[0] = error, _Refusal(message=str(error), exit_code=error.exit_code)
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
     if isinstance(box[0], _Refusal):
         raise refusal or box[0].as_error()
     return cast("Value", box[0])

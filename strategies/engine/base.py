@@ -19,11 +19,15 @@ from planner.types.plan import Configuration, Plan
 from planner.vocabulary import FSDP_STRATEGIES
 from strategies.checkpoint.checkpoints import Checkpoints, custom_of
 from strategies.checkpoint.saving import SaveOptions
-from strategies.checkpoint.states import States
+from strategies.checkpoint.states import States, unwrapped
 from strategies.config.values import CheckpointSection
 from strategies.distributed.environment import Environment
+from strategies.errors import CannotRun
 from strategies.modules.precision import LossScale
 from strategies.parallel.mesh import Mesh
+from strategies.parallel.model import CALL_TRAIN_BATCH
+from strategies.parallel.split import parts_of
+from strategies.parallel.whole import whole_tensors
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE, beat
 from strategies.telemetry.timers import Section
@@ -118,7 +122,12 @@ class Engine(ABC):
         return self.configuration.strategy in (*FSDP_STRATEGIES, "zero3") and self.environment.world_size > 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass under the plan's precision."""
+        """The module's forward pass under the plan's precision.
+
+        Raises:
+            CannotRun: the module is cut into pipeline stages.
+        """
+        self._require_whole()
         if not self.observers or not self.module.training:
             beat()
             return self._forward(*args, **kwargs)
@@ -128,7 +137,12 @@ class Engine(ABC):
             return self._forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add this micro-batch's gradients; the loss is divided by the accumulation steps here, not by the caller."""
+        """Add this micro-batch's gradients; the loss is divided by the accumulation steps here, not by the caller.
+
+        Raises:
+            CannotRun: the module is cut into pipeline stages.
+        """
+        self._require_whole()
         if not self.observers:
             with self._meeting("backward"):
                 return self._backward(loss)
@@ -136,6 +150,34 @@ class Engine(ABC):
             observer.loss_is(loss)
         with self.profile("backward"), self._meeting("backward"):
             return self._backward(loss)
+
+    def train_batch(self, batch: Any) -> torch.Tensor:
+        """A whole optimizer step: its micro-batches forward and backward, and `step`; called on every rank.
+
+        Under a pipeline the only way to train, under every other strategy the same as the loop of calls.
+
+        Args:
+            batch: this data-parallel rank's samples of the step (the global batch over `data_parallel_size`): tensors
+                with a row for each, in a mapping (given to the model by name) or a tuple (by position), which are cut
+                into micro-batches; or an iterator of micro-batches, of which `gradient_accumulation_steps` are taken.
+
+        Returns:
+            The mean loss over the global batch, a scalar in fp32 on the device; the same on every rank.
+
+        Raises:
+            CannotRun: the batch has other samples than a step of the plan, or the model returns no loss.
+            StopIteration: the iterator is at its end.
+        """
+        from strategies.engine.pipeline_step import train_batch
+
+        return train_batch(self, batch)
+
+    def eval_batch(self, batch: Any) -> torch.Tensor:
+        """The mean loss of a batch over all data-parallel ranks, in evaluation mode and without gradients; called on
+        every rank, with any number of samples, in the forms of `train_batch` (an iterator gives one micro-batch)."""
+        from strategies.engine.pipeline_step import eval_batch
+
+        return eval_batch(self, batch)
 
     def step(self) -> None:
         """At the accumulation boundary: clip, change the weights, clear gradients, step the scheduler. Else nothing.
@@ -256,14 +298,20 @@ class Engine(ABC):
         """This rank's `parameters`, `gradients` and `optimizer` states (masters too), as they lie in memory."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the module's weights and buffers on the host, whole, by its own names; called on every rank."""
+        """Copies of the whole model's weights and buffers on the host, by its own names; called on every rank.
+
+        Every rank gets all of them, also those of other pipeline stages and experts and the parts of other tp ranks.
+        """
         names = self.module.state_dict().keys()  # FSDP2 would shard again what is whole
         with self.whole_parameters():
             found = {
                 **dict(self.module.named_buffers(remove_duplicate=False)),
                 **dict(self.module.named_parameters(remove_duplicate=False)),
             }
-            return {name: found[name].detach().cpu().clone() for name in names if name in found}
+            own = {name: found[name] for name in names if name in found}
+            if not self.mesh.is_data_parallel:
+                return whole_tensors({unwrapped(name): own[name] for name in own}, parts_of(self.module), self.mesh)
+            return {name: tensor.detach().cpu().clone() for name, tensor in own.items()}
 
     @contextmanager
     def whole_parameters(self, *, keeps_changes: bool = False) -> Iterator[None]:
@@ -271,6 +319,10 @@ class Engine(ABC):
 
         They are in the dtype that they compute in. Every rank must enter and leave together; inside, one may run the
         model alone, but for DeepSpeed's stage 3. Changes may be lost unless `keeps_changes`, which takes over rank 0's.
+
+        Under tp, ep and pp they are whole as far as data-parallel ranks share them: this rank's part of the layers, as
+        the model runs with; `state_dict` has the whole model. What changes are kept is then the first's of the ranks
+        that share a part.
         """
         with ExitStack() as opened:
             with PULSE.meeting("whole_parameters"):
@@ -363,6 +415,10 @@ class Engine(ABC):
 
     export_checkpoint = export
 
+    def _require_whole(self) -> None:
+        if self.configuration.pp > 1:
+            raise CannotRun(CALL_TRAIN_BATCH)
+
     def _meeting(self, kind: str) -> AbstractContextManager[None]:
         """A part of a step in which every rank takes part as in the forward passes."""
         return PULSE.meeting(kind) if self.gathers_weights else nullcontext()
@@ -425,6 +481,28 @@ class AccumulatingEngine(Engine):
     @property
     def loss_scale(self) -> float:
         return self._scale.value
+
+    def passed(self, micro_batches: int) -> None:
+        """Count micro-batches whose passes are over, before the `step` of the last one."""
+        self._micro_steps += micro_batches
+
+    @abstractmethod
+    def forward_stage(self, *args: Any, **kwargs: Any) -> Any:
+        """The running pipeline stage's forward pass under the plan's precision."""
+
+    @abstractmethod
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """A micro-batch's loss as its backward pass begins with it."""
+
+    @abstractmethod
+    def backward_stage(
+        self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+    ) -> None:
+        """Add the gradients of a pipeline stage's pass, the last one of its stage, or of all stages of this rank."""
+
+    @abstractmethod
+    def complete_gradients(self) -> None:
+        """All passes of a pipeline's step are over: reduce what has not been reduced over data-parallel ranks."""
 
     def _is_boundary_by_count(self) -> bool:
         return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from hardware_db.notices import notice
 from planner import vocabulary as words
-from planner.types.plan import Plan
+from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import plan_to_dict
 from strategies.autoplan.select import (
     PlanningOptions,
@@ -28,7 +28,7 @@ from strategies.config import read_config
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.values import MonitorSettings
 from strategies.data.loader import Collate, LoaderSettings, ShardedLoader
-from strategies.distributed.environment import Environment, join
+from strategies.distributed.environment import Environment, ensure_group, join
 from strategies.distributed.excepthook import install_excepthook
 from strategies.distributed.rank_check import require_same_model
 from strategies.engine.base import Engine
@@ -36,14 +36,17 @@ from strategies.engine.observers import watch
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
 from strategies.modules.adapters import apply_method, asked_method, require_trainable, still_trained
+from strategies.modules.kernels import asked_kernels, install_kernels
 from strategies.optim.optimizers import fitting
 from strategies.optim.registry import with_named
 from strategies.parallel.model import SplitOptions, split_model
+from strategies.parallel.stages import stages_of, without_elsewhere
 from strategies.protocols import OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
 from strategies.run_directory import claim
 from strategies.run_directory.state_consensus import current
 from strategies.supervision.supervision import supervise
 from strategies.telemetry.monitor import RunMonitor
+from strategies.tracing.example import example_batch, examples_for
 from strategies.variables import QUIET, RUN_DIRECTORY
 
 if TYPE_CHECKING:
@@ -132,7 +135,13 @@ def initialize(
         model_parameters = None if model_parameters is None else still_trained(model_parameters, model)
         if environment.is_main:
             notice(done, stream="stdout")
+    work = planned_work(options)[0]
+    installed = install_kernels(model, asked_kernels(script.kernels, work.get("loss")), environment.device)
+    for said in filter(None, (installed.sentence, *installed.notes)):
+        if environment.is_main:
+            notice(said, stream="stdout")
     require_same_model(model)
+    options = replace(options, loss=installed.loss)
     settled, is_new = _settle(model, options, environment)
     if not method.is_full:
         settled = replace(settled, workload={**settled.workload, **method.in_a_plan})
@@ -152,8 +161,10 @@ def initialize(
     tuning = _tuning(model, options, environment)
     monitor = _monitor(settled, environment, script.monitor, is_new=is_new)
     way = find_strategy(settled.configuration, environment)
-    split_model(model, way.mesh, SplitOptions(configuration=settled.configuration, tp_plan=tp_plan or {}))
-    engine = way.engine(fitting(with_named(parts)))
+    if not way.mesh.is_data_parallel:
+        ensure_group(environment)
+    split_model(model, way.mesh, _how_to_split(model, settled.configuration, options, tp_plan))
+    engine = way.engine(fitting(with_named(_here(parts))))
     engine.checkpointing = script.checkpoint
     if training_data is not None:
         read_as = LoaderSettings(section=script.data, collate=collate_fn)
@@ -166,6 +177,30 @@ def initialize(
     if tuning is not None:
         tuning.watch(engine)
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _how_to_split(
+    model: nn.Module, configuration: Configuration, options: PlanningOptions, tp_plan: Mapping[str, str] | None
+) -> SplitOptions:
+    """How the model is split, with what a pipeline looks at."""
+    batch = example_batch(options.training_data, options.collate) if configuration.pp > 1 else None
+    examples = [] if batch is None else list(examples_for(model, batch))
+    return SplitOptions(
+        configuration=configuration,
+        tp_plan=tp_plan or {},
+        examples=[(example.positional, example.named) for example in examples],
+        partition=options.config.pipeline.partition,
+    )
+
+
+def _here(parts: TrainingParts) -> TrainingParts:
+    """Without the parameters of other pipeline stages."""
+    if stages_of(parts.model) is None:
+        return parts
+    optimizer = parts.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = without_elsewhere(parts.model, optimizer)
+    return replace(parts, optimizer=optimizer, model_parameters=without_elsewhere(parts.model, parts.model_parameters))
 
 
 def _config_of(args: object, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path | None:

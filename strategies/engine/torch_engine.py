@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from strategies.checkpoint.states import WholeStates
+from strategies.checkpoint.states import WholeStates, unwrapped
 from strategies.distributed.gathers import require_alike
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.errors import CannotRun
@@ -22,7 +22,10 @@ from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, cast_model, scale_settings
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.parallel.mesh import Mesh
+from strategies.parallel.pipeline import sum_shared
 from strategies.parallel.split import ModelParts, parts_of
+from strategies.parallel.tensor import sum_copies, whole_layers
+from strategies.parallel.whole import share_of_square
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
 
@@ -32,15 +35,18 @@ from strategies.run_directory.heartbeat import PULSE
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The 2-norm of all gradients in fp64, a scalar on their device; every rank of sharded ones calls it.
+def total_norm(module: nn.Module, mesh: Mesh | None = None) -> torch.Tensor:
+    """The 2-norm of all gradients of a module in fp64, a scalar on their device; every rank calls it.
 
-    Replicated gradients are the same on every rank already. Sharded ones share one device mesh.
+    Replicated gradients are the same on every rank already, and sharded ones share one device mesh. Where ranks of a
+    `mesh` split the model between them, each of its elements counts once, whoever has it.
 
     Raises:
         Parted: the ranks' calls that gather weights have differed.
     """
-    parameters = list(parameters)
+    if mesh is not None and not mesh.is_data_parallel:
+        return _norm_over(module, mesh)
+    parameters = list(module.parameters())
     values = [value for value in _values(parameters) if value.numel()]
     if values:
         norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
@@ -60,35 +66,33 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return square.sqrt()
 
 
-def norm_over_mesh(module: nn.Module, parts: ModelParts, mesh: Mesh) -> torch.Tensor:
-    """The 2-norm of all gradients of a model that ranks split between them, a scalar in fp64; every rank calls it.
-
-    Each rank counts its part of a gradient by the share of one in as many ranks as have the same part.
-
-    Raises:
-        Parted: the ranks' calls that gather weights have differed.
-    """
-    world = mesh.dims.world_size // mesh.size("pp")
-    square = torch.zeros((), dtype=torch.float64, device=mesh.environment.device)
+def _norm_over(module: nn.Module, mesh: Mesh) -> torch.Tensor:
+    """The norm of the gradients of a model that ranks split: the sum over all ranks of what each one's squares count
+    for, so that whatever is not finite on some rank is so on all."""
+    parts, by_share = parts_of(module), dict[float, list[nn.Parameter]]()
+    sharded: DTensor | None = None
     for name, parameter in module.named_parameters():
-        values = [value for value in _values([parameter]) if value.numel()]
-        if not values or name in parts.shared:
-            continue
-        split = parts.splits.get(name)
-        holders = 1 if split is None else mesh.size(split.over)
+        shards = 1
         if isinstance(parameter, DTensor):
-            shards = (
-                size
-                for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-                if placement.is_shard()
-            )
-            holders *= math.prod(shards)
-        norm = torch.linalg.vector_norm(values[0], dtype=_norm_dtype(values)).double()
-        square += norm.to(square.device).square() * (holders / world)
-    sums = torch.stack((square, square.new_tensor(float(PULSE.number))))
-    dist.all_reduce(sums)
-    require_alike(sums[1].item(), mesh.dims.world_size)
-    return sums[0].sqrt()
+            sharded, sizes = parameter, zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            shards = math.prod(size for placement, size in sizes if placement.is_shard())
+        by_share.setdefault(share_of_square(unwrapped(name), parts, mesh, shards), []).append(parameter)
+    squares = [_square(_values(parameters), mesh) * share for share, parameters in by_share.items()]
+    square = torch.stack([*squares, torch.zeros((), dtype=torch.float64, device=mesh.environment.device)]).sum()
+    dist.all_reduce(square)
+    if sharded is not None:
+        met = torch.tensor(float(PULSE.number), dtype=torch.float64, device=mesh.environment.device)
+        dist.all_reduce(met, group=mesh.group("dp_shard_cp"))
+        require_alike(met.item(), mesh.size("dp_shard_cp"))
+    return square.sqrt()
+
+
+def _square(values: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    values = [value for value in values if value.numel()]
+    if not values:
+        return torch.zeros((), dtype=torch.float64, device=mesh.environment.device)
+    norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
+    return torch.stack(norms).double().square().sum().to(mesh.environment.device)
 
 
 def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
@@ -99,11 +103,15 @@ def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
     gradients = [
         value
         for name, parameter in module.named_parameters()
-        if name in parts.summed
+        if unwrapped(name) in parts.summed
         for value in _values([parameter])
         if value.numel()
     ]
-    if not gradients or mesh.size("tp") == 1:
+    if mesh.size("tp") == 1:
+        return
+    if any(split.copies > 1 for split in parts.splits.values()):
+        sum_copies(module, parts, mesh)
+    if not gradients:
         return
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat, group=mesh.group("tp"))
@@ -209,13 +217,19 @@ class TorchStrategy(Strategy):
         """Whether gradients are reduced before the accumulation boundary too, so that no rank keeps them whole."""
         return False
 
+    def complete(self, module: nn.Module) -> None:
+        """Reduce what the backward passes of a pipeline's step, all of them inside `synchronization`, have not."""
+
     @contextmanager
     def whole(self, module: nn.Module, *, keeps_changes: bool) -> Iterator[None]:
-        """All weights whole inside; `keeps_changes` takes over what rank 0 wrote to them."""
+        """All weights whole inside; `keeps_changes` takes over what the first of the ranks that have the same part of
+        the model wrote to them."""
         yield
         if keeps_changes and self.environment.world_size > 1:
-            for parameter in module.parameters():
-                dist.broadcast(parameter.data, 0)
+            experts = parts_of(module).experts
+            for name, parameter in module.named_parameters():
+                group = self.mesh.group("expert_dp" if unwrapped(name) in experts else "dp_cp")
+                dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
 
     def autocast(self) -> AbstractContextManager[object]:
         """What surrounds a forward pass: the casts of the plan's precision, unless the wrapper does them."""
@@ -252,7 +266,15 @@ class TorchEngine(AccumulatingEngine):
         }
 
     def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
-        return self.strategy.whole(self.module, keeps_changes=keeps_changes)
+        return self._opened(keeps_changes=keeps_changes)
+
+    @contextmanager
+    def _opened(self, *, keeps_changes: bool) -> Iterator[None]:
+        with ExitStack() as opened:
+            opened.enter_context(self.strategy.whole(self.module, keeps_changes=keeps_changes))
+            if self.mesh.size("tp") > 1:
+                opened.enter_context(whole_layers(self.module, self.mesh, keeps_changes=keeps_changes))
+            yield
 
     def _states(self) -> WholeStates:
         return WholeStates(self.module, self.optimizer)
@@ -264,21 +286,42 @@ class TorchEngine(AccumulatingEngine):
             return self.wrapped(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
+        self._add_gradients(self.scaled(loss), None, ends_step=self.is_gradient_accumulation_boundary())
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         mean = loss / self.configuration.gradient_accumulation_steps
-        acts = self.is_gradient_accumulation_boundary()
-        if self._wide_sums is not None and acts:
+        return mean if self._scale.value == 1 else mean * self._scale.value
+
+    def _add_gradients(self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_step: bool) -> None:
+        if self._wide_sums is not None and ends_step:
             self._wide_sums.give_back()
-        torch.autograd.backward(mean if self._scale.value == 1 else mean * self._scale.value)
-        if self._wide_sums is not None and not acts:
+        torch.autograd.backward(made, gradient)
+        if self._wide_sums is not None and not ends_step:
             self._wide_sums.set_aside(self.module.parameters())
+
+    def forward_stage(self, *args: Any, **kwargs: Any) -> Any:
+        # Other passes run between a pass's forward and its backward, so that its forward cannot say what reduces.
+        with self.strategy.synchronization(self.wrapped, reduces=False), self.strategy.autocast():
+            return self.wrapped(*args, **kwargs)
+
+    def backward_stage(
+        self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+    ) -> None:
+        reduces = ends_stage or self.strategy.reduces_each_micro_batch
+        with self.strategy.synchronization(self.wrapped, reduces=reduces):
+            self._add_gradients(made, gradient, ends_step=ends_step)
+
+    def complete_gradients(self) -> None:
+        self.strategy.complete(self.wrapped)
 
     def _summed_norm(self) -> float:
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
-        if self.mesh.is_data_parallel:
-            return total_norm(self.module.parameters()).item()
         parts = parts_of(self.module)
         sum_terms(self.module, parts, self.mesh)
-        return norm_over_mesh(self.module, parts, self.mesh).item()
+        if self.mesh.size("pp") > 1:
+            named = ((name, _values([parameter])) for name, parameter in self.module.named_parameters())
+            sum_shared({name: values[0] for name, values in named if values}, parts, self.mesh)
+        return total_norm(self.module, self.mesh).item()
 
     def _apply(self, factor: float) -> None:
         scale_gradients(self.module.parameters(), factor)

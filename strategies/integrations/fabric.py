@@ -179,7 +179,7 @@ class _FabricSide(Ranks):
         engine.gradient_clipping = float(max_norm)
         if not isinstance(engine, TorchEngine):
             return None
-        return total_norm(engine.module.parameters()) / engine.loss_scale
+        return total_norm(engine.module, engine.mesh) / engine.loss_scale
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         """Refused.

@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
+
+
+class Elsewhere(nn.Module):
+    """Takes the place of a block that another pipeline stage has: what the model reads of a block besides running it
+    (its kind of attention, its number) is still there, its weights are not."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        plain = {name: value for name, value in vars(block).items() if not name.startswith("_")}
+        vars(self).update({name: value for name, value in plain.items() if name not in ("training", "forward")})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError  # a pipeline gives each its own
+
+
+def block_stacks(model: nn.Module) -> list[nn.Module]:
+    """The outermost stacks of like modules (`repeated_blocks`), in the order of the model."""
+    if _is_stack(model):
+        return [model]
+    return [stack for child in model.children() for stack in block_stacks(child)]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -10,21 +32,25 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     A stack is a `ModuleList` or `Sequential` whose members are all of one class, have parameters, and are made of
     other modules (`nn.Sequential(Linear, Linear)` is one block's inside, not a stack of blocks). Encoder and decoder
-    are two stacks; stacks inside a stack's members (the experts of a layer) belong to the member.
+    are two stacks; stacks inside a stack's members (the experts of a layer) belong to the member. Blocks that another
+    pipeline stage has are left out.
     """
-    if _is_stack(model):
-        return list(model.children())
-    return [block for child in model.children() for block in repeated_blocks(child)]
+    return [block for stack in block_stacks(model) for block in members(stack)]
+
+
+def members(stack: nn.Module) -> list[nn.Module]:
+    """The members of a stack that are here."""
+    return [member for member in stack.children() if not isinstance(member, Elsewhere)]
 
 
 def _is_stack(module: nn.Module) -> bool:
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
-    members = list(module)
+    here = members(module)
     return (
-        len({type(member) for member in members}) == 1
-        and all(any(True for _ in member.children()) for member in members)
-        and all(any(True for _ in member.parameters()) for member in members)
+        len({type(member) for member in here}) == 1
+        and all(any(True for _ in member.children()) for member in here)
+        and all(any(True for _ in member.parameters()) for member in here)
     )
 
 

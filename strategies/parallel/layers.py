@@ -1,198 +1,154 @@
-"""Layers that ranks split between them, and the exchanges between them that autograd follows.
+"""Layers whose weights the ranks of a tp group share, and the collectives with gradients between them.
 
-Megatron-LM's way (Shoeybi et al. 2019, arXiv:1909.08053, section 3): a layer split by its outputs followed by one split
-by its inputs takes one all-reduce in forward and one in backward. With sequence parallelism (Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.2.2) an all-gather and a reduce-scatter take its place.
-
-Layers hold plain parameters of their own part; `strategies.parallel.split` says where they lie in the whole.
+Megatron-LM's two ways to split a linear layer (Shoeybi et al. 2019, arXiv:1909.08053, section 3): by columns every rank
+makes some of the outputs, by rows some of the terms of all of them. A column layer followed by a row layer takes one
+all-reduce in forward and one in backward; where ranks split the sequence between such pairs, an all-gather and a
+reduce-scatter take their place (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Function
 from torch.nn import functional
 
 from strategies.errors import CannotRun
-from strategies.parallel.split import even_split, hold_part, note_split
-
-Group = dist.ProcessGroup | None
-"""Ranks that split layers between them; None for all ranks of the job."""
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-# Exchanges, with what autograd does on the way back.
-
-
-def copy_to_ranks(whole: torch.Tensor, group: Group) -> torch.Tensor:
-    """A tensor that all ranks have, used by each for its part: gradients are added up over the ranks."""
-    copied: torch.Tensor = _Copy.apply(whole, group)  # type: ignore[no-untyped-call]
-    return copied
+from strategies.parallel.ranks import (
+    SEQUENCE,
+    TensorRanks,
+    copy_to_ranks,
+    gather_from_ranks,
+    scatter_sum,
+    split_between_ranks,
+    started_sum,
+    sum_over_ranks,
+    waited_for,
+)
+from strategies.parallel.split import Split, hold_part, note_split
 
 
-def sum_over_ranks(part: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of the ranks' terms, on every rank."""
-    total: torch.Tensor = _Sum.apply(part, group)  # type: ignore[no-untyped-call]
-    return total
+class _OverlappedLinear(Function):
+    """A column layer's product, whose input gradient is all-reduced while the gradient of its weight is computed."""
 
-
-def gather(
-    part: torch.Tensor,
-    dim: int,
-    group: Group,
-    *,
-    sums_gradients: bool = False,
-    lengths: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """The ranks' parts of a tensor one after the other along `dim`, on every rank.
-
-    Args:
-        sums_gradients: each rank goes on to use it for a part of the work, so that its gradient is one term of the
-            whole one and the terms are added up; else all ranks have the same gradient and each keeps its part of it.
-        lengths: of the ranks' parts, where they are not equal.
-    """
-    whole: torch.Tensor = _Gather.apply(part, dim % part.dim(), group, sums_gradients, lengths)  # type: ignore[no-untyped-call]
-    return whole
-
-
-def own_part(whole: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """This rank's equal part along `dim` of a tensor that all ranks have; its gradient is gathered."""
-    part: torch.Tensor = _Split.apply(whole, dim % whole.dim(), group)  # type: ignore[no-untyped-call]
-    return part
-
-
-def reduce_scatter(terms: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """This rank's equal part along `dim` of the sum of the ranks' terms."""
-    part: torch.Tensor = _ReduceScatter.apply(terms, dim % terms.dim(), group)  # type: ignore[no-untyped-call]
-    return part
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _summed(gradient, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Group) -> torch.Tensor:
-        return _summed(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, dim: int, group: Group, sums_gradients: bool, lengths: Sequence[int] | None
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ranks: TensorRanks
     ) -> torch.Tensor:
-        ctx.dim, ctx.group, ctx.sums, ctx.lengths = dim, group, sums_gradients, lengths
-        return _gathered(part, dim, group, lengths)
+        ctx.save_for_backward(x, weight)
+        ctx.ranks, ctx.has_bias = ranks, bias is not None
+        return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if ctx.sums and ctx.lengths is None:
-            return _scattered(gradient, ctx.dim, ctx.group), None, None, None, None
-        if ctx.sums:
-            gradient = _summed(gradient, ctx.group)
-        if ctx.lengths is None:
-            own = _equal_part(gradient, ctx.dim, ctx.group)
+        x, weight = ctx.saved_tensors
+        on_its_way = started_sum(gradient @ weight, ctx.ranks)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        for_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        for_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return waited_for(on_its_way), for_weight, for_bias, None
+
+
+# Linear layers and the vocabulary. The first three are what a module's own class is derived from.
+
+
+class Columns(nn.Module):
+    """A linear layer, weight [out, in] or Conv1D's [in, out], of which this rank has some of the outputs."""
+
+    ranks: TensorRanks
+    is_transposed = False
+    copies_input = True
+    """Whether the layer all-reduces the gradient of its input; else what calls it does that for several at once."""
+    gathers_sequence = False
+    """Whether the input is this rank's part of the sequence, to be all-gathered here."""
+    gathered_length = 0
+    """All outputs, where they are all-gathered."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., this rank's] (all of them where they are gathered) from inputs [..., in]."""
+        ranks = self.ranks
+        if ranks.is_whole:
+            return super().forward(x)  # type: ignore[no-any-return]
+        if self.gathers_sequence:
+            y: torch.Tensor = super().forward(gather_from_ranks(x, ranks, SEQUENCE, sums=True))
+        elif self.copies_input and self._overlaps(x):
+            y = self._overlapped(x)
         else:
-            rank = dist.get_rank(ctx.group)
-            own = gradient.narrow(ctx.dim, sum(ctx.lengths[:rank]), ctx.lengths[rank])
-        return own.contiguous(), None, None, None, None
+            y = super().forward(copy_to_ranks(x, ranks) if self.copies_input else x)
+        return gather_from_ranks(y, ranks, -1, length=self.gathered_length) if self.gathered_length else y
+
+    def _overlaps(self, x: torch.Tensor) -> bool:
+        weight: Any = self.weight
+        return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+
+    def _overlapped(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight.t() if self.is_transposed else self.weight  # type: ignore[operator]
+        bias: Any = self.bias
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return _OverlappedLinear.apply(x, weight, bias, self.ranks)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _equal_part(whole, dim, group).contiguous()
+class Rows(nn.Module):
+    """A linear layer of which this rank has some of the inputs; the bias, which all have, is added to the sum."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _gathered(gradient, ctx.dim, ctx.group), None, None
+    ranks: TensorRanks
+    is_transposed = False
+    splits_input = False
+    """Whether every rank is given all inputs."""
+    splits_sequence = False
+    """Whether the output is this rank's part of the sequence."""
 
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, terms: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _scattered(terms, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _gathered(gradient, ctx.dim, ctx.group), None, None
-
-
-def _summed(terms: torch.Tensor, group: Group) -> torch.Tensor:
-    total = terms.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., out] from inputs [..., this rank's], or all inputs where the layer splits them."""
+        if self.ranks.is_whole:
+            return super().forward(x)  # type: ignore[no-any-return]
+        if self.splits_input:
+            x = split_between_ranks(x, self.ranks, -1)
+        weight: Any = self.weight.t() if self.is_transposed else self.weight  # type: ignore[operator]
+        y = functional.linear(x, weight)
+        y = scatter_sum(y, self.ranks, SEQUENCE) if self.splits_sequence else sum_over_ranks(y, self.ranks)
+        bias: Any = self.bias
+        return y if bias is None else y + bias.to(y.dtype)
 
 
-def _equal_part(whole: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    ranks = dist.get_world_size(group)
-    length, rest = divmod(whole.shape[dim], ranks)
-    if rest:
-        raise CannotRun(
-            f"dimension {dim} of a tensor {list(whole.shape)} is to be split over {ranks} ranks, which do not divide"
-            " it; pad sequences to a multiple of tp, or leave sequence parallelism off"
-        )
-    return whole.narrow(dim, dist.get_rank(group) * length, length)
+class VocabularyRows(nn.Module):
+    """An embedding of which this rank has some of the rows."""
+
+    ranks: TensorRanks
+    first = 0
+    """The token of this rank's first row."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., width] of tokens [...]."""
+        if self.ranks.is_whole:
+            return super().forward(tokens)  # type: ignore[no-any-return]
+        weight: Any = self.weight
+        own = tokens - self.first
+        absent = (own < 0) | (own >= weight.shape[0])
+        found: torch.Tensor = super().forward(own.masked_fill(absent, 0))
+        return sum_over_ranks(found.masked_fill(absent.unsqueeze(-1), 0), self.ranks)
 
 
-def _scattered(terms: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    own = _equal_part(terms, dim, group)  # checks that the ranks divide it
-    stacked = terms.movedim(dim, 0).contiguous()
-    part = torch.empty_like(own.movedim(dim, 0), memory_format=torch.contiguous_format)
-    _reduce_scatter(part, stacked, group=group)
-    return part.movedim(0, dim).contiguous()
-
-
-def _gathered(part: torch.Tensor, dim: int, group: Group, lengths: Sequence[int] | None = None) -> torch.Tensor:
-    ranks = dist.get_world_size(group)
-    longest = part.shape[dim] if lengths is None else max(lengths)
-    stacked = part.movedim(dim, 0)
-    if part.shape[dim] < longest:
-        stacked = torch.cat((stacked, stacked.new_zeros(longest - part.shape[dim], *stacked.shape[1:])))
-    whole = stacked.new_empty(ranks * longest, *stacked.shape[1:])
-    _all_gather(whole, stacked.contiguous(), group=group)
-    if lengths is not None:
-        whole = torch.cat([rows[:length] for rows, length in zip(whole.chunk(ranks), lengths, strict=True)])
-    return whole.movedim(0, dim).contiguous()
-
-
-# Layers for blocks of one's own.
-
-
-class ColumnParallelLinear(nn.Linear):
-    """A linear layer of which each rank makes some of the outputs.
-
-    Inputs, [..., in_features], are whole on every rank. Weights are drawn whole, as `nn.Linear` draws them, from a seed
-    that must be the same on every rank, and each keeps its part.
+class ColumnParallelLinear(Columns, nn.Linear):
+    """`nn.Linear` whose outputs are split over the ranks of a group; it starts from the values that `nn.Linear` has
+    under the same seed.
 
     Args:
-        fused: how many products of equal width the outputs are (3 for query, key and value in one): each of them is
-            split over the ranks.
-        gather_output: outputs are whole on every rank, [..., out_features]; else its part, [..., out_features / ranks],
-            as `RowParallelLinear` wants it.
-        group: the ranks that share in the layer; None: all.
+        gather_output: give all outputs, [..., out_features], on every rank; else this rank's, as `RowParallelLinear`
+            takes them.
+        fused: how many outputs belong to each of several products that one weight makes (query, key and value): each
+            is split over the ranks. None: one product.
+        group: the ranks that share the layer; None: all of the job.
 
     Raises:
-        CannotRun: the ranks do not divide the outputs.
+        CannotRun: the outputs do not divide over the ranks.
     """
 
     def __init__(
@@ -201,40 +157,33 @@ class ColumnParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        fused: int = 1,
         gather_output: bool = False,
-        group: Group = None,
-        **factory: Any,
+        fused: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, bias, **factory)
-        self.gather_output, self.group, self.fused, self.copies_input = gather_output, group, fused, True
-        _hold(self, "weight", 0, group, fused)
-        if bias:
-            _hold(self, "bias", 0, group, fused)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        here = copy_to_ranks(input, self.group) if self.copies_input else input
-        outputs = functional.linear(here, self.weight, self.bias)
-        if not self.gather_output:
-            return outputs
-        whole = gather(outputs, -1, self.group)
-        if self.fused == 1:
-            return whole
-        ranks = dist.get_world_size(self.group)
-        by_product = whole.view(*whole.shape[:-1], ranks, self.fused, -1).transpose(-3, -2)
-        return by_product.reshape(whole.shape)
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.ranks = TensorRanks(group)
+        if gather_output and fused is not None:
+            raise CannotRun(
+                "ColumnParallelLinear: outputs of fused products are not gathered; leave out one of the two"
+            )
+        self.gathered_length = out_features if gather_output else 0
+        pieces = split_pieces(fused or (out_features,), self.ranks, type(self).__name__)
+        split_in_place(self, {"weight": 0, "bias": 0}, pieces)
 
 
-class RowParallelLinear(nn.Linear):
-    """A linear layer of which each rank makes a term of all outputs, from some of the inputs.
+class RowParallelLinear(Rows, nn.Linear):
+    """`nn.Linear` whose inputs are split over the ranks of a group; the bias, which every rank has, is added once. It
+    starts from the values that `nn.Linear` has under the same seed.
 
     Args:
-        input_is_parallel: inputs are this rank's part, [..., in_features / ranks], as `ColumnParallelLinear` leaves
-            them; else they are whole.
-        group: the ranks that share in the layer; None: all.
+        split_input: every rank is given all inputs, [..., in_features], and takes its own.
+        group: the ranks that share the layer; None: all of the job.
 
     Raises:
-        CannotRun: the ranks do not divide the inputs.
+        CannotRun: the inputs do not divide over the ranks.
     """
 
     def __init__(
@@ -243,127 +192,271 @@ class RowParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        input_is_parallel: bool = True,
-        group: Group = None,
-        **factory: Any,
+        split_input: bool = False,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, bias, **factory)
-        self.input_is_parallel, self.group, self.scatters_sequence = input_is_parallel, group, False
-        self.sums_terms = True
-        _hold(self, "weight", 1, group, 1)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        here = input if self.input_is_parallel else own_part(input, -1, self.group)
-        terms = functional.linear(here, self.weight)
-        if not self.sums_terms:
-            outputs = terms
-        elif self.scatters_sequence:
-            outputs = reduce_scatter(terms, 1, self.group)
-        else:
-            outputs = sum_over_ranks(terms, self.group)
-        return outputs if self.bias is None else outputs + self.bias
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.ranks, self.splits_input = TensorRanks(group), split_input
+        split_in_place(self, {"weight": 1}, split_pieces((in_features,), self.ranks, type(self).__name__))
 
 
-class VocabParallelEmbedding(nn.Embedding):
-    """A table of which each rank has some rows; the vectors that it gives are whole on every rank.
-
-    Raises:
-        CannotRun: the ranks do not divide the rows.
-    """
-
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, group: Group = None, **options: Any) -> None:
-        super().__init__(num_embeddings, embedding_dim, **options)
-        self.group = group
-        _hold(self, "weight", 0, group, 1)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return vocab_parallel_embedding(input, self.weight, self.group)
-
-
-def vocab_parallel_embedding(
-    ids: torch.Tensor, rows: torch.Tensor, group: Group, first: int | None = None
-) -> torch.Tensor:
-    """Vectors, [*ids, width], of token ids from a table of which each rank has the `rows` from `first` on."""
-    begin = dist.get_rank(group) * rows.shape[0] if first is None else first
-    here = ids - begin
-    is_elsewhere = (here < 0) | (here >= rows.shape[0])
-    vectors = functional.embedding(here.masked_fill(is_elsewhere, 0), rows)
-    return sum_over_ranks(vectors.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
-
-
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    group: Group = None,
-    *,
-    first: int | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-) -> torch.Tensor:
-    """`functional.cross_entropy` of logits of which each rank has some classes, without gathering them.
+class VocabParallelEmbedding(VocabularyRows, nn.Embedding):
+    """`nn.Embedding` whose rows are split over the ranks of a group; any vocabulary, the last ranks may have a row
+    less. It starts from the values that `nn.Embedding` has under the same seed.
 
     Args:
-        logits: [tokens, classes of this rank].
-        labels: [tokens], classes of the whole vocabulary.
-        first: this rank's first class; None where all ranks have equally many.
-        reduction: mean (over labels that count), sum or none ([tokens]).
+        group: the ranks that share the table; None: all of the job.
     """
-    begin = dist.get_rank(group) * logits.shape[-1] if first is None else first
-    losses: torch.Tensor = _CrossEntropy.apply(logits, labels, group, begin, ignore_index)  # type: ignore[no-untyped-call]
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / (labels != ignore_index).sum()
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.ranks = TensorRanks(group)
+        split_vocabulary(self)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Losses per token, [tokens]; keeps the softmax of this rank's classes for backward."""
+def split_pieces(lengths: Sequence[int], ranks: TensorRanks, what: str) -> tuple[tuple[int, int], ...]:
+    """This rank's equal range of each of several blocks that lie one after the other along a dimension.
 
+    Raises:
+        CannotRun: a block does not divide over the ranks.
+    """
+    pieces, start = [], 0
+    for length in lengths:
+        if length % ranks.size:
+            raise CannotRun(f"{what}: {length} does not divide over {ranks.size} ranks; use a tp that divides it")
+        first, end = ranks.share(length)
+        pieces.append((start + first, start + end))
+        start += length
+    return tuple(pieces)
+
+
+def split_in_place(
+    module: nn.Module, dims: dict[str, int], pieces: tuple[tuple[int, int], ...], *, copies: int = 1
+) -> dict[str, Split]:
+    """Leave a rank's pieces of parameters, by name in the module and dimension; those that it does not have are passed
+    over."""
+    splits = {}
+    for name, dim in dims.items():
+        parameter = getattr(module, name, None)
+        if isinstance(parameter, torch.Tensor):
+            split = Split(
+                shape=tuple(parameter.shape), dim=dim % parameter.dim(), pieces=pieces, over="tp", copies=copies
+            )
+            hold_part(parameter, split)
+            note_split(module, name, split)
+            splits[name] = split
+    return splits
+
+
+def split_vocabulary(table: Any) -> dict[str, Split]:
+    """Leave a rank's rows of an embedding that is `VocabularyRows`."""
+    first, end = table.ranks.share(table.weight.shape[0])
+    table.first = first
+    if table.padding_idx is not None:
+        table.padding_idx = table.padding_idx - first if first <= table.padding_idx < end else None
+    return split_in_place(table, {"weight": 0}, ((first, end),))
+
+
+# Blocks of a model of one's own.
+
+
+class ParallelAttention(nn.Module):
+    """Megatron's split of self-attention: every rank has some of the heads; one all-reduce in forward and backward.
+
+    Args:
+        width: of inputs and outputs.
+        heads: of queries; `key_heads` of keys and values, None: as many. Both divide over the ranks.
+        dropout: of attention weights, while training.
+        group: the ranks that share the layer; None: all of the job.
+
+    Raises:
+        CannotRun: heads do not divide over the ranks, or the width over the heads.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_heads: int | None = None,
+        bias: bool = True,
+        is_causal: bool = True,
+        dropout: float = 0.0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        key_heads = key_heads or heads
+        ranks = TensorRanks(group).size
+        if width % heads or heads % key_heads or heads % ranks or key_heads % ranks:
+            raise CannotRun(
+                f"ParallelAttention: width {width}, heads {heads} and key heads {key_heads} do not divide over each"
+                f" other and {ranks} ranks; use a tp that divides the heads"
+            )
+        self.head_width, self.is_causal, self.dropout = width // heads, is_causal, dropout
+        keys = key_heads * self.head_width
+        self.products = (width // ranks, keys // ranks, keys // ranks)
+        self.qkv = ColumnParallelLinear(width, width + 2 * keys, bias, fused=(width, keys, keys), group=group)
+        self.out = RowParallelLinear(width, width, bias, group=group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [samples, length, width] from inputs of the same shape, alike on every rank."""
+        query, key, value = (
+            product.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for product in self.qkv(x).split(self.products, dim=-1)
+        )
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        dropout = self.dropout if self.training else 0.0
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=self.is_causal, dropout_p=dropout
+        )
+        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class ParallelMLP(nn.Module):
+    """Megatron's split of the MLP: every rank has some of the inner units; one all-reduce in forward and backward.
+
+    Args:
+        width: of inputs and outputs.
+        inner: how many units lie between; they divide over the ranks.
+        is_gated: the units are activation(gate) * up, as Llama's are.
+        group: the ranks that share the layer; None: all of the job.
+
+    Raises:
+        CannotRun: the inner units do not divide over the ranks.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        *,
+        activation: Callable[[torch.Tensor], torch.Tensor] = functional.gelu,
+        is_gated: bool = False,
+        bias: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        fused = (inner, inner) if is_gated else (inner,)
+        self.activation, self.is_gated = activation, is_gated
+        self.up = ColumnParallelLinear(width, sum(fused), bias, fused=fused, group=group)
+        self.down = RowParallelLinear(inner, width, bias, group=group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., width] from inputs of the same shape, alike on every rank."""
+        units = self.up(x)
+        if self.is_gated:
+            gate, units = units.chunk(2, dim=-1)
+            return self.down(self.activation(gate) * units)  # type: ignore[no-any-return]
+        return self.down(self.activation(units))  # type: ignore[no-any-return]
+
+
+class LayerSplit(nn.Module):
+    """The naive split of a model by layers: every rank has the next few, and works while the others wait.
+
+    Called on every rank with the same inputs; every rank is given the output, and the gradient of the inputs. All
+    layers map tensors to tensors; `layers` are whole on every rank, which keeps its own under their numbers.
+
+    Args:
+        group: the ranks that share the layers; None: all of the job.
+
+    Raises:
+        CannotRun: there are fewer layers than ranks.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], *, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.ranks = TensorRanks(group)
+        whole = list(layers)
+        if len(whole) < self.ranks.size:
+            raise CannotRun(f"LayerSplit: {len(whole)} layers for {self.ranks.size} ranks; use fewer ranks")
+        first, end = self.ranks.share(len(whole))
+        self.layers = nn.ModuleDict({str(number): whole[number] for number in range(first, end)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of the last layer."""
+        if self.ranks.rank > 0 or (self.ranks.size > 1 and x.requires_grad):
+            # Gradients go back to the rank before also where the inputs, tokens say, want none.
+            anchor = torch.zeros((), device=x.device, requires_grad=torch.is_grad_enabled())
+            x = _FromPrevious.apply(x, anchor, self.ranks)  # type: ignore[no-untyped-call]
+        for layer in self.layers.values():
+            x = layer(x)
+        return _ToNext.apply(x, self.ranks) if self.ranks.size > 1 else x  # type: ignore[no-untyped-call]
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+
+
+class _FromPrevious(Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, first: int, ignore_index: int
-    ) -> torch.Tensor:
-        wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        largest = wide.amax(dim=-1)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        shares = (wide - largest.unsqueeze(-1)).exp_()
-        here = labels - first
-        is_elsewhere = (here < 0) | (here >= logits.shape[-1])
-        place = here.masked_fill(is_elsewhere, 0).unsqueeze(-1)
-        of_label = wide.gather(-1, place).squeeze(-1) - largest
-        sums = torch.stack((shares.sum(dim=-1), of_label.masked_fill(is_elsewhere, 0.0)))
-        dist.all_reduce(sums, group=group)
-        total, of_label = sums.unbind()
-        counts = labels != ignore_index
-        shares.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(shares, place, is_elsewhere, counts)
-        ctx.dtype = logits.dtype
-        return (total.log() - of_label).masked_fill(~counts, 0.0)
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        ctx.ranks, ctx.like = ranks, (x.shape, x.dtype, x.device)
+        return x.view_as(x) if ranks.rank == 0 else _receive(ranks, ranks.rank - 1, x.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        shares, place, is_elsewhere, counts = ctx.saved_tensors
-        ones = (~is_elsewhere).to(shares.dtype).unsqueeze(-1)
-        slopes = shares.scatter_add(-1, place, -ones)
-        slopes.mul_((gradient * counts).unsqueeze(-1))
-        return slopes.to(ctx.dtype), None, None, None, None
+        ranks: TensorRanks = ctx.ranks
+        shape, dtype, device = ctx.like
+        if ranks.rank > 0:
+            _send(gradient, ranks, ranks.rank - 1)
+            gradient = torch.empty(shape, dtype=dtype, device=device)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        gradient = gradient.contiguous()
+        dist.broadcast(gradient, _global(ranks, 0), group=ranks.group)
+        return gradient, None, None
 
 
-def _hold(module: nn.Module, name: str, dim: int, group: Group, fused: int) -> None:
-    """Keep this rank's part of a parameter that was drawn whole."""
-    parameter = getattr(module, name)
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
-    try:
-        split = even_split(parameter.shape, dim, rank=rank, ranks=ranks, fused=fused)
-    except ValueError as problem:
-        raise CannotRun(f"{type(module).__name__}: {problem}; use a width that they divide, or fewer ranks") from None
-    if ranks > 1:
-        hold_part(parameter, split)
-        note_split(module, name, split)
+class _ToNext(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        ctx.ranks = ranks
+        last = ranks.size - 1
+        if ranks.rank < last:
+            _send(x, ranks, ranks.rank + 1)
+            return _receive(ranks, last, x.device)
+        for rank in range(last):
+            _send(x, ranks, rank)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ranks: TensorRanks = ctx.ranks
+        if ranks.rank == ranks.size - 1:
+            return gradient, None
+        return _receive(ranks, ranks.rank + 1, gradient.device), None
 
 
-def widths(total: int, ranks: int) -> Sequence[int]:
-    """How many of `total` rows each rank has where they need not divide: the first ranks have one more."""
-    each, more = divmod(total, ranks)
-    return [each + (rank < more) for rank in range(ranks)]
+def _send(values: torch.Tensor, ranks: TensorRanks, rank: int) -> None:
+    """A tensor with its shape and dtype, which the receiver does not know."""
+    to = _global(ranks, rank)
+    header = [values.dim(), _DTYPES.index(values.dtype), *values.shape]
+    sizes = torch.tensor([*header, *[0] * (10 - len(header))], device=values.device)
+    dist.send(sizes, to, group=ranks.group)
+    dist.send(values.detach().contiguous(), to, group=ranks.group)
+
+
+def _receive(ranks: TensorRanks, rank: int, device: torch.device) -> torch.Tensor:
+    sizes = torch.empty(10, dtype=torch.int64, device=device)
+    dist.recv(sizes, _global(ranks, rank), group=ranks.group)
+    dims, dtype, *shape = sizes.tolist()
+    values = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)
+    dist.recv(values, _global(ranks, rank), group=ranks.group)
+    return values
+
+
+def _global(ranks: TensorRanks, rank: int) -> int:
+    assert ranks.group is not None
+    return dist.get_global_rank(ranks.group, rank)

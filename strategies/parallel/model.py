@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import nn
 
 from planner.types.plan import Configuration
 from strategies.parallel.mesh import Group, Mesh
-from strategies.parallel.split import ModelParts, note_parts
+from strategies.parallel.split import ModelParts, note_parts, splits_in
 
 _SPLITS: dict[Group, str] = {
     "pp": "strategies.parallel.stages:cut_stages",
@@ -20,6 +21,14 @@ _SPLITS: dict[Group, str] = {
     "ep": "strategies.parallel.expert:split_experts",
     "cp": "strategies.parallel.context:split_sequences",
 }
+
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""What a model is called with: by place and by name."""
+Partition = Literal["uniform", "parameters", "seconds"]
+"""What pipeline stages have as equally as can be: blocks, parameters, or the time of a step."""
+
+CALL_TRAIN_BATCH = "this model is cut into pipeline stages; call engine.train_batch(batch), or engine.eval_batch(batch)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +40,21 @@ class SplitOptions:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     """The script's styles by pattern of module names ("blocks.*.up": "colwise"); without any, the model's own plan, or
     one that is found by rule."""
+    examples: Sequence[Arguments] = ()
+    """What the model may be called with, the likeliest first: a pipeline looks at a forward pass."""
+    partition: Partition = "uniform"
+    """How a pipeline is cut."""
 
 
 def share_weights(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the weights of rank 0; one tensor at a time, so that no device holds them all."""
+    """Give every rank the weights of rank 0; one tensor at a time, so that no device holds them all.
+
+    Parts of layers that the script itself has split stay each rank's own.
+    """
+    parts = {id(model.get_parameter(name)) for name in splits_in(model)}
     for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) in parts:
+            continue
         here = tensor.detach().to(device)
         dist.broadcast(here, 0)
         if here.device != tensor.device:
@@ -52,7 +71,7 @@ def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelPar
     Raises:
         CannotRun: the model cannot be split so; the line names what stands against it.
     """
-    parts = ModelParts()
+    parts = ModelParts(tp=(mesh.rank("tp"), mesh.size("tp")))
     if not mesh.is_data_parallel:
         share_weights(model, mesh.environment.device)
     for degree, place in _SPLITS.items():

@@ -6,7 +6,8 @@ gradients read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,6 +39,9 @@ class Split:
     fused (query, key and value; gate and up)."""
     over: Literal["tp", "ep"]
     """The group whose ranks have the other parts. A range may be on several ranks (keys of fewer heads than ranks)."""
+    copies: int = 1
+    """How many ranks, neighbours in the group, have these same pieces: their gradients are to be summed, and count once
+    in norms."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -93,8 +97,23 @@ class ModelParts:
     shared: dict[str, str] = field(default_factory=dict)
     """Weights that another pipeline stage has too, with the name under which a checkpoint holds them (tied
     embeddings): gradients are summed over the stages that have them."""
+    opened: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
+    """Contexts in which modules compute alone, with parameters that the caller has made whole."""
     blocks: tuple[range, ...] | None = None
     """The blocks of each of this rank's pipeline stages; None without a pipeline."""
+    tp: tuple[int, int] = (0, 1)
+    """Which of how many tp ranks this one is: they all have the same of what is not split."""
+
+    def copy_of(self, name: str) -> tuple[int, int]:
+        """Which of how many tp ranks that have the same of a parameter this one is."""
+        split = self.splits.get(name)
+        if name in self.experts or (split is not None and split.over == "ep"):
+            return 0, 1
+        return self.tp if split is None else (self.tp[0] % split.copies, split.copies)
+
+    def is_counted(self, name: str) -> bool:
+        """Whether this stage is the one that counts a parameter, and writes it where stages have parts of their own."""
+        return self.shared.get(name, name) == name
 
     @property
     def is_whole(self) -> bool:

@@ -1,667 +1,725 @@
-"""Tensor parallelism of a live model: each rank keeps its part of the layers that a plan names, in place.
+"""Tensor and sequence parallelism: which layers of a model are split how, and the proof that they are split rightly.
 
-A plan says for modules by name how they are split, in the words of transformers' `base_model_tp_plan`. Where neither
-the script nor the model brings one, pairs of layers around an attention or an MLP are found by running a block, and
-what was found is checked by running it again, split.
+The styles come from the script (`tp_plan`), from the plan that a transformers model has for itself, or from a rule:
+pairs of linear layers around an attention or an MLP. Before a model is split, the first block of each kind is split on
+a copy, and must compute what it computes whole: outputs, gradients of its input and of every parameter.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
+from hardware_db.notices import notice
 from strategies.errors import CannotRun
 from strategies.parallel.blocks import repeated_blocks
-from strategies.parallel.layers import (
-    ColumnParallelLinear,
-    Group,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    copy_to_ranks,
-    gather,
-    own_part,
-    reduce_scatter,
-    sum_over_ranks,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_embedding,
-    widths,
-)
+from strategies.parallel.layers import Columns, Rows, VocabularyRows, split_in_place
+from strategies.parallel.loss import CausalLoss, WholeLogits
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
-from strategies.parallel.split import ModelParts, Split, even_split, hold_part, note_split, splits_in
+from strategies.parallel.ranks import TensorRanks, all_reduce, gather_from_ranks
+from strategies.parallel.split import ModelParts, Split, parts_of, splits_in
+from strategies.parallel.styles import (
+    ROWS,
+    Applied,
+    Change,
+    NotSplit,
+    Randomness,
+    RegionEnd,
+    RegionStart,
+    Variant,
+    as_columns,
+    can_share,
+    draw_own,
+    has_heads,
+    is_columns,
+    is_linear,
+    is_style,
+    make_columns,
+    make_vocabulary,
+    split_unit,
+    widths,
+)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Style:
-    """How a module is split."""
-
-    kind: str
-    """colwise (some of the outputs), rowwise (a term of all outputs), table (some rows of an embedding), experts (some
-    of every expert's inner width), summed (whole, with a term of the gradient on every rank), or whole."""
-    fused: int = 1
-    """Products of equal width in one weight, each of which is split."""
-    whole_outside: bool = False
-    """Columns gather their outputs, rows take whole inputs."""
-
-
-_STYLES: dict[str, Style] = {
-    "colwise": Style(kind="colwise"),
-    "colwise_rep": Style(kind="colwise", whole_outside=True),
-    "colwise_gather_output": Style(kind="colwise", whole_outside=True),
-    "packed_colwise": Style(kind="colwise", fused=2),
-    "rowwise": Style(kind="rowwise"),
-    "rowwise_rep": Style(kind="rowwise", whole_outside=True),
-    "rowwise_split_input": Style(kind="rowwise", whole_outside=True),
-    "embedding_rowwise": Style(kind="table"),
-    "moe_tp_experts": Style(kind="experts"),
-    "replicated_with_grad_allreduce": Style(kind="summed"),
-    "sequence_parallel": Style(kind="whole"),
-    "replicate": Style(kind="whole"),
-}
-"""By the words that scripts and transformers' plans use; `packed:3` are columns of three products in one."""
-_EXPERT_WEIGHTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}
-"""Dimension, and products in one, of transformers' routed experts: [experts, outputs, inputs]."""
+Styles = dict[str, str]
+"""Styles by the names of modules and parameters."""
+_TOLERANCE = 1e-3
+"""Of a block computed in fp32, against the largest element: sums in another order differ by 2^-24 each."""
 
 
 def split_layers(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: ModelParts) -> None:
-    """Split a whole model's layers over the tp ranks, by the script's plan, the model's own, or one found by rule.
+    """Leave this tp rank's part of every layer that can be split.
 
     Raises:
-        CannotRun: a plan names a module or a style that there is not, widths do not divide, or no plan can be found.
+        CannotRun: the model's plan names a style that is not known, a pattern of `tp_plan` fits no module, or a block
+            does not compute the same when it is split.
     """
-    group, ranks = mesh.group("tp"), mesh.size("tp")
-    same_random_state(mesh)
-    if any(isinstance(module, _PARALLEL) for module in model.modules()):
-        parts.splits.update(splits_in(model))  # the script's own blocks are split already
-        return
-    splitter = _Splitter(group=group, rank=mesh.rank("tp"), ranks=ranks, model=model)
-    is_sequence_parallel = options.configuration.sequence_parallel
-    named = _plan_of(model, options.tp_plan)
-    if named:
-        splitter.by_plan(named, is_sequence_parallel=is_sequence_parallel)
-    elif is_sequence_parallel:
-        raise CannotRun(
-            f"sequence parallelism needs the places where {type(model).__name__} gathers its tokens, and it has no"
-            " tensor-parallel plan; use --no-sequence-parallel"
-        )
-    else:
-        splitter.by_rule()
-    splitter.head(_loss_of(model))
-    splitter.tables(named)
-    parts.splits.update(splits_in(model))
-    parts.summed.update(splitter.summed)
+    ranks, device = TensorRanks(mesh.group("tp")), mesh.environment.device
+    _same_random_state(ranks, device)
+    _Splitter(model, ranks, device, options, parts).split()
 
 
-def same_random_state(mesh: Mesh) -> None:
-    """Give the tp ranks of a group one random state: what all of them have whole must be dropped out alike."""
-    device = mesh.environment.device
-    state = torch.get_rng_state().to(device)
-    dist.broadcast(state, mesh.ranks("tp")[0], group=mesh.group("tp"))
-    torch.set_rng_state(state.cpu())
+def _same_random_state(ranks: TensorRanks, device: torch.device) -> None:
+    """Give the ranks one random state: what all of them have whole must be dropped out alike."""
+    assert ranks.group is not None
+    states = [(torch.get_rng_state(), torch.set_rng_state)]
     if device.type == "cuda":
-        on_device = torch.cuda.get_rng_state(device).to(device)
-        dist.broadcast(on_device, mesh.ranks("tp")[0], group=mesh.group("tp"))
-        torch.cuda.set_rng_state(on_device.cpu(), device)
+        states.append((torch.cuda.get_rng_state(device), partial(torch.cuda.set_rng_state, device=device)))
+    for state, restore in states:
+        here = state.to(device)
+        dist.broadcast(here, dist.get_global_rank(ranks.group, 0), group=ranks.group)
+        restore(here.cpu())
 
 
-_PARALLEL = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
-
-
-def unwrapped(model: nn.Module) -> Any:
-    """The model inside PEFT's adapters."""
-    inner: Any = model
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-
-
-# Plans: the script's, and transformers' own.
-
-
-def _plan_of(model: nn.Module, asked: Mapping[str, str]) -> dict[str, Style]:
-    """Styles by the names of modules, and of parameters that are not in a layer of their own."""
-    own = unwrapped(model)
-    prefix = "" if own is model else f"{next(name for name, module in model.named_modules() if module is own)}."
-    plan: Mapping[str, str] = asked or getattr(own, "tp_plan", None) or getattr(own, "_tp_plan", None) or {}
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-    found: dict[str, Style] = {}
-    for pattern, word in plan.items():
-        style = _style(word, pattern)
-        shape = re.compile(re.escape(pattern if asked else prefix + pattern).replace(r"\*", r"[^.]+"))
-        matching = [name for name in names if shape.fullmatch(name)]
-        if not matching and asked:
-            raise CannotRun(f"tp_plan: no module of {type(model).__name__} is named like {pattern!r}")
-        found.update((name, style) for name in matching)
-    has_layers = any(style.kind in ("colwise", "rowwise") and not style.whole_outside for style in found.values())
-    return found if has_layers or asked else {}
-
-
-def _style(word: str, pattern: str) -> Style:
-    packed = re.fullmatch(r"packed:(\d+)", word)
-    if packed:
-        return Style(kind="colwise", fused=int(packed[1]))
-    if word not in _STYLES:
-        raise CannotRun(
-            f"tp_plan: {pattern} is {word!r}, which is not run here; choose from {', '.join(_STYLES)}, packed:N"
-        )
-    return _STYLES[word]
-
-
-@dataclass(kw_only=True, slots=True)
 class _Splitter:
-    """Splits one model's modules in place over the ranks of a group."""
+    """One model's split."""
 
-    group: Group
-    rank: int
-    ranks: int
-    model: nn.Module
-    summed: set[str]
+    def __init__(
+        self, model: nn.Module, ranks: TensorRanks, device: torch.device, options: SplitOptions, parts: ModelParts
+    ) -> None:
+        self.model, self.ranks, self.device, self.options, self.parts = model, ranks, device, options, parts
+        self.sequence = options.configuration.sequence_parallel
+        self.randomness = Randomness(ranks)
+        self.inner = _inner(model)
+        self.prefix = next(name for name, module in model.named_modules() if module is self.inner)
+        self.changes: list[Change] = []
+        self.others: set[TensorRanks] = set()
+        self.blocks = repeated_blocks(self.inner)
 
-    def __init__(self, *, group: Group, rank: int, ranks: int, model: nn.Module) -> None:
-        self.group, self.rank, self.ranks, self.model, self.summed = group, rank, ranks, model, set()
-
-    def by_plan(self, named: Mapping[str, Style], *, is_sequence_parallel: bool) -> None:
-        modules = dict(self.model.named_modules())
-        layers = {name: style for name, style in named.items() if name in modules and style.kind in _LAYERS}
-        heads = {name for name, style in layers.items() if style.kind == "colwise" and style.whole_outside}
-        parents = self._parents({name: style for name, style in layers.items() if name not in heads}, modules)
-        for name, style in layers.items():
-            if name in heads and modules[name] is self._head:
-                continue  # with its loss
-            parent = name.rpartition(".")[0]
-            self.layer(modules[name], style, name, copies=parent not in parents, parent=modules.get(parent))
-        for name, style in named.items():
-            if style.kind == "summed":
-                self.summed.update(f"{name}.{own}" for own, _ in modules[name].named_parameters())
-            if style.kind == "experts":
-                self._experts(modules[name], name, copies=not is_sequence_parallel)
-        rows = {name for name, style in layers.items() if style.kind == "rowwise"}
-        for parent in parents:
-            # What acts on this rank's heads alone (norms of queries and keys) has a term of its gradient here.
-            inside = [f"{parent}.{name}" for name, _ in modules[parent].named_parameters()]
-            split = splits_in(self.model)
-            self.summed.update(name for name in inside if name not in split and name.rpartition(".")[0] not in rows)
-        if is_sequence_parallel:
-            self._split_sequence(parents, modules)
-        else:
-            for name in parents:
-                modules[name].register_forward_pre_hook(partial(_copied, self.group), with_kwargs=True)
-
-    def by_rule(self) -> None:
-        blocks = repeated_blocks(self.model)
-        found = _Found.of(blocks[0], self) if blocks else None
-        if found is None or not found.pairs:
+    def split(self) -> None:
+        self._note_layers_of_the_script()
+        names = {id(module): name for name, module in self.model.named_modules()}
+        blocks = {names[id(block)]: block for block in self.blocks}
+        styles = self._styles(blocks)
+        within = {name: _below(styles, name) for name in blocks}
+        if self.sequence and not blocks:
             raise CannotRun(
-                f"nothing is known of how the layers of {type(self.model).__name__} split over tp ranks; give"
-                ' tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
+                f"sequence parallelism is between the blocks of a model, and {type(self.inner).__name__} has no stack"
+                " of like blocks (a ModuleList of one class); leave it out"
             )
-        for block in blocks:
-            found.apply(block, self)
-
-    def layer(self, module: nn.Module, style: Style, name: str, *, copies: bool, parent: nn.Module | None) -> None:
-        """Split a linear layer, nn.Linear's [outputs, inputs] or transformers' Conv1D's [inputs, outputs]."""
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
-            raise CannotRun(f"{name} is a {type(module).__name__} and no linear layer that tp ranks could split")
-        outputs, inputs = (0, 1) if isinstance(module, nn.Linear) else (1, 0)
-        if style.kind == "colwise" and (few := self._few_heads(module, name, parent)):
-            self._repeated_heads(module, name, few, copies=copies)
-            return
-        if style.kind == "colwise":
-            self._hold(module, "weight", outputs, style.fused, name)
-            self._hold(module, "bias", 0, style.fused, name)
-        else:
-            self._hold(module, "weight", inputs, 1, name)
-        if isinstance(module, nn.Linear):
-            kind = ColumnParallelLinear if style.kind == "colwise" else RowParallelLinear
-            module.__class__ = kind
-            settings: dict[str, Any] = (
-                {"gather_output": style.whole_outside, "fused": style.fused, "copies_input": copies}
-                if style.kind == "colwise"
-                else {"input_is_parallel": not style.whole_outside, "scatters_sequence": False, "sums_terms": True}
+        plans = self._plans(blocks, within)
+        for name, block in blocks.items():
+            plan = plans[_signature(block, within[name])]
+            applied = self._split_block(block, plan.choices)
+            if plan.summed is not None:
+                applied.summed = set(plan.summed)
+            self._take(name, applied)
+        for stack in _stacks(self.inner, self.blocks) if self.sequence else ():
+            stack[0].register_forward_pre_hook(RegionStart(self.ranks), prepend=True, with_kwargs=True)
+            stack[-1].register_forward_hook(RegionEnd(self.ranks))
+        inside = tuple(f"{name}." for name in blocks)
+        outside = {name: style for name, style in styles.items() if not name.startswith(inside) and name not in blocks}
+        self._split_outside(outside)
+        if not self.parts.splits:
+            raise CannotRun(
+                f"tensor parallelism found no layers to split in {type(self.inner).__name__}; name them by tp_plan="
+                '{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or use tp 1'
             )
-            module.__dict__.update(group=self.group, **settings)
-        else:
-            forward = _conv_columns if style.kind == "colwise" else _conv_rows
-            module.__dict__["forward"] = partial(forward, module, self.group, style, copies)
-        if style.kind == "colwise" and not style.whole_outside and parent is not None:
-            self._fewer_heads(parent)
+        self.parts.opened.append(self._open)
 
-    def head(self, loss: Callable[..., Any] | None) -> None:
-        """Split the head over the vocabulary, where the loss can be made of its parts; with it the table that it is."""
-        head, table = self._head, self._tokens
-        if head is None or not isinstance(head, nn.Linear) or loss is None or isinstance(head, _PARALLEL):
-            return
-        is_tied = table is not None and table.weight is head.weight
-        lengths, first = self._rows(head)
-        even = None if len(set(lengths)) == 1 else tuple(lengths)
-        head.__dict__["forward"] = partial(_vocabulary_head, head, self.group, even)
-        if is_tied and table is not None:
-            note_split(table, "weight", splits_in(head)["weight"])
-            table.__dict__["forward"] = partial(_table_rows, table, self.group, first)
-        owner: Any = self._causal_lm
-        owner.loss_function = partial(_vocabulary_loss, owner, self.group, first, loss)
-        owner.register_forward_pre_hook(_labels_are_given, with_kwargs=True)
-        owner.register_forward_hook(partial(_whole_logits, head, self.group, even), with_kwargs=True)
+    # What is split how.
 
-    def tables(self, named: Mapping[str, Style]) -> None:
-        """Split the embeddings that a plan names, by their rows."""
-        modules = dict(self.model.named_modules())
-        for name, style in named.items():
-            if style.kind == "table":
-                self._table(modules[name])
+    def _styles(self, blocks: Mapping[str, nn.Module]) -> Styles:
+        given = self.options.tp_plan
+        if given:
+            return self._matched(given, "tp_plan", is_strict=True)
+        own = getattr(self.inner, "tp_plan", None) or getattr(self.inner, "_tp_plan", None)
+        if own and hasattr(self.inner, "config"):
+            start = f"{self.prefix}." if self.prefix else ""
+            name = f"the tensor-parallel plan of {type(self.inner).__name__}"
+            return self._matched({start + pattern: style for pattern, style in own.items()}, name, is_strict=False)
+        return {}
 
-    @property
-    def _causal_lm(self) -> Any:
-        return unwrapped(self.model)
-
-    @property
-    def _head(self) -> nn.Linear | None:
-        own = self._causal_lm
-        return own.get_output_embeddings() if hasattr(own, "get_output_embeddings") else None
-
-    @property
-    def _tokens(self) -> Any:
-        own = self._causal_lm
-        return own.get_input_embeddings() if hasattr(own, "get_input_embeddings") else None
-
-    def _hold(self, module: nn.Module, name: str, dim: int, fused: int, path: str) -> None:
-        parameter = getattr(module, name, None)
-        if parameter is None:
-            return
-        try:
-            split = even_split(parameter.shape, dim, rank=self.rank, ranks=self.ranks, fused=fused)
-        except ValueError as problem:
-            raise CannotRun(f"tp {self.ranks} does not divide {path}.{name}: {problem}; use another tp") from None
-        hold_part(parameter, split)
-        note_split(module, name, split)
-
-    def _parents(self, layers: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> set[str]:
-        """Attentions and MLPs all of whose input goes to split layers: it is copied, or gathered, once for all."""
-        found = set()
-        for parent in {name.rpartition(".")[0] for name in layers}:
-            inside = {
-                name for name, module in modules.items() if name.startswith(f"{parent}.") and _takes_hidden(module)
-            }
-            if parent and inside <= layers.keys() and any(layers[name].kind == "rowwise" for name in inside):
-                found.add(parent)
-        return found
-
-    def _few_heads(self, module: nn.Module, name: str, parent: nn.Module | None) -> int:
-        """The width of a key or value head, where there are fewer of them than ranks; 0 elsewhere."""
-        head_dim = getattr(parent, "head_dim", None)
-        is_key = name.rpartition(".")[2] in ("k_proj", "v_proj")
-        if not isinstance(head_dim, int) or not is_key or not isinstance(module, nn.Linear):
-            return 0
-        heads = module.out_features // head_dim
-        if heads % self.ranks == 0:
-            return 0
-        if self.ranks % heads:
-            raise CannotRun(f"tp {self.ranks} and the {heads} heads of {name} do not divide; use another tp")
-        return head_dim
-
-    def _repeated_heads(self, module: nn.Module, name: str, head_dim: int, *, copies: bool) -> None:
-        """Keep keys and values whole where ranks share a head, and let each take the head that its queries want."""
-        linear: Any = module
-        first = self.rank * (linear.out_features // head_dim) // self.ranks * head_dim
-        linear.forward = partial(_own_head, linear, self.group, first, head_dim, copies)
-        self.summed.update(f"{name}.{own}" for own, _ in module.named_parameters())
-
-    def _fewer_heads(self, parent: nn.Module) -> None:
-        """Make an attention's counts those of this rank's heads."""
-        if parent.__dict__.get("_dsplan_heads") is not None:
-            return
-        parent.__dict__["_dsplan_heads"] = self.ranks
-        config = getattr(parent, "config", None)
-        for name in ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size"):
-            value = parent.__dict__.get(name)
-            if isinstance(value, int):
-                parent.__dict__[name] = max(value // self.ranks, 1)
-        queries, keys = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-        if isinstance(queries, int) and isinstance(keys, int) and hasattr(parent, "num_key_value_groups"):
-            parent.__dict__["num_key_value_groups"] = (queries // self.ranks) // max(keys // self.ranks, 1)
-
-    def _experts(self, module: nn.Module, name: str, *, copies: bool) -> None:
-        for weight, (dim, fused) in _EXPERT_WEIGHTS.items():
-            if not isinstance(getattr(module, weight, None), nn.Parameter):
+    def _matched(self, plan: Mapping[str, str], what: str, *, is_strict: bool) -> Styles:
+        known = [name for name, _ in (*self.model.named_modules(), *self.model.named_parameters())]
+        found: Styles = {}
+        for pattern, style in plan.items():
+            if not isinstance(style, str) or not is_style(style):
                 raise CannotRun(
-                    f"{name} has no {weight}, so that tp ranks cannot split its experts; use --ep, or --tp 1"
+                    f"{what} has style {style!r} for {pattern}, which is not known; give tp_plan= with"
+                    " colwise, rowwise, packed:3, vocabulary, sequence or replicate"
                 )
-            self._hold(module, weight, dim, fused, name)
-        if copies:
-            module.__dict__["forward"] = partial(_experts, module, module.forward, self.group)
-
-    def _table(self, module: nn.Module) -> None:
-        if not isinstance(module, nn.Embedding):
-            raise CannotRun(f"tp_plan: a {type(module).__name__} is no table whose rows could be split")
-        if "weight" in splits_in(module):
-            return  # with the head that it is tied to
-        _, first = self._rows(module)
-        module.__dict__["forward"] = partial(_table_rows, module, self.group, first)
-
-    def _rows(self, module: nn.Linear | nn.Embedding) -> tuple[list[int], int]:
-        """Keep this rank's rows of a vocabulary, which need not divide; how many each rank has, and its first."""
-        lengths = list(widths(module.weight.shape[0], self.ranks))
-        first = sum(lengths[: self.rank])
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            pieces = ((first, first + lengths[self.rank]),)
-            split = Split(shape=tuple(parameter.shape), dim=0, pieces=pieces, over="tp")
-            hold_part(parameter, split)
-            note_split(module, name, split)
-        return lengths, first
-
-    def _split_sequence(self, parents: set[str], modules: Mapping[str, nn.Module]) -> None:
-        """Between the first block's input and the last one's output every rank has some of the tokens; what takes part
-        in a split product gathers them, and scatters the sums."""
-        blocks = repeated_blocks(self.model)
-        names = {module: name for name, module in modules.items()}
-        for block in blocks:
-            path = names[block]
-            borders = {name for name in parents if name.startswith(f"{path}.")}
-            mixtures = {name for name, module in modules.items() if _is_mixture(module) and name.startswith(f"{path}.")}
-            borders = {name for name in borders if not any(name.startswith(f"{mixture}.") for mixture in mixtures)}
-            for name in borders | mixtures:
-                modules[name].register_forward_pre_hook(partial(_gathered, self.group), with_kwargs=True)
-                self._scatters(modules[name])
-            inside = [name for name, _ in block.named_parameters()]
-            self.summed.update(f"{path}.{name}" for name in inside if f"{path}.{name}" not in splits_in(self.model))
-        blocks[0].register_forward_pre_hook(partial(_own_tokens, self.group), with_kwargs=True)
-        blocks[-1].register_forward_hook(partial(_all_tokens, self.group))
-
-    def _scatters(self, module: nn.Module) -> None:
-        is_mixture = _is_mixture(module)
-        if is_mixture:
-            module.register_forward_hook(partial(_scattered, self.group))
-        for part in module.modules():
-            if isinstance(part, RowParallelLinear):
-                part.__dict__["sums_terms" if is_mixture else "scatters_sequence"] = not is_mixture
-
-
-_LAYERS = ("colwise", "rowwise")
-
-
-def _takes_hidden(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _is_mixture(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "experts", None), nn.Module)
-
-
-def _loss_of(model: nn.Module) -> Callable[..., Any] | None:
-    """transformers' loss of causal language models, where a model uses it."""
-    own = unwrapped(model)
-    if not type(own).__module__.startswith("transformers.") or not hasattr(own, "loss_function"):
-        return None
-    loss: Callable[..., Any] = own.loss_function
-    return loss if getattr(loss, "__name__", "") == "ForCausalLMLoss" else None
-
-
-# What split modules do instead of their own forward pass, and around it.
-
-
-def _conv_columns(module: Any, group: Group, style: Style, copies: bool, x: torch.Tensor) -> torch.Tensor:
-    here = copy_to_ranks(x, group) if copies else x
-    return torch.addmm(module.bias, here.flatten(0, -2), module.weight).view(*x.shape[:-1], -1)
-
-
-def _conv_rows(module: Any, group: Group, style: Style, copies: bool, x: torch.Tensor) -> torch.Tensor:
-    here = own_part(x, -1, group) if style.whole_outside else x
-    total = sum_over_ranks((here.flatten(0, -2) @ module.weight).view(*x.shape[:-1], -1), group)
-    outputs: torch.Tensor = total + module.bias
-    return outputs
-
-
-def _own_head(module: Any, group: Group, first: int, width: int, copies: bool, x: torch.Tensor) -> torch.Tensor:
-    here = copy_to_ranks(x, group) if copies else x
-    return functional.linear(here, module.weight, module.bias).narrow(-1, first, width)
-
-
-def _experts(module: nn.Module, forward: Any, group: Group, hidden: torch.Tensor, index: Any, weights: Any) -> Any:
-    return sum_over_ranks(forward(copy_to_ranks(hidden, group), index, copy_to_ranks(weights, group)), group)
-
-
-def _table_rows(table: Any, group: Group, first: int, ids: torch.Tensor) -> torch.Tensor:
-    return vocab_parallel_embedding(ids, table.weight, group, first)
-
-
-def _vocabulary_head(head: Any, group: Group, lengths: Sequence[int] | None, hidden: torch.Tensor) -> torch.Tensor:
-    logits = functional.linear(copy_to_ranks(hidden, group), head.weight, head.bias)
-    return logits if head.__dict__.get("_dsplan_labels") else gather(logits, -1, group, lengths=lengths)
-
-
-def _labels_are_given(owner: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    owner.get_output_embeddings().__dict__["_dsplan_labels"] = kwargs.get("labels") is not None
-
-
-def _whole_logits(
-    head: Any, group: Group, lengths: Sequence[int] | None, owner: Any, args: Any, kwargs: Any, output: Any
-) -> Any:
-    """Logits that leave the model are whole; in training they are left out, since only the loss is made of them."""
-    if not head.__dict__.get("_dsplan_labels") or getattr(output, "logits", None) is None:
-        return output
-    output.logits = None if owner.training else gather(output.logits, -1, group, lengths=lengths)
-    return output
-
-
-def _vocabulary_loss(
-    owner: Any,
-    group: Group,
-    first: int,
-    usual: Callable[..., Any],
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    vocab_size: int,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """transformers' `ForCausalLMLoss` of this rank's part of the logits."""
-    if not owner.get_output_embeddings().__dict__.get("_dsplan_labels"):
-        found: torch.Tensor = usual(
-            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options
-        )
+            fits = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+            names = [name for name in known if fits.fullmatch(name)]
+            if not names and is_strict:
+                raise CannotRun(f"{what}: {pattern!r} fits no module or parameter of {type(self.inner).__name__}")
+            found.update(dict.fromkeys(names, style))
         return found
-    if shift_labels is None:
-        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets = shift_labels.reshape(-1).to(logits.device)
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = vocab_parallel_cross_entropy(
-        logits.reshape(-1, logits.shape[-1]),
-        targets,
-        group,
-        first=first,
-        ignore_index=ignore_index,
-        reduction=reduction,
-    )
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
 
+    # Blocks: several ways are tried on a copy of the first of each kind, and the first that is right is taken.
 
-def _on_hidden(change: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Arguments with the hidden states changed, which come first or by name."""
-    if args and isinstance(args[0], torch.Tensor):
-        return (change(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+    def _plans(self, blocks: Mapping[str, nn.Module], within: Mapping[str, Styles]) -> dict[Any, _Plan]:
+        plans: dict[Any, _Plan] = {}
+        trial: _Trial | None = None
+        for name, block in blocks.items():
+            signature = _signature(block, within[name])
+            if signature not in plans:
+                trial = trial or _Trial(self.inner, block, self.ranks, self.device, sequence=self.sequence)
+                plans[signature] = self._choose(name, block, within[name], trial)
+        return plans
 
+    def _choose(self, name: str, block: nn.Module, styles: Styles, trial: _Trial) -> _Plan:
+        """How the units of a block are split."""
+        candidates = _units_of(styles, block) if styles else _found_units(block)
+        chosen: list[_Choice] = []
+        if not styles and candidates and not trial.runs(block):
+            raise CannotRun(
+                f"tensor parallelism found layers of {name} to split, and cannot check them: the block does not run on"
+                " activations alone; name styles by tp_plan=, for example"
+                f' {{"{re.sub(r"[0-9]+", "*", name)}.up": "colwise"}}'
+            )
+        for unit, ways in candidates:
+            where = f"{name}.{unit}" if unit else name
+            found, problem = self._choose_way(block, unit, ways, chosen, trial)
+            if found is None:
+                self._notice(f"tensor parallelism leaves {where} whole: split, it would not compute the same{problem}")
+                continue
+            chosen.append(found)
+            if found.variant.gathers:
+                self._notice(f"tensor parallelism splits weights of {where} and gathers what they compute{problem}")
+        summed = trial.agrees(block, chosen, self._split_block)
+        if summed is None:
+            what = "sequence parallelism" if self.sequence else "tensor parallelism"
+            raise CannotRun(
+                f"{what}: {type(block).__name__}, split, does not compute what it computes whole{trial.problem}; let it"
+                " take shapes from its projections' outputs, or name styles by tp_plan="
+            )
+        return _Plan(choices=tuple(chosen), summed=summed if trial.runs(block) else None)
 
-def _copied(group: Group, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    return _on_hidden(lambda hidden: copy_to_ranks(hidden, group), args, kwargs)
+    def _choose_way(
+        self, block: nn.Module, unit: str, ways: Sequence[Styles], before: Sequence[_Choice], trial: _Trial
+    ) -> tuple[_Choice | None, str]:
+        """The first way that is right, and what stood against one before it."""
+        problem = ""
+        for way in ways:
+            for variant in _variants(block.get_submodule(unit), way, sequence=self.sequence, is_block=not unit):
+                choice = _Choice(unit=unit, styles=way, variant=variant)
+                try:
+                    if trial.agrees(block, [*before, choice], self._split_block) is not None:
+                        return choice, problem
+                    problem = trial.problem
+                except NotSplit as reason:
+                    problem = f" ({reason})"
+        return None, problem
 
+    def _notice(self, text: str) -> None:
+        if self.ranks.rank == 0 and (not dist.is_initialized() or dist.get_rank() == 0):
+            notice(text)
 
-def _gathered(group: Group, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    return _on_hidden(lambda hidden: gather(hidden, 1, group, sums_gradients=True), args, kwargs)
+    def _split_block(self, block: nn.Module, choices: Sequence[_Choice]) -> Applied:
+        applied = Applied()
+        for choice in choices:
+            unit = block.get_submodule(choice.unit)
+            how = {"sequence": self.sequence, "is_block": not choice.unit}
+            applied.add(choice.unit, split_unit(unit, choice.styles, self.randomness, choice.variant, **how))
+        if self.sequence:
+            names = {name for name, _ in block.named_parameters()}
+            for name in _whole_units(block, choices):
+                self._keep_whole(block, name, applied)
+            applied.summed |= names - applied.splits.keys() - applied.complete
+            draw_own(block, self.randomness)
+        return applied
 
+    def _keep_whole(self, block: nn.Module, unit: str, applied: Applied) -> None:
+        """A part of a block that is left whole needs the whole sequence."""
+        made = split_unit(
+            block.get_submodule(unit), {}, self.randomness, Variant(shares_input=False), sequence=True, is_block=False
+        )
+        applied.add(unit, made)
 
-def _own_tokens(group: Group, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    return _on_hidden(lambda hidden: own_part(hidden, 1, group), args, kwargs)
+    def _take(self, name: str, applied: Applied) -> None:
+        self.parts.splits.update((f"{name}.{key}", split) for key, split in applied.splits.items())
+        self.parts.summed.update(f"{name}.{key}" for key in applied.summed)
+        self.changes += applied.changes
 
+    # Outside the blocks: tables, heads and their loss.
 
-def _all_tokens(group: Group, module: nn.Module, args: Any, output: Any) -> Any:
-    return _on_first(lambda hidden: gather(hidden, 1, group), output)
+    def _split_outside(self, styles: Styles) -> None:
+        names = {id(module): name for name, module in self.model.named_modules()}
+        named = {self.model.get_submodule(name) for name in styles if name in names.values()}
+        table, head = _ends(self.inner, self.blocks, named if self.options.tp_plan else None)
+        done: dict[int, Split] = {}
+        ends = {names[id(module)] for module in (table, head) if module is not None}
+        for name, style in styles.items():
+            if name not in ends:
+                self._take_one(name, style)
+        if table is not None:
+            first = table.weight
+            splits = make_vocabulary(table, self.ranks)
+            self.parts.splits[f"{names[id(table)]}.weight"] = splits["weight"]
+            done[id(first)] = splits["weight"]
+        if head is not None:
+            self._split_head(head, names[id(head)], done)
 
+    def _take_one(self, name: str, style: str) -> None:
+        owner, _, last = name.rpartition(".")
+        unit = self.model.get_submodule(owner)
+        made = split_unit(
+            unit, {last: style}, self.randomness, Variant(shares_input=False), sequence=False, is_block=True
+        )
+        prefix = f"{owner}." if owner else ""
+        self.parts.splits.update((prefix + key, split) for key, split in made.splits.items())
+        self.parts.summed.update(prefix + key for key in made.summed)
+        self.changes += made.changes
 
-def _scattered(group: Group, module: nn.Module, args: Any, output: Any) -> Any:
-    return _on_first(lambda hidden: reduce_scatter(hidden, 1, group), output)
+    def _split_head(self, head: Any, name: str, done: dict[int, Split]) -> None:
+        local_loss = _has_causal_loss(self.inner) and head is _of(self.inner, "get_output_embeddings")
+        vocabulary = head.weight.shape[0] if id(head.weight) not in done else done[id(head.weight)].shape[0]
+        gathered = 0 if local_loss else vocabulary
+        if id(head.weight) in done:  # tied: its weight is this rank's already
+            as_columns(head, self.ranks, gathered_length=gathered)
+            splits = {"weight": done[id(head.weight)]}
+            splits |= split_in_place(head, {"bias": 0}, splits["weight"].pieces)
+        else:
+            splits = make_columns(head, self.ranks, ((self.ranks.share(vocabulary),), 1), gathers=not local_loss).splits
+        self.parts.splits.update((f"{name}.{key}", split) for key, split in splits.items())
+        if local_loss:
+            model: Any = self.inner
+            whole = model.loss_function
+            model.loss_function = CausalLoss(self.ranks, vocabulary, whole)
+            model.register_forward_hook(WholeLogits(self.ranks, vocabulary))
 
+    # The script's own parallel layers, and whole parameters.
 
-def _on_first(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+    def _note_layers_of_the_script(self) -> None:
+        for name, module in self.model.named_modules():
+            if isinstance(module, (Columns, Rows, VocabularyRows)):
+                if module.ranks.size not in (1, self.ranks.size):
+                    raise CannotRun(
+                        f"{name} is split over {module.ranks.size} ranks and the plan has tp {self.ranks.size}; give"
+                        " the layer the group of as many ranks"
+                    )
+                self.others.add(module.ranks)
+        self.parts.splits.update(splits_in(self.model))
 
-
-# Blocks without a plan.
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Modules inside compute with whole parameters."""
+        with ExitStack() as opened:
+            for ranks in {self.ranks, *self.others}:
+                opened.enter_context(ranks.open_layers())
+            for change in self.changes:
+                setattr(change.module, change.name, change.whole)
+            try:
+                yield
+            finally:
+                for change in self.changes:
+                    setattr(change.module, change.name, change.part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Pair:
-    """Layers by name in a block: columns that take one input, and the row layer that follows them."""
+class _Choice:
+    """How one unit of a block is split."""
 
-    columns: tuple[str, ...]
-    row: str
-    fused: int
-    whole_outside: bool = False
-    counts: tuple[tuple[str, str], ...] = ()
-    """Counts of an attention that become this rank's: (module, attribute)."""
+    unit: str
+    """The name of the module in the block that it is, "" for the block itself."""
+    styles: Styles
+    """By names in the unit."""
+    variant: Variant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """How blocks of one kind are split."""
+
+    choices: tuple[_Choice, ...]
+    summed: frozenset[str] | None
+    """Parameters of the block of whose gradients each rank was seen to have a part; None: not seen."""
+
+
+# Trials.
+
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Reached(Exception):
+    """A forward pass has come to the block whose arguments are wanted."""
+
+
+class _Trial:
+    """A block of a model run whole and split, on a copy and in fp32, with the arguments that the model calls it with.
+
+    `problem` is what was raised by a run that failed.
+    """
+
+    problem = ""
+
+    def __init__(
+        self, inner: nn.Module, block: nn.Module, ranks: TensorRanks, device: torch.device, *, sequence: bool
+    ) -> None:
+        self._ranks, self._device, self._sequence = ranks, device, sequence
+        self._is_fake = any(p.is_meta or isinstance(p, FakeTensor) for p in block.parameters())
+        positions = getattr(getattr(inner, "config", None), "max_position_embeddings", None) or 4 * ranks.size
+        self._arguments = _arguments_of(inner, block, ranks.size * max(1, min(4, positions // ranks.size)))
+        self._wholes: dict[nn.Module, tuple[nn.Module, _Found] | None] = {}
+
+    def runs(self, block: nn.Module) -> bool:
+        """Whether the block can be run by itself."""
+        return self._whole(block) is not None
+
+    def agrees(
+        self, block: nn.Module, choices: Sequence[_Choice], split: Callable[[nn.Module, Sequence[_Choice]], Applied]
+    ) -> frozenset[str] | None:
+        """Split a copy of the block: which of its unsplit parameters have a part of their gradient on each rank; None:
+        it does not compute what the whole block computes, on some rank.
+
+        Raises:
+            NotSplit: it cannot be split so.
+        """
+        known = self._whole(block)
+        if known is None:
+            return frozenset(split(copy.deepcopy(block), choices).summed)
+        reference, whole = known
+        copied = copy.deepcopy(reference)
+        applied = split(copied, choices)
+        if self._sequence:
+            copied.register_forward_pre_hook(RegionStart(self._ranks), prepend=True, with_kwargs=True)
+            copied.register_forward_hook(RegionEnd(self._ranks))
+        self.problem = ""
+        try:
+            found = self._run(copied)
+        except Exception as problem:  # whatever a forward raises with shapes that it does not expect, on every rank
+            found, self.problem = None, f" ({type(problem).__name__}: {str(problem).partition(chr(10))[0]})"
+        if found is None or self._is_fake:
+            return None if found is None else frozenset(applied.summed)
+        return self._compared(found, whole, applied)
+
+    def _compared(self, found: _Found, whole: _Found, applied: Applied) -> frozenset[str] | None:
+        ranks, floor = self._ranks, 1e-3 * max(float(g.abs().max()) for g in whole.gradients.values())
+        is_right = [_close(found.output, whole.output, 0.0), _close(found.input, whole.input, 0.0)]
+        names, own, total = [], [], []
+        for name, gradient in found.gradients.items():
+            expected = whole.gradients[name]
+            if split := applied.splits.get(name):
+                complete = sum_over_copies(gradient, split, ranks)
+                is_right.append(_close(complete, split.take(expected), floor))
+                continue
+            names.append(name)
+            own.append(_close(gradient, expected, floor))
+            total.append(_close(all_reduce(gradient.clone(), ranks), expected, floor))
+        flags = torch.tensor([*is_right, *own, *total], dtype=torch.int32, device=self._device)
+        seen = all_reduce(flags, ranks, "min").tolist()
+        count = len(is_right)
+        summed = set()
+        for name, whole_there, parts_there in zip(
+            names, seen[count : count + len(names)], seen[count + len(names) :], strict=True
+        ):
+            if not whole_there and not parts_there:
+                return None
+            if parts_there and (name in applied.summed or not whole_there):
+                summed.add(name)
+        return frozenset(summed) if all(seen[:count]) else None
+
+    def _whole(self, block: nn.Module) -> tuple[nn.Module, _Found] | None:
+        if block not in self._wholes:
+            self._wholes.clear()  # one block's copy at a time
+            self._wholes[block] = self._measured(block)
+        return self._wholes[block]
+
+    def _measured(self, block: nn.Module) -> tuple[nn.Module, _Found] | None:
+        if self._arguments is None:
+            return None
+        reference = copy.deepcopy(block).to(self._device).float().eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                if parameter.is_floating_point():
+                    parameter.requires_grad_()
+                    if not self._is_fake and not parameter.any():  # zeros hide what they are multiplied with
+                        parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+        try:
+            return reference, self._run(reference)
+        except Exception:  # a block that wants other arguments may raise anything
+            return None
+
+    def _run(self, block: nn.Module) -> _Found:
+        assert self._arguments is not None
+        positional, named = self._arguments
+        with torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
+            states = positional[0].to(self._device).detach().clone().requires_grad_()
+            place = {"device": self._device}
+            rest, named = tree_map(lambda leaf: _moved(leaf, **place), (positional[1:], named))
+            output = block(states, *rest, **named)
+            output = output if isinstance(output, torch.Tensor) else output[0]
+            generator = torch.Generator().manual_seed(1)
+            weights = torch.randn(output.shape, generator=generator).to(output)
+            names = [name for name, parameter in block.named_parameters() if parameter.requires_grad]
+            wanted = [dict(block.named_parameters())[name] for name in names]
+            found = torch.autograd.grad((output * weights).sum(), [states, *wanted], allow_unused=True)
+        gradients = {
+            name: torch.zeros_like(parameter) if gradient is None else gradient
+            for name, parameter, gradient in zip(names, wanted, found[1:], strict=True)
+        }
+        first = torch.zeros_like(states) if found[0] is None else found[0]
+        return _Found(output=output.detach(), input=first, gradients=gradients)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """How a block's layers split."""
+    """What a block computed."""
 
-    pairs: tuple[_Pair, ...]
-
-    @classmethod
-    def of(cls, block: nn.Module, splitter: _Splitter) -> _Found:
-        """The pairs of a block, each of them checked: split, it gives what it gave whole."""
-        calls = _calls(block)
-        if calls is None:
-            return cls(pairs=())
-        example, whole, order = calls
-        kept: list[_Pair] = []
-        for pair in _pairs(block, order):
-            for candidate in _ways(block, pair):
-                if _gives_the_same(block, (candidate,), splitter, example, whole):
-                    kept.append(candidate)
-                    break
-        return cls(pairs=tuple(kept))
-
-    def apply(self, block: nn.Module, splitter: _Splitter) -> None:
-        _apply(block, self.pairs, splitter)
+    output: torch.Tensor
+    input: torch.Tensor
+    """The gradient of the activations that it was given."""
+    gradients: dict[str, torch.Tensor]
 
 
-def _apply(block: nn.Module, pairs: Sequence[_Pair], splitter: _Splitter) -> None:
-    modules = dict(block.named_modules())
-    for pair in pairs:
-        columns = Style(kind="colwise", fused=pair.fused, whole_outside=pair.whole_outside)
-        for name in pair.columns:
-            splitter.layer(modules[name], columns, name, copies=True, parent=None)
-        row = Style(kind="rowwise", whole_outside=pair.whole_outside)
-        splitter.layer(modules[pair.row], row, pair.row, copies=True, parent=None)
-        for name, attribute in pair.counts:
-            setattr(modules[name], attribute, getattr(modules[name], attribute) // splitter.ranks)
+def _close(found: torch.Tensor, expected: torch.Tensor, floor: float) -> bool:
+    if found.shape != expected.shape:
+        return False
+    scale = max(float(expected.abs().max()), floor) if expected.numel() else 0.0
+    return not expected.numel() or float((found - expected).abs().max()) <= _TOLERANCE * scale
 
 
-def _calls(block: nn.Module) -> tuple[torch.Tensor, torch.Tensor, list[tuple[str, torch.Tensor]]] | None:
-    """A small input, what the block makes of it, and its linear layers with their inputs, in the order of use; None
-    where the block wants more than hidden states."""
-    linear = {module: name for name, module in block.named_modules() if _takes_hidden(module)}
-    if not linear:
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    leaf = leaf.detach().to(device)
+    return leaf.float() if leaf.is_floating_point() else leaf
+
+
+def _arguments_of(inner: Any, block: nn.Module, length: int) -> _Arguments | None:
+    """What a model calls its block with for tokens of so many positions; activations first. None: not known."""
+    vocabulary = getattr(getattr(inner, "config", None), "vocab_size", 0)
+    if vocabulary and getattr(inner, "main_input_name", "") == "input_ids":
+        device = next(inner.parameters()).device
+        tokens = torch.randint(0, vocabulary, (2, length), generator=torch.Generator().manual_seed(2)).to(device)
+        return _captured(inner, block, {"input_ids": tokens, "use_cache": False})
+    inputs = [widths(module)[0] for module in block.modules() if is_linear(module)]
+    if not inputs:
         return None
-    first: Any = next(iter(linear))
-    order: list[tuple[str, torch.Tensor]] = []
-    handles = [
-        module.register_forward_pre_hook(lambda module, args: order.append((linear[module], args[0])))
-        for module in linear
-    ]
-    was_training = block.training
+    return (torch.randn(2, length, inputs[0], generator=torch.Generator().manual_seed(2)),), {}
+
+
+def _captured(inner: nn.Module, block: nn.Module, given: dict[str, Any]) -> _Arguments | None:
+    seen: list[_Arguments] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((args, dict(kwargs)))
+        raise _Reached
+
+    handle = block.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        block.eval()
-        inputs = first.weight.shape[1 if isinstance(first, nn.Linear) else 0]
-        generator = torch.Generator().manual_seed(0)
-        example = torch.randn(1, 8, inputs, generator=generator).to(first.weight)
         with torch.no_grad():
-            output = block(example)
-    except Exception:  # whatever a script's block raises where it is not given all that it wants
-        return None
+            inner(**given)
+    except Exception:  # _Reached, or whatever a model raises that wants other arguments
+        pass
     finally:
-        block.train(was_training)
-        for handle in handles:
-            handle.remove()
-    return example, _first(output), order
+        handle.remove()
+    if not seen:
+        return None
+    args, kwargs = seen[0]
+    if not args and "hidden_states" in kwargs:
+        args = (kwargs.pop("hidden_states"),)
+    return (args, kwargs) if args and isinstance(args[0], torch.Tensor) else None
 
 
-def _first(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+# Which modules are split together, and the rule for models without a plan.
+
+
+def _units_of(styles: Styles, block: nn.Module) -> list[tuple[str, list[Styles]]]:
+    """Styles by the child of the block that they lie in; those of the block's own layers together."""
+    units: dict[str, Styles] = {}
+    children = dict(block.named_children())
+    for name, style in styles.items():
+        first, _, rest = name.partition(".")
+        is_own = first not in children or is_linear(children[first]) or not rest
+        unit, rest = ("", name) if is_own else (first, rest)
+        units.setdefault(unit, {})[rest] = style
+    return [(unit, [found]) for unit, found in units.items()]
+
+
+def _found_units(block: nn.Module) -> list[tuple[str, list[Styles]]]:
+    """Pairs of linear layers, found by their order and widths: query, key, value and output; gate, up and down."""
+    layers = [(name, *widths(module)) for name, module in block.named_modules() if is_linear(module)]
+    found: list[tuple[str, list[Styles]]] = []
+    index = 0
+    while index < len(layers):
+        for taken, ways in _patterns(layers[index:]):
+            names = [name for name, _, _ in layers[index : index + taken]]
+            firsts = {name.partition(".")[0] for name in names}
+            unit = firsts.pop() if len(firsts) == 1 and all("." in name for name in names) else ""
+            start = f"{unit}." if unit else ""
+            named = [{name.removeprefix(start): style for name, style in zip(names, way, strict=True)} for way in ways]
+            found.append((unit, named))
+            index += taken - 1
+            break
+        index += 1
     return found
 
 
-def _pairs(block: nn.Module, order: Sequence[tuple[str, torch.Tensor]]) -> Iterator[_Pair]:
-    """Layers that take the same tensor, each time followed by one that leads back to the hidden states."""
-    modules = dict(block.named_modules())
-    groups: list[tuple[list[str], torch.Tensor]] = []
-    for name, given in order:
-        if groups and groups[-1][1] is given:
-            groups[-1][0].append(name)
-        else:
-            groups.append(([name], given))
-    used = -1
-    for index, ((columns, _), (rows, _)) in enumerate(pairwise(groups)):
-        if len(rows) != 1 or index <= used:
-            continue
-        inputs, outputs = _shape(modules[rows[0]])
-        wide = _shape(modules[columns[0]])[1]
-        if outputs != _shape(modules[columns[0]])[0] or wide % inputs or (len(columns) > 1 and wide != inputs):
-            continue
-        used = index + 1
-        yield _Pair(columns=tuple(columns), row=rows[0], fused=wide // inputs)
+def _patterns(layers: Sequence[tuple[str, int, int]]) -> Iterator[tuple[int, list[tuple[str, ...]]]]:
+    """How many of the next layers lie between two sums over ranks, and the styles that they may have."""
+    width = layers[0][1]
+    ins, outs = [layer[1] for layer in layers[:4]], [layer[2] for layer in layers[:4]]
+    pair = ("colwise", "rowwise")
+    if len(ins) == 4 and ins[:3] == [width] * 3 and outs[1] == outs[2] <= outs[0] == ins[3] and outs[3] == width:
+        yield 4, [("colwise", "colwise", "colwise", "rowwise")]
+    if len(ins) >= 3 and outs[0] == outs[1] == ins[2] and ins[:2] == [width] * 2 and outs[2] == width:
+        yield 3, [("colwise", "colwise", "rowwise")]
+    if len(ins) >= 3 and ins[0] == ins[2] == width == outs[1] and outs[0] == outs[2] == ins[1] != width:
+        yield 3, [("colwise", "rowwise", "colwise")]
+    if len(ins) >= 2 and ins[0] == width == outs[1]:
+        inner, fused = ins[1], outs[0]
+        if fused == inner:
+            yield 2, [pair]
+        elif fused == 3 * inner:
+            yield 2, [("packed:3", "rowwise"), pair]
+        elif fused == 2 * inner:
+            keys = inner // 2
+            yield 2, [("packed:2", "rowwise"), (f"packed:{inner},{keys},{keys}", "rowwise"), pair]
+        elif fused > inner and (fused - inner) % 2 == 0:
+            keys = (fused - inner) // 2
+            yield 2, [(f"packed:{inner},{keys},{keys}", "rowwise"), pair]
 
 
-def _shape(module: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer."""
-    first, second = module.weight.shape
-    return (second, first) if isinstance(module, nn.Linear) else (first, second)
+def _variants(unit: nn.Module, styles: Styles, *, sequence: bool, is_block: bool) -> list[Variant]:
+    columns = [style for style in styles.values() if is_columns(style)]
+    shares = [False] if is_block or not can_share(unit, styles) else [True, False]
+    if not sequence and len(columns) < 2:
+        shares = [False]
+    adapts = range(3) if any(has_heads(module) for module in unit.modules()) else range(1)
+    found = [Variant(shares_input=share, adapts=how) for how in adapts for share in shares]
+    is_plain = columns and all(is_columns(style) or style in ROWS for style in styles.values())
+    return [*found, Variant(shares_input=False, gathers=True)] if is_plain else found
 
 
-def _ways(block: nn.Module, pair: _Pair) -> Iterator[_Pair]:
-    """How a pair may split, the best first: as it is, with an attention's counts made this rank's, or, where neither
-    gives the same, with whole activations between."""
-    yield pair
-    modules = dict(block.named_modules())
-    width = _shape(modules[pair.row])[0]
-    owner = pair.columns[0].rpartition(".")[0]
-    attributes = vars(modules[owner])
-    heads = [name for name, value in attributes.items() if _is_count(name, value)]
-    sizes = [name for name, value in attributes.items() if value == width and name not in heads]
-    for names in (heads, [*heads, *(name for name in sizes if "split" in name)], [*heads, *sizes]):
-        yield replace(pair, counts=tuple((owner, name) for name in names))
-    yield replace(pair, whole_outside=True)
+def _whole_units(block: nn.Module, choices: Sequence[_Choice]) -> list[str]:
+    """Children of a block with layers that are not split: they need the whole sequence."""
+    split = {choice.unit or name.partition(".")[0] for choice in choices for name in choice.styles}
+    return [
+        name
+        for name, child in block.named_children()
+        if name not in split and any(is_linear(module) or has_heads(module) for module in child.modules())
+    ]
 
 
-def _is_count(name: str, value: object) -> bool:
-    is_number = isinstance(value, int) and not isinstance(value, bool) and value > 1
-    return is_number and "head" in name and not any(word in name for word in ("dim", "size"))
+def _signature(block: nn.Module, styles: Styles) -> Any:
+    return type(block), frozenset(styles.items()), tuple((n, p.shape) for n, p in block.named_parameters())
 
 
-def _gives_the_same(
-    block: nn.Module, pairs: Sequence[_Pair], splitter: _Splitter, example: torch.Tensor, whole: torch.Tensor
-) -> bool:
-    """Whether a copy of a block, split so, makes the same of the same input; called by all ranks together."""
-    split = copy.deepcopy(block).eval()
+def _below(styles: Styles, prefix: str) -> Styles:
+    start = f"{prefix}."
+    return {name.removeprefix(start): style for name, style in styles.items() if name.startswith(start)}
+
+
+def _stacks(inner: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Blocks by the list that they are in."""
+    members = {id(block) for block in blocks}
+    stacks = [[child for child in module.children() if id(child) in members] for module in inner.modules()]
+    return [stack for stack in stacks if stack]
+
+
+def _inner(model: Any) -> nn.Module:
+    """The model inside adapters."""
+    found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return found
+
+
+def _of(model: Any, getter: str) -> Any:
     try:
-        _apply(split, pairs, splitter)
-        with torch.no_grad():
-            found = _first(split(example))
-        same = found.shape == whole.shape and torch.allclose(found.float(), whole.float(), rtol=1e-2, atol=1e-3)
-    except Exception:  # a forward pass that does not go with the split raises what it likes, on every rank the same
-        same = False
-    verdict = torch.tensor(float(same), device=example.device)
-    dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=splitter.group)
-    return bool(verdict.item())
+        return getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _ends(inner: nn.Module, blocks: Sequence[nn.Module], named: set[nn.Module] | None) -> tuple[Any, Any]:
+    """Embedding and head over the vocabulary, where both that share a weight can be split; `named`: those alone that
+    the script names, and what shares a weight with them."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outer = [module for module in inner.modules() if id(module) not in inside]
+    heads: list[Any] = [module for module in outer if is_linear(module) and isinstance(module, nn.Linear)]
+    tables: list[Any] = [m for m in outer if isinstance(m, nn.Embedding) and not m.sparse and m.max_norm is None]
+    if hasattr(inner, "get_input_embeddings"):
+        table, head = _of(inner, "get_input_embeddings"), _of(inner, "get_output_embeddings")
+        table, head = (table if table in tables else None), (head if head in heads else None)
+    else:
+        pairs = [(t, h) for h in heads for t in tables if h.weight.shape == t.weight.shape]
+        table, head = pairs[-1] if pairs else (None, None)
+    if type(inner).forward.__module__.startswith("liger_kernel"):
+        head = None  # it multiplies with the head's weight itself
+    is_tied = table is not None and head is not None and head.weight is table.weight
+    if named is not None and not (is_tied and named & {table, head}):
+        table, head = (table if table in named else None), (head if head in named else None)
+    shared = sum(1 for m in inner.modules() for p in m._parameters.values() if table is not None and p is table.weight)
+    if table is not None and shared != 1 + is_tied:
+        return None, None  # something else computes with the same weight
+    return table, head
+
+
+def _has_causal_loss(inner: Any) -> bool:
+    """Whether a model's loss is transformers' cross-entropy of the next token, called through `loss_function`."""
+    function = getattr(inner, "loss_function", None)
+    if getattr(function, "__name__", "") != "ForCausalLMLoss":
+        return False
+    code = inspect.unwrap(type(inner).forward).__code__
+    return "loss_function" in code.co_names
+
+
+# What an engine does with a model that is split.
+
+
+def sum_over_copies(part: torch.Tensor, split: Split, ranks: TensorRanks) -> torch.Tensor:
+    """The sum of the gradients of the ranks that have the same pieces of a parameter."""
+    if split.copies == 1:
+        return part
+    parts = gather_from_ranks(part.detach().unsqueeze(0), ranks, 0)
+    first = ranks.rank // split.copies * split.copies
+    return parts[first : first + split.copies].sum(0)
+
+
+def sum_copies(model: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
+    """Add up the gradients of the parameters of which several tp ranks have the same part."""
+    ranks = TensorRanks(mesh.group("tp"))
+    for name, parameter in model.named_parameters():
+        split = parts.splits.get(name)
+        if split is None or split.over != "tp" or split.copies == 1 or parameter.grad is None:
+            continue
+        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradient.copy_(sum_over_copies(gradient.to(mesh.environment.device), split, ranks))
+
+
+@contextmanager
+def whole_layers(model: nn.Module, mesh: Mesh, *, keeps_changes: bool) -> Iterator[None]:
+    """Parameters that tp ranks have parts of are whole inside; `keeps_changes` takes over what rank 0 wrote to any."""
+    parts = parts_of(model)
+    splits = {name: split for name, split in parts.splits.items() if split.over == "tp"}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    held = {named[name]: (named[name].data, split) for name, split in splits.items() if name in named}
+    ranks = TensorRanks(mesh.group("tp"))
+    for parameter, (part, split) in held.items():
+        parameter.data = _assembled(part, split, ranks)
+    with ExitStack() as opened:
+        for make in parts.opened:
+            opened.enter_context(make())
+        yield
+    for parameter in dict.fromkeys(model.parameters()) if keeps_changes else ():
+        dist.broadcast(parameter.data, 0)
+    for parameter, (part, split) in held.items():
+        if keeps_changes:
+            part.copy_(split.take(parameter.data))
+        parameter.data = part
+
+
+def _assembled(part: torch.Tensor, split: Split, ranks: TensorRanks) -> torch.Tensor:
+    whole = part.new_zeros(split.shape)
+    if ranks.rank % split.copies == 0:
+        start = 0
+        for first, end in split.pieces:
+            whole.narrow(split.dim, first, end - first).copy_(part.narrow(split.dim, start, end - first))
+            start += end - first
+    return all_reduce(whole, ranks)

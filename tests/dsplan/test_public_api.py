@@ -29,6 +29,7 @@ def test_public_names() -> None:
         "initialize",
         "plan",
         "recommend",
+        "register_kernel",
         "register_optimizer",
         "register_scheduler",
         "setup_distributed_training",

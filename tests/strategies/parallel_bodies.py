@@ -182,6 +182,8 @@ def one_step(engine: Any, step: int) -> float:
     rank, size = engine.data_parallel_rank, engine.data_parallel_size
     accumulation = engine.configuration.gradient_accumulation_steps
     own = {name: tensor[rank::size] for name, tensor in batch_of(step).items()}
+    if engine.configuration.pp > 1:
+        return float(engine.train_batch(own))
     total = torch.zeros(())
     for part in range(accumulation):
         loss = _loss(engine(**{name: tensor.chunk(accumulation)[part] for name, tensor in own.items()}))

@@ -184,7 +184,7 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
         (chosen.tp, chosen.pp, chosen.cp, chosen.ep, chosen.sequence_parallel),
         (chosen.virtual_stages, job.stage, micro_batches_in_flight(chosen, job.stage), chosen.pp_schedule == "gpipe"),
         chosen.strategy in ("single", "ddp"),
-        (job.workload.code, job.workload.compile, job.workload.loss),
+        (job.workload.code, job.workload.compile, job.workload.loss, job.workload.expert_imbalance),
     )
 
 

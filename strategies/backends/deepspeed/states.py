@@ -121,10 +121,10 @@ class DeepSpeedStates(States):
         shape = self.shape_of(tensor)
         if tensor in self._runs:
             run = self._runs[tensor]
-            return PartOfTensor(run.of(run.flat), shape, run.start)
+            return PartOfTensor.of_run(run.of(run.flat), shape, run.start)
         if hasattr(tensor, "ds_tensor"):  # frozen, and split all the same
             start, numel = _own_elements(tensor)
-            return PartOfTensor(tensor.ds_tensor.data.narrow(0, 0, numel), shape, start)
+            return PartOfTensor.of_run(tensor.ds_tensor.data.narrow(0, 0, numel), shape, start)
         return tensor.detach()
 
     def places(self) -> Iterator[Place]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hardware_db.microbench import collectives
 from strategies.backends.zero.flat_shard import Layout, Ranks
+from strategies.parallel.mesh import Group, Mesh
 from strategies.run_directory.heartbeat import PULSE
 
 _GATHER_TAG, _REDUCE_TAG, _EXCHANGE_TAG = 1, 2, 3
@@ -69,6 +70,12 @@ class Collectives(ABC):
         """The sum of a small tensor over ranks, on every rank; in place."""
         if self.ranks.world_size > 1:
             dist.all_reduce(values, group=self.group)
+        return values
+
+    def from_first(self, values: torch.Tensor) -> torch.Tensor:
+        """The first rank's values, on every rank; in place."""
+        if self.ranks.world_size > 1:
+            dist.broadcast(values, self._global(0), group=self.group)
         return values
 
     def _global(self, rank: int) -> int:
@@ -154,10 +161,17 @@ class Messages(Collectives):
 
 
 def collectives_for(ranks: Ranks, device: torch.device, group: dist.ProcessGroup | None = None) -> Collectives:
-    """The collectives that suit the device, between the ranks of a group, or of the whole job."""
+    """The collectives that suit the device, between the ranks of a process group, or of all."""
     if ranks.world_size == 1:
         return SingleRank(ranks)
     return NativeCollectives(ranks, group) if device.type == "cuda" else Messages(ranks, group)
+
+
+def collectives_over(name: Group, mesh: Mesh) -> Collectives:
+    """The collectives between this rank's ranks of a group."""
+    ranks = Ranks(rank=mesh.rank(name), world_size=mesh.size(name))
+    is_all = ranks.world_size in (1, mesh.dims.world_size)
+    return collectives_for(ranks, mesh.environment.device, None if is_all else mesh.group(name))
 
 
 def _runs(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from strategies.backends.zero.collectives import Arrival, Collectives, Sum
-from strategies.backends.zero.flat_shard import Layout
+from strategies.backends.zero.flat_shard import Bucket, Layout
 from strategies.modules.compression import Codec
 
 _ERROR_DTYPE = torch.bfloat16
@@ -20,12 +20,17 @@ _ERROR_DTYPE = torch.bfloat16
 
 
 def collectives_factory(
-    collectives: Collectives, codec: Codec | None, unit: Callable[[], float]
-) -> Callable[[], Collectives]:
-    """Makes the collectives of a bucket: those of all, or 8-bit ones around them; `unit` is the loss scale."""
-    if codec is None or collectives.ranks.world_size == 1:
-        return lambda: collectives
-    return lambda: EightBits(collectives, codec, unit)
+    collectives_of: Callable[[Bucket], Collectives], codec: Codec | None, unit: Callable[[], float]
+) -> Callable[[Bucket], Collectives]:
+    """Makes the collectives of a bucket: its own, or 8-bit ones around them; `unit` is the loss scale."""
+
+    def make(bucket: Bucket) -> Collectives:
+        collectives = collectives_of(bucket)
+        return (
+            collectives if codec is None or collectives.ranks.world_size == 1 else EightBits(collectives, codec, unit)
+        )
+
+    return make
 
 
 class Memory:

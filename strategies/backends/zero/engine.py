@@ -6,15 +6,17 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from planner.cost.zero_buckets import NATIVE_STEP_RUNS
-from strategies.backends.zero.collectives import collectives_for
+from strategies.backends.zero.collectives import collectives_for, collectives_over
 from strategies.backends.zero.compress import collectives_factory
-from strategies.backends.zero.flat_shard import Bucket, Place, Ranks, owners_of
+from strategies.backends.zero.flat_shard import Bucket, Kind, Place, Ranks, owners_of
 from strategies.backends.zero.gradient_reducer import Reducer
 from strategies.backends.zero.nvme import Disk
 from strategies.backends.zero.offload import HostGradients, fused_on_host, offload_of
@@ -22,6 +24,7 @@ from strategies.backends.zero.optimizer import Pieces, script_optimizer
 from strategies.backends.zero.settings import read_settings
 from strategies.backends.zero.sharded_model import ShardedModel, ZeroStates
 from strategies.backends.zero.weights import ShardingContext
+from strategies.checkpoint.states import unwrapped
 from strategies.distributed.environment import ensure_group
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.engine.torch_engine import scheduler_of, tensors_in
@@ -29,6 +32,9 @@ from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, narrowed
 from strategies.optim.optimizers import trainable_parameters, undivided
+from strategies.parallel.mesh import Group, Mesh
+from strategies.parallel.split import ModelParts, parts_of
+from strategies.parallel.whole import share_of_square
 from strategies.protocols import TrainingParts
 
 # Parameters that are unfrozen, or added to the optimizer, after the engine was made.
@@ -66,7 +72,7 @@ class Latecomers:
                     " backward pass of a step that makes one"
                 )
         whole = [p for each in self._pieces.optimizers for p in undivided(each, (p for _, p in come))]
-        owners = owners_of(whole, self._sharded_model.context.collectives.ranks.world_size)
+        owners = owners_in(self._sharded_model.context, whole)
         made = self._sharded_model.admit(come, owners)
         self._reducer.take(made)
         self._pieces.add(made)
@@ -157,16 +163,26 @@ class ZeroStrategy(Strategy):
         ensure_group(self.environment)
         environment, model = self.environment, parts.model
         apply_plan(parts)
-        ranks = Ranks(rank=environment.rank, world_size=environment.world_size)
+        mesh, parted = self.mesh, parts_of(model)
+        if mesh.size("dp_replicate") > 1:
+            raise CannotRun(
+                f"native {self.configuration.strategy} has one copy of the states, and dp_replicate is"
+                f" {mesh.size('dp_replicate')}; use dp_shard for these ranks, or strategy 'hsdp'"
+            )
+        collectives = collectives_over("dp_shard_cp", mesh)
+        experts = collectives_over("expert_dp", mesh) if parted.experts else None
         optimizer = script_optimizer(parts, trainable_parameters(model, parts.model_parameters))
         settings = read_settings(parts, environment.device)
+        kinds = {} if mesh.is_data_parallel else kinds_of(model, parted, mesh)
         context = ShardingContext(
             device=environment.device,
-            collectives=collectives_for(ranks, environment.device),
+            collectives=collectives,
             settings=settings,
             offload=offload_of(settings.offload, environment.device),
-            owners=owners_of(undivided(optimizer, model.parameters()), ranks.world_size),
+            kinds=kinds,
+            experts=experts,
         )
+        context = replace(context, owners=owners_in(context, undivided(optimizer, model.parameters())))
         return ZeroEngine(
             strategy=self,
             parts=parts,
@@ -178,6 +194,34 @@ class ZeroStrategy(Strategy):
     @abstractmethod
     def shard_model(self, model: nn.Module, context: ShardingContext) -> ShardedModel:
         """Place the model's weights in buckets on the device."""
+
+
+def kinds_of(model: nn.Module, parts: ModelParts, mesh: Mesh) -> dict[nn.Parameter, Kind]:
+    """Which parameters of a model that ranks split may share a bucket: those that count alike, and travel alike."""
+    kinds: dict[nn.Parameter, Kind] = {}
+    for wrapped_name, parameter in model.named_parameters():
+        name = unwrapped(wrapped_name)
+        is_expert = name in parts.experts
+        kinds[parameter] = Kind(
+            share=share_of_square(name, parts, mesh, mesh.size("expert_dp" if is_expert else "dp_shard_cp")),
+            is_expert=is_expert,
+            is_summed=name in parts.summed,
+            shared=parts.shared.get(name, ""),
+        )
+    return kinds
+
+
+def owners_in(context: ShardingContext, undivided: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """Which of the ranks that share its states owns each parameter that must not be divided."""
+    whole = list(undivided)
+    return {
+        parameter: owner
+        for are_experts in (False, True)
+        for parameter, owner in owners_of(
+            [parameter for parameter in whole if context.kind_of(parameter).is_expert is are_experts],
+            context.collectives_of(Kind(is_expert=are_experts)).ranks.world_size,
+        ).items()
+    }
 
 
 class ZeroEngine(AccumulatingEngine):
@@ -196,13 +240,21 @@ class ZeroEngine(AccumulatingEngine):
         super().__init__(parts, strategy, LossScale(settings.scale))
         self.module = self.wrapped = parts.model
         self._context, self._sharded_model = context, sharded_model
-        collectives_of = collectives_factory(context.collectives, settings.travel.codec, lambda: self._scale.value)
+        collectives_of = collectives_factory(
+            lambda bucket: context.collectives_of(bucket.kind), settings.travel.codec, lambda: self._scale.value
+        )
         self._reducer = Reducer(
-            sharded_model.trained, collectives_of, accumulate=settings.accumulate, reduce=settings.travel.dtype
+            sharded_model.trained,
+            collectives_of,
+            accumulate=settings.accumulate,
+            reduce=settings.travel.dtype,
+            group=context.collectives.group,
         )
         sharded_model.follow(self._reducer)
         self.optimizer = optimizer
-        self._pieces = Pieces(sharded_model.trained, context.collectives, [optimizer])
+        world = Ranks(rank=self.environment.rank, world_size=self.environment.world_size)
+        everyone = None if self.mesh.is_data_parallel else collectives_for(world, self.device)
+        self._pieces = Pieces(sharded_model.trained, context.collectives, [optimizer], everyone)
         self._latecomers = Latecomers(self.module, sharded_model, self._pieces, self._reducer)
         self._stepper = Stepper(optimizer, self._pieces, sharded_model, context.offload.disk)
         if context.offload.copies is not None:
@@ -236,20 +288,46 @@ class ZeroEngine(AccumulatingEngine):
         return self.module(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        acts = self.is_gradient_accumulation_boundary()
-        self._latecomers.welcome()
+        self._add_gradients(self.scaled(loss), None, ends_step=self.is_gradient_accumulation_boundary())
+
+    def forward_stage(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def backward_stage(
+        self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+    ) -> None:
+        self._add_gradients(made, gradient, ends_step=ends_step)
+
+    def complete_gradients(self) -> None:
+        """The step's last backward pass has reduced what was waiting."""
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         # Divided here once, gradients are means over ranks and micro-batches when they have been added up.
         parts = self.configuration.gradient_accumulation_steps * self._context.collectives.ranks.world_size
-        self._reducer.begin(reduces=acts or (self._reduces_each and self._may_reduce))
+        return loss.float() * (self._scale.value / parts)
+
+    def _add_gradients(self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_step: bool) -> None:
+        self._latecomers.welcome()
+        self._reducer.begin(reduces=ends_step or (self._reduces_each and self._may_reduce))
         with self._sharded_model.backward():
-            torch.autograd.backward(loss.float() * (self._scale.value / parts))
+            torch.autograd.backward(made, gradient)
             self._reducer.finish()
 
     def _summed_norm(self) -> float:
         self._latecomers.welcome()
         self._reducer.settle()
+        for bucket in self._sharded_model.trained:
+            if bucket.kind.is_summed and bucket.gradient is not None:
+                self._sum(bucket.gradient, "tp")
         square, self._used = self._pieces.synchronize(self._reducer.used, self.device)
         return math.sqrt(square)
+
+    def _sum(self, gradient: torch.Tensor, group: Group) -> None:
+        """Add up a gradient over a group, in place; one that is in host memory goes over the device."""
+        here = gradient.to(self.device)
+        dist.all_reduce(here, group=self.mesh.group(group))
+        if here is not gradient:
+            gradient.copy_(here)
 
     def _apply(self, factor: float) -> None:
         self._stepper.step(self._used, factor)

@@ -85,6 +85,20 @@ class Layout:
         return slice(self.ranks.rank * self.run, (self.ranks.rank + 1) * self.run)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What the parameters of a bucket have in common, where ranks split the model between them."""
+
+    share: float = 1.0
+    """What the square of a rank's gradient counts for in the sum over all ranks."""
+    is_expert: bool = False
+    """Whether ep ranks have others of them, so that fewer ranks share their states."""
+    is_summed: bool = False
+    """Whether each tp rank has a part of their gradients only."""
+    shared: str = ""
+    """The name that a checkpoint has for a weight which several pipeline stages have."""
+
+
 class Place(Enum):
     """Where a bucket's master and optimizer states live, and are stepped."""
 
@@ -98,6 +112,7 @@ class Bucket:
 
     Attributes:
         slots: the parameters, in the order they lie.
+        kind: what they have in common where ranks split the model.
         states_at: where master and optimizer states live.
         trains: whether an optimizer changes them; if not, there is no master.
         whole: all weights with padding, [layout.padded]; where weights are sharded its storage is empty between uses.
@@ -112,6 +127,7 @@ class Bucket:
         self.slots = tuple(slots)
         self.layout = Layout(elements=slots[-1].stop, ranks=ranks, borders=borders)
         self.dtype = dtype
+        self.kind = Kind()
         self.trains = True
         self.states_at = Place.DEVICE
         self.whole: torch.Tensor

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from strategies.backends.zero.collectives import Collectives, Sum
@@ -32,19 +33,22 @@ class Reducer:
     parameter's own. `collectives_of` gives every bucket its collectives, which may remember what they left out of it.
     `used` holds the parameters that had a gradient since the last `clear`. `when_made` is called with a bucket as soon
     as its gradients are all made, `when_reduced` when their sum is there, or on its way to the `host` that steps it.
-    Gradients are divided by `mean_over` before they travel. `when_unasked` may `begin` where a gradient is made without
+    Gradients are divided by `mean_over` before they travel. `group` are the ranks that have these buckets, all by
+    default. `when_unasked` may `begin` where a gradient is made without
     that: in the backward pass of a loss that the engine has not seen.
     """
 
     def __init__(
         self,
         buckets: Iterable[Bucket],
-        collectives_of: Callable[[], Collectives],
+        collectives_of: Callable[[Bucket], Collectives],
         *,
         accumulate: torch.dtype | None,
         reduce: torch.dtype | None,
         mean_over: int = 1,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._group = group
         self._fills: list[_Fill] = []
         self._collectives_of, self._accumulate, self._reduce = collectives_of, accumulate, reduce
         self._mean_over = mean_over
@@ -66,7 +70,8 @@ class Reducer:
     def take(self, buckets: Iterable[Bucket]) -> None:
         """Sum the gradients of these buckets too, and of what requires gradients by now in all others."""
         made = [
-            _Fill(bucket, self._collectives_of(), self._reduce or bucket.dtype, self._mean_over) for bucket in buckets
+            _Fill(bucket, self._collectives_of(bucket), self._reduce or bucket.dtype, self._mean_over)
+            for bucket in buckets
         ]
         self._fills += reversed(made)
         self._order_is_known = False
@@ -182,9 +187,9 @@ class Reducer:
         self.when_reduced(bucket)
 
     def _adopt_order(self) -> None:
-        """From now on send in the order in which the first backward pass of rank 0 made the gradients."""
+        """From now on send in the order in which the first backward pass of the first rank made the gradients."""
         places = {id(fill): place for place, fill in enumerate(self._fills)}
-        order = on_rank_zero(lambda: [places[id(fill)] for fill in self._ready])
+        order = on_rank_zero(lambda: [places[id(fill)] for fill in self._ready], self._group)
         self._fills = [self._fills[place] for place in order]
         self._order_is_known = True
 

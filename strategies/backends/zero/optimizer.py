@@ -83,12 +83,17 @@ class Pieces:
     """Every parameter's piece on this rank: a leaf tensor that shares the master weights' memory, maybe empty."""
 
     def __init__(
-        self, buckets: Iterable[Bucket], collectives: Collectives, optimizers: Iterable[torch.optim.Optimizer]
+        self,
+        buckets: Iterable[Bucket],
+        collectives: Collectives,
+        optimizers: Iterable[torch.optim.Optimizer],
+        everyone: Collectives | None = None,
     ) -> None:
+        """`everyone` connects all ranks of the job where some have other parts of the model than `collectives`'."""
         self.buckets: tuple[Bucket, ...] = ()
         self.of: dict[nn.Parameter, torch.Tensor] = {}
         self.optimizers = list(optimizers)
-        self._collectives = collectives
+        self._collectives, self._everyone = collectives, everyone
         self._elsewhere: set[nn.Parameter] = set()
         self._rows = TouchedRows()
         self._exchanged = 0
@@ -161,7 +166,8 @@ class Pieces:
         self._rows.clear()
 
     def synchronize(self, used: set[nn.Parameter], device: torch.device) -> tuple[float, set[nn.Parameter]]:
-        """The square of the norm of all gradients, and the parameters that any rank used: one small collective.
+        """The square of the norm of all gradients, and the parameters that any rank used: one small collective, and
+        one more where ranks split the model.
 
         Not a number, or infinite, where any gradient is.
 
@@ -170,16 +176,19 @@ class Pieces:
         """
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         flags = [float(slot.parameter in used) for slot in slots]
-        gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
-        each = [torch.linalg.vector_norm(gradient, dtype=_at_least_fp32(gradient.dtype)) for gradient in gradients]
-        norms = [norm.to(device=device, dtype=torch.float64) for norm in each]
-        square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+        squares: list[torch.Tensor] = []
+        for bucket in self.buckets:
+            if bucket.gradient is not None:
+                norm = torch.linalg.vector_norm(bucket.gradient, dtype=_at_least_fp32(bucket.gradient.dtype))
+                squares.append(norm.to(device=device, dtype=torch.float64).square() * bucket.kind.share)
+        square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         told = torch.tensor([float(PULSE.number), *flags], dtype=torch.float64, device=device)
         sums = self._collectives.all_reduce(torch.cat((square.to(device).reshape(1), told))).tolist()
         require_alike(sums[1], self._collectives.ranks.world_size)
         self._rows.synchronize(self._collectives)
         anywhere = {slot.parameter for slot, flag in zip(slots, sums[2:], strict=True) if flag}
-        return sums[0], anywhere
+        total = sums[0] if self._everyone is None else self._everyone.all_reduce(square).item()
+        return total, anywhere
 
     def slots(self) -> Iterable[tuple[Bucket, Slot]]:
         """Every parameter with its bucket."""

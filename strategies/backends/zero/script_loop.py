@@ -72,7 +72,7 @@ class ScriptLoop:
         self.sharded_model = stage.shard_model(model, self._context)
         self._reducer = Reducer(
             self.sharded_model.trained,
-            lambda: self._context.collectives,
+            lambda bucket: self._context.collectives,
             accumulate=None,
             reduce=None,
             mean_over=ranks.world_size,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.backends.zero.flat_shard import Bucket, Named, Owners, buckets_of
+from strategies.backends.zero.flat_shard import Bucket, Named, Owners, Slot, buckets_of
 from strategies.backends.zero.gradient_reducer import Reducer
 from strategies.backends.zero.optimizer import Pieces
 from strategies.backends.zero.weights import Publisher, ShardingContext, load, take_over
@@ -70,7 +70,7 @@ class ShardedModel:
         yield
         if keeps_changes:
             for bucket in self.trained:
-                take_over(bucket, bucket.whole, self.context.collectives)
+                take_over(bucket, bucket.whole, self.context)
 
     def copies(self, parameters: set[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Whole copies of those parameters that are sharded between uses; every rank calls this together."""
@@ -86,9 +86,16 @@ def unsharded_buckets(named: Sequence[Named], context: ShardingContext) -> list[
 
 
 def buckets_for(named: Sequence[Named], context: ShardingContext) -> list[Bucket]:
-    """Parameters in buckets of the dtypes that they compute in."""
+    """Parameters in buckets of the dtypes that they compute in, each of one kind."""
     dtypes = {parameter: context.settings.weights(parameter.dtype) for _, parameter in named}
-    return buckets_of(named, context.collectives.ranks, dtypes, context.settings.bucket, context.owners)
+    made: list[Bucket] = []
+    for kind in dict.fromkeys(context.kind_of(parameter) for _, parameter in named):
+        alike = [member for member in named if context.kind_of(member[1]) == kind]
+        ranks = context.collectives_of(kind).ranks
+        for bucket in buckets_of(alike, ranks, dtypes, context.settings.bucket, context.owners):
+            bucket.kind = kind
+            made.append(bucket)
+    return made
 
 
 # Checkpoint content: the rank's pieces of whole named tensors, from the master weights.
@@ -102,18 +109,27 @@ class ZeroStates(States):
     ) -> None:
         super().__init__(module, optimizer)
         self._pieces, self._sharded_model = pieces, sharded_model
-        self._parts: dict[torch.Tensor, PartOfTensor] = {}
+        self._runs: dict[torch.Tensor, PartOfTensor] = {}
         for bucket, slot in pieces.slots():
             piece = pieces.of[slot.parameter].detach().reshape(-1)
-            self._parts[slot.parameter] = PartOfTensor(piece, slot.parameter.shape, bucket.own_start(slot))
+            self._runs[slot.parameter] = self._run(bucket, slot, piece)
         for bucket in sharded_model.fixed:
             for slot in bucket.slots:
                 start, stop = bucket.own_range(slot)
-                run = bucket.part[start:stop]
-                self._parts[slot.parameter] = PartOfTensor(run, slot.parameter.shape, bucket.own_start(slot))
+                self._runs[slot.parameter] = self._run(bucket, slot, bucket.part[start:stop])
+
+    def _run(self, bucket: Bucket, slot: Slot, run: torch.Tensor) -> PartOfTensor:
+        parameter = slot.parameter
+        return PartOfTensor.of_run(
+            run,
+            self.shape_of(parameter),
+            bucket.own_start(slot),
+            split=self.split_of(parameter),
+            writes=self.writes(parameter),
+        )
 
     def weight(self, tensor: torch.Tensor) -> Any:
-        return self._parts.get(tensor, tensor.detach())
+        return self._runs[tensor] if tensor in self._runs else super().weight(tensor)
 
     def places(self) -> Iterator[Place]:
         groups = {piece: group for group in self.optimizer.param_groups for piece in group["params"]}
@@ -125,8 +141,10 @@ class ZeroStates(States):
                     name=names[slot.parameter],
                     group=groups[piece],
                     tensor=piece,
-                    shape=slot.parameter.shape,
+                    shape=self.shape_of(slot.parameter),
                     start=bucket.own_start(slot) if bucket.is_divided else None,
+                    split=self.split_of(slot.parameter),
+                    writes=self.writes(slot.parameter),
                 )
 
     def updated(self) -> None:

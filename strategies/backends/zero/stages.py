@@ -150,7 +150,7 @@ class ShardedWeights(ShardedModel):
             yield
             if keeps_changes:
                 for bucket in (*self.trained, *self.fixed):
-                    take_over(bucket, bucket.whole, self.context.collectives)
+                    take_over(bucket, bucket.whole, self.context)
         finally:
             self._in_backward = pinned
             self._release_all()

@@ -70,7 +70,8 @@ class Unit:
                 storage.resize_(bucket.layout.padded * bucket.whole.element_size())
                 own = bucket.whole[bucket.layout.own_slice]
                 own.copy_(bucket.part, non_blocking=True)  # from the host, or from a wider master
-                self._arrivals.append(self._context.collectives.all_gather(bucket.whole, own, bucket.layout))
+                collectives = self._context.collectives_of(bucket.kind)
+                self._arrivals.append(collectives.all_gather(bucket.whole, own, bucket.layout))
             self._arrivals += copied
         self.state = State.ARRIVING
 

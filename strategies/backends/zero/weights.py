@@ -7,15 +7,14 @@ device never holds more than one bucket twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from strategies.backends.zero.collectives import Arrival, Collectives
-from strategies.backends.zero.flat_shard import Bucket, Owners, Place
+from strategies.backends.zero.flat_shard import Bucket, Kind, Owners, Place
 from strategies.backends.zero.offload import Offload
 from strategies.backends.zero.settings import ZeroSettings
 
@@ -23,14 +22,27 @@ from strategies.backends.zero.settings import ZeroSettings
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingContext:
     """Where states are and how ranks meet: weights and gradients on `device`, masters and optimizer states there or
-    where `offload` says; `collectives` connect the ranks; `owners` says whose the parameters are that
-    an optimizer must step whole."""
+    where `offload` says; `collectives` connect the ranks, `experts` those that share experts; `owners` says whose the
+    parameters are that an optimizer must step whole; `kinds` which of them may lie side by side."""
 
     device: torch.device
     collectives: Collectives
     settings: ZeroSettings
     offload: Offload
     owners: Owners = field(default_factory=dict)
+    kinds: Mapping[nn.Parameter, Kind] = field(default_factory=dict)
+    experts: Collectives | None = None
+
+    def kind_of(self, parameter: nn.Parameter) -> Kind:
+        """What a parameter has in common with those that it may share a bucket with."""
+        return self.kinds.get(parameter, _PLAIN)
+
+    def collectives_of(self, kind: Kind) -> Collectives:
+        """Those between the ranks that share the states of such parameters."""
+        return self.experts if kind.is_expert and self.experts is not None else self.collectives
+
+
+_PLAIN = Kind()
 
 
 def load(bucket: Bucket, context: ShardingContext, *, trains: bool, keeps: bool) -> None:
@@ -75,9 +87,7 @@ def _together(bucket: Bucket, context: ShardingContext) -> torch.Tensor:
     flat = torch.zeros(bucket.layout.padded, dtype=dtype, device=context.device)
     for slot, parameter in zip(bucket.slots, parameters, strict=True):
         flat[slot.start : slot.stop].view(parameter.shape).copy_(parameter)
-    if context.collectives.ranks.world_size > 1:
-        dist.broadcast(flat, 0)
-    return flat
+    return context.collectives_of(bucket.kind).from_first(flat)
 
 
 def settle_rest(model: nn.Module, bucketed: set[nn.Parameter], context: ShardingContext) -> None:
@@ -88,19 +98,20 @@ def settle_rest(model: nn.Module, bucketed: set[nn.Parameter], context: Sharding
     """
     for parameter in model.parameters():
         if parameter not in bucketed:
-            parameter.data = _settled(parameter.data, context.settings.weights(parameter.dtype), context)
+            ranks = context.collectives_of(context.kind_of(parameter))
+            parameter.data = _settled(parameter.data, context.settings.weights(parameter.dtype), context, ranks)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             fixed = name in module._non_persistent_buffers_set
-            buffer.data = _settled(buffer, buffer.dtype if fixed else context.settings.weights(buffer.dtype), context)
+            dtype = buffer.dtype if fixed else context.settings.weights(buffer.dtype)
+            buffer.data = _settled(buffer, dtype, context, context.collectives)
 
 
-def _settled(tensor: torch.Tensor, dtype: torch.dtype, context: ShardingContext) -> torch.Tensor:
+def _settled(
+    tensor: torch.Tensor, dtype: torch.dtype, context: ShardingContext, collectives: Collectives
+) -> torch.Tensor:
     here = tensor.detach().to(device=context.device, dtype=dtype)
-    if context.collectives.ranks.world_size > 1:
-        here = here.contiguous()
-        dist.broadcast(here, 0)
-    return here
+    return collectives.from_first(here.contiguous()) if collectives.ranks.world_size > 1 else here
 
 
 class Publisher:
@@ -144,13 +155,14 @@ class Publisher:
     def _send(self, bucket: Bucket) -> None:
         if bucket in self._everywhere:
             with torch.profiler.record_function("dsplan::gather"):
-                self._sent.append(self._context.collectives.all_gather(bucket.whole, bucket.part, bucket.layout))
+                collectives = self._context.collectives_of(bucket.kind)
+                self._sent.append(collectives.all_gather(bucket.whole, bucket.part, bucket.layout))
 
 
-def take_over(bucket: Bucket, whole: torch.Tensor, collectives: Collectives) -> None:
-    """Make what was written to whole weights, on rank 0, this rank's part and master."""
-    if collectives.ranks.world_size > 1:
-        dist.broadcast(whole, 0)
+def take_over(bucket: Bucket, whole: torch.Tensor, context: ShardingContext) -> None:
+    """Make what was written to whole weights, on the first of the ranks that share them, this rank's part and
+    master."""
+    context.collectives_of(bucket.kind).from_first(whole)
     first, last = bucket.layout.own
     bucket.part[: last - first].copy_(whole[first:last])
     if bucket.trains and bucket.master is not bucket.part:

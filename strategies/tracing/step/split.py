@@ -17,9 +17,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.types.plan import Configuration
 from planner.vocabulary import Schedule
+from strategies.distributed.environment import Environment
+from strategies.errors import CannotRun
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.model import SplitOptions
+from strategies.parallel.split import ModelParts
+from strategies.parallel.tensor import split_layers
 from strategies.tracing.step.refusal import TraceFailed
 
 
@@ -34,72 +41,27 @@ def unwrapped(module: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def split_weights(module: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Leave rank 0's part of every weight that the tensor-parallel plan of a transformers model names.
+def split_weights(module: nn.Module, configuration: Configuration) -> None:
+    """Leave rank 0's part of every weight that tensor parallelism splits, as `dsplan.initialize` splits it.
 
     Raises:
-        TraceFailed: the model has no such plan.
+        TraceFailed: nothing says how, or widths do not divide.
     """
-    model = unwrapped(module)
-    plan = getattr(model, "tp_plan", None)
-    if not plan:
-        raise TraceFailed("", "", f"transformers has no tensor-parallel plan for {type(model).__name__}")
-    tied = _untied(model)
-    if sequence_parallel:
-        _split_sequences(model, mesh)
-    else:
-        apply: Any = import_module("transformers.distributed.tensor_parallel")
-        apply.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(plan))
-    if tied:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
-
-
-def _untied(model: Any) -> bool:
-    """Give a head that shares its table a weight of its own; whether it did not have one."""
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or table is None or head.weight is not table.weight:
-        return False
-    head.weight = nn.Parameter(torch.empty_like(table.weight), requires_grad=table.weight.requires_grad)
-    return True
-
-
-def _split_sequences(model: Any, mesh: DeviceMesh) -> None:
-    parallel: Any = import_module("torch.distributed.tensor.parallel")
-    placements: Any = import_module("torch.distributed.tensor")
-    rows, whole = placements.Shard(1), placements.Replicate()
-    styles = {
-        "colwise": lambda: parallel.ColwiseParallel(),
-        "rowwise": lambda: parallel.RowwiseParallel(output_layouts=rows),
-        "norm": lambda: parallel.SequenceParallel(use_local_output=True),
-        "table": lambda: parallel.RowwiseParallel(input_layouts=whole, output_layouts=rows),
-        "head": lambda: parallel.ColwiseParallel(input_layouts=rows, output_layouts=whole),
-        "gathered": lambda: parallel.PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": rows}, desired_input_kwarg_layouts={"hidden_states": whole}
-        ),
-        "gathered first": lambda: parallel.PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
-    }
-    named = {
-        name: styles[_sp_style(name, part, model)]()
-        for name, part in model.named_modules()
-        if _sp_style(name, part, model)
-    }
-    parallel.parallelize_module(model, mesh, named)
-
-
-def _sp_style(name: str, part: nn.Module, model: Any) -> str:
-    """What a module of a Llama-like model is under sequence parallelism; empty for those that stay as they are."""
-    last = name.rpartition(".")[2]
-    if part is model.get_input_embeddings():
-        return "table"
-    if part is model.get_output_embeddings():
-        return "head"
-    if last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
-        return "colwise"
-    if last in ("o_proj", "down_proj"):
-        return "rowwise"
-    if last in ("input_layernorm", "post_attention_layernorm", "norm"):
-        return "norm"
-    return {"self_attn": "gathered", "mlp": "gathered first"}.get(last, "")
+    ranks = Environment(
+        rank=0,
+        local_rank=0,
+        world_size=configuration.world_size,
+        local_world_size=configuration.world_size,
+        device=torch.device("cpu"),
+    )
+    options = SplitOptions(configuration=configuration)
+    mesh = Mesh.of(configuration, ranks)
+    with _disable_current_modes():  # torch looks for this rank in a tensor of rank numbers
+        mesh.group("tp")
+    try:
+        split_layers(module, mesh, options, ModelParts())
+    except CannotRun as problem:
+        raise TraceFailed("", "", str(problem)) from problem
 
 
 # Pipelines: what one rank holds and in which order it works.

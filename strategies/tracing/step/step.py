@@ -254,7 +254,7 @@ class _Run:
         if meshes.ranks is None:
             return
         if chosen.tp > 1:
-            split_weights(model, meshes.ranks["tp"], sequence_parallel=chosen.sequence_parallel)
+            split_weights(model, chosen)
         if meshes.experts is not None:
             split_experts(model, meshes.experts)
         if chosen.strategy in FSDP_STRATEGIES:

@@ -127,6 +127,13 @@ def test_inside_one_nvl72_rack_nodes_talk_over_nvlink() -> None:
     assert two_racks.inter_link == find_link("ib-ndr")
 
 
+def test_a_node_of_several_trays_has_the_adapters_of_each() -> None:
+    """A tray of 4 GPUs has 4; two racks' 144 GPUs in two nodes have as many for each GPU."""
+    trays, racks = (resolve(gpu="gb200", gpus=144, nodes=nodes) for nodes in (36, 2))
+    assert trays.inter_link == racks.inter_link == find_link("ib-ndr")
+    assert (trays.nics_per_node, racks.nics_per_node) == (4, 72)
+
+
 def test_cards_bridged_in_pairs_do_not_make_four() -> None:
     assert resolve(gpu="h100-nvl", gpus=2).intra_link == find_link("nvlink4-bridge-h100")
     assert resolve(gpu="h100-nvl", gpus=4).intra_link == find_link("pcie5-x16")

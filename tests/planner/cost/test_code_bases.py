@@ -14,6 +14,7 @@ from hardware_db.errors import BrokenFile, UnknownName
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.code_bases import code_base, code_names
 from planner.cost.memory.activations.blocks import code_blocks
+from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
 from planner.search.estimate import estimate
 from planner.search.exact import ExactOptions, exact
@@ -36,7 +37,8 @@ def planned(request: Request, **exactly: Any) -> Plan:
 
 def test_the_documented_code_bases_are_known_and_each_trait_has_a_source() -> None:
     documented = ("transformers", "torch", "torchtitan", "megatron", "megatron-deepspeed", "nemo", "llm-foundry")
-    assert {*documented, "nanotron", "litgpt", "internevo", "alpa"} <= {*code_names()}
+    others = ("nanotron", "litgpt", "litgpt-2024", "internevo", "alpa", "automodel", "transformers-2024")
+    assert {*documented, *others} <= {*code_names()}
     plain = code_base("transformers")
     for name in code_names():
         code = code_base(name)
@@ -133,6 +135,66 @@ def test_only_code_that_makes_whole_copies_is_refused_for_host_memory() -> None:
     assert "of host memory to load the model" in transformers.notes[1]
     assert megatron.verdict == "fits"
     assert megatron.memory.host_load_bytes_per_node < transformers.memory.host_load_bytes_per_node / 50
+
+
+def test_fsdp_in_a_pipeline_holds_a_stage_whole_until_its_last_micro_batch() -> None:
+    """torchtitan's policy: no micro-batch but the last shards weights or gradients, or moves them."""
+    plans = {
+        (pp, steps): planned(
+            asked("llama-3-8b", 16, code="torchtitan", compile=True),
+            strategy="fsdp",
+            pp=pp,
+            micro_batch=1,
+            grad_accum=steps,
+        )
+        for pp in (1, 2)
+        for steps in (2, 8)
+    }
+    assert [plan.configuration.reshards for plan in plans.values()] == [True, True, False, False]
+    moved = {key: plan.time.communication_seconds for key, plan in plans.items()}
+    assert moved[1, 8] == pytest.approx(4 * moved[1, 2], rel=0.01)
+    assert moved[2, 8] < 1.5 * moved[2, 2]
+    weights = 32 // 2 * 218_112_000  # of a stage's blocks, 2 bytes each in bf16 and so their gradients
+    peaks = {key: plan.memory.peak_allocated_bytes for key, plan in plans.items()}
+    assert peaks[2, 8] > 2 * 2 * weights
+    assert peaks[1, 8] < peaks[2, 8]
+
+
+def test_how_uneven_experts_are_is_said_by_the_user() -> None:
+    """Forced balance, as published benchmarks of MoE models run, does a fifth less of the experts' products."""
+    even, usual, uneven = (
+        planned(asked("qwen3-30b-a3b", code="megatron", **said), strategy="zero1", ep=8, checkpointing="none")
+        for said in ({"expert_imbalance": 1.0}, {}, {"expert_imbalance": 2.0})
+    )
+    assert even.time.compute_seconds < usual.time.compute_seconds < uneven.time.compute_seconds
+    assert even.memory.peak_allocated_bytes < usual.memory.peak_allocated_bytes < uneven.memory.peak_allocated_bytes
+    assert (even.workload["expert_imbalance"], usual.workload["expert_imbalance"]) == (1.0, 1.25)
+    with pytest.raises(ContradictoryRequest, match="--expert-imbalance is for models with experts, which meta-llama"):
+        asked(expert_imbalance=1.0)
+
+
+@pytest.mark.parametrize("code", ["megatron", "nemo", "automodel"])
+def test_transformer_engine_has_sinks_in_fused_attention(code: str) -> None:
+    """transformers runs gpt-oss eagerly, with its scores in memory."""
+    eager, fused = (asked("gpt-oss-20b", code=name).facts for name in ("transformers", code))
+    assert (eager.eager_only, fused.eager_only) == (True, False)
+
+
+def test_fsdp_qlora_holds_its_logits_until_the_backward_has_ended() -> None:
+    """A 16-bit copy of each beside what transformers' loss keeps; and no recomputation stops early."""
+    lora = {"method": "qlora", "precision": "bf16", "seq_len": 2048}
+    new, old = (
+        planned(asked(code=code, **lora), strategy="fsdp", checkpointing="full", micro_batch=4)
+        for code in ("transformers", "transformers-2024")
+    )
+    logits = 4 * 2048 * 128256
+    assert old.memory.phases["loss"] - new.memory.phases["loss"] == pytest.approx(2 * logits, rel=1e-3)
+    assert old.time.compute_seconds > new.time.compute_seconds
+
+
+def test_nemo_keeps_gradients_in_16_bit() -> None:
+    megatron, nemo = (planned(asked(code=code), strategy="ddp") for code in ("megatron", "nemo"))
+    assert sum(megatron.memory.states.values()) / sum(nemo.memory.states.values()) == pytest.approx(18 / 16, rel=1e-3)
 
 
 def written(path: Path, text: str) -> str:

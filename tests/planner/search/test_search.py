@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from planner import vocabulary as words
 from planner.cluster.budget import Budget, bill_of, tokens_per_step
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
-from planner.cost.combinations import other_trainer
+from planner.cost.combinations import refusal
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
 from planner.search.evaluate import Candidate
@@ -63,10 +63,11 @@ def test_every_plan_fits_and_keeps_the_batch(model: str, gpu: str, gpus: int, pe
 
 def test_the_micro_batch_is_the_largest_that_fits() -> None:
     request = question("opt-1.3b", "a100-40gb", 8, global_batch=512, strategies=("ddp",))
-    found = {plan.configuration.micro_batch_size for plan in recommend(request).plans if plan.runnable}
-    (micro,) = found
+    whole = [plan.configuration for plan in recommend(request).plans if not plan.configuration.splits_model]
+    (micro,) = {configuration.micro_batch_size for configuration in whole}
     doubled = recommend(replace(request, micro_batch=2 * micro))
-    assert all(plan.configuration.activation_checkpointing != "none" for plan in doubled.plans if plan.runnable)
+    whole = [plan.configuration for plan in doubled.plans if not plan.configuration.splits_model]
+    assert all(configuration.activation_checkpointing != "none" for configuration in whole)
 
 
 def test_a_small_model_on_one_fast_node_is_replicated() -> None:
@@ -95,8 +96,14 @@ def test_nothing_fits_is_an_answer_whose_remedies_hold() -> None:
 
 
 def test_a_batch_that_cannot_be_split_names_its_neighbours() -> None:
-    with pytest.raises(ContradictoryRequest, match="60 cannot be split evenly over 8 GPUs; use 56 or 64"):
-        recommend(question("opt-1.3b", "a100-80gb", 8, global_batch=60))
+    said = "60 cannot be split evenly over 8 GPUs; use 56 or 64"
+    with pytest.raises(ContradictoryRequest, match=said):
+        recommend(question("mamba-130m", "a100-80gb", 8, global_batch=60))
+    answer = recommend(question("opt-1.3b", "a100-80gb", 8, global_batch=60))
+    assert said in answer.choice
+    assert all(plan.configuration.splits_model and plan.runnable for plan in answer.plans)
+    reasons = {item.strategy: item.reason for item in answer.rejected}
+    assert reasons["ddp"] == "global batch 60 cannot be split over 8 data-parallel ranks"
 
 
 def test_objectives_rank_by_what_they_name() -> None:
@@ -113,14 +120,17 @@ def test_the_same_question_has_the_same_answer() -> None:
     assert recommend(question("gpt2", "a100-80gb", 4)) == recommend(question("gpt2", "a100-80gb", 4))
 
 
-def test_a_thousand_gpus_rank_tensor_and_pipeline_plans_but_put_a_runnable_one_first() -> None:
-    answer = recommend(question("llama-2-70b", "h100", 1024, top=30))
-    assert answer.plans[0].runnable
-    assert any(plan.configuration.splits_model for plan in answer.plans)
-    for plan in answer.plans:
-        model_parallel = plan.configuration.tp * plan.configuration.pp > 1
-        assert plan.runnable != model_parallel
-        assert not model_parallel or "cannot yet run" in plan.notes[0]
+def test_a_thousand_gpus_rank_plans_that_split_the_model_all_of_which_run() -> None:
+    request = question("llama-2-70b", "h100", 1024, top=30)
+    plans = recommend(request).plans
+    assert any(plan.configuration.splits_model for plan in plans)
+    assert all(plan.runnable and not refusal(plan.configuration) for plan in plans)
+
+
+def test_deepspeed_is_handed_whole_models_and_our_own_zero_runs_the_others() -> None:
+    plans = recommend(question("opt-6.7b", "a100-80gb", 8, strategies=("zero1",), top=10)).plans
+    backends = {plan.configuration.splits_model: plan.configuration.backend for plan in plans}
+    assert backends == {False: "deepspeed", True: "native"}
 
 
 def test_a_memory_cap_is_kept() -> None:
@@ -294,14 +304,13 @@ def test_percentages_mean_what_they_say() -> None:
     assert ahead(first, same, "throughput") == "less than 1% faster"
 
 
-def test_a_faster_plan_that_only_others_run_is_named_with_its_trainer() -> None:
-    request = question("llama-3-8b", "h100", 8, seq_len=32768, global_batch=8)
-    blocked = recommend(replace(request, allow_unrunnable=True, simplest_first=False))
-    answer = recommend(request)
-    others = [plan for plan in blocked.plans if not plan.runnable]
-    assert answer.plans[0].runnable
-    assert blocked.plans[0] == others[0]
-    assert f"which {other_trainer(others[0].configuration)} runs and dsplan run cannot, is predicted" in answer.choice
+def test_what_only_others_run_is_ranked_where_it_is_asked_for() -> None:
+    request = question("llama-3-8b", "h100", 8, optimizer="muon", top=30)
+    splits = [plan for plan in recommend(request).plans if plan.configuration.tp > 1]
+    others = [plan for plan in recommend(replace(request, allow_unrunnable=True)).plans if plan.configuration.tp > 1]
+    assert not splits
+    assert others
+    assert all(not plan.runnable and "Muon makes whole matrices" in plan.notes[0] for plan in others)
 
 
 @pytest.mark.parametrize(("model", "gpu", "gpus"), [("llama-3.1-405b", "rtx3070", 1), ("mixtral-8x22b", "t4", 64)])

@@ -71,7 +71,7 @@ def test_boxes_are_the_run_and_nothing_else(shape: tuple[int, ...]) -> None:
 
 def test_a_part_writes_through_its_boxes() -> None:
     run = torch.zeros(7)
-    part = PartOfTensor(run, (3, 4), 3)
+    part = PartOfTensor.of_run(run, (3, 4), 3)
     for value, item in enumerate(part.__create_write_items__("weight", part), start=1):
         part.__get_tensor_shard__(item.index).fill_(value)
     assert run.tolist() == [1, 2, 2, 2, 2, 3, 3]

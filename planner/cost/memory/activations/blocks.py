@@ -521,6 +521,11 @@ def _logits(copies: tuple[float, float], width: int) -> Polynomial:
     return {"V b s": narrow * width + (wide - 4 if width == 4 and narrow and wide else wide)}
 
 
+SPLIT_LOGITS: LogitBytes = {"forward": (1, 8), "backward": (1, 8)}
+"""Of logits that tp ranks split, on each: the part in the dtype of compute, in fp32, and its shares of the softmax, of
+which backward makes the gradient (`strategies/parallel/layers.py`, vocab_parallel_cross_entropy)."""
+
+
 def with_logits(form: Form, loss: LogitBytes, width: int) -> Form:
     """A traced form whose code makes other copies of the logits."""
 

@@ -251,7 +251,8 @@ def _form_of(facts: ModelFacts, question: _Question, frozen: str = "") -> tuple[
     written = has_written_form(facts, question.code, question.length, compiled=question.compiled)
     plain = question.loss == "plain" or not facts.vocab_size
     loss = code_base(question.code).traits(compiled=question.compiled).loss
-    if plain and not written and (loss is None or not facts.vocab_size):
+    is_split = question.logit_parts > 1 and question.code == "transformers"
+    if plain and not written and not is_split and (loss is None or not facts.vocab_size):
         return _traced_form(facts, question, _frozen_modes(frozen))
     return _written_form(facts, question, blocks=written, loss="plain" if plain else question.loss, frozen=frozen)
 
@@ -284,6 +285,8 @@ def _written_form(
             form, differences = replace(form, blocks=own), 0
     if loss == "plain":
         copies = traits.loss if code.eager.block is None else None
+        if code.name == "transformers" and question.logit_parts > 1:
+            copies = known.SPLIT_LOGITS
         return (form if copies is None else known.with_logits(form, copies, width)), differences
     rows = 1 / known.CHUNKS
     if loss == "fused":
@@ -318,6 +321,14 @@ class _Sizes:
     tokens: Dimensions
     weights: Dimensions
     spread: Spread
+    ends_whole: bool = False
+    """Whether tp ranks that split sequences gather them behind the last block, in front of the norm and the head
+    (`strategies/parallel/tensor.py`)."""
+
+    @property
+    def end(self) -> _Sizes:
+        """Those of what comes after the blocks."""
+        return replace(self, spread=replace(self.spread, tp=1)) if self.ends_whole else self
 
     def amount(self, polynomial: Polynomial) -> Amount:
         return per_rank(polynomial, self.tokens, self.spread)
@@ -335,10 +346,11 @@ def _sizes(facts: ModelFacts, question: _Question) -> _Sizes:
         tp=question.tp if question.is_sequence_parallel else 1,
         uneven=question.imbalance if question.ep > 1 else 1.0,
     )
+    ends_whole = question.is_sequence_parallel and question.code == "transformers"
     if question.ep == 1:
-        return _Sizes(tokens, weights, spread)
+        return _Sizes(tokens, weights, spread, ends_whole)
     experts = {"E": facts.num_experts / question.ep, "m": tokens["m"] * question.tp}
-    return _Sizes(tokens, weights | experts, spread)
+    return _Sizes(tokens, weights | experts, spread, ends_whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +387,7 @@ def _exchanges(facts: ModelFacts, question: _Question) -> _Exchanges:
         kept=inputs * stream + merged,
         forward=stream + forward * exchanged,
         backward=2 * stream + backward * exchanged,
-        head=stream,
+        head=0.0 if question.code == "transformers" else stream,
     )
 
 
@@ -486,8 +498,8 @@ def _figures(form: Form, blocks: list[BlockFigures], sizes: _Sizes, differences:
         blocks=blocks,
         buffers=sizes.fixed(form.buffers),
         before=_peak(form.before, sizes),
-        loss=_peaks(form.loss, sizes),
-        loss_backward=_peaks(form.loss_backward, sizes),
+        loss=_peaks(form.loss, sizes.end),
+        loss_backward=_peaks(form.loss_backward, sizes.end),
         table_backward=_peaks(form.table_backward, sizes),
         differences=differences,
     )

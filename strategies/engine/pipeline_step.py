@@ -1,0 +1,221 @@
+"""A whole step in one call, under every strategy: `train_batch` and `eval_batch`, and the pass of a pipeline's stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from strategies.errors import CannotRun
+from strategies.parallel.model import Arguments
+from strategies.parallel.pipeline import Pipeline
+from strategies.run_directory.heartbeat import beat
+
+if TYPE_CHECKING:
+    from strategies.engine.base import AccumulatingEngine, Engine
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def train_batch(engine: Engine, batch: Any, loss: Loss | None = None) -> torch.Tensor:
+    """`Engine.train_batch`; `loss(engine, micro_batch)` gives the loss instead of the model."""
+    steps = engine.configuration.gradient_accumulation_steps
+    micro_batches = _micro_batches(engine, batch, steps)
+    if engine.mesh.size("pp") > 1:
+        return _train_stages(engine, micro_batches, loss)
+    losses = []
+    for micro_batch in micro_batches:
+        found = call_for_loss(engine, micro_batch) if loss is None else loss(engine, micro_batch)
+        losses.append(found.detach())
+        engine.backward(found)
+        engine.step()
+    return _mean_over_ranks(engine, losses)
+
+
+def eval_batch(engine: Engine, batch: Any, loss: Loss | None = None) -> torch.Tensor:
+    """`Engine.eval_batch`."""
+    micro_batches = _micro_batches(engine, batch, None)
+    with _evaluating(engine), torch.no_grad():
+        if engine.mesh.size("pp") > 1:
+            losses = _pipeline_of(engine, loss).run(_arguments(micro_batches), _Passes(engine), trains=False)
+        else:
+            losses = [
+                (call_for_loss(engine, member) if loss is None else loss(engine, member)).detach()
+                for member in micro_batches
+            ]
+        return _mean_over_ranks(engine, losses, weights=[_rows(member) for member in micro_batches])
+
+
+def call_for_loss(engine: Engine, batch: Any) -> torch.Tensor:
+    """The loss that the model itself computes of a micro-batch.
+
+    Raises:
+        CannotRun: it returns none.
+    """
+    positional, named = arguments_of(batch)
+    return loss_in(engine(*positional, **named), engine)
+
+
+def loss_in(found: Any, engine: Engine) -> torch.Tensor:
+    """The loss in what a model returns: itself, or something with it.
+
+    Raises:
+        CannotRun: there is none.
+    """
+    loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", found)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(found).__name__
+        raise CannotRun(
+            f"train: {type(engine.module).__name__} returns {what} and no loss; have it return the loss, or give"
+            " loss=lambda engine, batch: ..."
+        )
+    return loss
+
+
+def arguments_of(batch: Any) -> Arguments:
+    """How a batch is handed to the model: a dictionary by name, a tuple or list by position, else as it is."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+
+# Micro-batches.
+
+
+def _micro_batches(engine: Engine, batch: Any, number: int | None) -> list[Any]:
+    """A step's micro-batches, or those of any batch, on the engine's device.
+
+    Raises:
+        CannotRun: the batch is not what the plan's step has.
+    """
+    found: list[Any] = []
+    if isinstance(batch, Iterator):
+        for member in batch:
+            found.append(member)
+            if len(found) == (number or 1):
+                break
+        else:
+            if not found:
+                raise StopIteration
+            if number is not None:
+                raise CannotRun(
+                    f"train_batch: the iterator ended after {len(found)} micro-batches, and a step of the plan has"
+                    f" {number}; drop what is left over, or repeat the data"
+                )
+    else:
+        found = _rows_apart(engine, batch, number)
+    return [tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), member) for member in found]
+
+
+def _rows_apart(engine: Engine, batch: Any, number: int | None) -> list[Any]:
+    size, rows = engine.configuration.micro_batch_size, _rows(batch)
+    if number is not None and rows != number * size:
+        raise CannotRun(
+            f"train_batch: the batch has {rows} samples, and this rank's share of a step is {number} micro-batches of"
+            f" {size}; give it {number * size} (the global batch over engine.data_parallel_size), or an iterator of"
+            " micro-batches"
+        )
+
+    def part(first: int) -> Any:
+        return tree_map_only(
+            torch.Tensor,
+            lambda tensor: tensor[first : first + size] if tensor.dim() and tensor.shape[0] == rows else tensor,
+            batch,
+        )
+
+    return [part(first) for first in range(0, rows, size)]
+
+
+def _rows(batch: Any) -> int:
+    """Samples in a batch.
+
+    Raises:
+        CannotRun: it has no tensor with a row for each.
+    """
+    found = next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+    if found is None:
+        raise CannotRun(
+            f"train_batch: the batch is a {type(batch).__name__} without a tensor; give a mapping of tensors, or an"
+            " iterator of micro-batches (iter(dataloader))"
+        )
+    return int(found)
+
+
+def _arguments(micro_batches: list[Any]) -> list[Arguments]:
+    return [arguments_of(member) for member in micro_batches]
+
+
+def _mean_over_ranks(engine: Engine, losses: list[torch.Tensor], weights: list[int] | None = None) -> torch.Tensor:
+    """The mean of all ranks' losses, those of a pipeline from its last stage; the same on every rank."""
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    if losses:
+        each = torch.stack([loss.detach().double().reshape(()) for loss in losses])
+        shares = torch.tensor(weights or [1] * len(losses), dtype=torch.float64, device=engine.device)
+        sums = torch.stack((torch.dot(each, shares), shares.sum()))
+    if dist.is_initialized() and engine.environment.world_size > 1:
+        dist.all_reduce(sums)
+    return (sums[0] / sums[1]).float()
+
+
+@contextmanager
+def _evaluating(engine: Engine) -> Iterator[None]:
+    was_training = engine.wrapped.training
+    engine.eval()
+    try:
+        yield
+    finally:
+        engine.train(was_training)
+
+
+# Stages.
+
+
+def _pipeline_of(engine: Engine, loss: Loss | None) -> Pipeline:
+    if loss is not None:
+        raise CannotRun("a loss= function needs the whole model, which a pipeline cuts; have the model return the loss")
+    found = vars(engine).get("_pipeline")
+    if found is None:
+        found = vars(engine)["_pipeline"] = Pipeline(engine.module, engine.mesh, engine.configuration)
+    return found  # type: ignore[no-any-return]
+
+
+def _train_stages(engine: Any, micro_batches: list[Any], loss: Loss | None) -> torch.Tensor:
+    pipeline = _pipeline_of(engine, loss)
+    arguments = _arguments(micro_batches)
+    for given in arguments:
+        for observer in engine.observers:
+            observer.forward_starts(engine.module, given)
+    losses = pipeline.run(arguments, _Passes(engine), trains=True)
+    engine.complete_gradients()
+    mean = _mean_over_ranks(engine, losses)
+    for observer in engine.observers:
+        observer.loss_is(mean)
+    engine.passed(len(micro_batches) - 1)
+    engine.step()
+    return mean
+
+
+class _Passes:
+    """The passes of a stage, as its strategy runs a forward and a backward pass."""
+
+    def __init__(self, engine: AccumulatingEngine | Any) -> None:
+        self._engine = engine
+
+    def forward(self, arguments: Arguments, *, is_last: bool) -> torch.Tensor:
+        beat()
+        with self._engine.profile("forward"):
+            found = self._engine.forward_stage(*arguments[0], **arguments[1])
+        made: torch.Tensor = loss_in(found, self._engine) if is_last else found
+        return made
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self._engine.scaled(loss)
+        return scaled
+
+    def backward(self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool) -> None:
+        with self._engine.profile("backward"):
+            self._engine.backward_stage(made, gradient, ends_stage=ends_stage, ends_step=ends_step)

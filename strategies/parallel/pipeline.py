@@ -1,0 +1,455 @@
+"""Schedules of a pipeline: in which order each rank works, what it sends when, and the run of it.
+
+A schedule is a list of actions for every rank, which is simulated before a rank runs it. Orders with several stages on
+a rank are those of `torch.distributed.pipelining`, and so is a backward pass in two parts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.types.plan import Configuration
+from planner.vocabulary import Schedule
+from strategies.errors import CannotRun
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.model import Arguments
+from strategies.parallel.split import ModelParts
+from strategies.parallel.stages import Travel, stages_of
+
+Kind = Literal[
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "send_forward",
+    "receive_forward",
+    "send_backward",
+    "receive_backward",
+]
+_OF_TORCH: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+_PARTNER: dict[Kind, Kind] = {"send_forward": "receive_forward", "send_backward": "receive_backward"}
+
+
+class Action(NamedTuple):
+    """What a rank does for one of its stages and a micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
+
+
+Order = dict[int, list[Action]]
+"""The actions of every rank of the pipeline."""
+
+
+# Orders of work.
+
+
+def order_of(schedule: Schedule, *, ranks: int, virtual_stages: int, micro_batches: int) -> Order:
+    """In which order the ranks of a pipeline work, without messages.
+
+    GPipe runs all forward passes first (arXiv 1811.06965); 1F1B is that of Narayanan et al. 2021 (arXiv 2104.04473,
+    section 2.2). Interleaved and zero-bubble orders are torch's (`ScheduleInterleaved1F1B`,
+    `ScheduleInterleavedZeroBubble`).
+
+    Raises:
+        CannotRun: torch has no such order for so many micro-batches.
+    """
+    if schedule == "gpipe":
+        passes: tuple[Kind, ...] = ("forward", "backward")
+        return {
+            rank: [Action(kind, rank, index) for kind in passes for index in range(micro_batches)]
+            for rank in range(ranks)
+        }
+    if schedule == "1f1b":
+        return {rank: _one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)}
+    return _torch_order(schedule, ranks, virtual_stages, micro_batches)
+
+
+def forward_order(stages: Sequence[int], micro_batches: int) -> list[Action]:
+    """The order of a rank that evaluates: the passes of its first stage, then of the next."""
+    return [Action("forward", stage, index) for stage in stages for index in range(micro_batches)]
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    ahead = min(ranks - rank - 1, micro_batches)
+    found = [Action("forward", rank, index) for index in range(ahead)]
+    for index in range(micro_batches - ahead):
+        found += [Action("forward", rank, ahead + index), Action("backward", rank, index)]
+    return found + [Action("backward", rank, index) for index in range(micro_batches - ahead, micro_batches)]
+
+
+def _torch_order(schedule: Schedule, ranks: int, virtual_stages: int, micro_batches: int) -> Order:
+    from torch.distributed.pipelining import schedules
+
+    kind: Any = {
+        "interleaved": schedules.ScheduleInterleaved1F1B,
+        "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    }[schedule]
+    # What torch asks of stages is how many there are, and where.
+    stages = [
+        SimpleNamespace(
+            stage_index=turn * ranks,
+            num_stages=ranks * virtual_stages,
+            group_size=ranks,
+            group_rank=0,
+            is_first=turn == 0,
+            is_last=False,
+            has_backward=True,
+            submod=nn.Identity(),
+        )
+        for turn in range(virtual_stages)
+    ]
+    try:
+        made = kind(stages, micro_batches, loss_fn=_no_loss)
+    except ValueError as problem:
+        raise CannotRun(f"schedule {schedule}: {str(problem).splitlines()[0]}") from None
+    return {
+        rank: [
+            Action(_OF_TORCH[str(action.computation_type.value)], action.stage_index, action.microbatch_index)
+            for action in actions
+            if action is not None and str(action.computation_type.value) in _OF_TORCH
+        ]
+        for rank, actions in made.pipeline_order.items()
+    }
+
+
+def _no_loss(*_: Any) -> torch.Tensor:
+    raise NotImplementedError  # torch's own run of the schedule is not used
+
+
+# Messages, and whether anybody waits for ever.
+
+
+def with_messages(order: Order, lies_on: Callable[[int], int], stages: int) -> Order:
+    """The same order with what ranks send and receive.
+
+    A message is sent as soon as it is made and received at that place of the receiver's order, so that all ranks see
+    all messages in one order and nobody waits for ever, however few of them are on their way at once.
+
+    Raises:
+        CannotRun: a rank would wait for ever; the line names it and its action.
+    """
+    found: Order = {rank: [] for rank in order}
+    left = {rank: deque(actions) for rank, actions in order.items()}
+    done: set[Action] = set()
+    while any(left.values()):
+        moved = False
+        for rank, waiting in left.items():
+            if not waiting or not _is_possible(waiting[0], done, stages):
+                continue
+            action, moved = waiting.popleft(), True
+            done.add(action)
+            found[rank].append(action)
+            message = _message_after(action, stages)
+            if message is not None and lies_on(message[1].stage) != rank:
+                found[rank].append(message[0])
+                found[lies_on(message[1].stage)].append(message[1])
+        if not moved:
+            rank, waiting = next((rank, waiting) for rank, waiting in left.items() if waiting)
+            raise CannotRun(f"the schedule never ends: rank {rank} of the pipeline waits for ever for {waiting[0]}")
+    return found
+
+
+def _is_possible(action: Action, done: set[Action], stages: int) -> bool:
+    kind, stage, index = action
+    if kind == "forward":
+        return stage == 0 or Action("forward", stage - 1, index) in done
+    if kind == "backward_weight":
+        return Action("backward_input", stage, index) in done
+    after = (Action("backward", stage + 1, index), Action("backward_input", stage + 1, index))
+    return Action("forward", stage, index) in done and (stage == stages - 1 or any(member in done for member in after))
+
+
+def _message_after(action: Action, stages: int) -> tuple[Action, Action] | None:
+    """The sender's and the receiver's action for what an action makes."""
+    kind, stage, index = action
+    if kind == "forward" and stage < stages - 1:
+        return Action("send_forward", stage, index), Action("receive_forward", stage + 1, index)
+    if kind in ("backward", "backward_input") and stage > 0:
+        return Action("send_backward", stage, index), Action("receive_backward", stage - 1, index)
+    return None
+
+
+def require_end(order: Order, lies_on: Callable[[int], int], stages: int) -> None:
+    """Simulate all ranks, each of which waits for a message until its partner is there too.
+
+    Raises:
+        CannotRun: they wait for ever, or a pass is missing; the line names a rank and its action.
+    """
+    left = {rank: deque(actions) for rank, actions in order.items()}
+    done: set[Action] = set()
+    while any(left.values()):
+        moved = False
+        for rank, waiting in left.items():
+            while waiting and _can_go(waiting[0], rank, left, done, lies_on, stages):
+                action, moved = waiting.popleft(), True
+                done.add(action)
+                if action.kind in _PARTNER:
+                    partner = _received(action)
+                    left[lies_on(partner.stage)].popleft()
+                    done.add(partner)
+        if not moved:
+            rank, waiting = next((rank, waiting) for rank, waiting in left.items() if waiting)
+            raise CannotRun(f"the schedule never ends: rank {rank} of the pipeline waits for ever at {waiting[0]}")
+
+
+def _can_go(
+    action: Action,
+    rank: int,
+    left: Mapping[int, deque[Action]],
+    done: set[Action],
+    lies_on: Callable[[int], int],
+    stages: int,
+) -> bool:
+    kind, stage, index = action
+    if kind in _PARTNER:
+        there = left[lies_on(_received(action).stage)]
+        return bool(there) and there[0] == _received(action)
+    if kind in ("receive_forward", "receive_backward"):
+        return False  # goes with its partner
+    if not _is_possible(action, done, stages):
+        return False
+    if kind == "forward" and stage > 0 and lies_on(stage - 1) != rank:
+        return Action("receive_forward", stage, index) in done
+    if kind in ("backward", "backward_input") and stage < stages - 1 and lies_on(stage + 1) != rank:
+        return Action("receive_backward", stage, index) in done
+    return True
+
+
+def _received(action: Action) -> Action:
+    step = 1 if action.kind == "send_forward" else -1
+    return Action(_PARTNER[action.kind], action.stage + step, action.micro_batch)
+
+
+# The run of a schedule on one rank.
+
+
+class Passes(Protocol):
+    """How an engine runs a stage's forward and backward pass."""
+
+    def forward(self, arguments: Arguments, *, is_last: bool) -> torch.Tensor:
+        """The running stage's hidden states, or the last stage's loss."""
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as its backward pass begins with it."""
+
+    def backward(self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool) -> None:
+        """Add the gradients of a pass; whether it is the last of its stage, and the last of all on this rank."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _State:
+    """What is on its way through this rank's stages."""
+
+    trains: bool
+    given: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """What a stage receives for a micro-batch; its gradient is what the stage sends back."""
+    made: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """Of what a stage made, from the stage after it."""
+    returned: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """Gradients of what a stage was given."""
+    arriving: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)
+    weights: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """What a backward pass of inputs alone left for that of weights."""
+    sent: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+
+
+class Pipeline:
+    """Runs this rank's actions of a plan's schedule."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, configuration: Configuration) -> None:
+        stages = stages_of(model)
+        assert stages is not None  # the model was cut
+        self.stages, self._mesh, self._plan = stages, mesh, configuration
+        self._weights = list(model.parameters())
+        self._device = mesh.environment.device
+        self._orders: dict[tuple[bool, int], list[Action]] = {}
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage, which makes the loss, is on this rank."""
+        return self.stages.number - 1 in self.stages.own
+
+    def actions(self, micro_batches: int, *, trains: bool) -> list[Action]:
+        """This rank's actions, which were simulated with all others'.
+
+        Raises:
+            CannotRun: the schedule cannot run so many micro-batches.
+        """
+        key = (trains, micro_batches)
+        if key not in self._orders:
+            plan, stages = self._plan, self.stages
+            if trains:
+                order = order_of(
+                    plan.pp_schedule, ranks=plan.pp, virtual_stages=plan.virtual_stages, micro_batches=micro_batches
+                )
+            else:
+                everyones: Order = {rank: [] for rank in range(plan.pp)}
+                for stage in range(stages.number):
+                    everyones[stages.lies_on(stage)] += forward_order([stage], micro_batches)
+                order = everyones
+            order = with_messages(order, stages.lies_on, stages.number)
+            require_end(order, stages.lies_on, stages.number)
+            self._orders[key] = order[self._mesh.rank("pp")]
+        return self._orders[key]
+
+    def run(self, micro_batches: Sequence[Arguments], passes: Passes, *, trains: bool) -> list[torch.Tensor]:
+        """The losses of the micro-batches where the last stage is, nothing elsewhere; gradients are added."""
+        state, losses = _State(trains=trains), list[torch.Tensor]()
+        actions = self.actions(len(micro_batches), trains=trains)
+        last = _last_of_each(actions)
+        for number, action in enumerate(actions):
+            arguments = micro_batches[action.micro_batch]
+            if action.kind == "forward":
+                loss = self._forward(action, arguments, passes, state)
+                losses += [] if loss is None else [loss]
+            elif action.kind in ("backward", "backward_input", "backward_weight"):
+                ends = last.get(action.stage) == number
+                self._backward(action, passes, state, ends_stage=ends, ends_step=number == max(last.values()))
+            else:
+                self._message(action, arguments, state)
+        for work, _ in state.sent:
+            work.wait()
+        return losses
+
+    def _forward(self, action: Action, arguments: Arguments, passes: Passes, state: _State) -> torch.Tensor | None:
+        stage, place = action.stage, (action.stage, action.micro_batch)
+        received, is_last = None, stage == self.stages.number - 1
+        if stage > 0:
+            received = self._arrived("receive_forward", place, state)
+            if received is None:  # the stage before it is on this rank too
+                received = state.made[stage - 1, action.micro_batch].detach()
+                received = received.to(self.stages.received_by(stage).dtype)
+            if state.trains:
+                state.given[place] = received.requires_grad_()
+        with self.stages.running(stage, received):
+            made = passes.forward(arguments, is_last=is_last)
+        if not state.trains:
+            if stage > 0:
+                state.made.pop((stage - 1, action.micro_batch), None)
+            state.made |= {} if is_last else {place: made}
+        else:
+            state.made[place] = passes.scaled(made) if is_last else made
+        return made.detach() if is_last else None
+
+    def _backward(self, action: Action, passes: Passes, state: _State, *, ends_stage: bool, ends_step: bool) -> None:
+        place, stage = (action.stage, action.micro_batch), action.stage
+        if action.kind == "backward_weight":
+            _backward_weight(state.weights.pop(place))
+            return
+        made, gradient = state.made.pop(place), None
+        if stage < self.stages.number - 1:
+            gradient = self._arrived("receive_backward", place, state)
+            if gradient is None:
+                gradient = state.returned.pop((stage + 1, action.micro_batch))
+            gradient = gradient.to(made.dtype)
+        given = state.given.pop(place, None)
+        if action.kind == "backward_input" and given is not None:
+            state.weights[place] = _backward_input(made, gradient, given, self._weights)
+        else:
+            passes.backward(made, gradient, ends_stage=ends_stage, ends_step=ends_step)
+            if action.kind == "backward_input":
+                state.weights[place] = None
+        if given is not None:
+            assert given.grad is not None
+            state.returned[place] = given.grad
+
+    def _message(self, action: Action, arguments: Arguments, state: _State) -> None:
+        place = (action.stage, action.micro_batch)
+        group = self._mesh.group("pp")
+        other = action.stage + (1 if action.kind in ("send_forward", "receive_backward") else -1)
+        rank = dist.get_global_rank(group, self.stages.lies_on(other))
+        travel = self._travel(action)
+        if action.kind in ("receive_forward", "receive_backward"):
+            room = torch.empty(travel.shape(arguments), dtype=travel.dtype, device=self._device)
+            state.arriving[action.kind, *place] = dist.irecv(room, rank, group=group), room
+            return
+        if action.kind == "send_backward":
+            message = state.returned.pop(place)
+        else:
+            message = state.made[place].detach() if state.trains else state.made.pop(place)
+        expected = travel.shape(arguments)
+        if tuple(message.shape) != expected:
+            raise CannotRun(
+                f"stage {action.stage} of the pipeline made a tensor {list(message.shape)} and the next one waits for"
+                f" {list(expected)}; give batches of the shape that the model was looked at with"
+            )
+        message = message.to(travel.dtype).contiguous()
+        state.sent.append((dist.isend(message, rank, group=group), message))
+        if len(state.sent) > 2 * self._plan.pp:
+            work, _ = state.sent.pop(0)
+            work.wait()
+
+    def _travel(self, action: Action) -> Travel:
+        is_own = action.kind in ("receive_forward", "send_backward")
+        return self.stages.received_by(action.stage if is_own else action.stage + 1)
+
+    def _arrived(self, kind: Kind, place: tuple[int, int], state: _State) -> torch.Tensor | None:
+        found = state.arriving.pop((kind, *place), None)
+        if found is None:
+            return None
+        work, tensor = found
+        work.wait()
+        received: torch.Tensor = tensor
+        return received
+
+
+def _last_of_each(actions: Sequence[Action]) -> dict[int, int]:
+    """The place of the last pass of each stage that adds gradients of weights."""
+    return {
+        action.stage: number for number, action in enumerate(actions) if action.kind in ("backward", "backward_weight")
+    } or {-1: -1}
+
+
+def _backward_input(
+    made: torch.Tensor, gradient: torch.Tensor | None, given: torch.Tensor, weights: Sequence[nn.Parameter]
+) -> Any:
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    run: Any = stage_backward_input
+    _, groups = run([made], None if gradient is None else [gradient], [given], iter(weights))
+    return groups, weights
+
+
+def _backward_weight(left: Any) -> None:
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    if left is not None:
+        run: Any = stage_backward_weight
+        run(iter(left[1]), left[0])
+
+
+# Weights that two stages have.
+
+
+def sum_shared(gradients: Mapping[str, torch.Tensor], parts: ModelParts, mesh: Mesh) -> None:
+    """Add up over the first stage and the last the gradients of weights that both have, in place.
+
+    Args:
+        gradients: by name, this rank's whole gradients or shards, which both stages cut alike.
+    """
+    names = sorted(parts.shared.items(), key=lambda item: item[1])
+    if not names or mesh.size("pp") == 1:
+        return
+    group, ranks = mesh.group("pp"), mesh.size("pp")
+    other = dist.get_global_rank(group, ranks - 1 if mesh.rank("pp") == 0 else 0)
+    for name, _ in names:
+        own = gradients[name]
+        sent, theirs = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
+        both = [dist.P2POp(dist.isend, sent, other, group), dist.P2POp(dist.irecv, theirs, other, group)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        own.add_(theirs)

@@ -1,0 +1,598 @@
+"""Cut a model into pipeline stages, by what its own forward pass does.
+
+A forward pass under fake tensors shows which weights are used before the stack of blocks, inside it and after it, and
+what goes from block to block. A stage then runs the model's own forward with the blocks of other stages replaced: the
+one before its first gives what was received, the one after its last ends the pass. Whatever comes before the blocks
+besides weights (masks, positions) is so computed on every stage, as the model does it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from planner.cost.split import blocks_per_piece
+from planner.types.plan import Configuration
+from strategies.errors import CannotRun
+from strategies.parallel.blocks import Elsewhere, block_stacks, members
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.model import CALL_TRAIN_BATCH, Arguments, Partition, SplitOptions
+from strategies.parallel.split import ModelParts
+
+_ATTRIBUTE = "_dsplan_stages"
+_READS = frozenset({"__get__", "size", "dim", "numel", "element_size", "stride", "is_floating_point"})
+"""Calls on a weight that do not use its values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Travel:
+    """What goes from one stage to the next: hidden states of a micro-batch."""
+
+    sizes: tuple[int | tuple[str | int, int], ...]
+    """Of each dimension: a number, or the argument of the model (by name or place) and its dimension that it is."""
+    dtype: torch.dtype
+
+    def shape(self, arguments: Arguments) -> tuple[int, ...]:
+        """For a micro-batch with these arguments of the model."""
+        inputs = _tensors(arguments)
+        return tuple(size if isinstance(size, int) else inputs[size[0]].shape[size[1]] for size in self.sizes)
+
+
+class Stages:
+    """The stages of a model that this rank has, and the forward pass of each."""
+
+    def __init__(self, model: nn.Module, stack: nn.Module, cut: _Cut, travels: Sequence[Travel]) -> None:
+        self.number, self.own, self.ranges, self._ranks = cut.number, cut.own, cut.ranges, cut.ranks
+        self._stack, self._travels = stack, travels
+        self._forward: Callable[..., Any] = model.forward
+        self._running: int | None = None
+        self._received: torch.Tensor | None = None
+        self._of: dict[int, dict[str, nn.Module | None]] = {}
+
+    def received_by(self, stage: int) -> Travel:
+        """What a stage but the first receives."""
+        return self._travels[self.ranges[stage].start - 1]
+
+    def lies_on(self, stage: int) -> int:
+        """The rank of the pipeline that has a stage."""
+        return stage % self._ranks
+
+    @contextmanager
+    def running(self, stage: int, received: torch.Tensor | None) -> Iterator[None]:
+        """Calls of the model inside run a stage, with what the stage before it made."""
+        self._running, self._received = stage, received
+        before = self._stack._modules
+        self._stack._modules = self._of.get(stage, before)
+        try:
+            yield
+        finally:
+            self._stack._modules = before
+            self._running = self._received = None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of the running stage, in the place of the model's: hidden states, or of the last stage what
+        the model returns."""
+        if self._running is None:
+            raise CannotRun(CALL_TRAIN_BATCH)
+        try:
+            return self._forward(*args, **kwargs)
+        except _Passed as passed:
+            hidden, passed.hidden = passed.hidden, None
+            return hidden
+
+    def pass_on(self, place: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What a block that is elsewhere gives: nothing before the stage's, and behind them nothing comes."""
+        assert self._running is not None
+        here = self.ranges[self._running]
+        if place >= here.stop:
+            raise _Passed(hidden)
+        return hidden if self._received is None or place < here.start - 1 else self._received
+
+
+class _Passed(Exception):
+    """A stage's last block is over."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__("the stage is over")
+        self.hidden: torch.Tensor | None = hidden
+
+
+def stages_of(model: nn.Module) -> Stages | None:
+    """The stages of a model that was cut; None of a whole one."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, Stages) else None
+
+
+def cut_stages(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: ModelParts) -> None:
+    """Leave this rank's stages of a model in place.
+
+    The memory of what other stages have is freed, whoever holds the parameters. A weight that is used before the blocks
+    and after them (tied embeddings) stays on the first stage and on the last.
+
+    Raises:
+        CannotRun: the model cannot be cut; the line says what stands against it.
+    """
+    configuration = options.configuration
+    number = configuration.pp * configuration.virtual_stages
+    stack = _stack_of(model, number)
+    record = _recorded(model, stack, options)
+    costs = _costs(model, stack, record, options.partition)
+    counts = _counts(costs, number) if options.partition != "uniform" else blocks_per_piece(len(costs.blocks), number)
+    ranges = [range(first, end) for first, end in pairwise(accumulate(counts, initial=0))]
+    own = [stage for stage in range(number) if stage % configuration.pp == mesh.rank("pp")]
+    cut = _Cut(number=number, own=own, ranges=ranges, ranks=configuration.pp)
+    _drop_outside(model, record, cut, parts, mesh.environment.device)
+    stages = Stages(model, stack, cut, record.travels)
+    _drop_blocks(stack, stages, record)
+    parts.blocks = tuple(ranges[stage] for stage in own)
+    vars(model)[_ATTRIBUTE] = stages
+    vars(model)["forward"] = stages.run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """Which blocks each stage has, and which stages this rank."""
+
+    number: int
+    own: Sequence[int]
+    ranges: Sequence[range]
+    ranks: int
+
+
+def _stack_of(model: nn.Module, number: int) -> nn.Module:
+    name = type(model).__name__
+    stacks = block_stacks(model)
+    if len(stacks) > 1:
+        raise CannotRun(
+            f"a pipeline cuts one stack of blocks, and {name} has {len(stacks)}; use tp or cp, or give pp 1"
+        )
+    if not stacks:
+        raise CannotRun(
+            f"a pipeline cuts a stack of like blocks (a ModuleList of one class), and {name} has none; put its blocks"
+            " in a ModuleList, or give pp 1"
+        )
+    blocks = len(members(stacks[0]))
+    if blocks < number:
+        raise CannotRun(f"{name} has {blocks} blocks, and the pipeline has {number} stages; use fewer stages")
+    return stacks[0]
+
+
+# What a forward pass shows.
+
+
+@dataclass(kw_only=True, slots=True)
+class _Record:
+    """What the forward pass of the whole model does with its weights and its blocks."""
+
+    before: set[nn.Parameter]
+    """Weights used before the blocks, and those that are not used at all."""
+    after: set[nn.Parameter]
+    called_after: set[nn.Module]
+    """Modules that run after the blocks."""
+    travels: list[Travel]
+    """What each block but the last gives to the next."""
+    makers: list[Callable[[torch.Tensor], Any]]
+    """What each block returns, from its hidden states."""
+    place: str | int
+    """The argument of a block that hidden states are."""
+
+
+class _Watch(TorchFunctionMode):
+    """Notes which weights are used in which part of a forward pass, and what every block is given and returns."""
+
+    def __init__(self, model: nn.Module, stack: nn.Module) -> None:
+        super().__init__()
+        self.part = -1
+        self.uses: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in model.parameters()}
+        self.called_after: set[nn.Module] = set()
+        self.given: list[dict[str | int, Any]] = []
+        self.made: list[Any] = []
+        self._blocks = {block: place for place, block in enumerate(members(stack))}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in _READS:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, nn.Parameter) and leaf in self.uses:
+                    self.uses[leaf].add(self.part)
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        handles: list[Any] = [register_module_forward_pre_hook(self._called)]
+        for block in self._blocks:
+            handles.append(block.register_forward_pre_hook(self._begins, with_kwargs=True))
+            handles.append(block.register_forward_hook(self._ends))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _called(self, module: nn.Module, _: Any) -> None:
+        if self.part == len(self._blocks):
+            self.called_after.add(module)
+
+    def _begins(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.part = self._blocks[block]
+        self.given.append({**dict(enumerate(args)), **kwargs})
+
+    def _ends(self, block: nn.Module, _: Any, output: Any) -> None:
+        self.made.append(output)
+        self.part = self._blocks[block] + 1 if self._blocks[block] + 1 == len(self._blocks) else self._blocks[block]
+
+
+def _recorded(model: nn.Module, stack: nn.Module, options: SplitOptions) -> _Record:
+    """Look at a forward pass under fake tensors.
+
+    Raises:
+        CannotRun: there is nothing to call it with, or it does what no pipeline can cut.
+    """
+    name, problem, device = type(model).__name__, "", next(model.parameters()).device
+    for arguments, kinds in product(options.examples or _usual_arguments(model, options), (_as_they_are, _as_stubs)):
+        watch, fake = _Watch(model, stack), FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            with _silent(), kinds(stack), fake, torch.random.fork_rng(devices=[]):
+                inputs = tree_map_only(torch.Tensor, lambda leaf: _empty(leaf, device), arguments)
+                with watch.watching(), _autocast(options.configuration, device), torch.enable_grad():
+                    found = model(*inputs[0], **inputs[1])
+        except Exception as error:  # a script's own module may raise anything
+            problem = problem or (str(error).strip().splitlines() or [type(error).__name__])[0]
+            continue
+        return _read(model, stack, watch, inputs, found, options.configuration)
+    raise CannotRun(
+        f"a pipeline is cut by a look at a forward pass of {name}, and there is none: "
+        + (problem or "give training_data= or sample_data= to dsplan.initialize")
+    )
+
+
+@contextmanager
+def _as_they_are(stack: nn.Module) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _as_stubs(stack: nn.Module) -> Iterator[None]:
+    """Blocks that only give on hidden states: some run what fake tensors cannot (grouped products, choices by value)."""
+    before = {block: vars(block).get("forward") for block in members(stack)}
+    for block in before:
+        block.forward = _Stub(block)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block, forward in before.items():
+            del block.forward
+            if forward is not None:
+                block.forward = forward
+
+
+class _Stub:
+    def __init__(self, block: nn.Module) -> None:
+        self._weight = next(block.parameters())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        floats = (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+        hidden = next(leaf for leaf in floats if leaf.is_floating_point())
+        return hidden + self._weight.sum().to(hidden.dtype)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without what torch logs of an operation that has no fake form."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _empty(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+
+
+_TOKENS = ("input_ids", "labels", "ids", "idx", "tokens", "targets")
+
+
+def _usual_arguments(model: nn.Module, options: SplitOptions) -> list[Arguments]:
+    """Token ids and labels, where a model asks for nothing else."""
+    accepted = inspect.signature(model.forward).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [item.name for item in accepted if item.default is item.empty and item.kind not in kinds]
+    known = [item.name for item in accepted if item.name in _TOKENS]
+    if not known or not set(required) <= set(_TOKENS):
+        return []
+    ids = torch.zeros(2, options.configuration.sequence_length, dtype=torch.long)
+    return [((), dict.fromkeys(known, ids))]
+
+
+def _read(
+    model: nn.Module, stack: nn.Module, watch: _Watch, inputs: Arguments, found: Any, plan: Configuration
+) -> _Record:
+    name, blocks = type(model).__name__, members(stack)
+    if len(watch.made) != len(blocks):
+        raise CannotRun(
+            f"{name} runs {len(watch.made)} blocks and has {len(blocks)}; a pipeline runs each of them once"
+        )
+    place = _place_of_hidden(name, watch)
+    hidden = [given[place] for given in watch.given]
+    for given in watch.given:
+        beside = {key: leaf for key, value in given.items() if key != place for leaf in tree_leaves(value)}
+        asked = [key for key, leaf in beside.items() if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if asked:
+            raise CannotRun(
+                f"the blocks of {name} take {asked[0]!r} beside hidden states, which is made from weights; a pipeline"
+                " sends hidden states alone, so use tp or cp"
+            )
+    _require_one_way(name, hidden[0], watch.made[-1], found)
+    in_blocks = [set(block.parameters()) for block in blocks]
+    inside = set().union(*in_blocks)
+    if sum(map(len, in_blocks)) > len(inside):
+        raise CannotRun(f"blocks of {name} share weights, which a pipeline would have on several stages; use tp or cp")
+    before, after = set[nn.Parameter](), set[nn.Parameter]()
+    for parameter, uses in watch.uses.items():
+        if parameter in inside:
+            if uses & {-1, len(blocks)}:
+                raise CannotRun(f"{name} uses weights of a block outside of it, which a pipeline cannot; use tp or cp")
+            continue
+        if uses - {-1, len(blocks)}:
+            raise CannotRun(f"blocks of {name} use weights that are none of theirs; a pipeline cannot, so use tp or cp")
+        if len(blocks) in uses:
+            after.add(parameter)
+        if -1 in uses or not uses:
+            before.add(parameter)
+    return _Record(
+        before=before,
+        after=after,
+        called_after=watch.called_after,
+        travels=[_travel(output, inputs, plan) for output in hidden[1:]],
+        makers=[_maker(name, output, states) for output, states in zip(watch.made, hidden[1:], strict=False)],
+        place=place,
+    )
+
+
+def _place_of_hidden(name: str, watch: _Watch) -> str | int:
+    """The argument of every block that is what the block before it made."""
+    found: set[str | int] = set(watch.given[0])
+    for output, given in zip(watch.made, watch.given[1:], strict=False):
+        leaves = {id(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)}
+        found &= {key for key, value in given.items() if id(value) in leaves}
+    if not found:
+        raise CannotRun(
+            f"{name} changes hidden states between its blocks, or blocks do not take them as an argument of their own;"
+            " put the change into the block, or use tp or cp"
+        )
+    return min(found, key=str)
+
+
+def _require_one_way(name: str, first: torch.Tensor, last: Any, found: Any) -> None:
+    """What comes after the blocks must take from what comes before them nothing but what the blocks made."""
+    earlier = _nodes([first.grad_fn], stop=set())
+    last_nodes = {leaf.grad_fn for leaf in tree_leaves(last) if isinstance(leaf, torch.Tensor)}
+    results = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    later = _nodes([leaf.grad_fn for leaf in results], stop=last_nodes)
+    crossing = {node for node in earlier & later if not hasattr(node, "variable")}
+    if crossing:
+        raise CannotRun(
+            f"{name} uses after its blocks what it computed before them; a pipeline sends hidden states alone, so use tp"
+            " or cp"
+        )
+
+
+def _nodes(roots: Iterable[Any], *, stop: set[Any]) -> set[Any]:
+    """The nodes of an autograd graph that are reached from some without passing others."""
+    found, waiting = set[Any](), [node for node in roots if node is not None and node not in stop]
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        found.add(node)
+        waiting += [after for after, _ in node.next_functions if after is not None and after not in stop]
+    return found
+
+
+def _tensors(arguments: Arguments) -> dict[str | int, torch.Tensor]:
+    named: dict[str | int, Any] = {**dict(enumerate(arguments[0])), **arguments[1]}
+    return {key: value for key, value in named.items() if isinstance(value, torch.Tensor) and value.dim()}
+
+
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
+
+
+def _is_cast(plan: Configuration) -> bool:
+    """Whether autocast makes the precision, and weights keep their dtype."""
+    return plan.strategy in ("single", "ddp") and plan.precision in ("bf16", "fp16")
+
+
+def _autocast(plan: Configuration, device: torch.device) -> AbstractContextManager[object]:
+    return torch.autocast(device.type, dtype=_COMPUTE[plan.precision]) if _is_cast(plan) else nullcontext()
+
+
+def _travel(hidden: torch.Tensor, inputs: Arguments, plan: Configuration) -> Travel:
+    """The shape in terms of what the model is called with; the last dimension is always the model's own."""
+    sizes: list[int | tuple[str | int, int]] = []
+    for dimension, size in enumerate(hidden.shape):
+        sources = [
+            (key, place)
+            for key, tensor in _tensors(inputs).items()
+            for place, length in enumerate(tensor.shape)
+            if length == size and dimension < hidden.dim() - 1
+        ]
+        sources.sort(key=lambda source: (source[1] != dimension, str(source[0]) != "input_ids"))
+        sizes.append(sources[0] if sources else size)
+    # Sharded weights compute in the plan's dtype, whatever they were loaded in.
+    dtype = hidden.dtype if _is_cast(plan) else _COMPUTE.get(plan.precision, hidden.dtype)
+    return Travel(sizes=tuple(sizes), dtype=dtype)
+
+
+def _maker(name: str, output: Any, hidden: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+    """What a block returns, with other hidden states in it."""
+    if isinstance(output, torch.Tensor):
+        return lambda states: states
+    if not isinstance(output, tuple):
+        raise CannotRun(
+            f"blocks of {name} return a {type(output).__name__}; have them return hidden states, or a tuple with them"
+        )
+    # What else a block returns (attention weights) no block is given: it would require gradients.
+    return lambda states: tuple(states if value is hidden else None for value in output)
+
+
+# Where to cut.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Costs:
+    """What balances stages: of what comes before the blocks, of each block, and of what comes after them."""
+
+    before: float
+    blocks: Sequence[float]
+    after: float
+
+
+def _costs(model: nn.Module, stack: nn.Module, record: _Record, partition: Partition) -> _Costs:
+    def size(parameters: Iterable[nn.Parameter]) -> float:
+        return float(sum(parameter.numel() for parameter in parameters))
+
+    blocks = [size(block.parameters()) for block in members(stack)]
+    # A table is looked up, which takes next to no time; a head is a product with its weights, as a block is.
+    before = 0.0 if partition == "seconds" else size(record.before)
+    return _Costs(before=before, blocks=blocks, after=size(record.after))
+
+
+def _counts(costs: _Costs, number: int) -> tuple[int, ...]:
+    """How many blocks each stage has so that the largest stage is as small as can be, and among those cuts the earlier
+    stages are the smaller ones."""
+    blocks = len(costs.blocks)
+    sums = list(accumulate(costs.blocks, initial=0.0))
+
+    def cost(first: int, end: int, stage: int) -> float:
+        ends = (costs.before if stage == 0 else 0.0) + (costs.after if stage == number - 1 else 0.0)
+        return sums[end] - sums[first] + ends
+
+    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]
+    for stage in range(number):
+        row: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for first, (largest, counts) in best[-1].items():
+            for end in range(first + 1, blocks - (number - stage - 1) + 1):
+                found = max(largest, cost(first, end, stage)), (*counts, end - first)
+                row[end] = min(row.get(end, found), found)
+        best.append(row)
+    return best[-1][blocks][1]
+
+
+# Leaving out what other stages have.
+
+
+def _drop_outside(model: nn.Module, record: _Record, cut: _Cut, parts: ModelParts, device: torch.device) -> None:
+    """Put a stand-in of no memory for every weight outside the blocks that another stage has: what is computed with it
+    before the blocks is not used."""
+    is_first, is_last = 0 in cut.own, cut.number - 1 in cut.own
+    names: dict[nn.Parameter, str] = {parameter: name for name, parameter in model.named_parameters()}
+    shared = record.before & record.after
+    for path, module in list(model.named_modules()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or parameter not in record.before | record.after:
+                continue
+            is_here = parameter in record.before and is_first
+            if not is_here and is_last:
+                is_here = parameter in record.after and (parameter not in shared or module in record.called_after)
+            if not is_here:
+                del module._parameters[name]
+                stand_in = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+                vars(module)[name] = stand_in
+            elif parameter in shared and not (is_first and is_last):
+                own = f"{path}.{name}" if path else name
+                _note_shared(parts, model, own, names[parameter], is_first=is_first)
+    _free(names, model)
+
+
+def _note_shared(parts: ModelParts, model: nn.Module, own: str, canonical: str, *, is_first: bool) -> None:
+    if is_first:
+        parts.shared[canonical] = canonical
+    elif own == canonical:
+        raise CannotRun(
+            f"{type(model).__name__} uses {own} before its blocks and after them; give the head a layer of its own whose"
+            " weight is tied to it (head.weight = embedding.weight)"
+        )
+    else:
+        parts.shared[own] = canonical
+
+
+def _drop_blocks(stack: nn.Module, stages: Stages, record: _Record) -> None:
+    """Replace the blocks of other stages, and for each stage those of this rank's other stages."""
+    blocks = dict(stack._modules)
+    places = {key: place for place, key in enumerate(blocks)}
+    away = {key: _elsewhere(block, places[key], stages, record) for key, block in blocks.items() if block is not None}
+
+    def with_own(own: Iterable[range]) -> dict[str, nn.Module | None]:
+        here = {place for part in own for place in part}
+        return {key: blocks[key] if place in here else away[key] for key, place in places.items()}
+
+    stack._modules = with_own(stages.ranges[stage] for stage in stages.own)
+    if len(stages.own) > 1:
+        stages._of = {stage: with_own([stages.ranges[stage]]) for stage in stages.own}
+    for key, block in blocks.items():
+        if block is not None and stack._modules[key] is not block:
+            for tensor in [*block.parameters(), *block.buffers()]:
+                tensor.data = tensor.data.new_empty(0)
+
+
+def _elsewhere(block: nn.Module, place: int, stages: Stages, record: _Record) -> Elsewhere:
+    made = Elsewhere(block)
+    returned = record.makers[min(place, len(record.makers) - 1)]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[record.place] if isinstance(record.place, int) else kwargs[record.place]
+        return returned(stages.pass_on(place, hidden))
+
+    made.forward = forward  # type: ignore[method-assign]
+    return made
+
+
+def _free(names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
+    here = set(model.parameters())
+    for parameter in names:
+        if parameter not in here:
+            parameter.data = parameter.data.new_empty(0)
+
+
+def without_elsewhere(model: nn.Module, given: Any) -> Any:
+    """An optimizer, or parameters, (name, parameter) pairs and groups of either, without what other stages have."""
+    here = set(model.parameters())
+
+    def left(items: Iterable[Any]) -> list[Any]:
+        kept: list[Any] = []
+        for item in items:
+            if isinstance(item, Mapping):
+                kept.append(
+                    {
+                        **item,
+                        "params": left(
+                            [item["params"]] if isinstance(item["params"], torch.Tensor) else item["params"]
+                        ),
+                    }
+                )
+            elif (item[1] if isinstance(item, tuple) else item) in here:
+                kept.append(item)
+        return kept
+
+    if not isinstance(given, torch.optim.Optimizer):
+        return None if given is None else left(given)
+    for group in given.param_groups:
+        for parameter in group["params"]:
+            if parameter not in here:
+                given.state.pop(parameter, None)
+        group["params"] = left(group["params"])
+    return given
