@@ -128,9 +128,9 @@ class Abilities:
     precisions: frozenset[str]
     optimizers: frozenset[str]
     schedules: frozenset[str]
-    checkpointings: frozenset[str] = frozenset({"none", "full", "selective"})
+    checkpointings: frozenset[str]
+    offloads: frozenset[str]
     compressions: frozenset[str] = frozenset({"none"})
-    offloads: frozenset[str] = frozenset({"none"})
     attentions: frozenset[str] = frozenset(words.ATTENTIONS)
 
 
