@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Literal
 
+from hardware_db.records import dataclass
 from planner.calibration.calibration import Calibration
 from planner.cost.code_bases import of_any_year
 from planner.cost.timing import step_time

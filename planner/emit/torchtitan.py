@@ -7,8 +7,9 @@ distributed/pipeline_parallel.py) and at b5bcd76c (config/configs.py, config/REA
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
+from hardware_db.records import dataclass
+from planner.cost.code_bases import code_base
 from planner.emit.common import (
     DEFAULTS,
     Abilities,
@@ -23,14 +24,16 @@ from planner.emit.launchers import launch_script
 from planner.types.plan import Plan
 
 _FORM = "a torchtitan config"
+_CODE = code_base("torchtitan")
 _ABILITIES = Abilities(
     strategies=frozenset({"single", "ddp", "fsdp", "fsdp-grad-op", "hsdp"}),
     instead="torchtitan shards with FSDP2; plan fsdp or hsdp",
     precisions=frozenset({"fp32", "bf16", "bf16-pure", "fp8", "fp4"}),
     optimizers=frozenset({"adamw", "adamw-fused", "adamw-forloop"}),
-    schedules=frozenset({"gpipe", "1f1b", "interleaved", "zero-bubble"}),
-    offloads=frozenset({"none", "all"}),
     attentions=frozenset({"sdpa", "flash"}),
+    schedules=frozenset(_CODE.schedules),
+    offloads=frozenset(_CODE.offloads),
+    checkpointings=frozenset(_CODE.checkpointings),
 )
 _IMPLEMENTATIONS = {"adamw": "foreach", "adamw-fused": "fused", "adamw-forloop": "for-loop"}
 _SCHEDULES = {

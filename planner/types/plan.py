@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 
+from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
 

@@ -14,9 +14,10 @@ forward to the end of backward. Buffers live as long as Python refers to them, o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
+from hardware_db.records import dataclass
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.units import Part, Shards, Unit, Units, part_of, rank_units, rounded, shards_over

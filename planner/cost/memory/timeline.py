@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
+from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.instants import Instant, instants_of
 from planner.cost.memory.ddp import ReplicaBuffers, WholeGradientBuffers

@@ -7,8 +7,8 @@ three stops: the first unit, those between, the last.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from hardware_db.records import dataclass
 from hardware_db.units import MIB
 from planner.cost.code_bases import Implementation
 from planner.cost.split import keeps_stage_whole, reduces_each_micro_batch, reshards

@@ -14,6 +14,7 @@ from hardware_db.errors import BrokenFile, UnknownName
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.code_bases import code_base, code_names
 from planner.cost.memory.activations.blocks import code_blocks
+from planner.emit import emit
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
 from planner.search.estimate import estimate
@@ -124,6 +125,29 @@ def test_what_is_not_counted_as_its_own_is_said() -> None:
     assert any("take eager ones' memory" in note for note in compiled.notes)
     fused = planned(asked(code="nemo", compile=True), strategy="ddp")
     assert any(note.startswith("--compile changes nothing that is known of nemo") for note in fused.notes)
+
+
+@pytest.mark.parametrize(
+    ("code", "exactly", "reason"),
+    [
+        ("nanotron", {"strategy": "zero1", "offload": "optimizer"}, "nanotron has no offload optimizer; it has none"),
+        ("nanotron", {"strategy": "ddp", "checkpointing": "selective"}, "nanotron has no checkpointing selective"),
+        ("llm-foundry", {"strategy": "fsdp", "pp": 2}, "has no pp; use pp 1 or another --code"),
+        ("torchtitan", {"strategy": "fsdp", "tp": 16}, "tp 16 does not divide the 8 heads of keys"),
+        ("megatron", {"strategy": "ddp", "pp": 2, "pp_schedule": "zero-bubble"}, "has no schedule zero-bubble"),
+    ],
+)
+def test_what_a_code_base_cannot_do_is_refused(code: str, exactly: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ContradictoryRequest, match=reason):
+        planned(asked("llama-3.1-8b", gpus=16, code=code), **exactly)
+
+
+@pytest.mark.parametrize("code", ["torchtitan", "megatron", "nanotron"])
+def test_what_is_recommended_for_a_trainer_is_written_for_it(code: str) -> None:
+    answer = recommend(replace(asked("llama-3-8b", gpus=16, code=code), top=20))
+    assert len(answer.plans) > 2
+    for plan in answer.plans:
+        assert emit(plan, code), plan.configuration
 
 
 def test_only_code_that_makes_whole_copies_is_refused_for_host_memory() -> None:
