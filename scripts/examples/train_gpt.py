@@ -91,18 +91,13 @@ def main() -> None:
     assert dataloader is not None
     engine.train()
     recent: list[torch.Tensor] = []
-    for batch in itertools.chain.from_iterable(itertools.repeat(dataloader)):
-        loss = engine(**{name: ids.to(engine.device) for name, ids in batch.items()})
-        recent.append(loss.detach())
-        engine.backward(loss)
-        steps_before = engine.global_steps
-        engine.step()
-        if engine.global_steps > steps_before and engine.global_steps % 10 == 0:
+    batches = itertools.chain.from_iterable(itertools.repeat(dataloader))
+    while engine.global_steps < options.steps:
+        recent.append(engine.train_batch(batches))  # takes as many micro-batches as the plan's step has
+        if engine.global_steps % 10 == 0:
             if engine.is_main:
                 print(f"step {engine.global_steps} mean loss {torch.stack(recent).mean().item():.4f}", flush=True)
             recent.clear()
-        if engine.global_steps == options.steps:
-            break
 
 
 if __name__ == "__main__":

@@ -310,9 +310,8 @@ class TorchEngine(AccumulatingEngine):
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
         parts = parts_of(self.module)
         sum_terms(self.module, parts, self.mesh)
-        if self.mesh.size("pp") > 1:
-            named = ((name, _values([parameter])) for name, parameter in self.module.named_parameters())
-            sum_shared({name: values[0] for name, values in named if values}, parts, self.mesh)
+        tied = {name: p for name, p in self.module.named_parameters() if name in parts.shared and p.grad is not None}
+        sum_shared({parts.shared[name]: _values([parameter])[0] for name, parameter in tied.items()}, self.mesh)
         return total_norm(self.module, self.mesh).item()
 
     def _apply(self, factor: float) -> None:

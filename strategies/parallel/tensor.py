@@ -32,6 +32,7 @@ from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
 from strategies.parallel.ranks import TensorRanks, all_reduce, gather_from_ranks
 from strategies.parallel.split import ModelParts, Split, parts_of, splits_in
+from strategies.parallel.stages import looked_at
 from strategies.parallel.styles import (
     ROWS,
     Applied,
@@ -252,6 +253,8 @@ class _Splitter:
         names = {id(module): name for name, module in self.model.named_modules()}
         named = {self.model.get_submodule(name) for name in styles if name in names.values()}
         table, head = _ends(self.inner, self.blocks, named if self.options.tp_plan else None)
+        if self.parts.shared:  # the first pipeline stage has the table and the last one the head, which are one weight
+            table = head = None
         done: dict[int, Split] = {}
         ends = {names[id(module)] for module in (table, head) if module is not None}
         for name, style in styles.items():
@@ -525,7 +528,7 @@ def _captured(inner: nn.Module, block: nn.Module, given: dict[str, Any]) -> _Arg
 
     handle = block.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), looked_at(inner):
             inner(**given)
     except Exception:  # _Reached, or whatever a model raises that wants other arguments
         pass

@@ -33,6 +33,7 @@ from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, narrowed
 from strategies.optim.optimizers import trainable_parameters, undivided
 from strategies.parallel.mesh import Group, Mesh
+from strategies.parallel.pipeline import sum_shared
 from strategies.parallel.split import ModelParts, parts_of
 from strategies.parallel.whole import share_of_square
 from strategies.protocols import TrainingParts
@@ -319,6 +320,9 @@ class ZeroEngine(AccumulatingEngine):
         for bucket in self._sharded_model.trained:
             if bucket.kind.is_summed and bucket.gradient is not None:
                 self._sum(bucket.gradient, "tp")
+        tied = [bucket for bucket in self._sharded_model.trained if bucket.kind.shared]
+        gradients = {f"{bucket.kind.shared} {place}": bucket.gradient for place, bucket in enumerate(tied)}
+        sum_shared({name: gradient for name, gradient in gradients.items() if gradient is not None}, self.mesh)
         square, self._used = self._pieces.synchronize(self._reducer.used, self.device)
         return math.sqrt(square)
 
