@@ -27,6 +27,7 @@ from strategies.modules.precision import LossScale
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import CALL_TRAIN_BATCH
 from strategies.parallel.split import parts_of
+from strategies.parallel.tensor import whole_layers
 from strategies.parallel.whole import whole_tensors
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE, beat
@@ -320,13 +321,15 @@ class Engine(ABC):
         They are in the dtype that they compute in. Every rank must enter and leave together; inside, one may run the
         model alone, but for DeepSpeed's stage 3. Changes may be lost unless `keeps_changes`, which takes over rank 0's.
 
-        Under tp, ep and pp they are whole as far as data-parallel ranks share them: this rank's part of the layers, as
-        the model runs with; `state_dict` has the whole model. What changes are kept is then the first's of the ranks
-        that share a part.
+        Under tp too; of a pipeline a rank has the weights of its own stages, and of experts that ep ranks split its
+        own: `state_dict` has the whole model. What changes are kept are then the first's of the ranks that have the
+        same weights.
         """
         with ExitStack() as opened:
             with PULSE.meeting("whole_parameters"):
                 opened.enter_context(self._whole_parameters(keeps_changes=keeps_changes))
+                if self.mesh.size("tp") > 1:
+                    opened.enter_context(whole_layers(self.module, self.mesh, keeps_changes=keeps_changes))
             with PULSE.apart():
                 yield
 

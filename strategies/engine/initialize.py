@@ -282,6 +282,7 @@ def _monitor(plan: Plan, environment: Environment, settings: MonitorSettings, *,
             rank=environment.rank,
             device=environment.device,
             sequence_length=plan.configuration.sequence_length,
+            sharing=plan.configuration.sharing,
             settings=settings,
         )
         if is_new and environment.local_rank == 0:  # the supervisor of every node has to know it

@@ -45,12 +45,17 @@ def share_of_square(name: str, parts: ModelParts, mesh: Mesh, shards: int = 1) -
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor], parts: ModelParts, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """The whole model's tensors on every rank, in host memory, from those that this rank has whole or a part of."""
+    """The whole model's tensors on every rank, in host memory, from those that this rank has whole or a part of.
+
+    What has the shape of the whole is taken as it is, though `parts` may have it split.
+    """
     found: dict[str, torch.Tensor] = {}
     tied = {id(tensors[name]): split for name, split in parts.splits.items() if name in tensors}
     for name, tensor in tensors.items():
         split = tied.get(id(tensor))
-        whole = tensor.detach() if split is None else _whole(tensor.detach(), split, mesh)
+        # Where layers are open (`ModelParts.opened`) they are whole already.
+        is_whole = split is None or tuple(tensor.shape) == tuple(split.shape)
+        whole = tensor.detach() if split is None or is_whole else _whole(tensor.detach(), split, mesh)
         found[name] = whole.to("cpu", copy=True)
     for group in ("ep", "pp"):
         if mesh.size(group) > 1:
