@@ -155,7 +155,7 @@ _CONTRADICTIONS = (
 )
 """What is in no code base."""
 
-_NOT_RUN = ("cp", "ep")
+_NOT_RUN = ("ep",)
 """Degrees that are planned and not run."""
 
 _NOT_HERE = (
@@ -175,6 +175,20 @@ _NOT_HERE = (
         " states",
     ),
     Rule(
+        breaks=lambda plan: plan.cp > 1 and plan.pp > 1,
+        sentence="dsplan run splits sequences of whole models, and pp {plan.pp} cuts this one; use tp, or cp with pp 1",
+    ),
+    Rule(
+        breaks=lambda plan: plan.cp > 1 and plan.strategy == "ddp" and plan.activation_checkpointing != "none",
+        sentence="recomputed attention over all ranks' keys does not go with ddp here; use fsdp or zero1 with cp"
+        " {plan.cp}",
+    ),
+    Rule(
+        # torch's bias of flash attention is a tensor subclass, which its dispatch mode cannot make.
+        breaks=lambda plan: plan.cp > 1 and plan.activation_checkpointing == "selective",
+        sentence="selective checkpointing cannot keep what cp {plan.cp} computes; use full checkpointing, or none",
+    ),
+    Rule(
         # Row and column means, the update's clipping and its relative step are of the whole matrix.
         breaks=lambda plan: plan.optimizer == "adafactor" and _splits_matrices(plan),
         sentence="torch's Adafactor needs whole matrices, which {split} splits; use pp, cp, or another optimizer",
@@ -182,6 +196,29 @@ _NOT_HERE = (
     Rule(
         breaks=lambda plan: plan.optimizer == "muon" and _splits_matrices(plan),
         sentence="Muon makes whole matrices orthogonal, which {split} splits; use pp, cp, or another optimizer",
+    ),
+    Rule(
+        # Its backward passes of weights alone are torch's own walk of the graph, which calls no hook that sharded
+        # states and recomputation live on.
+        breaks=lambda plan: (
+            plan.pp_schedule == "zero-bubble"
+            and (plan.strategy not in ("single", "ddp") or plan.activation_checkpointing != "none")
+        ),
+        sentence="dsplan run splits backward passes, as zero-bubble does, under ddp without activation checkpointing;"
+        " use schedule 1f1b or interleaved",
+    ),
+    Rule(
+        # torch's ScheduleInterleavedZeroBubble: rounds of at least pp micro-batches, all of one size.
+        breaks=lambda plan: (
+            plan.pp_schedule == "zero-bubble"
+            and plan.gradient_accumulation_steps % max(1, plan.gradient_accumulation_steps // plan.pp) > 0
+        ),
+        sentence="torch's zero-bubble schedule runs equal rounds of at least pp {plan.pp} micro-batches, and"
+        " {plan.gradient_accumulation_steps} are none; use gradient accumulation {rounds}",
+    ),
+    Rule(
+        breaks=lambda plan: plan.pp > 1 and plan.offload != "none",
+        sentence="dsplan run does not offload under a pipeline (pp {plan.pp}); use more stages, or pp 1",
     ),
     Rule(
         breaks=lambda plan: any(getattr(plan, name) > 1 for name in _NOT_RUN),

@@ -144,7 +144,8 @@ def indivisible(request: Request, configuration: Configuration) -> str:
     layers, stages = facts.total_layers, pp * configuration.virtual_stages
     if facts.recorded_as:
         return f"nothing is known of how {facts.name} splits into tp, pp, cp or ep; use data parallelism"
-    if tp > 1 and facts.num_heads % tp:
+    # One head of a module of the user's own: it does not say how many, and is tried when it is split.
+    if tp > 1 and facts.num_heads % tp and (facts.kind != "custom" or facts.num_heads > 1):
         return f"tp {tp} does not divide the {facts.num_heads} attention heads of {facts.name}"
     if pp > layers:
         return f"pp {pp} is more than the {layers} blocks of {facts.name}"

@@ -154,6 +154,11 @@ class Configuration:
         return max(self.dp_shard * self.cp * self.tp // self.ep, 1)
 
     @property
+    def sharing(self) -> int:
+        """How many ranks work on one sample together."""
+        return self.tp * self.pp * self.cp
+
+    @property
     def splits_model(self) -> bool:
         """Whether ranks share the work on one sample, so that data parallelism is not all there is."""
         return self.tp * self.pp * self.cp * self.ep > 1

@@ -26,7 +26,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.head_width = width // heads
+        self.num_heads = heads
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -35,10 +35,9 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Shapes are those of the projections, of which tensor-parallel ranks have some heads each.
-        query, key, value = (
-            self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
-        )
+        # Under tensor parallelism the projections give this rank's heads, and `num_heads` is how many these are.
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         changed: torch.Tensor = x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
@@ -92,18 +91,13 @@ def main() -> None:
     assert dataloader is not None
     engine.train()
     recent: list[torch.Tensor] = []
-    for batch in itertools.chain.from_iterable(itertools.repeat(dataloader)):
-        loss = engine(**{name: ids.to(engine.device) for name, ids in batch.items()})
-        recent.append(loss.detach())
-        engine.backward(loss)
-        steps_before = engine.global_steps
-        engine.step()
-        if engine.global_steps > steps_before and engine.global_steps % 10 == 0:
+    batches = itertools.chain.from_iterable(itertools.repeat(dataloader))
+    while engine.global_steps < options.steps:
+        recent.append(engine.train_batch(batches))  # takes as many micro-batches as the plan's step has
+        if engine.global_steps % 10 == 0:
             if engine.is_main:
                 print(f"step {engine.global_steps} mean loss {torch.stack(recent).mean().item():.4f}", flush=True)
             recent.clear()
-        if engine.global_steps == options.steps:
-            break
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from strategies.modules.precision import LossScale
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import CALL_TRAIN_BATCH
 from strategies.parallel.split import parts_of
+from strategies.parallel.tensor import whole_layers
 from strategies.parallel.whole import whole_tensors
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE, beat
@@ -327,6 +328,8 @@ class Engine(ABC):
         with ExitStack() as opened:
             with PULSE.meeting("whole_parameters"):
                 opened.enter_context(self._whole_parameters(keeps_changes=keeps_changes))
+                if self.mesh.size("tp") > 1:
+                    opened.enter_context(whole_layers(self.module, self.mesh, keeps_changes=keeps_changes))
             with PULSE.apart():
                 yield
 

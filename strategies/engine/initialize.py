@@ -90,7 +90,7 @@ def initialize(
             docs/reference/config.md lists them. What it names, `optimizer=` and `lr_scheduler=` come before. As the
             second argument by position it is understood too.
         args: the command line's values, as argparse has them; its `deepspeed_config` or `dsplan_config` is the config.
-        pipeline: models are not cut into pipeline stages yet, so that True is refused.
+        pipeline: whether the model has to be cut into pipeline stages: a plan that does not is refused.
         parallel: degrees of a plan that is made now, by name: `{"tp": 2, "pp": 2, "cp": 1, "ep": 1}`, with
             `pp_schedule`, `virtual_stages` and `sequence_parallel` where the plan is not to choose them; data
             parallelism takes the ranks that they leave. Those of `dsplan run --tp ...` come before.
@@ -111,15 +111,13 @@ def initialize(
         raise CannotRun(
             f"initialize: model is a {type(model).__name__}; give a torch.nn.Module (args= takes a command line)"
         )
-    if pipeline:
-        raise CannotRun("initialize: pipeline=True, and models are not cut into pipeline stages here yet; leave it out")
     script = read_config(_config_of(args, config))
     environment = join()
     options = PlanningOptions(
         plan=plan,
         strategy=strategy,
         backend=backend,
-        parallel=degrees_of(parallel),
+        parallel=degrees_of(_with_stages(parallel, script.pipeline.stages)),
         config=script,
         optimizer=optimizer,
         training_data=sample_data if training_data is None else training_data,
@@ -146,6 +144,11 @@ def initialize(
     if not method.is_full:
         settled = replace(settled, workload={**settled.workload, **method.in_a_plan})
     require_trainable(model, settled.configuration.strategy, settled.configuration.backend)
+    if pipeline and settled.configuration.pp == 1:
+        raise CannotRun(
+            'initialize: pipeline=True, and the plan has no pipeline; give parallel={"pp": 2} or start with `dsplan run'
+            " --pp 2`"
+        )
     refuse_deepspeed_keys(script, settled.configuration)
     parts = TrainingParts(
         model=model,
@@ -177,6 +180,21 @@ def initialize(
     if tuning is not None:
         tuning.watch(engine)
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _with_stages(parallel: Mapping[str, Any] | None, stages: int | None) -> Mapping[str, Any] | None:
+    """The degrees that a script asks for, those of its config too.
+
+    Raises:
+        CannotRun: the two differ.
+    """
+    if stages is None or (stages == 1 and parallel is None):
+        return parallel
+    if parallel is not None and parallel.get("pp", stages) != stages:
+        raise CannotRun(
+            f"config: pipeline.stages is {stages} and parallel= has pp {parallel['pp']}; leave one of them out"
+        )
+    return {**(parallel or {}), "pp": stages}
 
 
 def _how_to_split(
@@ -264,6 +282,7 @@ def _monitor(plan: Plan, environment: Environment, settings: MonitorSettings, *,
             rank=environment.rank,
             device=environment.device,
             sequence_length=plan.configuration.sequence_length,
+            sharing=plan.configuration.sharing,
             settings=settings,
         )
         if is_new and environment.local_rank == 0:  # the supervisor of every node has to know it

@@ -1,4 +1,4 @@
-"""A whole step in one call, under every strategy: `train_batch` and `eval_batch`, and the pass of a pipeline's stage."""
+"""A whole step in one call, under every strategy: `train_batch` and `eval_batch`, and the passes of a stage."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _pipeline_of(engine: Engine, loss: Loss | None) -> Pipeline:
     found = vars(engine).get("_pipeline")
     if found is None:
         found = vars(engine)["_pipeline"] = Pipeline(engine.module, engine.mesh, engine.configuration)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _train_stages(engine: Any, micro_batches: list[Any], loss: Loss | None) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_par
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
 from strategies.parallel.split import ModelParts, parts_of
-from strategies.parallel.tensor import sum_copies, whole_layers
+from strategies.parallel.tensor import sum_copies
 from strategies.parallel.whole import share_of_square
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
@@ -266,15 +266,7 @@ class TorchEngine(AccumulatingEngine):
         }
 
     def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
-        return self._opened(keeps_changes=keeps_changes)
-
-    @contextmanager
-    def _opened(self, *, keeps_changes: bool) -> Iterator[None]:
-        with ExitStack() as opened:
-            opened.enter_context(self.strategy.whole(self.module, keeps_changes=keeps_changes))
-            if self.mesh.size("tp") > 1:
-                opened.enter_context(whole_layers(self.module, self.mesh, keeps_changes=keeps_changes))
-            yield
+        return self.strategy.whole(self.module, keeps_changes=keeps_changes)
 
     def _states(self) -> WholeStates:
         return WholeStates(self.module, self.optimizer)
@@ -318,9 +310,8 @@ class TorchEngine(AccumulatingEngine):
         # The whole module, not the optimizer: parameters that it does not train have gradients too.
         parts = parts_of(self.module)
         sum_terms(self.module, parts, self.mesh)
-        if self.mesh.size("pp") > 1:
-            named = ((name, _values([parameter])) for name, parameter in self.module.named_parameters())
-            sum_shared({name: values[0] for name, values in named if values}, parts, self.mesh)
+        tied = {name: p for name, p in self.module.named_parameters() if name in parts.shared and p.grad is not None}
+        sum_shared({parts.shared[name]: _values([parameter])[0] for name, parameter in tied.items()}, self.mesh)
         return total_norm(self.module, self.mesh).item()
 
     def _apply(self, factor: float) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,13 @@ from strategies.config import read_config
 from strategies.engine.base import Engine
 from strategies.engine.checkpoint_manager import CheckpointManager, require_parts
 from strategies.engine.initialize import initialize
+from strategies.engine.pipeline_step import Loss, call_for_loss, train_batch
 from strategies.errors import CannotRun
 from strategies.variables import RUN_DIRECTORY
 
 if TYPE_CHECKING:
     from strategies.telemetry.training_monitor import TrainingMonitor
 
-Loss = Callable[[Engine, Any], torch.Tensor]
 _PLACE = "trainer"
 """Where `client_state` holds the place in a script's own loader."""
 _USUAL_INTERVAL = 500
@@ -61,7 +62,8 @@ class DistributedTrainer:
     ) -> None:
         require_parts(engine, optimizer, None, place="DistributedTrainer")
         self.engine = engine
-        self._loss = loss or _loss_of_model
+        self._loss_of_script = loss
+        self._loss = loss or call_for_loss
         asked = read_config(config).checkpoint
         directory = Path(asked.directory or engine.checkpointing.directory or "checkpoints")
         self._checkpoints = CheckpointManager(engine, directory)
@@ -210,6 +212,9 @@ class DistributedTrainer:
     def _epoch(self, loader: Iterable[Any], losses: list[float], epoch: int | None = None, trained: int = 0) -> None:
         """One pass over the data, without the first `trained` batches; `epoch` where the loader keeps no place."""
         engine = self.engine
+        if engine.mesh.size("pp") > 1:
+            self._epoch_of_steps(loader, losses, epoch, trained)
+            return
         total, batches = torch.zeros(2, dtype=torch.float64, device=engine.device), 0
         for number, batch in enumerate(loader, start=1):
             if number <= trained:
@@ -229,6 +234,23 @@ class DistributedTrainer:
             dist.all_reduce(total)
         if total[1]:
             losses.append((total[0] / total[1]).item())
+        if epoch is not None:
+            engine.client_state[_PLACE] = {"epoch": epoch + 1, "batches": 0}
+
+    def _epoch_of_steps(self, loader: Iterable[Any], losses: list[float], epoch: int | None, trained: int) -> None:
+        """The same where a pipeline takes all micro-batches of a step at once; those of no whole step are left out."""
+        engine, found = self.engine, list[torch.Tensor]()
+        steps = engine.configuration.gradient_accumulation_steps
+        batches = itertools.islice(loader, trained, None)
+        number = trained
+        while len(step := list(itertools.islice(batches, steps))) == steps:
+            number += steps
+            if epoch is not None:
+                engine.client_state[_PLACE] = {"epoch": epoch, "batches": number}
+            found.append(train_batch(engine, iter(step), self._loss_of_script))
+            self._checkpoints.step()
+        if found:
+            losses.append(torch.stack(found).double().mean().item())
         if epoch is not None:
             engine.client_state[_PLACE] = {"epoch": epoch + 1, "batches": 0}
 
@@ -253,28 +275,6 @@ def setup_distributed_training(
     """
     engine, *_ = initialize(model, config=config, training_data=training_data, **options)
     return DistributedTrainer(engine, monitor=monitor, config=config, loss=loss)
-
-
-def _loss_of_model(engine: Engine, batch: Any) -> torch.Tensor:
-    """The loss that the model itself computes.
-
-    Raises:
-        CannotRun: it returns none.
-    """
-    if isinstance(batch, Mapping):
-        found = engine(**batch)
-    elif isinstance(batch, (tuple, list)):
-        found = engine(*batch)
-    else:
-        found = engine(batch)
-    loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", found)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"a tensor {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(found).__name__
-        raise CannotRun(
-            f"train: {type(engine.module).__name__} returns {what} and no loss; have it return the loss, or give"
-            " loss=lambda engine, batch: ..."
-        )
-    return loss
 
 
 def _say(line: str) -> None:

@@ -21,7 +21,6 @@ from planner.vocabulary import Schedule
 from strategies.errors import CannotRun
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import Arguments
-from strategies.parallel.split import ModelParts
 from strategies.parallel.stages import Travel, stages_of
 
 Kind = Literal[
@@ -261,7 +260,7 @@ class _State:
     """Of what a stage made, from the stage after it."""
     returned: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """Gradients of what a stage was given."""
-    arriving: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)
+    arriving: dict[Action, Any] = field(default_factory=dict)
     weights: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What a backward pass of inputs alone left for that of weights."""
     sent: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
@@ -375,7 +374,7 @@ class Pipeline:
         travel = self._travel(action)
         if action.kind in ("receive_forward", "receive_backward"):
             room = torch.empty(travel.shape(arguments), dtype=travel.dtype, device=self._device)
-            state.arriving[action.kind, *place] = dist.irecv(room, rank, group=group), room
+            state.arriving[action] = dist.irecv(room, rank, group=group), room
             return
         if action.kind == "send_backward":
             message = state.returned.pop(place)
@@ -398,7 +397,7 @@ class Pipeline:
         return self.stages.received_by(action.stage if is_own else action.stage + 1)
 
     def _arrived(self, kind: Kind, place: tuple[int, int], state: _State) -> torch.Tensor | None:
-        found = state.arriving.pop((kind, *place), None)
+        found = state.arriving.pop(Action(kind, *place), None)
         if found is None:
             return None
         work, tensor = found
@@ -435,19 +434,17 @@ def _backward_weight(left: Any) -> None:
 # Weights that two stages have.
 
 
-def sum_shared(gradients: Mapping[str, torch.Tensor], parts: ModelParts, mesh: Mesh) -> None:
+def sum_shared(gradients: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
     """Add up over the first stage and the last the gradients of weights that both have, in place.
 
     Args:
-        gradients: by name, this rank's whole gradients or shards, which both stages cut alike.
+        gradients: this rank's whole gradients or shards, which both stages cut alike, by names that both have for them.
     """
-    names = sorted(parts.shared.items(), key=lambda item: item[1])
-    if not names or mesh.size("pp") == 1:
+    if not gradients:
         return
     group, ranks = mesh.group("pp"), mesh.size("pp")
     other = dist.get_global_rank(group, ranks - 1 if mesh.rank("pp") == 0 else 0)
-    for name, _ in names:
-        own = gradients[name]
+    for _, own in sorted(gradients.items()):
         sent, theirs = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
         both = [dist.P2POp(dist.isend, sent, other, group), dist.P2POp(dist.irecv, theirs, other, group)]
         for work in dist.batch_isend_irecv(both):

@@ -58,6 +58,7 @@ class Stages:
         self._stack, self._travels = stack, travels
         self._forward: Callable[..., Any] = model.forward
         self._running: int | None = None
+        self.is_looked_at = False
         self._received: torch.Tensor | None = None
         self._of: dict[int, dict[str, nn.Module | None]] = {}
 
@@ -98,6 +99,10 @@ class Stages:
         here = self.ranges[self._running]
         if place >= here.stop:
             raise _Passed(hidden)
+        if self.is_looked_at and place == here.start - 1:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return torch.randn(hidden.shape, dtype=hidden.dtype).to(hidden.device)
         return hidden if self._received is None or place < here.start - 1 else self._received
 
 
@@ -113,6 +118,22 @@ def stages_of(model: nn.Module) -> Stages | None:
     """The stages of a model that was cut; None of a whole one."""
     found = model.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, Stages) else None
+
+
+@contextmanager
+def looked_at(model: nn.Module) -> Iterator[None]:
+    """Calls of a model inside show what this rank's first blocks are called with, hidden states being random where
+    another stage makes them; what the call returns, or raises, is of no interest."""
+    stages = next((vars(module)["stages"] for module in model.modules() if isinstance(module, Elsewhere)), None)
+    if stages is None:
+        yield
+        return
+    stages.is_looked_at = True
+    try:
+        with stages.running(stages.own[0], None):
+            yield
+    finally:
+        stages.is_looked_at = False
 
 
 def cut_stages(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: ModelParts) -> None:
@@ -227,7 +248,7 @@ class _Watch(TorchFunctionMode):
 
     def _begins(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.part = self._blocks[block]
-        self.given.append({**dict(enumerate(args)), **kwargs})
+        self.given.append(_by_place_or_name(args, kwargs))
 
     def _ends(self, block: nn.Module, _: Any, output: Any) -> None:
         self.made.append(output)
@@ -265,10 +286,10 @@ def _as_they_are(stack: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _as_stubs(stack: nn.Module) -> Iterator[None]:
-    """Blocks that only give on hidden states: some run what fake tensors cannot (grouped products, choices by value)."""
+    """Blocks that give on hidden states: some run what fake tensors cannot (grouped products, choices by value)."""
     before = {block: vars(block).get("forward") for block in members(stack)}
     for block in before:
-        block.forward = _Stub(block)  # type: ignore[method-assign]
+        block.forward = _Stub(block)
     try:
         yield
     finally:
@@ -386,8 +407,8 @@ def _require_one_way(name: str, first: torch.Tensor, last: Any, found: Any) -> N
     crossing = {node for node in earlier & later if not hasattr(node, "variable")}
     if crossing:
         raise CannotRun(
-            f"{name} uses after its blocks what it computed before them; a pipeline sends hidden states alone, so use tp"
-            " or cp"
+            f"{name} uses after its blocks what it computed before them; a pipeline sends hidden states alone, so use"
+            " tp or cp"
         )
 
 
@@ -404,8 +425,14 @@ def _nodes(roots: Iterable[Any], *, stop: set[Any]) -> set[Any]:
 
 
 def _tensors(arguments: Arguments) -> dict[str | int, torch.Tensor]:
-    named: dict[str | int, Any] = {**dict(enumerate(arguments[0])), **arguments[1]}
-    return {key: value for key, value in named.items() if isinstance(value, torch.Tensor) and value.dim()}
+    found = _by_place_or_name(*arguments)
+    return {key: value for key, value in found.items() if isinstance(value, torch.Tensor) and value.dim()}
+
+
+def _by_place_or_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str | int, Any]:
+    found: dict[str | int, Any] = dict(enumerate(args))
+    found.update(kwargs)
+    return found
 
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
@@ -501,33 +528,41 @@ def _drop_outside(model: nn.Module, record: _Record, cut: _Cut, parts: ModelPart
     is_first, is_last = 0 in cut.own, cut.number - 1 in cut.own
     names: dict[nn.Parameter, str] = {parameter: name for name, parameter in model.named_parameters()}
     shared = record.before & record.after
+    heads = {parameter: _head_of(model, parameter, names[parameter], record) for parameter in shared}
     for path, module in list(model.named_modules()):
         for name, parameter in list(module._parameters.items()):
             if parameter is None or parameter not in record.before | record.after:
                 continue
-            is_here = parameter in record.before and is_first
-            if not is_here and is_last:
-                is_here = parameter in record.after and (parameter not in shared or module in record.called_after)
+            own = f"{path}.{name}" if path else name
+            is_here = is_first and parameter in record.before
+            is_here |= is_last and parameter in record.after and own in heads.get(parameter, (own,))
             if not is_here:
                 del module._parameters[name]
-                stand_in = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-                vars(module)[name] = stand_in
-            elif parameter in shared and not (is_first and is_last):
-                own = f"{path}.{name}" if path else name
-                _note_shared(parts, model, own, names[parameter], is_first=is_first)
+                vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    if is_first != is_last:
+        for parameter, own_names in heads.items():
+            parts.shared[names[parameter] if is_first else own_names[0]] = names[parameter]
     _free(names, model)
 
 
-def _note_shared(parts: ModelParts, model: nn.Module, own: str, canonical: str, *, is_first: bool) -> None:
-    if is_first:
-        parts.shared[canonical] = canonical
-    elif own == canonical:
+def _head_of(model: nn.Module, parameter: nn.Parameter, canonical: str, record: _Record) -> tuple[str, ...]:
+    """The names of a weight in the modules that use it after the blocks.
+
+    Raises:
+        CannotRun: no module but that before the blocks has it.
+    """
+    found = tuple(
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, weight in module._parameters.items()
+        if weight is parameter and module in record.called_after
+    )
+    if not found or canonical in found:
         raise CannotRun(
-            f"{type(model).__name__} uses {own} before its blocks and after them; give the head a layer of its own whose"
-            " weight is tied to it (head.weight = embedding.weight)"
+            f"{type(model).__name__} uses {canonical} before its blocks and after them; give the head a layer of its"
+            " own whose weight is tied to it (head.weight = embedding.weight)"
         )
-    else:
-        parts.shared[own] = canonical
+    return found
 
 
 def _drop_blocks(stack: nn.Module, stages: Stages, record: _Record) -> None:
@@ -558,6 +593,7 @@ def _elsewhere(block: nn.Module, place: int, stages: Stages, record: _Record) ->
         return returned(stages.pass_on(place, hidden))
 
     made.forward = forward  # type: ignore[method-assign]
+    vars(made)["stages"] = stages
     return made
 
 

@@ -77,7 +77,8 @@ class Variant:
     shares_input: bool
     """Whether the unit, not each of its column layers, takes the sum of the gradients of its input."""
     adapts: int = 0
-    """Which attributes follow the heads: 0 groups of query heads alone, 1 numbers of heads too, 2 widths too."""
+    """Which attributes follow the heads: -1 none, where layers are no attention's, 0 groups of query heads alone, 1
+    numbers of heads too, 2 widths too."""
     gathers: bool = False
     """Whether all outputs of column layers are gathered, because what lies between needs them."""
 
@@ -105,7 +106,7 @@ def split_unit(
         CannotRun: a module is of a kind that has no such style.
     """
     applied, ranks = Applied(), randomness.ranks
-    heads = _heads_of(unit, styles)
+    heads = _heads_of(unit, styles) if variant.adapts >= 0 else _Heads()
     direct = sequence and is_block  # no unit's edge: each layer gathers its input and scatters its output
     for name, style in styles.items():
         module_name, parameter = _placed(unit, name)

@@ -32,6 +32,7 @@ from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
 from strategies.parallel.ranks import TensorRanks, all_reduce, gather_from_ranks
 from strategies.parallel.split import ModelParts, Split, parts_of, splits_in
+from strategies.parallel.stages import looked_at
 from strategies.parallel.styles import (
     ROWS,
     Applied,
@@ -68,7 +69,8 @@ def split_layers(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Mod
             does not compute the same when it is split.
     """
     ranks, device = TensorRanks(mesh.group("tp")), mesh.environment.device
-    _same_random_state(ranks, device)
+    if not _is_fake(model):
+        _same_random_state(ranks, device)
     _Splitter(model, ranks, device, options, parts).split()
 
 
@@ -251,6 +253,8 @@ class _Splitter:
         names = {id(module): name for name, module in self.model.named_modules()}
         named = {self.model.get_submodule(name) for name in styles if name in names.values()}
         table, head = _ends(self.inner, self.blocks, named if self.options.tp_plan else None)
+        if self.parts.shared:  # the first pipeline stage has the table and the last one the head, which are one weight
+            table = head = None
         done: dict[int, Split] = {}
         ends = {names[id(module)] for module in (table, head) if module is not None}
         for name, style in styles.items():
@@ -362,7 +366,7 @@ class _Trial:
         self, inner: nn.Module, block: nn.Module, ranks: TensorRanks, device: torch.device, *, sequence: bool
     ) -> None:
         self._ranks, self._device, self._sequence = ranks, device, sequence
-        self._is_fake = any(p.is_meta or isinstance(p, FakeTensor) for p in block.parameters())
+        self._is_fake = _is_fake(block)
         positions = getattr(getattr(inner, "config", None), "max_position_embeddings", None) or 4 * ranks.size
         self._arguments = _arguments_of(inner, block, ranks.size * max(1, min(4, positions // ranks.size)))
         self._wholes: dict[nn.Module, tuple[nn.Module, _Found] | None] = {}
@@ -433,7 +437,9 @@ class _Trial:
     def _measured(self, block: nn.Module) -> tuple[nn.Module, _Found] | None:
         if self._arguments is None:
             return None
-        reference = copy.deepcopy(block).to(self._device).float().eval()
+        reference = copy.deepcopy(block).eval()
+        if not self._is_fake:
+            reference.to(self._device).float()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in reference.parameters():
@@ -450,9 +456,10 @@ class _Trial:
         assert self._arguments is not None
         positional, named = self._arguments
         with torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
-            states = positional[0].to(self._device).detach().clone().requires_grad_()
-            place = {"device": self._device}
-            rest, named = tree_map(lambda leaf: _moved(leaf, **place), (positional[1:], named))
+            dtype = next(parameter.dtype for parameter in block.parameters() if parameter.is_floating_point())
+            states, *rest = tree_map(lambda leaf: _moved(leaf, self._device, dtype), positional)
+            named = tree_map(lambda leaf: _moved(leaf, self._device, dtype), named)
+            states = states.clone().requires_grad_()
             output = block(states, *rest, **named)
             output = output if isinstance(output, torch.Tensor) else output[0]
             generator = torch.Generator().manual_seed(1)
@@ -485,11 +492,16 @@ def _close(found: torch.Tensor, expected: torch.Tensor, floor: float) -> bool:
     return not expected.numel() or float((found - expected).abs().max()) <= _TOLERANCE * scale
 
 
-def _moved(leaf: Any, device: torch.device) -> Any:
+def _is_fake(module: nn.Module) -> bool:
+    """Whether a module has shapes and no values, so that a split can be tried and not compared."""
+    return any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in module.parameters())
+
+
+def _moved(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    leaf = leaf.detach().to(device)
-    return leaf.float() if leaf.is_floating_point() else leaf
+    leaf = leaf.detach() if isinstance(leaf, FakeTensor) else leaf.detach().to(device)
+    return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
 
 def _arguments_of(inner: Any, block: nn.Module, length: int) -> _Arguments | None:
@@ -498,7 +510,9 @@ def _arguments_of(inner: Any, block: nn.Module, length: int) -> _Arguments | Non
     if vocabulary and getattr(inner, "main_input_name", "") == "input_ids":
         device = next(inner.parameters()).device
         tokens = torch.randint(0, vocabulary, (2, length), generator=torch.Generator().manual_seed(2)).to(device)
-        return _captured(inner, block, {"input_ids": tokens, "use_cache": False})
+        captured = _captured(inner, block, {"input_ids": tokens, "use_cache": False})
+        if captured is not None:
+            return captured
     inputs = [widths(module)[0] for module in block.modules() if is_linear(module)]
     if not inputs:
         return None
@@ -514,7 +528,7 @@ def _captured(inner: nn.Module, block: nn.Module, given: dict[str, Any]) -> _Arg
 
     handle = block.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), looked_at(inner):
             inner(**given)
     except Exception:  # _Reached, or whatever a model raises that wants other arguments
         pass
@@ -593,6 +607,7 @@ def _variants(unit: nn.Module, styles: Styles, *, sequence: bool, is_block: bool
     if not sequence and len(columns) < 2:
         shares = [False]
     adapts = range(3) if any(has_heads(module) for module in unit.modules()) else range(1)
+    adapts = range(-1, adapts.stop) if is_block else adapts  # an MLP beside the attention whose heads the block has
     found = [Variant(shares_input=share, adapts=how) for how in adapts for share in shares]
     is_plain = columns and all(is_columns(style) or style in ROWS for style in styles.values())
     return [*found, Variant(shares_input=False, gathers=True)] if is_plain else found
@@ -641,7 +656,8 @@ def _ends(inner: nn.Module, blocks: Sequence[nn.Module], named: set[nn.Module] |
     """Embedding and head over the vocabulary, where both that share a weight can be split; `named`: those alone that
     the script names, and what shares a weight with them."""
     inside = {id(module) for block in blocks for module in block.modules()}
-    outer = [module for module in inner.modules() if id(module) not in inside]
+    # Without a weight of its own a table or a head is another pipeline stage's.
+    outer = [m for m in inner.modules() if id(m) not in inside and m._parameters.get("weight") is not None]
     heads: list[Any] = [module for module in outer if is_linear(module) and isinstance(module, nn.Linear)]
     tables: list[Any] = [m for m in outer if isinstance(m, nn.Embedding) and not m.sparse and m.max_norm is None]
     if hasattr(inner, "get_input_embeddings"):

@@ -45,7 +45,10 @@ def share_of_square(name: str, parts: ModelParts, mesh: Mesh, shards: int = 1) -
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor], parts: ModelParts, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """The whole model's tensors on every rank, in host memory, from those that this rank has whole or a part of."""
+    """The whole model's tensors on every rank, in host memory, from those that this rank has whole or a part of.
+
+    What has the shape of the whole is taken as it is, though `parts` may have it split.
+    """
     found: dict[str, torch.Tensor] = {}
     tied = {id(tensors[name]): split for name, split in parts.splits.items() if name in tensors}
     for name, tensor in tensors.items():

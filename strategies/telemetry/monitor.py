@@ -39,13 +39,14 @@ class RunMonitor(Observer):
         rank: int,
         device: torch.device,
         sequence_length: int,
+        sharing: int = 1,
         settings: MonitorSettings | None = None,
         on_alert: Callable[[Alert], object] | None = None,
     ) -> None:
         self._on_alert = on_alert
         chosen = settings or MonitorSettings()
         self._file = MetricsFile(directory, rank)
-        self._rows = StepRows(device, sequence_length=sequence_length)
+        self._rows = StepRows(device, sequence_length=sequence_length, sharing=sharing)
         self._watch: Watch | None = None
         self._sampler: Sampler | None = None
         self._unseen: list[Mapping[str, Any]] = []

@@ -27,7 +27,7 @@ class StepRows:
     are counted here.
 
     On a GPU torch's allocator counts every step; on the CPU the storage tracker, which slows a step down, counts step 2
-    alone, where `tracks`.
+    alone, where `tracks`. Of samples that `sharing` ranks work on together (tp, pp, cp) each counts its share.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class StepRows:
         sequence_length: int,
         global_steps: Callable[[], int] | None = None,
         tracks: bool = True,
+        sharing: int = 1,
     ) -> None:
+        self._sharing = sharing
         self._memory: CudaMemory | TrackedMemory = (
             CudaMemory(device) if device.type == "cuda" else TrackedMemory(tracks=tracks)
         )
@@ -87,8 +89,8 @@ class StepRows:
             "seconds": now - self._started,
             "load_seconds": self._load,
             "ready_seconds": self._ready.seconds(self._started),
-            "samples": self._samples,
-            "tokens": self._tokens,
+            "samples": self._share(self._samples),
+            "tokens": self._share(self._tokens),
             **self._memory.step_ended(),
             **self._process_memory(now),
         }
@@ -98,6 +100,9 @@ class StepRows:
         self._ready.step_ended()
         self._started = time.perf_counter()
         return row
+
+    def _share(self, count: int) -> float:
+        return count / self._sharing if count % self._sharing else count // self._sharing
 
     def close(self) -> None:
         """Stop to measure memory."""

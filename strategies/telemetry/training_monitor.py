@@ -43,6 +43,7 @@ class EngineFeed(Observer):
         self._rows = StepRows(
             engine.device,
             sequence_length=engine.configuration.sequence_length,
+            sharing=engine.configuration.sharing,
             global_steps=lambda: engine.global_steps,
             tracks=False,  # it slows a step down, and the run's own metrics have it
         )

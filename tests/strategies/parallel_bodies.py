@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.types.plan import Plan
 from strategies.engine.initialize import initialize
+from strategies.errors import CannotRun
 from strategies.parallel.split import parts_of
 from tests.strategies.training_bodies import Recipe
 
@@ -180,6 +181,8 @@ def train(kind: Kind, composition: Composition, tp_plan: Mapping[str, str] | Non
 def one_step(engine: Any, step: int) -> float:
     """One optimizer step on this data-parallel rank's samples; the mean loss over the global batch."""
     rank, size = engine.data_parallel_rank, engine.data_parallel_size
+    if engine.configuration.pp > 1:
+        return engine.train_batch({name: tensor[rank::size] for name, tensor in batch_of(step).items()}).item()
     accumulation = engine.configuration.gradient_accumulation_steps
     own = {name: tensor[rank::size] for name, tensor in batch_of(step).items()}
     if engine.configuration.pp > 1:
@@ -192,3 +195,69 @@ def one_step(engine: Any, step: int) -> float:
         total += loss.detach().float() / accumulation
     torch.distributed.all_reduce(total, group=engine.mesh.group("dp"))
     return total.item() / size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InStages:
+    """What a model does that was cut into stages."""
+
+    loss: float
+    expected: float
+    is_training: bool
+    called: str
+    short: str
+    stale: int
+    groups: int
+
+
+def evaluated_in_stages(composition: Composition) -> InStages:
+    """Evaluate, and ask for what cannot be done, with an optimizer that the script made of the whole model."""
+    model = build("gpt2")
+    weights = list(model.parameters())
+    matrices = [parameter for parameter in weights if parameter.dim() > 1]
+    optimizer = _optimizer([{"params": matrices}, {"params": [p for p in weights if p.dim() == 1]}])
+    engine, *_ = initialize(model, optimizer, plan=composition.plan())
+    engine.train()
+    batch = {name: ids[:3] for name, ids in batch_of(0).items()}  # one micro-batch and a half
+    loss = float(engine.eval_batch(batch))
+    whole = build("gpt2").eval()
+    parts = [{name: ids[first : first + 2] for name, ids in batch.items()} for first in (0, 2)]
+    expected = sum(_loss(whole(**part)).item() * len(part["labels"]) for part in parts) / 3
+    here = set(engine.module.parameters())
+    return InStages(
+        loss=loss,
+        expected=expected,
+        is_training=engine.module.training,
+        called=_refused(lambda: engine(**batch)),
+        short=_refused(lambda: engine.train_batch(batch)),
+        stale=sum(parameter.numel() for parameter in weights if parameter not in here),
+        groups=len(engine.optimizer.param_groups),
+    )
+
+
+def _refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except CannotRun as refusal:
+        return str(refusal)
+    return ""
+
+
+def train_batch_and_loop(composition: Composition) -> tuple[list[float], list[float], int]:
+    """Losses of three steps by `train_batch`, from an iterator and from whole steps, and by a loop of calls."""
+    found = []
+    for uses_iterator in (None, True, False):
+        engine, *_ = initialize(build("gpt"), optimizer=_optimizer, plan=composition.plan())
+        losses = []
+        for step in range(3):
+            if uses_iterator is None:
+                losses.append(one_step(engine, step))
+                continue
+            own = {n: ids[engine.data_parallel_rank :: engine.data_parallel_size] for n, ids in batch_of(step).items()}
+            halves = [
+                dict(zip(own, rows, strict=True)) for rows in zip(*(ids.chunk(2) for ids in own.values()), strict=True)
+            ]
+            losses.append(float(engine.train_batch(iter(halves) if uses_iterator else own)))
+        found.append(losses)
+    assert found[1] == found[2]
+    return found[0], found[1], engine.global_steps

@@ -18,6 +18,7 @@ from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
 from strategies.parallel.ranks import _reduce_scatter
 from strategies.parallel.split import splits_in
+from strategies.telemetry.training_monitor import EngineFeed
 from tests.strategies import training_bodies
 from tests.strategies.example_bodies import EXAMPLES
 
@@ -251,7 +252,7 @@ def model_named(name: str) -> nn.Module:
     torch.manual_seed(3)
     if name == "gpt":
         sys.path.insert(0, str(EXAMPLES))
-        model: nn.Module = import_module("train_gpt").Gpt(layers=2, width=16, heads=4, length=LENGTH)
+        model: nn.Module = import_module("train_gpt").Gpt(layers=2, width=16, heads=2, length=LENGTH)
         return model
     transformers: Any = import_module("transformers")
     sizes: dict[str, Any] = {
@@ -422,3 +423,12 @@ def dropped_out() -> dict[str, list[float]]:
     first = list(seen["own"])
     engine(**batch_of(0))
     return {"own": first, "again": seen["own"][1:], "shared": seen["shared"]}
+
+
+def metrics_row() -> Any:
+    """The figures of a step of two ranks that share every sample."""
+    engine = split_engine(Composition(model="gpt"))
+    rows: list[Any] = []
+    engine.observers.append(EngineFeed(engine, rows.append, lambda: None))
+    split_step(engine, 0)
+    return rows[0]

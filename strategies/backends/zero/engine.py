@@ -351,8 +351,8 @@ class ZeroEngine(AccumulatingEngine):
             if kind.copies > 1:
                 here.copy_(sum_over_copies(here, parts.splits[name], TensorRanks(self.mesh.group("tp"))))
             if kind.shared:
-                shared[name] = here
-        sum_shared(shared, parts, self.mesh)
+                shared[f"{kind.shared} {len(shared)}"] = here
+        sum_shared(shared, self.mesh)
         for gradient, here in held:
             if here is not gradient:
                 gradient.copy_(here)

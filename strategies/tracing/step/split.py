@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import accumulate
 from typing import Any, Literal
@@ -21,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.types.plan import Configuration
 from planner.vocabulary import Schedule
-from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
@@ -41,19 +41,23 @@ def unwrapped(module: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FirstRank:
+    """Rank 0 of a job on one node, whose part is traced."""
+
+    world_size: int
+    local_world_size: int
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
 def split_weights(module: nn.Module, configuration: Configuration) -> None:
     """Leave rank 0's part of every weight that tensor parallelism splits, as `dsplan.initialize` splits it.
 
     Raises:
         TraceFailed: nothing says how, or widths do not divide.
     """
-    ranks = Environment(
-        rank=0,
-        local_rank=0,
-        world_size=configuration.world_size,
-        local_world_size=configuration.world_size,
-        device=torch.device("cpu"),
-    )
+    ranks = _FirstRank(world_size=configuration.world_size, local_world_size=configuration.world_size)
     options = SplitOptions(configuration=configuration)
     mesh = Mesh.of(configuration, ranks)
     with _disable_current_modes():  # torch looks for this rank in a tensor of rank numbers

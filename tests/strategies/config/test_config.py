@@ -299,7 +299,7 @@ def test_sections(config: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
         ({"wall_clock_breakdown": "no"}, "wall_clock_breakdown is 'no'; it must be true or false"),
         ({"fp16": {"initial_scale_power": 1.5}}, "initial_scale_power is 1.5; it must be a whole number of at least 0"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping is nan; it must be a number of at least 0"),
-        ({"pipeline": {"stages": 4}}, "pipeline.stages is 4, and models are not cut into pipeline stages here yet"),
+        ({"pipeline": {"partition": "even"}}, "pipeline.partition is 'even'; it must be one of uniform, parameters"),
         ({"zero_optimization": True, "zero_stage": 2}, "zero_stage is 2 and zero_optimization.stage is 1"),
         ({"communication": {"overlap_comm": 1}}, "communication.overlap_comm is 1; it must be true or false"),
         ({"communication": {"bucket_cap_mb": 0}}, "communication.bucket_cap_mb is 0; it must be a number above 0"),

@@ -147,8 +147,8 @@ def test_a_command_line_names_the_config(deepspeed_ranks: RankPool, tmp_path: Pa
 @pytest.mark.parametrize(
     ("config", "options", "words"),
     [
-        ({"pipeline": {"stages": 4, "partition": "uniform", "seed_layers": False}}, {}, "pipeline.stages is 4"),
-        ({}, {"pipeline": True}, "pipeline=True, and models are not cut into pipeline stages here yet"),
+        ({"pipeline": {"stages": 4, "partition": "uniform", "seed_layers": False}}, {}, "4"),
+        ({}, {"pipeline": True}, "pipeline=True, and the plan has no pipeline"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": ON_HOST}},
             {},

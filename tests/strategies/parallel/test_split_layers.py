@@ -106,3 +106,7 @@ def test_what_ranks_split_is_dropped_out_differently_and_what_they_share_alike(r
     assert found[0]["shared"] == found[1]["shared"]
     assert found[0]["own"] != found[1]["own"]
     assert found[0]["again"] != found[0]["own"]
+
+
+def test_ranks_that_share_samples_count_their_share(ranks: RankPool) -> None:
+    assert [row["tokens"] for row in ranks.run(bodies.metrics_row)] == [bodies.SAMPLES * bodies.LENGTH // 2] * 2
