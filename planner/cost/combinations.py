@@ -155,7 +155,7 @@ _CONTRADICTIONS = (
 )
 """What is in no code base."""
 
-_NOT_RUN = ("cp", "ep")
+_NOT_RUN = ("ep",)
 """Degrees that are planned and not run."""
 
 _NOT_HERE = (
@@ -173,6 +173,20 @@ _NOT_HERE = (
         breaks=lambda plan: plan.strategy == "zero3" and plan.pp * plan.ep > 1,
         sentence="zero3 of backend native cuts whole layers, and {split} splits them; use fsdp, which shards the same"
         " states",
+    ),
+    Rule(
+        breaks=lambda plan: plan.cp > 1 and plan.pp > 1,
+        sentence="dsplan run splits sequences of whole models, and pp {plan.pp} cuts this one; use tp, or cp with pp 1",
+    ),
+    Rule(
+        breaks=lambda plan: plan.cp > 1 and plan.strategy == "ddp" and plan.activation_checkpointing != "none",
+        sentence="recomputed attention over all ranks' keys does not go with ddp here; use fsdp or zero1 with cp"
+        " {plan.cp}",
+    ),
+    Rule(
+        # torch's bias of flash attention is a tensor subclass, which its dispatch mode cannot make.
+        breaks=lambda plan: plan.cp > 1 and plan.activation_checkpointing == "selective",
+        sentence="selective checkpointing cannot keep what cp {plan.cp} computes; use full checkpointing, or none",
     ),
     Rule(
         # Row and column means, the update's clipping and its relative step are of the whole matrix.

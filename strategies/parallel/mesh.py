@@ -135,7 +135,9 @@ class Mesh:
         return init_device_mesh(self.environment.device.type, sizes, mesh_dim_names=_EXPERT_DIMENSIONS)
 
     def _make_group(self, name: Group) -> dist.ProcessGroup:
-        if self.size(name) == self.environment.world_size:
+        # What is exchanged inside a forward or backward pass has a group of its own: gradients are all-reduced when
+        # they are ready, and messages of one group would be taken for the other's.
+        if self.size(name) == self.environment.world_size and (self.is_data_parallel or name.startswith("dp")):
             world = dist.group.WORLD
             assert world is not None  # the job has joined it
             return world

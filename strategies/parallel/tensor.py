@@ -32,6 +32,7 @@ from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
 from strategies.parallel.ranks import TensorRanks, all_reduce, gather_from_ranks
 from strategies.parallel.split import ModelParts, Split, parts_of, splits_in
+from strategies.parallel.stages import looked_at
 from strategies.parallel.styles import (
     ROWS,
     Applied,
@@ -252,6 +253,8 @@ class _Splitter:
         names = {id(module): name for name, module in self.model.named_modules()}
         named = {self.model.get_submodule(name) for name in styles if name in names.values()}
         table, head = _ends(self.inner, self.blocks, named if self.options.tp_plan else None)
+        if self.parts.shared:  # the first pipeline stage has the table and the last one the head, which are one weight
+            table = head = None
         done: dict[int, Split] = {}
         ends = {names[id(module)] for module in (table, head) if module is not None}
         for name, style in styles.items():
@@ -507,7 +510,9 @@ def _arguments_of(inner: Any, block: nn.Module, length: int) -> _Arguments | Non
     if vocabulary and getattr(inner, "main_input_name", "") == "input_ids":
         device = next(inner.parameters()).device
         tokens = torch.randint(0, vocabulary, (2, length), generator=torch.Generator().manual_seed(2)).to(device)
-        return _captured(inner, block, {"input_ids": tokens, "use_cache": False})
+        captured = _captured(inner, block, {"input_ids": tokens, "use_cache": False})
+        if captured is not None:
+            return captured
     inputs = [widths(module)[0] for module in block.modules() if is_linear(module)]
     if not inputs:
         return None
@@ -523,7 +528,7 @@ def _captured(inner: nn.Module, block: nn.Module, given: dict[str, Any]) -> _Arg
 
     handle = block.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), looked_at(inner):
             inner(**given)
     except Exception:  # _Reached, or whatever a model raises that wants other arguments
         pass
@@ -651,7 +656,8 @@ def _ends(inner: nn.Module, blocks: Sequence[nn.Module], named: set[nn.Module] |
     """Embedding and head over the vocabulary, where both that share a weight can be split; `named`: those alone that
     the script names, and what shares a weight with them."""
     inside = {id(module) for block in blocks for module in block.modules()}
-    outer = [module for module in inner.modules() if id(module) not in inside]
+    # Without a weight of its own a table or a head is another pipeline stage's.
+    outer = [m for m in inner.modules() if id(m) not in inside and m._parameters.get("weight") is not None]
     heads: list[Any] = [module for module in outer if is_linear(module) and isinstance(module, nn.Linear)]
     tables: list[Any] = [m for m in outer if isinstance(m, nn.Embedding) and not m.sparse and m.max_norm is None]
     if hasattr(inner, "get_input_embeddings"):

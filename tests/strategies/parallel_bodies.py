@@ -181,6 +181,8 @@ def train(kind: Kind, composition: Composition, tp_plan: Mapping[str, str] | Non
 def one_step(engine: Any, step: int) -> float:
     """One optimizer step on this data-parallel rank's samples; the mean loss over the global batch."""
     rank, size = engine.data_parallel_rank, engine.data_parallel_size
+    if engine.configuration.pp > 1:
+        return engine.train_batch({name: tensor[rank::size] for name, tensor in batch_of(step).items()}).item()
     accumulation = engine.configuration.gradient_accumulation_steps
     own = {name: tensor[rank::size] for name, tensor in batch_of(step).items()}
     if engine.configuration.pp > 1:

@@ -49,6 +49,9 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
         "rounds of pp 4 micro-batches, and 6 are no whole rounds; use gradient accumulation 8",
         {"pp": 4, "pp_schedule": "interleaved", "virtual_stages": 2},
     ),
+    ("pp 2 cuts this one", {"cp": 2, "pp": 2}),
+    ("does not go with ddp here", {"cp": 2, "strategy": "ddp", "activation_checkpointing": "full"}),
+    ("cannot keep what cp 2 computes", {"cp": 2, "activation_checkpointing": "selective"}),
     ("cp 2 needs fused attention", {"cp": 2, "attention": "eager"}),
     ("cp 2 cuts samples into 4 parts", {"cp": 2, "sequence_length": 1022}),
     ("give tp of at least 2", {"sequence_parallel": True}),
@@ -58,7 +61,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hands whole models to DeepSpeed, and tp 2 splits them", {"strategy": "zero1", "backend": "deepspeed", "tp": 2}),
     ("zero3 of backend native cuts whole layers, and pp 2 splits them", {**_ZERO2, "strategy": "zero3", "pp": 2}),
     ("Adafactor needs whole matrices, which tp 2 splits", {**_ZERO2, "optimizer": "adafactor", "tp": 2}),
-    ("cannot yet run cp 2", {"cp": 2}),
+    ("cannot yet run ep 2", {"ep": 2, "dp_shard": 2, "gradient_accumulation_steps": 3}),
     (
         "splits backward passes, as zero-bubble does, under ddp without activation checkpointing",
         {"pp": 2, "pp_schedule": "zero-bubble"},
@@ -74,7 +77,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def configured(changes: dict[str, Any]) -> Configuration:
     chosen = {**_TRAINED, **changes}
-    steps = chosen["gradient_accumulation_steps"]
+    readers = chosen.get("dp_replicate", 1) * chosen.get("dp_shard", 1)
+    steps = chosen["gradient_accumulation_steps"] * readers
     return Configuration(**chosen, global_batch_size=steps * chosen["micro_batch_size"])
 
 

@@ -1,0 +1,295 @@
+"""Context parallelism: each rank has some of every sample's tokens; causal attention sees the keys and values of all.
+
+A sequence is cut into two chunks per rank, and rank r has chunks r and 2 cp - 1 - r, so that causal attention takes all
+ranks equally long (as in torch's `context_parallel` and Megatron-LM). Keys and values are all-gathered, and each chunk
+of queries attends to those that come before it: on a GPU no mask is made.
+
+A causal language model of transformers is split at its input: ids, positions and shifted labels. Any other model is
+split at its first block and made whole after the last, so that what is outside the blocks sees whole sequences.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
+
+from strategies.errors import CannotRun
+from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.model import SplitOptions
+from strategies.parallel.ranks import SEQUENCE, TensorRanks, gather_from_ranks, split_between_ranks
+from strategies.parallel.split import ModelParts
+
+_IGNORED = -100
+"""Labels that no loss is made of, torch's `ignore_index`."""
+
+
+def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: ModelParts) -> None:
+    """Have a model compute with this rank's tokens of every sample that it is given whole.
+
+    Raises:
+        CannotRun: it has no blocks, or its attention is no causal attention over all earlier tokens.
+    """
+    inner: Any = model
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    ranks = TensorRanks(mesh.group("cp"))
+    blocks = repeated_blocks(inner)
+    if not blocks:
+        raise CannotRun(
+            f"cp {mesh.size('cp')} splits what blocks compute, and {type(inner).__name__} has none; use cp 1"
+        )
+    for block in blocks:
+        forward: Any = block.forward
+        block.__dict__["forward"] = partial(_with_all_keys, forward, ranks)
+    taken = inspect.signature(inner.forward).parameters
+    if {"position_ids", "labels"} <= taken.keys() and hasattr(inner, "loss_function"):
+        inner.register_forward_pre_hook(partial(_own_inputs, ranks), with_kwargs=True)
+        inner.register_forward_hook(partial(_whole_loss, ranks), with_kwargs=True)
+        return
+    blocks[0].register_forward_pre_hook(partial(_own_tokens, ranks), with_kwargs=True)
+    blocks[-1].register_forward_hook(partial(_all_tokens, ranks))
+
+
+# Chunks of a sequence.
+
+
+def own_chunks(whole: torch.Tensor, ranks: TensorRanks, dim: int = SEQUENCE) -> torch.Tensor:
+    """This rank's two chunks of a tensor along its sequence; gradients are all-gathered.
+
+    Raises:
+        CannotRun: the sequence does not divide into two chunks per rank.
+    """
+    if whole.shape[dim] % (2 * ranks.size):
+        raise CannotRun(
+            f"cp {ranks.size} cuts samples into {2 * ranks.size} parts, and {whole.shape[dim]} tokens are no multiple"
+            " of that; pad the samples"
+        )
+    chunks = whole.chunk(2 * ranks.size, dim=dim)
+    pairs = [chunks[place] for rank in range(ranks.size) for place in _places(rank, ranks.size)]
+    return split_between_ranks(torch.cat(pairs, dim=dim), ranks, dim)
+
+
+def all_chunks(own: torch.Tensor, ranks: TensorRanks, dim: int = SEQUENCE, *, sums: bool = False) -> torch.Tensor:
+    """The whole sequence, in its order, of the ranks' chunks; `sums`: gradients are reduce-scattered."""
+    gathered = gather_from_ranks(own.contiguous(), ranks, dim, sums=sums).chunk(2 * ranks.size, dim=dim)
+    order = [place for rank in range(ranks.size) for place in _places(rank, ranks.size)]
+    return torch.cat([gathered[order.index(place)] for place in range(2 * ranks.size)], dim=dim)
+
+
+def _places(rank: int, ranks: int) -> tuple[int, int]:
+    return rank, 2 * ranks - 1 - rank
+
+
+# Attention.
+
+
+class _AllKeys(TorchFunctionMode):
+    """`scaled_dot_product_attention` of this rank's queries over the keys and values of all ranks, causal."""
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def __torch_function__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if function is not functional.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        return _attention(self._ranks, **{**named, **(kwargs or {})})
+
+
+def _attention(
+    ranks: TensorRanks,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Heads before tokens: [samples, heads, tokens, width]. Masks are the model's own of this rank's tokens alone,
+    which are causal; `_own_inputs` lets no other through."""
+    if query.shape[-2] != key.shape[-2]:
+        raise CannotRun("cp splits self-attention, and a block attends to other tokens than its own; use cp 1")
+    if not is_causal and attn_mask is None:
+        raise CannotRun("cp splits causal attention, and a block's attention is none; use cp 1")
+    keys, values = (all_chunks(tensor, ranks, -2, sums=True) for tensor in (key, value))
+    length = query.shape[-2] // 2
+    attended = []
+    for place, queries in zip(_places(ranks.rank, ranks.size), query.chunk(2, dim=-2), strict=True):
+        end = (place + 1) * length
+        bias = _earlier(length, end, query.device)
+        attended.append(
+            functional.scaled_dot_product_attention(
+                queries, keys[..., :end, :], values[..., :end, :], attn_mask=bias, dropout_p=dropout_p, **options
+            )
+        )
+    return torch.cat(attended, dim=-2)
+
+
+def _earlier(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """Which keys come before each of the last `queries` tokens; on a GPU in the form that flash attention needs no mask
+    for."""
+    if device.type == "cuda":
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def _with_all_keys(forward: Any, ranks: TensorRanks, *args: Any, **kwargs: Any) -> Any:
+    if ranks.is_whole:
+        return forward(*args, **kwargs)
+    with _AllKeys(ranks):
+        return forward(*args, **kwargs)
+
+
+# A model that is split at its input.
+
+
+def _own_inputs(ranks: TensorRanks, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Inputs of this rank's tokens, with their positions, and labels that are shifted before they are cut."""
+    if ranks.is_whole:
+        return args, kwargs
+    given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given.update(given.pop(name, {}))
+    _require_plain(model, given)
+    ids = given.get("input_ids")
+    tokens = given["inputs_embeds"] if ids is None else ids
+    samples, length = tokens.shape[:2]
+    positions = given.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=tokens.device).expand(samples, length)
+    labels = given.get("labels")
+    if labels is not None and given.get("shift_labels") is None:
+        given["shift_labels"] = functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+    given["position_ids"] = positions
+    # Positions that jump would be read as samples that are packed, on the ranks where they do.
+    given["attention_mask"] = torch.ones_like(positions)
+    for name in (
+        "input_ids",
+        "inputs_embeds",
+        "position_ids",
+        "attention_mask",
+        "labels",
+        "shift_labels",
+        "token_type_ids",
+    ):
+        if isinstance(given.get(name), torch.Tensor):
+            given[name] = own_chunks(given[name], ranks)
+    return (), given
+
+
+def _require_plain(model: Any, given: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        CannotRun: samples are padded, or attention ends at a window that is shorter than they are.
+    """
+    mask = given.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
+        raise CannotRun(
+            "cp splits samples without padding, and attention_mask has zeros; pack the samples, or use cp 1"
+        )
+    tokens = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) and isinstance(window, int) and window < tokens.shape[1]:
+        raise CannotRun(
+            f"cp splits attention over all earlier tokens, and that of {type(model).__name__} ends after {window};"
+            " use cp 1"
+        )
+
+
+def _whole_loss(ranks: TensorRanks, model: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
+    """The loss over the whole sequences; logits are whole in evaluation, and left out in training."""
+    if ranks.is_whole:
+        return output
+    loss, labels = getattr(output, "loss", None), kwargs.get("shift_labels")
+    if loss is not None and labels is not None:
+        counted = (labels != _IGNORED).sum()
+        if kwargs.get("num_items_in_batch") is not None:
+            share = torch.ones((), device=loss.device)
+        else:
+            total = counted.clone()
+            dist.all_reduce(total, group=ranks.group)
+            share = counted / total.clamp(min=1)
+        # A rank without labels of its own has a mean over none.
+        own = torch.where(counted > 0, loss, loss.nan_to_num() * 0)
+        output.loss = _Whole.apply(own, share, ranks)  # type: ignore[no-untyped-call]
+    if getattr(output, "logits", None) is not None:
+        output.logits = None if model.training else all_chunks(output.logits, ranks)
+    return output
+
+
+class _Whole(Function):
+    """The sum of the ranks' losses by their shares; each rank's own gets as many times its share of the gradient as
+    there are ranks, over which gradients of weights are averaged."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, share: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        ctx.factor = share * ranks.size
+        total = loss * share
+        dist.all_reduce(total, group=ranks.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None, None
+
+
+# A model that is split at its first block.
+
+
+class _Scaled(Function):
+    """A tensor whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+def scaled_gradient(values: torch.Tensor, factor: float) -> torch.Tensor:
+    """The same values; their gradient is multiplied by a factor."""
+    scaled: torch.Tensor = _Scaled.apply(values, factor)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+def _own_tokens(ranks: TensorRanks, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    if ranks.is_whole:
+        return args, kwargs
+    if not args or not isinstance(args[0], torch.Tensor):
+        raise CannotRun(
+            f"cp splits the hidden states that {type(block).__name__} takes first, and it takes none; use cp 1"
+        )
+    length = args[0].shape[SEQUENCE]
+    others = [*args[1:], *kwargs.values()]
+    if any(isinstance(other, torch.Tensor) and length in other.shape for other in others):
+        raise CannotRun(
+            f"cp splits the hidden states of {type(block).__name__}, which takes other tensors of their length too; use"
+            " cp 1, or a model of transformers"
+        )
+    return (own_chunks(scaled_gradient(args[0], 1 / ranks.size), ranks), *args[1:]), kwargs
+
+
+def _all_tokens(ranks: TensorRanks, block: nn.Module, args: Any, output: Any) -> Any:
+    if ranks.is_whole:
+        return output
+    # Each rank's weights see its own tokens alone, and gradients are averaged over ranks.
+    hidden = output[0] if isinstance(output, tuple) else output
+    whole = all_chunks(scaled_gradient(hidden, ranks.size), ranks)
+    return (whole, *output[1:]) if isinstance(output, tuple) else whole
