@@ -155,9 +155,6 @@ _CONTRADICTIONS = (
 )
 """What is in no code base."""
 
-_NOT_RUN = ("ep",)
-"""Degrees that are planned and not run."""
-
 _NOT_HERE = (
     Rule(
         breaks=lambda plan: plan.precision in words.SCALED_PRECISIONS,
@@ -221,8 +218,9 @@ _NOT_HERE = (
         sentence="dsplan run does not offload under a pipeline (pp {plan.pp}); use more stages, or pp 1",
     ),
     Rule(
-        breaks=lambda plan: any(getattr(plan, name) > 1 for name in _NOT_RUN),
-        sentence="dsplan run cannot yet run {split}; {trainer} does: dsplan emit --format {format} can write it",
+        breaks=lambda plan: plan.ep > 1 and plan.tp > 1,
+        sentence="dsplan run splits routed experts over tp ranks or spreads them over ep ranks, and {split} asks for"
+        " both; {trainer} does that: dsplan emit --format {format} can write it",
     ),
 )
 """What `dsplan run` does not do, and others may."""

@@ -20,6 +20,7 @@ from strategies.engine.torch_engine import TorchEngine, TorchStrategy
 from strategies.errors import CannotRun
 from strategies.modules.compression import Codec, GradientTravel, gradient_travel
 from strategies.modules.precision import autocast
+from strategies.parallel.split import parts_of
 from strategies.protocols import TrainingParts
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class ReplicatedDataParallel(TorchStrategy):
         devices = [device] if device.type == "cuda" else None
         # Ranks that split layers between them hold other weights than these.
         group = None if self.mesh.is_data_parallel else self.mesh.group("dp_cp")
+        if experts := parts_of(model).experts:  # other ranks have others
+            ignore: Any = DistributedDataParallel
+            ignore._set_params_and_buffers_to_ignore_for_model(model, sorted(experts))
         return DistributedDataParallel(
             model.to(device), device_ids=devices, bucket_cap_mb=self._bucket_mib, process_group=group
         )

@@ -19,7 +19,9 @@ from strategies.engine.torch_engine import TorchEngine, TorchStrategy
 from strategies.modules.compression import gradient_travel
 from strategies.modules.precision import sharding_policy
 from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.expert import is_mixture
 from strategies.parallel.model import share_weights
+from strategies.parallel.split import parts_of
 from strategies.protocols import TrainingParts
 
 
@@ -39,16 +41,20 @@ class FullShard(TorchStrategy):
             share_weights(model, self.environment.device)
         shard = partial(
             fully_shard,
-            mesh=self.mesh.shard_mesh,
             mp_policy=sharding_policy(self.configuration.precision, self._reduce_dtype),
             offload_policy=self.offload_policy(),
         )
+        mesh = self.mesh.shard_mesh
+        if parts_of(model).experts:
+            for mixture in [module for module in model.modules() if is_mixture(module)]:
+                with _letting_go(mixture, model):
+                    shard(mixture, mesh=self.mesh.expert_shard_mesh, reshard_after_forward=self.reshard_after_forward)
         for block in repeated_blocks(model):
             with _letting_go(block, model):
-                shard(block, reshard_after_forward=self.reshard_after_forward)
+                shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         # The root keeps torch's default: it is needed first in backward, so it stays unsharded after forward.
         with _letting_go(model, model):
-            shard(model)
+            shard(model, mesh=mesh)
         note_gathers([unit for unit in model.modules() if isinstance(unit, FSDPModule)], _is_sharded)
         return model
 

@@ -96,10 +96,16 @@ def _square(values: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
 
 
 def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
-    """Add up over tp the gradients of which each rank has a term, and over stages those of weights that several have.
-
-    All in one message per group.
-    """
+    """Add up over tp the gradients of which each rank has a term, in one message, and average those of experts that no
+    wrapper has reduced."""
+    if parts.experts and mesh.size("expert_dp") > 1:
+        for name, parameter in module.named_parameters():
+            gradient = parameter.grad
+            if unwrapped(name) in parts.experts and gradient is not None and not isinstance(gradient, DTensor):
+                dist.all_reduce(gradient, group=mesh.group("expert_dp"))
+                gradient.div_(mesh.size("expert_dp"))
+    if mesh.size("tp") == 1:
+        return
     gradients = [
         value
         for name, parameter in module.named_parameters()
@@ -107,8 +113,6 @@ def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
         for value in _values([parameter])
         if value.numel()
     ]
-    if mesh.size("tp") == 1:
-        return
     if any(split.copies > 1 for split in parts.splits.values()):
         sum_copies(module, parts, mesh)
     if not gradients:

@@ -134,6 +134,12 @@ class Mesh:
         sizes = tuple(self._sizes[name] for name in _EXPERT_DIMENSIONS)
         return init_device_mesh(self.environment.device.type, sizes, mesh_dim_names=_EXPERT_DIMENSIONS)
 
+    @cached_property
+    def expert_shard_mesh(self) -> DeviceMesh:
+        """Over which FSDP2 shards routed experts: (expert_shard), or (dp_replicate, expert_shard) with replicas."""
+        mesh = self.expert_mesh
+        return mesh["dp_replicate", "expert_shard"] if self.dims.dp_replicate > 1 else mesh["expert_shard"]
+
     def _make_group(self, name: Group) -> dist.ProcessGroup:
         # What is exchanged inside a forward or backward pass has a group of its own: gradients are all-reduced when
         # they are ready, and messages of one group would be taken for the other's.

@@ -1,0 +1,131 @@
+"""Expert parallelism: each rank has some of a mixture's routed experts, and is sent the tokens that chose them.
+
+Tokens go to their experts' ranks and come back in two all-to-alls, as in GShard (arXiv:2006.16668, section 3); what
+every token has (attention, router, shared experts) stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function
+
+from strategies.errors import CannotRun
+from strategies.parallel.context import scaled_gradient
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.model import SplitOptions
+from strategies.parallel.ranks import TensorRanks
+from strategies.parallel.split import ModelParts, even_split, hold_part, note_split
+
+_WEIGHTS = ("gate_up_proj", "down_proj")
+"""Of transformers' routed experts, each [experts, outputs, inputs]; biases are [experts, outputs]."""
+
+
+def split_experts(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: ModelParts) -> None:
+    """Leave a rank its experts of every mixture, whose forward pass then exchanges tokens.
+
+    Mixtures are modules with `num_experts`, `gate_up_proj` and `down_proj`, whose forward pass takes hidden states,
+    [tokens, width], the chosen experts and their weights, both [tokens, chosen]: those of transformers.
+
+    Raises:
+        CannotRun: there is none, or its experts do not divide.
+    """
+    found = {name: module for name, module in model.named_modules() if is_mixture(module)}
+    ranks, exchange = mesh.size("ep"), TensorRanks(mesh.group("ep"))
+    if not found:
+        raise CannotRun(
+            f"ep {ranks} spreads routed experts, and {type(model).__name__} has none in the form of transformers'"
+            " (num_experts, gate_up_proj, down_proj); use ep 1"
+        )
+    # DDP and FSDP2 average experts' gradients over the ranks that have the same ones, and those of the others over all;
+    # ZeRO divides all by the same number.
+    share = 1.0 if options.configuration.zero_stage else mesh.size("expert_dp") / mesh.size("dp_cp")
+    for name, module in found.items():
+        experts: Any = module
+        if experts.num_experts % ranks:
+            raise CannotRun(
+                f"ep {ranks} does not divide the {experts.num_experts} experts of {name}; use a degree that does"
+            )
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            split = even_split(parameter.shape, 0, rank=mesh.rank("ep"), ranks=ranks, over="ep")
+            hold_part(parameter, split)
+            note_split(module, own, split)
+            parts.splits[f"{name}.{own}"] = split
+            parts.experts.add(f"{name}.{own}")
+        experts.num_experts //= ranks
+        module.__dict__["forward"] = partial(_with_tokens_of_all, module, experts.forward, exchange, share)
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Whether a module is the routed experts of a mixture."""
+    weights = [getattr(module, name, None) for name in _WEIGHTS]
+    return hasattr(module, "num_experts") and all(isinstance(weight, nn.Parameter) for weight in weights)
+
+
+def _with_tokens_of_all(
+    experts: Any,
+    forward: Any,
+    ranks: TensorRanks,
+    share: float,
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """What the chosen experts make of tokens, [tokens, width], weighted and summed."""
+    if ranks.is_whole:
+        whole: torch.Tensor = forward(hidden, chosen, weights)
+        return whole
+    numbers = chosen.reshape(-1)
+    order = numbers.argsort(stable=True)
+    counts = torch.bincount(numbers, minlength=experts.num_experts * ranks.size).view(ranks.size, -1)
+    coming = torch.empty_like(counts)
+    dist.all_to_all_single(coming, counts, group=ranks.group)
+    sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
+    tokens = exchanged(hidden[order // chosen.shape[-1]], ranks, sent, received)
+    local = torch.arange(experts.num_experts, device=hidden.device).repeat(ranks.size)
+    own = local.repeat_interleave(coming.reshape(-1), output_size=sum(received)).unsqueeze(-1)
+    made = scaled_gradient(_made(forward, scaled_gradient(tokens, 1 / share), own), share)
+    back = exchanged(made, ranks, received, sent)
+    of_token = back[order.argsort()].view(*chosen.shape, -1)
+    return (of_token * weights.unsqueeze(-1).to(of_token.dtype)).sum(1)
+
+
+def _made(forward: Any, tokens: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Each token through the one expert that it was sent to. Without a token there is still a graph: what gathers the
+    experts' weights must do so on every rank."""
+    if tokens.shape[0]:
+        made: torch.Tensor = forward(tokens, own, torch.ones_like(own, dtype=tokens.dtype))
+        return made
+    row = tokens.sum(0, keepdim=True)
+    nothing: torch.Tensor = forward(
+        row, own.new_zeros(1, 1), torch.ones(1, 1, dtype=tokens.dtype, device=tokens.device)
+    )
+    return nothing[:0]
+
+
+def exchanged(rows: torch.Tensor, ranks: TensorRanks, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    """The rows that the ranks send here, by rank: an all-to-all of `sent` rows to each and `received` from each."""
+    found: torch.Tensor = _Exchange.apply(rows, ranks, list(sent), list(received))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, ranks: TensorRanks, sent: list[int], received: list[int]) -> torch.Tensor:
+        ctx.ranks, ctx.sent, ctx.received = ranks, sent, received
+        return _all_to_all(rows, ranks, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _all_to_all(gradient, ctx.ranks, ctx.received, ctx.sent), None, None, None
+
+
+def _all_to_all(rows: torch.Tensor, ranks: TensorRanks, sent: list[int], received: list[int]) -> torch.Tensor:
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=ranks.group)
+    return found

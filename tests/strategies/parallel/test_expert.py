@@ -1,0 +1,44 @@
+"""Experts that ranks share train as one process does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hardware_db.spawn import RankPool
+from tests.strategies import parallel_bodies
+from tests.strategies.parallel_bodies import Composition
+
+EP = Composition(strategy="fsdp", dp_shard=2, ep=2)
+
+
+@pytest.mark.parametrize(
+    "composition",
+    [
+        replace(EP, clipping=0.5, checkpointing="full", accumulation=2),
+        replace(EP, strategy="zero1", clipping=0.5),
+        replace(EP, strategy="ddp", dp_shard=1, cp=2),
+    ],
+)
+def test_two_ranks_train_as_one_process(ranks: RankPool, composition: Composition) -> None:
+    for found in ranks.run(parallel_bodies.train, "mixtral", composition):
+        assert max(found.loss, found.parameter, found.norm) < 1e-5, found
+        assert found.share < 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "composition",
+    [
+        replace(EP, dp_shard=4, checkpointing="full"),
+        replace(EP, strategy="hsdp", dp_replicate=2),
+        replace(EP, cp=2, ep=4),
+        replace(EP, pp=2, accumulation=2),
+        replace(EP, dp_shard=4, strategy="zero2"),
+        replace(EP, dp_shard=4, precision="bf16"),
+    ],
+)
+def test_four_ranks_train_as_one_process(four_ranks: RankPool, composition: Composition) -> None:
+    for found in four_ranks.run(parallel_bodies.train, "mixtral", composition):
+        assert max(found.loss, found.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), found
