@@ -253,8 +253,6 @@ class _Splitter:
         names = {id(module): name for name, module in self.model.named_modules()}
         named = {self.model.get_submodule(name) for name in styles if name in names.values()}
         table, head = _ends(self.inner, self.blocks, named if self.options.tp_plan else None)
-        if self.parts.shared:  # the first pipeline stage has the table and the last one the head, which are one weight
-            table = head = None
         done: dict[int, Split] = {}
         ends = {names[id(module)] for module in (table, head) if module is not None}
         for name, style in styles.items():
