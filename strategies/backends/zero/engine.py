@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
 from strategies.parallel.ranks import TensorRanks
 from strategies.parallel.split import ModelParts, parts_of
-from strategies.parallel.tensor import sum_over_copies, whole_layers
+from strategies.parallel.tensor import sum_over_copies
 from strategies.parallel.whole import share_of_square
 from strategies.protocols import TrainingParts
 
@@ -282,15 +282,7 @@ class ZeroEngine(AccumulatingEngine):
         }
 
     def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
-        return self._opened(keeps_changes=keeps_changes)
-
-    @contextmanager
-    def _opened(self, *, keeps_changes: bool) -> Iterator[None]:
-        with ExitStack() as opened:
-            opened.enter_context(self._sharded_model.whole(keeps_changes=keeps_changes))
-            if self.mesh.size("tp") > 1:
-                opened.enter_context(whole_layers(self.module, self.mesh, keeps_changes=keeps_changes))
-            yield
+        return self._sharded_model.whole(keeps_changes=keeps_changes)
 
     def _states(self) -> ZeroStates:
         return ZeroStates(self.module, self.optimizer, self._pieces, self._sharded_model)
