@@ -136,6 +136,16 @@ def impossible(request: Request, configuration: Configuration) -> str:
     return contradiction(configuration) or indivisible(request, configuration)
 
 
+_NO_PLAN = frozenset(
+    {
+        *("albert", "bart", "bert", "bloom", "codegen", "deberta-v2", "distilbert", "electra", "falcon", "gpt2"),
+        *("gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "mamba", "mamba2", "modernbert", "mpt", "opt", "roberta"),
+        *("stablelm", "xlm-roberta"),
+    }
+)
+"""Types of models whose config has no `base_model_tp_plan` (transformers 5.23): their layers are split by rule."""
+
+
 def indivisible(request: Request, configuration: Configuration) -> str:
     """Why a model cannot be split by a configuration's degrees, in one sentence; empty where it can."""
     if not configuration.splits_model:
@@ -147,6 +157,12 @@ def indivisible(request: Request, configuration: Configuration) -> str:
     # One head of a module of the user's own: it does not say how many, and is tried when it is split.
     if tp > 1 and facts.num_heads % tp and (facts.kind != "custom" or facts.num_heads > 1):
         return f"tp {tp} does not divide the {facts.num_heads} attention heads of {facts.name}"
+    runs_here = code_base(request.workload.code).runs_here
+    if configuration.sequence_parallel and runs_here and facts.model_type in _NO_PLAN:
+        return (
+            f"sequence parallelism needs the places where {facts.name} gathers its tokens, and transformers has no"
+            f" tensor-parallel plan of {facts.model_type}; use no sequence parallelism"
+        )
     if pp > layers:
         return f"pp {pp} is more than the {layers} blocks of {facts.name}"
     if stages > layers + 2:  # the first piece may be the embedding alone, the last one the head
