@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.probe import probe
+from hardware_db.records import dataclass
 from planner import limits
 from planner.cluster.resolve import HardwareRequest, probed_cluster, resolve_cluster
 from planner.errors import ContradictoryRequest

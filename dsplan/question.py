@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import shown
+from hardware_db.records import dataclass
 from hardware_db.units import parse_count
 from planner import limits
 from planner import vocabulary as words

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dsplan.training_config import Answer, TrainingConfig, distributed_strategy, estimated_memory
+from hardware_db.records import dataclass
 from hardware_db.units import GB, format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.cluster.nodes import usual_gpus_per_node

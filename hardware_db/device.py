@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from hardware_db.records import dataclass
 from hardware_db.units import GB, GIB, MIB
 
 

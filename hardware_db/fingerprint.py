@@ -6,10 +6,11 @@ measurement would ever be found again.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hardware_db.files import digest
+from hardware_db.records import dataclass
 
 if TYPE_CHECKING:
     from hardware_db.probe.machine import Gpu, Machine

@@ -6,12 +6,13 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from hardware_db.errors import BrokenFile
 from hardware_db.files import replace_text
+from hardware_db.records import dataclass
 
 SHIPPED = Path(__file__).resolve().parent / "measurements"
 """Where the rows lie that come with dsplan."""

@@ -6,13 +6,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from datetime import datetime, timezone
 from typing import Literal, TypeAlias, cast, get_args
 
 from hardware_db.errors import DsplanError
 from hardware_db.files import canonical_json, digest
 from hardware_db.fingerprint import Fingerprint
+from hardware_db.records import dataclass
 
 Outcome = Literal["completed", "failed", "out_of_memory", "interrupted"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)

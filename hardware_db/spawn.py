@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import DsplanError
+from hardware_db.records import dataclass
 from hardware_db.units import format_seconds
 
 _GRACE_SECONDS = 2.0

@@ -7,9 +7,9 @@ comes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from hardware_db.handed_in import shown
+from hardware_db.records import dataclass
 from planner.errors import ContradictoryRequest
 
 

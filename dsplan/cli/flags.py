@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -19,6 +19,7 @@ from typer.core import TyperCommand
 
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import shown
+from hardware_db.records import dataclass
 from hardware_db.units import parse_length
 from planner import limits
 from planner import vocabulary as words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +12,7 @@ import typer
 
 from dsplan.cli.flags import GroupedCommand, JsonFlag, number, with_flags
 from hardware_db.notices import notice
+from hardware_db.records import dataclass
 from planner import limits
 from planner import vocabulary as words
 from strategies.run_directory.spec import LauncherName

@@ -6,8 +6,9 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from hardware_db.records import dataclass
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from hardware_db.microbench.grid import DTYPES, Point, Rate
 from hardware_db.microbench.timer import Budget, time_calls
+from hardware_db.records import dataclass
 
 # All-gather and reduce-scatter of one tensor per rank, by the name that the installed torch knows them under.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from hardware_db.fingerprint import Fingerprint
 from hardware_db.measurement import RateMeasurement, new_id, utc_now
+from hardware_db.records import dataclass
 from hardware_db.units import KIB, MIB
 
 # The types that points name.

@@ -11,10 +11,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from hardware_db.records import dataclass
 
 _MOST_CALLS = 2000
 _LONG_CALL_SECONDS = 0.5

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hardware_db.files import read_int, read_text
+from hardware_db.records import dataclass
 
 _UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 where there is no limit
 

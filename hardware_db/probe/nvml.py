@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import combinations
 from typing import Any, TypeVar
 
 from hardware_db.probe.machine import Gpu, GpuPair, GpuProcess, MigDevice
+from hardware_db.records import dataclass
 
 # NVML's numbers as words, as nvml.h gives them: event reasons, topology levels, P2P status, nvmlReturn_t.
 

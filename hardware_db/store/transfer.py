@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from hardware_db.errors import BrokenFile
 from hardware_db.files import canonical_json
 from hardware_db.from_json import WrongValue, from_json
 from hardware_db.measurement import Measurement, RateMeasurement, Record, RecordError
+from hardware_db.records import dataclass
 from hardware_db.store.contract import Store
 
 SCHEMA_VERSION = 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from hardware_db.records import dataclass
 from planner.types.cluster import Cluster, Factors
 
 if TYPE_CHECKING:

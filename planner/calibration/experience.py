@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
+from hardware_db.records import dataclass
 from planner.calibration.calibration import Calibration
 from planner.calibration.oom_history import OomRecord
 from planner.calibration.spread import AGAIN, FACTOR_SPREADS, NINE_OF_TEN, SPREADS, interval, kind_of

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from hardware_db.records import dataclass
 from planner.calibration.calibration import Matrix, Vector, quadratic
 
 # Small symmetric systems, without numpy: a handful of unknowns.

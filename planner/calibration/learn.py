@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hardware_db.datasheets import find_device, find_link
@@ -17,6 +17,7 @@ from hardware_db.files import canonical_json
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import HardwareKind, Measurement, RateMeasurement, calibration_record
 from hardware_db.probe import Machine
+from hardware_db.records import dataclass
 from hardware_db.store.contract import Store
 from planner.calibration.calibration import Calibration, calibration_of, hardware_kind
 from planner.calibration.fit import TAILS, Fit, Noise, Prior, fit

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from hardware_db.records import dataclass
 from planner.types.job import Workload
 from planner.types.plan import Configuration
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hardware_db.datasheets import find_link, node_types
 from hardware_db.device import Device, Link, NodeType
+from hardware_db.records import dataclass
 from hardware_db.topology import default_link
 from hardware_db.units import GB, GIB
 from planner.errors import ContradictoryRequest

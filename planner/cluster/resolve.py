@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hardware_db.datasheets import find_device, find_link, find_node_type, links
 from hardware_db.device import Device, NodeType
 from hardware_db.handed_in import read_yaml, shown
 from hardware_db.probe import Machine, probe_hardware
+from hardware_db.records import dataclass
 from hardware_db.units import GB
 from planner import limits
 from planner.cluster.nodes import (

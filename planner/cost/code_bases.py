@@ -5,15 +5,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from hardware_db.errors import BrokenFile, UnknownName
 from hardware_db.handed_in import read_yaml
+from hardware_db.records import dataclass
 from planner.models.facts import ModelFacts
-from planner.vocabulary import STRATEGIES, Strategy
+from planner.vocabulary import (
+    CHECKPOINTINGS,
+    DEGREES,
+    OFFLOADS,
+    SCHEDULES,
+    STRATEGIES,
+    Checkpointing,
+    Degree,
+    Offload,
+    Schedule,
+    Strategy,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +147,16 @@ class CodeBase:
     """None where the code has no use for torch.compile, or is compiled as it is."""
     strategies: tuple[Strategy, ...] = STRATEGIES
     """What it spreads states by."""
+    degrees: tuple[Degree, ...] = DEGREES
+    """Over what else it can split the work on a sample."""
+    whole_strategies: tuple[Strategy, ...] = ()
+    """Those of its strategies that go with no such degree."""
+    schedules: tuple[Schedule, ...] = SCHEDULES
+    offloads: tuple[Offload, ...] = OFFLOADS
+    checkpointings: tuple[Checkpointing, ...] = CHECKPOINTINGS
+    key_heads: Literal["repeated", "gathered", "divided"] = "repeated"
+    """Where tp is more than the heads of keys: each rank has the weights of one (as `dsplan run` does), or its part of
+    them, with the products all-gathered; `divided`: it must divide them."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks split the sequence between their products unless told otherwise."""
     states: Mapping[str, StateBytes] = field(default_factory=dict)
@@ -143,6 +165,8 @@ class CodeBase:
     """By precision: bytes per parameter of whole gradients beside those that are reduced."""
     whole_gradients: bool = False
     """Whether gradients lie in one buffer that is there from the first step on, which autograd adds to."""
+    whole_stages: bool = False
+    """Whether FSDP holds a pipeline stage's weights and gradients whole until the last micro-batch of a step."""
     scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
     """Whose linear layers multiply in 8 and 4 bits."""
     fuses_attention: bool = False
@@ -176,6 +200,7 @@ _CATALOGUE = Path(__file__).with_suffix(".json")
 _WRITTEN = Path(__file__).with_suffix(".yaml")
 _REMEDY = "docs/explanation/code-bases.md has the keys of a code base's file"
 _GROUPS = ("time", "block", "loss")
+_CHOICES = {"strategies", "whole_strategies", "degrees", "schedules", "offloads", "checkpointings"}
 _DEFAULT = "transformers"
 
 
@@ -228,8 +253,7 @@ def _made(name: str, row: Mapping[str, Any]) -> CodeBase:
     """The code base of a row that was checked when it was compiled."""
     compiled = row.get("compiled")
     plain = {key: row[key] for key in row.keys() - {*_GROUPS, "compiled", "like"}}
-    if "strategies" in plain:
-        plain["strategies"] = tuple(plain["strategies"])
+    plain |= {key: tuple(plain[key]) for key in _CHOICES & plain.keys()}
     return CodeBase(name=name, eager=_traits(row), compiled=_traits(compiled) if compiled else None, **plain)
 
 

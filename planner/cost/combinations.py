@@ -8,8 +8,8 @@ model (heads that a degree does not divide) is in `planner.search.estimate`, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.types.plan import Configuration
 

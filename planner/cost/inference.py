@@ -15,8 +15,8 @@ Quantized weights are not counted. A tenth of each GPU is left to activations an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from hardware_db.records import dataclass
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
 

@@ -8,10 +8,11 @@ in every dtype: bf16 for `bf16-pure`, fp32 for the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from hardware_db.device import Device
+from hardware_db.records import dataclass
 from planner.cost.code_bases import CodeBase, code_base, code_names
 from planner.types.job import Job, Workload
 from planner.types.plan import Configuration

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from hardware_db.records import dataclass
 from hardware_db.units import format_bytes
 from planner import vocabulary as words
 from planner.types.cluster import Cluster

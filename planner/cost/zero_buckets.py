@@ -9,8 +9,9 @@ transformers fills in for `auto` (`transformers/integrations/deepspeed.py`): hid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heapreplace
+
+from hardware_db.records import dataclass
 
 _DEEPSPEED_BUCKET = 500_000_000
 _DEEPSPEED_LIVE = 1_000_000_000

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
@@ -129,9 +128,9 @@ class Abilities:
     precisions: frozenset[str]
     optimizers: frozenset[str]
     schedules: frozenset[str]
-    checkpointings: frozenset[str] = frozenset({"none", "full", "selective"})
+    checkpointings: frozenset[str]
+    offloads: frozenset[str]
     compressions: frozenset[str] = frozenset({"none"})
-    offloads: frozenset[str] = frozenset({"none"})
     attentions: frozenset[str] = frozenset(words.ATTENTIONS)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 
+from planner.cost.code_bases import code_base
 from planner.emit.common import (
     DEFAULTS,
     Abilities,
@@ -25,13 +26,16 @@ from planner.emit.launchers import launch_script
 from planner.models.facts import ModelFacts
 from planner.types.plan import Plan
 
+_CODE = code_base("megatron")
 _ABILITIES = Abilities(
     strategies=frozenset({"single", "ddp", "zero1", "fsdp", "hsdp"}),
     instead="Megatron shards the optimizer (zero1) or everything (fsdp, hsdp); plan one of these",
     precisions=frozenset({"fp32", "bf16", "fp16", "fp8", "fp4"}),
     optimizers=frozenset({"adamw", "adamw-fused", "adamw-forloop", "sgd", "lion", "muon"}),
-    schedules=frozenset({"1f1b", "interleaved"}),
     compressions=frozenset({"none", "bf16"}),
+    schedules=frozenset(_CODE.schedules),
+    offloads=frozenset(_CODE.offloads),
+    checkpointings=frozenset(_CODE.checkpointings),
 )
 _OPTIMIZERS = {"sgd": "sgd", "lion": "lion", "muon": "muon"}
 _FP8_RECIPES = {"tensorwise": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import yaml
 
+from planner.cost.code_bases import code_base
 from planner.emit.common import (
     DEFAULTS,
     Abilities,
@@ -24,14 +25,16 @@ from planner.types.plan import Plan
 
 _FORM = "a nanotron config"
 _FILE = "nanotron.yaml"
+_CODE = code_base("nanotron")
 _ABILITIES = Abilities(
     strategies=frozenset({"single", "ddp", "zero1"}),
     instead="nanotron shards the optimizer at most; plan zero1 or ddp",
     precisions=frozenset({"bf16"}),
     optimizers=frozenset({"adamw", "adamw-fused"}),
-    schedules=frozenset({"gpipe", "1f1b"}),
-    checkpointings=frozenset({"none", "full"}),
     attentions=frozenset({"sdpa", "flash"}),
+    schedules=frozenset(_CODE.schedules),
+    offloads=frozenset(_CODE.offloads),
+    checkpointings=frozenset(_CODE.checkpointings),
 )
 _ENGINES = {"gpipe": "afab", "1f1b": "1f1b"}
 # Steps and the schedule of the learning rate are the user's; nanotron has no config without them.

@@ -7,8 +7,9 @@ distributed/pipeline_parallel.py) and at b5bcd76c (config/configs.py, config/REA
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
+from hardware_db.records import dataclass
+from planner.cost.code_bases import code_base
 from planner.emit.common import (
     DEFAULTS,
     Abilities,
@@ -23,14 +24,16 @@ from planner.emit.launchers import launch_script
 from planner.types.plan import Plan
 
 _FORM = "a torchtitan config"
+_CODE = code_base("torchtitan")
 _ABILITIES = Abilities(
     strategies=frozenset({"single", "ddp", "fsdp", "fsdp-grad-op", "hsdp"}),
     instead="torchtitan shards with FSDP2; plan fsdp or hsdp",
     precisions=frozenset({"fp32", "bf16", "bf16-pure", "fp8", "fp4"}),
     optimizers=frozenset({"adamw", "adamw-fused", "adamw-forloop"}),
-    schedules=frozenset({"gpipe", "1f1b", "interleaved", "zero-bubble"}),
-    offloads=frozenset({"none", "all"}),
     attentions=frozenset({"sdpa", "flash"}),
+    schedules=frozenset(_CODE.schedules),
+    offloads=frozenset(_CODE.offloads),
+    checkpointings=frozenset(_CODE.checkpointings),
 )
 _IMPLEMENTATIONS = {"adamw": "foreach", "adamw-fused": "fused", "adamw-forloop": "for-loop"}
 _SCHEDULES = {
@@ -172,11 +175,12 @@ def _recipe(plan: Plan) -> str:
 
 def _degrees(plan: Plan) -> Section:
     configuration = plan.configuration
+    reshards = configuration.strategy != "fsdp-grad-op" and configuration.pp == 1
     section: Section = {
         "data_parallel_replicate_degree": configuration.dp_replicate,
         "data_parallel_shard_degree": configuration.dp_shard,
-        # The default keeps parameters unsharded under a pipeline, which the plan does not count.
-        "fsdp_reshard_after_forward": "always" if configuration.reshards else "never",
+        # In a pipeline what the default does, and the plan counts.
+        "fsdp_reshard_after_forward": "always" if reshards else "never",
         "tensor_parallel_degree": configuration.tp,
         "context_parallel_degree": configuration.cp,
         "expert_parallel_degree": configuration.ep,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
+
+from hardware_db.records import dataclass
 
 # Parameter counts of a model by component.
 

@@ -6,9 +6,10 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from hardware_db.records import dataclass
 from hardware_db.units import parse_count
 from planner.errors import BrokenFile, ContradictoryRequest, DsplanError
 from planner.models.catalogue import find_model, knows_model

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from hardware_db.records import dataclass
 from planner.cluster.budget import Bill, Budget, bill_of
 from planner.search.request import Request
 from planner.types.cluster import Cluster

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from hardware_db.records import dataclass
 from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
@@ -133,7 +132,25 @@ def impossible(request: Request, configuration: Configuration) -> str:
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         # torch 2.13, distributed/fsdp/_fully_shard: "fully_shard doesn't support scalar parameters" (logit_scale).
         return f"torch's FSDP2 cannot shard the scalar logit_scale of {request.facts.name}; use zero1-3 or ddp"
-    return contradiction(configuration) or indivisible(request, configuration)
+    return contradiction(configuration) or _lacking(request, configuration) or indivisible(request, configuration)
+
+
+def _lacking(request: Request, configuration: Configuration) -> str:
+    """What a configuration asks for that its code base cannot do, in one sentence; empty where it can."""
+    code = code_base(request.workload.code)
+    for name in words.DEGREES:
+        if getattr(configuration, name) > 1 and name not in code.degrees:
+            return f"{code.title} has no {name}; use {name} 1 or another --code"
+    if configuration.splits_model and configuration.strategy in code.whole_strategies:
+        return f"{code.title} combines {configuration.strategy} with no other degree; use fsdp"
+    for word, value, allowed in (
+        ("schedule", configuration.pp_schedule if configuration.pp > 1 else code.schedules[0], code.schedules),
+        ("offload", configuration.offload, code.offloads),
+        ("checkpointing", configuration.activation_checkpointing, code.checkpointings),
+    ):
+        if value not in allowed:
+            return f"{code.title} has no {word} {value}; it has {' and '.join(allowed)}"
+    return ""
 
 
 _NO_PLAN = frozenset(
@@ -151,14 +168,17 @@ def indivisible(request: Request, configuration: Configuration) -> str:
     if not configuration.splits_model:
         return ""
     facts, tp, pp, cp, ep = (request.facts, *(getattr(configuration, name) for name in words.DEGREES))
+    code = code_base(request.workload.code)
     layers, stages = facts.total_layers, pp * configuration.virtual_stages
     if facts.recorded_as:
         return f"nothing is known of how {facts.name} splits into tp, pp, cp or ep; use data parallelism"
     # One head of a module of the user's own: it does not say how many, and is tried when it is split.
     if tp > 1 and facts.num_heads % tp and (facts.kind != "custom" or facts.num_heads > 1):
         return f"tp {tp} does not divide the {facts.num_heads} attention heads of {facts.name}"
-    runs_here = code_base(request.workload.code).runs_here
-    if configuration.sequence_parallel and runs_here and facts.model_type in _NO_PLAN:
+    if tp > 1 and code.key_heads == "divided" and facts.num_kv_heads % tp:
+        heads = f"the {facts.num_kv_heads} heads of keys of {facts.name}"
+        return f"tp {tp} does not divide {heads}, which {code.title} asks for"
+    if configuration.sequence_parallel and code.runs_here and facts.model_type in _NO_PLAN:
         return (
             f"sequence parallelism needs the places where {facts.name} gathers its tokens, and transformers has no"
             f" tensor-parallel plan of {facts.model_type}; use no sequence parallelism"

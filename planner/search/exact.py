@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.errors import ContradictoryRequest

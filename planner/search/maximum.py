@@ -7,10 +7,11 @@ grows with each of them, so a search narrows down to one number by halves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import log2
 
+from hardware_db.records import dataclass
 from planner import limits
 from planner import vocabulary as words
 from planner.cost.combinations import offloads_of

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.search.device_counts import on_fewer_devices
 from planner.search.evaluate import Candidate

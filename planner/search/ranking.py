@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from hardware_db.records import dataclass
 from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.calibration.spread import AGAIN, NINE_OF_TEN
@@ -112,9 +112,10 @@ class Timed:
 
 
 def preference(item: Timed) -> tuple[int, ...]:
-    """Smaller goes before larger where times cannot be told apart: room in memory, then simplicity. Plans that are
-    equal in both are ranked by their times alone."""
-    return not item.has_room, *simplicity(item.configuration)
+    """Smaller goes before larger where times cannot be told apart: room in memory, which nobody takes from the host
+    for it, then simplicity. Plans that are equal in both are ranked by their times alone."""
+    has_room = item.has_room and item.configuration.offload == "none"
+    return not has_room, *simplicity(item.configuration)
 
 
 def worth(item: Timed, objective: words.Objective) -> float:

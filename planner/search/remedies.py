@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from hardware_db.records import dataclass
 from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner.cluster.budget import NO_BUDGET
 from planner.cost.combinations import other_trainer

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from hardware_db.device import Device
+from hardware_db.records import dataclass
 from hardware_db.units import GB
 from planner import limits
 from planner import vocabulary as words

@@ -7,10 +7,10 @@ yields a reason instead.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
+from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.cost.combinations import compresses, offloads_of, refusal
@@ -25,8 +25,6 @@ LARGEST_PIPELINE = 64
 LONG_SEQUENCE, TOKENS_PER_RANK = 32_768, 4_096
 """Tokens of a sample from which on it is spread over ranks, and that each of them has at the least."""
 MOST_VIRTUAL_STAGES = 8
-_ONE_FORWARD = frozenset({"megatron-deepspeed", "llm-foundry", "litgpt", "alpa", "internevo"})
-"""Code bases that run no interleaved pipeline."""
 OFFLOAD_RATIOS = (1.0, 0.75, 0.5, 0.25)
 """Shares of the optimizer's states that our own ZeRO is considered to offload."""
 
@@ -153,13 +151,16 @@ def _with_memory_savers(request: Request, strategy: words.Strategy, split: _Spli
     is_sequence_parallel = _sequence_parallel(request, split)
     replicate, shard = _split(request, strategy, ranks)
     backend = words.default_backend(strategy, zero=request.zero_backend)
+    code = code_base(request.workload.code)
     offloads: tuple[words.Offload, ...] = ("none", *(offloads_of(strategy, backend) if split.is_whole else ()))
     for offload in offloads:
+        if offload not in code.offloads:
+            continue
         if not _is_considered(request, strategy, shard, offload):
             continue
         syncs = (True, False) if strategy in words.FSDP_STRATEGIES and split.is_whole else (True,)
         ratios = _ratios(request, backend, offload)
-        checkpointings = request.checkpointings or words.CHECKPOINTINGS
+        checkpointings = request.checkpointings or code.checkpointings
         pipelines = _pipelines(request, split.pp)
         for checkpointing, sync, ratio, (schedule, pieces) in product(checkpointings, syncs, ratios, pipelines):
             yield CandidateLayout(
@@ -229,10 +230,16 @@ def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Itera
     splits = facts.kind in ("decoder", "encoder") and not facts.recorded_as
     if strategy not in MODEL_PARALLEL_STRATEGIES or not splits or cluster.device.is_cpu:
         return
-    for tp in _powers_of_two(cluster.gpus_per_node):
+    code = code_base(request.workload.code)
+    if strategy in code.whole_strategies:
+        return
+    deepest = min(facts.num_layers, LARGEST_PIPELINE) if "pp" in code.degrees else 1
+    for tp in _powers_of_two(cluster.gpus_per_node if "tp" in code.degrees else 1):
         if facts.num_heads % tp or facts.num_kv_heads % min(tp, facts.num_kv_heads):
             continue
-        for pp in _powers_of_two(min(cluster.gpus // tp, facts.num_layers, LARGEST_PIPELINE)):
+        if code.key_heads == "divided" and facts.num_kv_heads % tp:
+            continue
+        for pp in _powers_of_two(min(cluster.gpus // tp, deepest)):
             for cp in _context_degrees(request, cluster.gpus // (tp * pp)):
                 if tp * pp * cp > 1 and cluster.gpus % (tp * pp * cp) == 0:
                     yield tp, pp, cp
@@ -242,6 +249,8 @@ def _context_degrees(request: Request, ranks: int) -> tuple[int, ...]:
     """Over how many ranks a sample's tokens are spread."""
     length, facts = request.workload.sequence_length, request.facts
     if length < LONG_SEQUENCE or facts.kind != "decoder" or request.workload.attention == "eager" or facts.eager_only:
+        return (1,)
+    if "cp" not in code_base(request.workload.code).degrees:
         return (1,)
     most = min(ranks, length // TOKENS_PER_RANK)
     return tuple(cp for cp in _powers_of_two(most) if cp == 1 or length % (2 * cp) == 0)
@@ -256,7 +265,8 @@ def _expert_degrees(request: Request, strategy: words.Strategy, tp: int, pp: int
     plain = strategy not in MODEL_PARALLEL_STRATEGIES or cluster.device.is_cpu
     if plain or not facts.is_moe or facts.kind != "decoder" or facts.recorded_as:
         return (1,)
-    if tp > 1 and not code_base(request.workload.code).sequence_parallel:
+    code = code_base(request.workload.code)
+    if "ep" not in code.degrees or (tp > 1 and not code.sequence_parallel):
         return (1,)
     shards = _split(request, strategy, cluster.gpus // (tp * pp * cp))[1]
     ranks = shards * cp * tp
@@ -271,7 +281,8 @@ def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], .
     usual: tuple[words.Schedule, int] = ("1f1b", 1)
     if request.degrees is not None:
         return (_asked_pipeline(request.degrees),)
-    if pp == 1 or request.cluster.nodes == 1 or request.workload.code in _ONE_FORWARD:
+    one_forward = "interleaved" not in code_base(request.workload.code).schedules
+    if pp == 1 or request.cluster.nodes == 1 or one_forward:
         return (usual,)
     deepest = -(-request.facts.num_layers // pp)
     pieces = [count for count in _powers_of_two(min(deepest, MOST_VIRTUAL_STAGES)) if count > 1]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from hardware_db.device import Device, Link
+from hardware_db.records import dataclass
 
 if TYPE_CHECKING:
     from hardware_db.probe import Machine

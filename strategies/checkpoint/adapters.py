@@ -193,7 +193,9 @@ def described_base(states: States, names: frozenset[str], environment: Environme
     if not names:
         return {}
     text, kinds, total = hashlib.sha256(), set(), 0
-    for name in sorted(names):
+    # Scales of 4-bit weights are among the names where no strategy has put a tensor of its own in a weight's place.
+    weights = {name for name in names if isinstance(states.names.tensors[name], nn.Parameter)}
+    for name in sorted(weights):
         tensor = states.names.tensors[name]
         text.update(f"{name} {list(states.shape_of(tensor))}\n".encode())
         own = _own_part(states.weight(tensor), environment)
@@ -208,7 +210,7 @@ def described_base(states: States, names: frozenset[str], environment: Environme
         return {"names": named, "weights": len(names), "dtypes": [], "bits": 0}
     return {
         "names": text.hexdigest(),
-        "weights": len(names),
+        "weights": len(weights),
         "dtypes": sorted(kinds),
         "bits": _summed(total, environment),
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TypeAlias
+
+from hardware_db.records import dataclass
 
 # Amount: bytes that are there whatever the batch, and bytes that every sample of a micro-batch adds.
 

@@ -8,8 +8,7 @@ weights of ZeRO-1 and 2 into one flat tensor (`stage_1_and_2.py`), and is handed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
 from planner.cost.memory.ledger import Ledger, States
 from planner.cost.memory.units import mean_width, trained_units_of, units_of

@@ -7,8 +7,8 @@ without a source for its own generation is the A100's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from hardware_db.records import dataclass
 from hardware_db.units import GIB, MIB
 from planner.cost.code_bases import of_any_year
 from planner.cost.memory.activations.figures import figures_of

@@ -7,11 +7,12 @@ and FSDP2 pads its dimension 0 to a multiple of the shards; so bytes are sums ov
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 
+from hardware_db.records import dataclass
 from planner.cost.precision import Recipe
 from planner.cost.split import kinds_on_stage
 from planner.models.facts import BlockCount, ParameterCounts, Shape

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hardware_db.device import Link
+from hardware_db.records import dataclass
 from hardware_db.units import GB
 from planner.cost.timing.memo import memo_by_identity
 from planner.types.cluster import Cluster

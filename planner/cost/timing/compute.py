@@ -6,8 +6,9 @@ its kernels. Derivations of the pass counts stand in docs/explanation/cost-model
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from hardware_db.records import dataclass
 from planner.cost.memory.activations.adapters import DEQUANTISED_BYTES
 from planner.cost.precision import ScaledProducts, recipe_of
 from planner.cost.timing.efficiency import ATTENTION_BACKWARD, BACKWARD, DeviceRates, Waste, block_waste

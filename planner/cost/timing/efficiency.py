@@ -9,10 +9,11 @@ docs/explanation/cost-model-time.md say how well. Nothing here is a property of 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from hardware_db.device import Device
+from hardware_db.records import dataclass
 from planner.cost.code_bases import TRANSFORMERS, Implementation
 from planner.cost.precision import ScaledProducts
 from planner.cost.timing.stacks import USUAL_MATMULS, Stack

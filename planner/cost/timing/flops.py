@@ -7,10 +7,10 @@ attention in full, no recomputation (PaLM, arXiv 2204.02311, appendix B; llm-fou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.cost.timing.efficiency import BACKWARD
 from planner.cost.timing.memo import memo_by_identity

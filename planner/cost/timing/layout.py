@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from hardware_db.records import dataclass
 from planner.cost.precision import Recipe, communication_bytes, recipe_of
 from planner.cost.split import blocks_per_stage
 from planner.cost.timing.collectives import Group, group

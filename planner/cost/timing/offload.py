@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hardware_db.device import Device
+from hardware_db.records import dataclass
 from hardware_db.units import GB
 from planner.cost.memory.host import parked_inputs
 from planner.cost.memory.states import paged_state_bytes, states_of

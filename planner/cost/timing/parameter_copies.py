@@ -6,8 +6,7 @@ DeepSpeed 0.19 (`runtime/zero/stage_1_and_2.py`, `stage3.py`). A copy reads and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from hardware_db.records import dataclass
 from hardware_db.units import MIB
 from planner.cost.precision import recipe_of
 from planner.cost.timing.efficiency import DeviceRates

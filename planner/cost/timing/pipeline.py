@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from hardware_db.records import dataclass
 from planner.cost.split import attention_exchange, attention_widths, blocks_per_stage
 from planner.cost.timing.collectives import Collective, collective_seconds, group, neighbour_seconds
 from planner.cost.timing.compute import NOTHING, Passes, block_passes, head_passes

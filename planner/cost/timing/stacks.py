@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from hardware_db.records import dataclass
 from planner.cost.timing.memo import memo_by_identity
 from planner.models.facts import BlockWork, Growth, ModelFacts, ParameterCounts, TowerFacts
 

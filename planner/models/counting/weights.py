@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
+from hardware_db.records import dataclass
 from planner.models.facts import BlockCount, MlaFacts, ModelFacts, ParameterCounts, Shape
 
 # GPT-2's projections are transformers' Conv1D, which keeps [inputs, outputs] where a linear layer keeps the transpose;

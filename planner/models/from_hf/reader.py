@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from hardware_db.datasheets.loader import read_compiled
 from hardware_db.handed_in import shown
+from hardware_db.records import dataclass
 from planner.errors import BrokenFile, UnknownName
 from planner.limits import Limit, model_figure
 

@@ -91,8 +91,7 @@ def shard(
     """
     dtype = all_gather_dtype(configuration)
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
-    # torch's pipelines keep weights whole, and gradients, until the last micro-batch (`pipelining/stage.py`).
-    reshard = configuration.strategy != "fsdp-grad-op" and configuration.pp == 1
+    reshard = configuration.strategy != "fsdp-grad-op"
     # torchtitan and accelerate share the states among cp's ranks too.
     sharding = mesh["dp_replicate", _SHARDS] if configuration.strategy == "hsdp" else mesh[_SHARDS]
     try:
@@ -110,9 +109,7 @@ def shard(
 def synchronize(module: nn.Module, configuration: Configuration, *, reduces: bool) -> None:
     """Whether the next backward reduces gradients over the ranks."""
     if isinstance(module, FSDPModule):
-        is_pipeline = configuration.pp > 1
-        module.set_requires_gradient_sync(reduces or (configuration.sync_each_micro_batch and not is_pipeline))
-        module.set_reshard_after_backward(reduces or not is_pipeline)
+        module.set_requires_gradient_sync(reduces or configuration.sync_each_micro_batch)
 
 
 def reduction_buckets(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from hardware_db.errors import BrokenFile, UnknownName
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.code_bases import code_base, code_names
 from planner.cost.memory.activations.blocks import code_blocks
+from planner.emit import emit
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
 from planner.search.estimate import estimate
@@ -126,13 +127,36 @@ def test_what_is_not_counted_as_its_own_is_said() -> None:
     assert any(note.startswith("--compile changes nothing that is known of nemo") for note in fused.notes)
 
 
+@pytest.mark.parametrize(
+    ("code", "exactly", "reason"),
+    [
+        ("nanotron", {"strategy": "zero1", "offload": "optimizer"}, "nanotron has no offload optimizer; it has none"),
+        ("nanotron", {"strategy": "ddp", "checkpointing": "selective"}, "nanotron has no checkpointing selective"),
+        ("llm-foundry", {"strategy": "fsdp", "pp": 2}, "has no pp; use pp 1 or another --code"),
+        ("torchtitan", {"strategy": "fsdp", "tp": 16}, "tp 16 does not divide the 8 heads of keys"),
+        ("megatron", {"strategy": "ddp", "pp": 2, "pp_schedule": "zero-bubble"}, "has no schedule zero-bubble"),
+    ],
+)
+def test_what_a_code_base_cannot_do_is_refused(code: str, exactly: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ContradictoryRequest, match=reason):
+        planned(asked("llama-3.1-8b", gpus=16, code=code), **exactly)
+
+
+@pytest.mark.parametrize("code", ["torchtitan", "megatron", "nanotron"])
+def test_what_is_recommended_for_a_trainer_is_written_for_it(code: str) -> None:
+    answer = recommend(replace(asked("llama-3-8b", gpus=16, code=code), top=20))
+    assert len(answer.plans) > 2
+    for plan in answer.plans:
+        assert emit(plan, code), plan.configuration
+
+
 def test_only_code_that_makes_whole_copies_is_refused_for_host_memory() -> None:
     """Eight copies of 70.6 billion fp32 weights do not fit a terabyte of host memory."""
     transformers, megatron = (
         planned(asked("meta-llama/Llama-3.1-70B", gpus=64, host_memory_gb=1000, code=code), strategy="ddp", tp=8, pp=8)
         for code in ("transformers", "megatron")
     )
-    assert "of host memory to load the model" in transformers.notes[1]
+    assert any("of host memory to load the model" in note for note in transformers.notes)
     assert megatron.verdict == "fits"
     assert megatron.memory.host_load_bytes_per_node < transformers.memory.host_load_bytes_per_node / 50
 
@@ -150,7 +174,6 @@ def test_fsdp_in_a_pipeline_holds_a_stage_whole_until_its_last_micro_batch() -> 
         for pp in (1, 2)
         for steps in (2, 8)
     }
-    assert [plan.configuration.reshards for plan in plans.values()] == [True, True, False, False]
     moved = {key: plan.time.communication_seconds for key, plan in plans.items()}
     assert moved[1, 8] == pytest.approx(4 * moved[1, 2], rel=0.01)
     assert moved[2, 8] < 1.5 * moved[2, 2]

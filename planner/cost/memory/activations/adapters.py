@@ -10,12 +10,13 @@ autocast, matrices that read the same input share it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from math import prod
 from typing import Literal
 
+from hardware_db.records import dataclass
 from planner.models.counting.count import is_linear
 from planner.models.facts import Adapter, BlockCount, ModelFacts, ParameterCounts
 

@@ -14,8 +14,9 @@ outputs of products, attention's tensors, the block's input and the norms' scale
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from hardware_db.records import dataclass
 from planner.cost.code_bases import BlockTraits, LogitBytes, Traits
 from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, Polynomial, added, scaled, subtracted
 from planner.models.facts import ModelFacts

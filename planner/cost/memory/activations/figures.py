@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from operator import le
 from typing import Any
 
+from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.adapters import Addition, Numbers, Run, Training, addition_of, runs_of, training_of
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width

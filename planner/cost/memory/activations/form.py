@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from hardware_db.records import dataclass
 from planner.models.facts import ModelFacts
 
 # Polynomials in the dimensions of a model and a batch give bytes or elements.

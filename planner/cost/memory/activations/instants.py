@@ -7,11 +7,11 @@ gradients, buckets) depends on which unit is at work and how much of the model i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Literal
 
+from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import BlockFigures, Figures, Peak, blocks_on_stage, figures_of
 from planner.cost.memory.ledger import NOTHING, Amount, bytes_at, plus, times

@@ -7,9 +7,10 @@ CPU, its memory is the host's already: `optimizer` and `all` change nothing ther
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
+from hardware_db.records import dataclass
 from planner.cost.memory.ledger import States
 from planner.cost.memory.zero.partition import flat_partition, largest_share, tensor_partitions, trained_tensors_of
 from planner.cost.precision import Recipe

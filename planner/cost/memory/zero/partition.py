@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+from hardware_db.records import dataclass
 from planner.cost.memory.units import Units, trained_units_of, units_of
 from planner.cost.precision import QUANTISED_STATES
 from planner.cost.zero_buckets import owning_ranks
