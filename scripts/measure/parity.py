@@ -323,7 +323,7 @@ def page(runs: Sequence[ParityRun]) -> str:
         " composition is the same where losses and every parameter are within 1e-5 (fp32) or 2e-2 (bf16), and gradient"
         " norms within ten times that share.",
         "",
-        f"{len(good)} of {len(runs)} compositions are the same.",
+        f"{len(good)} of {len(runs)} compositions that were trained so far are the same.",
         "",
         "| model | ranks | split | precision | compositions | same | largest difference of a loss | of a parameter |",
         "|---|---|---|---|---|---|---|---|",

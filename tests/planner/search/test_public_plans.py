@@ -116,6 +116,7 @@ def test_all_dimensions_of_16384_gpus_are_searched_in_two_seconds() -> None:
             {"pp": 4, "pp_schedule": "interleaved", "virtual_stages": 2, "grad_accum": 6},
             "use gradient accumulation 8",
         ),
+        ("gpt2", {"tp": 2, "sequence_parallel": True}, "no tensor-parallel plan of gpt2"),
         ("mamba-130m", {"cp": 2}, "nothing is known of how"),
     ],
 )
