@@ -244,7 +244,7 @@ class RankingFlags:
     ] = None
     offload: Annotated[words.Offload | None, typer.Option(help="Only plans with this offload; by default any.")] = None
     all_plans: Annotated[
-        bool, typer.Option("--all-plans", help="Rank plans that `dsplan run` cannot run yet (tp, pp) by merit alone.")
+        bool, typer.Option("--all-plans", help="Rank plans that only other trainers run beside those of `dsplan run`.")
     ] = False
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write every shown plan and its configs into this directory.")

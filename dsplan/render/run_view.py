@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from hardware_db.notices import labelled
 from hardware_db.units import format_bytes, format_count, format_seconds
+from planner.vocabulary import DEGREES
 from strategies.launch.attempt import AttemptEnded, Event, OutputLine, PlanMade, RunIsBack, StepDone
 
 if TYPE_CHECKING:
@@ -123,8 +124,9 @@ def step_line(step: StepDone, ranks: int) -> str:
 def plan_line(made: PlanMade) -> str:
     """A plan in one line."""
     plan, memory, seconds = made.plan["plan"], made.plan["memory"], made.plan["time"]["step_seconds"]
+    split = "".join(f", {name} {plan[name]}" for name in DEGREES if plan.get(name, 1) > 1)
     return (
-        f"{plan['strategy']} ({plan['backend']}), micro-batch {plan['micro_batch_size']} x accumulation"
+        f"{plan['strategy']} ({plan['backend']}){split}, micro-batch {plan['micro_batch_size']} x accumulation"
         f" {plan['gradient_accumulation_steps']}, {plan['precision']},"
         f" checkpointing {plan['activation_checkpointing']}, offload {plan['offload']};"
         f" predicted {format_bytes(memory['peak_allocated_bytes'])} per rank,"

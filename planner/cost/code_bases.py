@@ -165,6 +165,8 @@ class CodeBase:
     """By precision: bytes per parameter of whole gradients beside those that are reduced."""
     whole_gradients: bool = False
     """Whether gradients lie in one buffer that is there from the first step on, which autograd adds to."""
+    whole_stages: bool = False
+    """Whether FSDP holds a pipeline stage's weights and gradients whole until the last micro-batch of a step."""
     scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
     """Whose linear layers multiply in 8 and 4 bits."""
     fuses_attention: bool = False

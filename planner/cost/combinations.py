@@ -170,7 +170,7 @@ _NOT_HERE = (
     ),
     Rule(
         # Its units all-gather what one rank's whole layers are made of; FSDP2 shards the same states per parameter.
-        breaks=lambda plan: plan.strategy == "zero3" and plan.tp * plan.pp * plan.ep > 1,
+        breaks=lambda plan: plan.strategy == "zero3" and plan.pp * plan.ep > 1,
         sentence="zero3 of backend native cuts whole layers, and {split} splits them; use fsdp, which shards the same"
         " states",
     ),

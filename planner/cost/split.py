@@ -107,6 +107,22 @@ def attention_exchange(job: Job) -> AttentionExchange:
     return "ring" if job.workload.code in _RINGS else "all-gather"
 
 
+def keeps_stage_whole(job: Job) -> bool:
+    """Whether FSDP neither frees a pipeline stage's weights nor reduces its gradients before the last micro-batch of a
+    step, or each would all-gather them again."""
+    return job.configuration.pp > 1 and code_base(job.workload.code).whole_stages
+
+
+def reshards(job: Job) -> bool:
+    """Whether FSDP frees a unit's weights between its uses."""
+    return job.configuration.strategy != "fsdp-grad-op" and not keeps_stage_whole(job)
+
+
+def reduces_each_micro_batch(job: Job) -> bool:
+    """Whether FSDP reduces gradients in every micro-batch."""
+    return job.configuration.sync_each_micro_batch and not keeps_stage_whole(job)
+
+
 def logit_parts(job: Job) -> int:
     """Ranks among which the logits of a token are split. Of transformers' models `dsplan.initialize` splits those of
     causal language models with their own loss (`strategies/parallel/tensor.py`); transformers' plans gather the others

@@ -175,11 +175,12 @@ def _recipe(plan: Plan) -> str:
 
 def _degrees(plan: Plan) -> Section:
     configuration = plan.configuration
+    reshards = configuration.strategy != "fsdp-grad-op" and configuration.pp == 1
     section: Section = {
         "data_parallel_replicate_degree": configuration.dp_replicate,
         "data_parallel_shard_degree": configuration.dp_shard,
-        # The default keeps parameters unsharded under a pipeline, which the plan does not count.
-        "fsdp_reshard_after_forward": "always" if configuration.reshards else "never",
+        # In a pipeline what the default does, and the plan counts.
+        "fsdp_reshard_after_forward": "always" if reshards else "never",
         "tensor_parallel_degree": configuration.tp,
         "context_parallel_degree": configuration.cp,
         "expert_parallel_degree": configuration.ep,

@@ -170,19 +170,6 @@ class Configuration:
         return self.offload != "none" or self.activations_on_host
 
     @property
-    def reshards(self) -> bool:
-        """Whether FSDP frees a unit's weights between its uses. In a pipeline they stay until the last micro-batch, or
-        every one would all-gather them (torchtitan `distributed/fsdp.py`, get_fsdp_reshard_after_forward_policy; torch
-        `distributed/pipelining/stage.py`, backward_maybe_with_nosync)."""
-        return self.strategy != "fsdp-grad-op" and self.pp == 1
-
-    @property
-    def reduces_each_micro_batch(self) -> bool:
-        """Whether FSDP reduces gradients in every micro-batch; in a pipeline the last one reduces them (torch
-        `distributed/pipelining/stage.py`, backward_maybe_with_nosync)."""
-        return self.sync_each_micro_batch and self.pp == 1
-
-    @property
     def zero_stage(self) -> int:
         """The ZeRO stage, 0 for strategies that are not ZeRO."""
         return words.ZERO_STAGES.get(self.strategy, 0)

@@ -10,6 +10,7 @@ composition failed or differs. Nothing here lists compositions: what `planner.co
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -36,7 +37,6 @@ from scripts.generate.generated import REFERENCE
 from strategies.bench.measured_run import build_model
 from strategies.distributed.gloo import quiet
 from strategies.engine.initialize import initialize
-from strategies.parallel.split import parts_of
 
 ROWS = SHIPPED / "parity_cpu.csv"
 PAGE = REFERENCE / "parity.md"
@@ -54,7 +54,7 @@ LEARNING_RATE, MOMENTUM, CLIPPING = 0.05, 0.9, 1.0
 """Steps of SGD, whose result is in proportion to gradients: AdamW would hide a wrong factor before all of them."""
 TOLERANCES: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-2}
 """What losses and parameters may be apart at most, absolute; norms of gradients relative, ten times as much."""
-CALL_SECONDS = 180.0
+CALL_SECONDS = 90.0
 CALLS_PER_POOL = 12
 """After so many compositions ranks start anew: every one leaves process groups behind."""
 
@@ -155,7 +155,7 @@ class Trained:
     losses: list[float]
     norms: list[float]
     apart: dict[str, float]
-    """How far the parameters that a rank has are from those of one process, by the whole model's names."""
+    """How far the whole model's parameters are from those of one process, by their names."""
 
 
 def samples_of(step: int) -> torch.Tensor:
@@ -194,7 +194,7 @@ def alone(model: str, precision: str) -> Right:
 
 
 def trained_here(model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> Trained:
-    """The same under a plan, on this rank, whose parameters are compared with its parts of the `right` ones."""
+    """The same under a plan, on this rank, which compares the whole model with the `right` parameters."""
     module = build_model(MODELS[model], "causal-lm", "sdpa", torch.device("cpu"))
     engine, *_ = initialize(module, _sgd, plan=plan, config={"gradient_clipping": CLIPPING})
     engine.train()
@@ -203,14 +203,8 @@ def trained_here(model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> T
         own = samples_of(step).chunk(engine.data_parallel_size)[engine.data_parallel_rank]
         losses.append(_step(engine, own))
         norms.append(float(engine.gradient_norm or 0.0))
-    splits = parts_of(engine.module).splits
-    with engine.whole_parameters():
-        apart = {
-            name: float(
-                (weight.detach() - (splits[name].take(right[name]) if name in splits else right[name])).abs().max()
-            )
-            for name, weight in engine.module.named_parameters()
-        }
+    state = engine.state_dict()
+    apart = {name: float((state[name] - value).abs().max()) for name, value in right.items() if name in state}
     engine.close()
     return Trained(losses=losses, norms=norms, apart=apart)
 
@@ -267,15 +261,20 @@ class Ranks:
 
     def __init__(self, number: int) -> None:
         self._number, self._calls = number, 0
+        self._kind = (False, False)
         self._pool: RankPool | None = None
 
     def run(self, model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> list[Trained]:
-        is_deepspeed = plan.configuration.backend == "deepspeed"
-        if self._pool is None or self._calls >= CALLS_PER_POOL or is_deepspeed:
+        chosen = plan.configuration
+        # The one thread of quiet ranks would wait for stages that have nothing to send.
+        kind = (chosen.backend == "deepspeed", chosen.pp > 1)
+        if self._pool is None or self._calls >= CALLS_PER_POOL or kind != self._kind or kind[0]:
             self.close()
             variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-            self._pool = quiet(RankPool(self._number, timeout_seconds=CALL_SECONDS, variables=variables))
-        self._calls = CALLS_PER_POOL if is_deepspeed else self._calls + 1
+            pool = RankPool(self._number, timeout_seconds=CALL_SECONDS, variables=variables)
+            self._pool = pool if chosen.pp > 1 else quiet(pool)
+            self._kind = kind
+        self._calls += 1
         try:
             return self._pool.run(trained_here, model, plan, right)
         except RankError:
@@ -305,10 +304,11 @@ def measure(model: str, ranks: int, precision: str, only: str = "") -> Iterator[
 
 
 def _reason(problem: Exception) -> str:
-    """The last line of what the first rank said."""
+    """What the first rank that failed said."""
     reports = list(problem.reports.values()) if isinstance(problem, RankError) else [str(problem)]
     lines = [line for line in (reports or [str(problem)])[0].strip().splitlines() if line.strip()]
-    return (lines[-1] if lines else type(problem).__name__)[:300]
+    said = [line for line in lines if re.match(r"[\w.]+(Error|Exception|CannotRun|Refused)\b", line)]
+    return ([*said, str(problem).splitlines()[0], *lines] if lines else [type(problem).__name__])[0][:300]
 
 
 def page(runs: Sequence[ParityRun]) -> str:

@@ -174,7 +174,8 @@ def measure(case: TermRun) -> TermRun:
         return replace(case, outcome="failed")
     pool = RankPool(ranks, timeout_seconds=RUN_SECONDS, variables={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     with pool:
-        quiet(pool)
+        if case.pp == 1:  # one thread would wait for stages that have nothing to send
+            quiet(pool)
         try:
             if plan is None:
                 found: list[StepMemory] = pool.run(measured_here, asdict(case))

@@ -4,17 +4,13 @@ the planner's closed forms lie from them."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from statistics import median
 from typing import Any
-from unittest import mock
 
 from hardware_db.measured_rows import SHIPPED, MemoryRun, read_rows, write_rows
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
-from planner.cost.memory import timeline
-from planner.cost.memory.activations import figures
 from planner.cost.memory.overhead import library_workspace
 from planner.errors import DsplanError
 from planner.models.catalogue import find_model
@@ -141,8 +137,10 @@ class Scored:
 def scored(run: TermRun) -> Scored:
     """Ask today's planner about a row."""
     try:
-        with _balanced_experts() if run.ep > 1 else nullcontext():
-            priced = price(*question(run))
+        request, configuration = question(run)
+        # Traces send each rank as many tokens as it sends; plans expect the busiest one to be sent more.
+        even = replace(request.workload, expert_imbalance=1.0)
+        priced = price(replace(request, workload=even), configuration)
     except DsplanError as problem:
         return Scored(run=run, predicted_bytes=0.0, phases={}, refused=str(problem))
     workspace = library_workspace(priced.job)
@@ -150,22 +148,6 @@ def scored(run: TermRun) -> Scored:
     # A step's peak: traces do not load a model.
     phases = {name: memory.phases[name] - workspace for name in ("forward", "loss", "backward", "step")}
     return Scored(run=run, predicted_bytes=max(phases.values()), phases=phases)
-
-
-@contextmanager
-def _balanced_experts() -> Iterator[None]:
-    """Traces send each rank as many tokens as it sends; plans expect the busiest one to be sent more."""
-    _forget()
-    with mock.patch.object(figures, "EXPERT_IMBALANCE", 1.0, create=True):
-        yield
-    _forget()
-
-
-def _forget() -> None:
-    """What was worked out under another imbalance."""
-    figures._catalogued.cache_clear()
-    timeline._instants.cache_clear()
-    timeline._CACHE.clear()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

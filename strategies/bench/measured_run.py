@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from zlib import crc32
 
 import psutil
@@ -268,9 +268,7 @@ def _train_step(engine: Engine, batch: Mapping[str, torch.Tensor], peaks: PhaseP
     steps = engine.configuration.gradient_accumulation_steps
     if engine.configuration.pp > 1:  # one call, whose micro-batches are in several phases at once
         enter("step")
-        cast("Any", engine).train_batch(
-            {name: values.repeat(steps, *[1] * (values.dim() - 1)) for name, values in batch.items()}
-        )
+        engine.train_batch({name: values.repeat(steps, *[1] * (values.dim() - 1)) for name, values in batch.items()})
         enter("")
         return
     for _ in range(steps):

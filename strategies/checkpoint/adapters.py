@@ -24,7 +24,6 @@ from strategies.checkpoint.states import States
 from strategies.distributed.environment import Environment
 from strategies.errors import BrokenFile, CannotRun
 from strategies.parallel.blocks import quantised_weights
-from strategies.parallel.split import parts_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -193,20 +192,25 @@ def described_base(states: States, names: frozenset[str], environment: Environme
     """What the left-out weights are, as JSON; empty for none. Every rank calls it together."""
     if not names:
         return {}
-    if not parts_of(states.module).is_whole:
-        # A rank has names and parts of its own: which weights they are, `Restore` compares one by one.
-        return {"names": "", "weights": len(names), "dtypes": [], "bits": 0}
     text, kinds, total = hashlib.sha256(), set(), 0
-    for name in sorted(names):
+    # Scales of 4-bit weights are among the names where no strategy has put a tensor of its own in a weight's place.
+    weights = {name for name in names if isinstance(states.names.tensors[name], nn.Parameter)}
+    for name in sorted(weights):
         tensor = states.names.tensors[name]
         text.update(f"{name} {list(states.shape_of(tensor))}\n".encode())
         own = _own_part(states.weight(tensor), environment)
         kinds.add(str(tensor.dtype).removeprefix("torch."))
         if own is not None:
             total += _sum_of_bits(own)
+    parts = states.parts
+    if not parts.is_whole:
+        # Stages and ranks with experts of their own have other names: `Restore` looks for each one by itself.
+        has_all_names = parts.blocks is None and not parts.experts
+        named = text.hexdigest() if has_all_names else ""
+        return {"names": named, "weights": len(names), "dtypes": [], "bits": 0}
     return {
         "names": text.hexdigest(),
-        "weights": len(names),
+        "weights": len(weights),
         "dtypes": sorted(kinds),
         "bits": _summed(total, environment),
     }

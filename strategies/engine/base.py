@@ -321,9 +321,9 @@ class Engine(ABC):
         They are in the dtype that they compute in. Every rank must enter and leave together; inside, one may run the
         model alone, but for DeepSpeed's stage 3. Changes may be lost unless `keeps_changes`, which takes over rank 0's.
 
-        Layers that tp ranks split are whole too, and compute alone. Experts of other ep ranks and blocks of other
-        pipeline stages are not there; `state_dict` has the whole model. What changes are kept is then the first's of
-        the ranks that share a part.
+        Under tp too; of a pipeline a rank has the weights of its own stages, and of experts that ep ranks split its
+        own: `state_dict` has the whole model. What changes are kept are then the first's of the ranks that have the
+        same weights.
         """
         with ExitStack() as opened:
             with PULSE.meeting("whole_parameters"):

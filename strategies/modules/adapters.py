@@ -299,14 +299,14 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 def _quantise(model: nn.Module, asked: TrainingMethod) -> None:
     """Make the linear layers of a model, but for its output head, bitsandbytes' 4-bit ones.
 
-    They are stored in the dtype that FSDP2 and ZeRO compute in, since both cast what is of another (bitsandbytes'
-    `bnb_4bit_quant_storage`), and their bits are not numbers of it.
+    They are stored in the 16-bit dtype that FSDP2 and ZeRO compute in, since both cast what is of another
+    (bitsandbytes' `bnb_4bit_quant_storage`), and their bits are not numbers of it; in fp32 nothing is cast.
     """
     library = _library("bitsandbytes", asked.method, "stores weights in 4 bits")
     if quantised_weights(model):
         return
     compute = {"fp32": torch.float32, "fp16": torch.float16}.get(asked.precision or "", torch.bfloat16)
-    storage = torch.float16 if compute is torch.float16 else torch.bfloat16
+    storage = torch.uint8 if compute is torch.float32 else compute
     linears = {name: layer for name, layer in _linears(model).items() if isinstance(layer, nn.Linear)}
     if not linears:
         raise CannotRun(f"method {asked.method}: {type(model).__name__} has no linear layers to store in 4 bits")

@@ -40,7 +40,8 @@ def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: 
     Raises:
         CannotRun: it has no blocks, or its attention is no causal attention over all earlier tokens.
     """
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     ranks = TensorRanks(mesh.group("cp"))
     blocks = repeated_blocks(inner)
     if not blocks:

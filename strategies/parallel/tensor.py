@@ -711,7 +711,8 @@ def sum_copies(model: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
 
 @contextmanager
 def whole_layers(model: nn.Module, mesh: Mesh, *, keeps_changes: bool) -> Iterator[None]:
-    """Parameters that tp ranks have parts of are whole inside; `keeps_changes` takes over what rank 0 wrote to any."""
+    """Parameters that tp ranks have parts of are whole inside; `keeps_changes` takes over what the first of them wrote
+    to any."""
     parts = parts_of(model)
     splits = {name: split for name, split in parts.splits.items() if split.over == "tp"}
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -724,7 +725,7 @@ def whole_layers(model: nn.Module, mesh: Mesh, *, keeps_changes: bool) -> Iterat
             opened.enter_context(make())
         yield
     for parameter in dict.fromkeys(model.parameters()) if keeps_changes else ():
-        dist.broadcast(parameter.data, 0)
+        dist.broadcast(parameter.data, dist.get_global_rank(mesh.group("tp"), 0), group=mesh.group("tp"))
     for parameter, (part, split) in held.items():
         if keeps_changes:
             part.copy_(split.take(parameter.data))

@@ -53,7 +53,8 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor], parts: ModelParts, mesh: 
     tied = {id(tensors[name]): split for name, split in parts.splits.items() if name in tensors}
     for name, tensor in tensors.items():
         split = tied.get(id(tensor))
-        is_whole = split is None or tuple(tensor.shape) == split.shape
+        # Where layers are open (`ModelParts.opened`) they are whole already.
+        is_whole = split is None or tuple(tensor.shape) == tuple(split.shape)
         whole = tensor.detach() if split is None or is_whole else _whole(tensor.detach(), split, mesh)
         found[name] = whole.to("cpu", copy=True)
     for group in ("ep", "pp"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.types.plan import Plan
 from strategies.engine.initialize import initialize
 from tests.strategies.training_bodies import Recipe
 
@@ -42,7 +43,7 @@ def batch_of(step: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (12, 6), generator=torch.Generator().manual_seed(100 + step))
 
 
-def engine_of(recipe: Recipe, method: str, *, shift: float = 0.0, trainable_only: bool = False) -> Any:
+def engine_of(recipe: Recipe, method: str, *, shift: float = 0.0, trainable_only: bool = False, tp: int = 1) -> Any:
     """An engine that trains adapters: put in by the config, or by the script where the method is `own`."""
     model = llama(shift=shift)
     config: dict[str, Any] = {"checkpoint": {"trainable_only": trainable_only}}
@@ -56,10 +57,26 @@ def engine_of(recipe: Recipe, method: str, *, shift: float = 0.0, trainable_only
     engine, *_ = initialize(
         model=model,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
-        plan=recipe.plan(),
+        plan=plan_of(recipe, tp),
         config=config,
     )
     return engine
+
+
+def plan_of(recipe: Recipe, tp: int) -> Plan:
+    """The recipe's plan, for ranks of which as many split every layer."""
+    plan = recipe.plan()
+    chosen, readers = plan.configuration, recipe.world_size // tp
+    replicas = readers if recipe.strategy in ("single", "ddp") else 1
+    split = replace(
+        chosen,
+        dp_replicate=replicas,
+        dp_shard=readers // replicas,
+        tp=tp,
+        micro_batch_size=chosen.micro_batch_size * tp,
+        sequence_parallel=tp > 1,
+    )
+    return replace(plan, configuration=split)
 
 
 def train(engine: Any, steps: range) -> list[float]:
@@ -90,9 +107,9 @@ class Adapted:
     gradients_of_frozen: int
 
 
-def adapters_after(recipe: Recipe, method: str) -> Adapted:
+def adapters_after(recipe: Recipe, method: str, tp: int = 1) -> Adapted:
     """Five steps."""
-    engine = engine_of(recipe, method)
+    engine = engine_of(recipe, method, tp=tp)
     losses = train(engine, range(5))
     after = engine.state_dict()
     before = llama().state_dict()
@@ -112,9 +129,9 @@ def adapters_after(recipe: Recipe, method: str) -> Adapted:
     )
 
 
-def saved_and_exported(recipe: Recipe, method: str, directory: Path) -> tuple[list[float], float]:
+def saved_and_exported(recipe: Recipe, method: str, directory: Path, tp: int = 1) -> tuple[list[float], float]:
     """The losses of two steps after a checkpoint of the adapters alone, and that of the exported weights."""
-    engine = engine_of(recipe, method, trainable_only=True)
+    engine = engine_of(recipe, method, trainable_only=True, tp=tp)
     train(engine, range(2))
     engine.save_checkpoint(directory)
     engine.export_checkpoint(directory / "adapter")

@@ -144,6 +144,7 @@ def split_by_hand(model: ElementModel, way: Strategy, *, partial: bool = False) 
         if tp > 1 and "keys" in name:
             split = even_split(shapes[name].shape, 0, rank=rank // 2, ranks=max(1, tp // 2))
             parts.splits[name] = replace(split, copies=2)
+            model.factors[f"{name}/share"] = torch.tensor(0.5)
         if mesh.size("ep") > 1 and "experts" in name:
             parts.splits[name] = even_split(
                 shapes[name].shape, 0, rank=mesh.rank("ep"), ranks=mesh.size("ep"), over="ep"
@@ -171,6 +172,7 @@ def split_by_hand(model: ElementModel, way: Strategy, *, partial: bool = False) 
         for name, present in (("embedding.weight", is_first), ("head.weight", is_last)):
             if present:
                 parts.shared[name] = "embedding.weight"
+                model.factors[f"{name}/share"] = torch.tensor(0.5)
         parts.blocks = (own,)
         # A tied weight has the factor of its first name wherever it is.
         model.factors["head.weight"] = model.factors["embedding.weight"]
@@ -215,7 +217,8 @@ def steps(engine: Engine, first: int, count: int = 2) -> list[float]:
     for step in range(first, first + count):
         batch = torch.linspace(-1, 2, 12).roll(step)
         x = batch[engine.data_parallel_rank :: engine.data_parallel_size]
-        engine.backward(engine(x, torch.tensor([float(engine.mesh.size("ep"))]), batch))
+        # Not by `engine(...)` and `backward`: what a stage of this model computes depends on no other stage.
+        engine._backward(engine._forward(x, torch.tensor([float(engine.mesh.size("ep"))]), batch))
         engine.step()
         norms.append(engine.gradient_norm or float("nan"))
     return norms

@@ -22,6 +22,7 @@ from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.units import Part, Shards, Unit, Units, part_of, rank_units, rounded, shards_over
 from planner.cost.precision import Recipe
+from planner.cost.split import reduces_each_micro_batch, reshards
 from planner.models.facts import ParameterCounts
 from planner.types.job import Job
 
@@ -184,9 +185,9 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
         shards_over(job),
         part_of(job),
         chosen.offload != "none",
-        chosen.reshards,
+        reshards(job),
         steps,
-        steps == 1 or chosen.reduces_each_micro_batch,
+        steps == 1 or reduces_each_micro_batch(job),
     )
     return _buffers(job.counts, sharding, recipe)
 

@@ -21,7 +21,7 @@ from planner.cost.memory.states import step_temporaries
 from planner.cost.memory.zero.deepspeed import zero_buffers
 from planner.cost.memory.zero.native import NativeZeroBuffers
 from planner.cost.precision import Recipe, has_own_states
-from planner.cost.split import micro_batches_in_flight
+from planner.cost.split import keeps_stage_whole, micro_batches_in_flight, reduces_each_micro_batch
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
 
@@ -129,10 +129,10 @@ def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     """The lines of a job, for all micro-batches. A second one in a step finds gradients, and where they are kept whole
     one between the first and the last finds them all; more of them change nothing."""
     chosen = job.configuration
-    whole = chosen.strategy == "zero1" or not chosen.reduces_each_micro_batch
+    whole = chosen.strategy == "zero1" or not reduces_each_micro_batch(job)
     steps = min(chosen.gradient_accumulation_steps, 3 if whole else 2)
     degrees = (chosen.dp_replicate, chosen.dp_shard)
-    engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch, chosen.pp == 1)
+    engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch, keeps_stage_whole(job))
     saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression)
     key = (*engine, *saving, degrees, steps, chosen.optimizer)
     found = _CACHE.get(alike := _Alike(job, recipe, (*key, recipe, *_activations_key(job, recipe))))

@@ -11,6 +11,7 @@ import math
 from hardware_db.records import dataclass
 from hardware_db.units import MIB
 from planner.cost.code_bases import Implementation
+from planner.cost.split import keeps_stage_whole, reduces_each_micro_batch, reshards
 from planner.cost.timing.collectives import Collective, Group, collective_seconds
 from planner.cost.timing.efficiency import DeviceRates
 from planner.cost.timing.layout import SERIAL_SLOWDOWN, SLOWDOWN, Layout, beside, exposed_seconds
@@ -160,8 +161,8 @@ def _fully_sharded(context: StepContext) -> Communication:
     """FSDP: blocks all-gathered before forward and again before backward, one ahead of compute.
 
     Gradients of one block are reduced beside the backward of the block before it; in every micro-batch, unless the plan
-    accumulates without synchronisation. `fsdp-grad-op` gathers once: parameters stay whole until the backward's end,
-    in a pipeline until that of the last micro-batch, which reduces the gradients.
+    accumulates without synchronisation. `fsdp-grad-op` gathers once: parameters stay whole until the backward's end. So
+    they do in the pipelines of some code bases until the last micro-batch's, which reduces the gradients.
     """
     where, block, layers = context.where, context.stage.block, context.where.layers
     gather, root = context.all_gather_block(), context.all_gather(where.root)
@@ -169,12 +170,11 @@ def _fully_sharded(context: StepContext) -> Communication:
         total=layers * gather + root,
         exposed=root + gather + (layers - 1) * beside(block.forward, gather, context.slowdown),
     )
-    chosen = context.job.configuration
-    again = gather if chosen.reshards else 0.0
-    gathers = context.rounds if chosen.pp == 1 else 1
+    again = gather if reshards(context.job) else 0.0
+    gathers = 1 if keeps_stage_whole(context.job) else context.rounds
     quiet = _backward(context, again, 0.0, 0.0)
     loud = _backward(context, again, context.reduce_scatter_block(), context.reduce_scatter(where.root))
-    reductions = context.rounds if chosen.reduces_each_micro_batch else 1
+    reductions = context.rounds if reduces_each_micro_batch(context.job) else 1
     return forward * gathers + quiet * (context.rounds - reductions) + loud * reductions
 
 

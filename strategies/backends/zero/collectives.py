@@ -163,14 +163,15 @@ class Messages(Collectives):
 def collectives_for(ranks: Ranks, device: torch.device, group: dist.ProcessGroup | None = None) -> Collectives:
     """The collectives that suit the device, between the ranks of a process group, or of all."""
     if ranks.world_size == 1:
-        return SingleRank(ranks)
+        return SingleRank(ranks, group)
     return NativeCollectives(ranks, group) if device.type == "cuda" else Messages(ranks, group)
 
 
 def collectives_over(name: Group, mesh: Mesh) -> Collectives:
     """The collectives between this rank's ranks of a group."""
     ranks = Ranks(rank=mesh.rank(name), world_size=mesh.size(name))
-    is_all = ranks.world_size in (1, mesh.dims.world_size)
+    # A group of this rank alone is one too: None would be all ranks.
+    is_all = ranks.world_size == mesh.dims.world_size
     return collectives_for(ranks, mesh.environment.device, None if is_all else mesh.group(name))
 
 

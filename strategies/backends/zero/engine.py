@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,9 +32,11 @@ from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, narrowed
 from strategies.optim.optimizers import trainable_parameters, undivided
-from strategies.parallel.mesh import Group, Mesh
+from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
+from strategies.parallel.ranks import TensorRanks
 from strategies.parallel.split import ModelParts, parts_of
+from strategies.parallel.tensor import sum_over_copies, whole_layers
 from strategies.parallel.whole import share_of_square
 from strategies.protocols import TrainingParts
 
@@ -207,6 +209,7 @@ def kinds_of(model: nn.Module, parts: ModelParts, mesh: Mesh) -> dict[nn.Paramet
             share=share_of_square(name, parts, mesh, mesh.size("expert_dp" if is_expert else "dp_shard_cp")),
             is_expert=is_expert,
             is_summed=name in parts.summed,
+            copies=parts.splits[name].copies if name in parts.splits else 1,
             shared=parts.shared.get(name, ""),
         )
     return kinds
@@ -279,7 +282,15 @@ class ZeroEngine(AccumulatingEngine):
         }
 
     def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
-        return self._sharded_model.whole(keeps_changes=keeps_changes)
+        return self._opened(keeps_changes=keeps_changes)
+
+    @contextmanager
+    def _opened(self, *, keeps_changes: bool) -> Iterator[None]:
+        with ExitStack() as opened:
+            opened.enter_context(self._sharded_model.whole(keeps_changes=keeps_changes))
+            if self.mesh.size("tp") > 1:
+                opened.enter_context(whole_layers(self.module, self.mesh, keeps_changes=keeps_changes))
+            yield
 
     def _states(self) -> ZeroStates:
         return ZeroStates(self.module, self.optimizer, self._pieces, self._sharded_model)
@@ -317,21 +328,34 @@ class ZeroEngine(AccumulatingEngine):
     def _summed_norm(self) -> float:
         self._latecomers.welcome()
         self._reducer.settle()
-        for bucket in self._sharded_model.trained:
-            if bucket.kind.is_summed and bucket.gradient is not None:
-                self._sum(bucket.gradient, "tp")
-        tied = [bucket for bucket in self._sharded_model.trained if bucket.kind.shared]
-        gradients = {f"{bucket.kind.shared} {place}": bucket.gradient for place, bucket in enumerate(tied)}
-        sum_shared({name: gradient for name, gradient in gradients.items() if gradient is not None}, self.mesh)
+        if not self.mesh.is_data_parallel:
+            self._sum_terms()
         square, self._used = self._pieces.synchronize(self._reducer.used, self.device)
         return math.sqrt(square)
 
-    def _sum(self, gradient: torch.Tensor, group: Group) -> None:
-        """Add up a gradient over a group, in place; one that is in host memory goes over the device."""
-        here = gradient.to(self.device)
-        dist.all_reduce(here, group=self.mesh.group(group))
-        if here is not gradient:
-            gradient.copy_(here)
+    def _sum_terms(self) -> None:
+        """Add up the gradients of which tp ranks have a term each, and those of weights that two stages have.
+
+        What is summed lies in buckets of its own, which are cut alike on all of these ranks.
+        """
+        parts, shared = parts_of(self.module), dict[str, torch.Tensor]()
+        held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for bucket in self._sharded_model.trained:
+            kind, gradient, name = bucket.kind, bucket.gradient, unwrapped(bucket.slots[0].name)
+            if gradient is None or not (kind.is_summed or kind.copies > 1 or kind.shared):
+                continue
+            here = gradient.to(self.device)  # it may be in host memory
+            held.append((gradient, here))
+            if kind.is_summed:
+                dist.all_reduce(here, group=self.mesh.group("tp"))
+            if kind.copies > 1:
+                here.copy_(sum_over_copies(here, parts.splits[name], TensorRanks(self.mesh.group("tp"))))
+            if kind.shared:
+                shared[f"{kind.shared} {len(shared)}"] = here
+        sum_shared(shared, self.mesh)
+        for gradient, here in held:
+            if here is not gradient:
+                gradient.copy_(here)
 
     def _apply(self, factor: float) -> None:
         self._stepper.step(self._used, factor)

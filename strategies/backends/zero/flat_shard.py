@@ -94,7 +94,9 @@ class Kind:
     is_expert: bool = False
     """Whether ep ranks have others of them, so that fewer ranks share their states."""
     is_summed: bool = False
-    """Whether each tp rank has a part of their gradients only."""
+    """Whether each tp rank has a term of their gradients only."""
+    copies: int = 1
+    """How many tp ranks, neighbours, have the same part of them and a term each of their gradients."""
     shared: str = ""
     """The name that a checkpoint has for a weight which several pipeline stages have."""
 

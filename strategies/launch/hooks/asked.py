@@ -138,9 +138,12 @@ def _refuse_splits(kind: ScriptKind, degrees: Mapping[str, Any]) -> None:
     asked = {name: degrees.get(name, 1) for name in words.DEGREES if name not in _OWN_SPLITS.get(kind, ())}
     split = " x ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
     if split:
+        # accelerate's ParallelismConfig wants models that from_pretrained has split, and GPUs (1.15, state.py).
+        theirs = kind in _ON_ACCELERATE and degrees.get("pp", 1) * degrees.get("ep", 1) == 1
+        launched = " (accelerate launch splits on GPUs: dsplan emit --format accelerate)" if theirs else ""
         raise CannotRun(
-            f"{_WHO.get(kind, 'this script')} trains whole models here, and {split} splits them; call dsplan.initialize"
-            " in the script, or leave that degree at 1"
+            f"{_WHO.get(kind, 'this script')} trains whole models here, and {split} splits them{launched}; call"
+            " dsplan.initialize in the script, or leave that degree at 1"
         )
 
 

@@ -28,8 +28,10 @@ from planner.emit.huggingface import training_arguments
 from planner.types.plan import Plan
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
+from strategies.errors import CannotRun
 from strategies.integrations.huggingface import OPTIMIZERS
-from strategies.launch.hooks.live import LiveJob, plan_live, say_replaced, sequence_length, settled_plan, watch
+from strategies.launch.hooks import asked
+from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.sharded import library_plan, save_from_all_ranks, shard_models
 from strategies.launch.run_lock import LOCK_FILE
@@ -321,7 +323,10 @@ def init(original: Callable[..., None], trainer: Any, *positional: Any, **named:
     bound = inspect.signature(original).bind(trainer, *positional, **named)
     arguments = bound.arguments
     arguments["args"] = settings = arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")
-    made = plan or plan_live(_live_job(arguments, settings))
+    own = _own_split(arguments.get("model"), settings)
+    made = plan if own else plan or plan_live(_live_job(arguments, settings))
+    if own:
+        _require_own_split(own)
     if plan is None and made is not None:
         _resettle(settings, made)
     monitor = watch(made, planned=plan is None, device=settings.device)
@@ -331,6 +336,32 @@ def init(original: Callable[..., None], trainer: Any, *positional: Any, **named:
         shard_models(trainer.accelerator, made)
         save_from_all_ranks(trainer, made)
     _watch_training_steps(trainer, monitor, supervise(trainer))
+
+
+def _own_split(model: Any, settings: Any) -> str:
+    """By what a script splits its model itself: a model that `from_pretrained` has split, or accelerate's meshes; empty
+    where it does not."""
+    config = getattr(settings, "parallelism_config", None)
+    sizes = {name: getattr(config, f"{name}_size", 1) or 1 for name in ("tp", "cp", "sp")}
+    split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    if split:
+        return f"TrainingArguments.parallelism_config ({split})"
+    degree = getattr(model, "tp_size", None) or 1
+    return f"from_pretrained(tp_plan=...) (tp {degree})" if degree > 1 else ""
+
+
+def _require_own_split(own: str) -> None:
+    """
+    Raises:
+        CannotRun: there is no GPU, which accelerate's meshes want, or another plan was asked for.
+    """
+    remedy = 'leave it out, or call dsplan.initialize with parallel={"tp": ...}'
+    if not torch.cuda.is_available():
+        # accelerate 1.15, state.py: ParallelismConfig is refused for DistributedType.MULTI_CPU.
+        raise CannotRun(f"the script splits its model by {own}, which accelerate runs on GPUs alone; {remedy}")
+    if asked.asked():
+        raise CannotRun(f"{asked.asked()} cannot be applied: the script splits its model by {own}; {remedy}")
+    say(f"no plan: the script splits its model by {own}; it runs as it is, measured")
 
 
 def _live_job(arguments: Mapping[str, Any], settings: Any) -> LiveJob:

@@ -50,7 +50,6 @@ from strategies.tracing.step.split import (
     split_attention,
     split_experts,
     split_weights,
-    splits_sequences,
 )
 from strategies.tracing.step.storages import Category, Storages
 
@@ -225,7 +224,7 @@ class _Run:
         self._on_cpu = job.cluster.device.is_cpu
         self._storages = Storages(mode, None if self._on_cpu else scratch_bytes)
         dtype = weight_dtype(self._configuration)
-        self._batch = self._positions(_narrowed(self._batch_of(subject), dtype))
+        self._batch = _narrowed(self._batch_of(subject), dtype)
         self._phases: dict[str, Mapping[Category, int]] = {}
         self._in_forward = False
         whole, blocks = self._part_of(subject)
@@ -260,12 +259,6 @@ class _Run:
         if chosen.strategy in FSDP_STRATEGIES:
             inside = {id(module) for module in part.modules()}
             shard(part, [block for block in self._blocks if id(block) in inside], meshes.ranks, chosen, meshes.experts)
-
-    def _positions(self, batch: Any) -> Any:
-        """Where a rank has a part of the sequence, a model is given the positions of the whole."""
-        if not splits_sequences(self._configuration):
-            return batch
-        return {**batch, "position_ids": torch.zeros(1, self._length, dtype=torch.long)}
 
     @property
     def _length(self) -> int:
@@ -429,10 +422,9 @@ class _PipelineRun(_Run):
             ids: torch.Tensor = self._batch["input_ids"]
             return ids
         chosen = self._configuration
-        length = self._length // (chosen.tp if splits_sequences(chosen) else 1)
         dtype = weight_dtype(chosen) or all_gather_dtype(chosen) or torch.float32
         width = self._job.facts.hidden_size
-        return torch.empty(chosen.micro_batch_size, length, width, dtype=dtype).requires_grad_()
+        return torch.empty(chosen.micro_batch_size, self._length, width, dtype=dtype).requires_grad_()
 
     def _forward_of(self, chunk: Chunk, given: torch.Tensor) -> torch.Tensor:
         others = {name: value for name, value in self._batch.items() if name not in ("input_ids", "labels")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import nn
 
 from hardware_db.spawn import RankError, RankPool
 from strategies.config import read_config
-from strategies.errors import CannotRun, DsplanError
-from strategies.modules.adapters import TrainingMethod, apply_method, asked_method
+from strategies.errors import BackendMissing, CannotRun, DsplanError
+from strategies.modules.adapters import TrainingMethod, apply_method, asked_method, require_trainable
 from tests.strategies import adapter_bodies as bodies
 from tests.strategies.conftest import PoolOf
 from tests.strategies.training_bodies import Recipe, TinyModel
@@ -54,6 +55,25 @@ def test_adapters_learn_as_in_one_process(recipe: Recipe, method: str, pool_of: 
         assert found.optimized == trained // 2  # a rank's part
     elif recipe.strategy in ("ddp", "fsdp", "fsdp-grad-op"):
         assert found.optimized == trained
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("own", marks=pytest.mark.slow)])
+def test_adapters_follow_the_split_of_their_layers(method: str, ranks: RankPool, one_rank: RankPool) -> None:
+    expected = one_rank.run(bodies.adapters_after, Recipe(), method)[0]
+    found = ranks.run(bodies.adapters_after, _recipe("fsdp"), method, 2)[0]
+    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    for name, adapter in expected.adapters.items():
+        torch.testing.assert_close(found.adapters[name], adapter, atol=1e-5, rtol=0)
+    assert found.frozen_changed == []
+    with pytest.raises(RankError, match="tensor parallelism splits LoRA's adapters and no other kind"):
+        ranks.run(bodies.adapters_after, _recipe("fsdp"), "dora", 2)
+
+
+@pytest.mark.slow
+def test_split_adapters_are_saved_and_exported_whole(ranks: RankPool, one_rank: RankPool, tmp_path: Path) -> None:
+    expected, exported = ranks.run(bodies.saved_and_exported, _recipe("ddp"), "lora", tmp_path, 2)[0]
+    assert one_rank.run(bodies.resumed, Recipe(), "lora", tmp_path)[0] == pytest.approx(expected, abs=1e-5)
+    assert one_rank.run(bodies.losses_of_exports, tmp_path)[0] == pytest.approx((exported, exported), abs=1e-5)
 
 
 @pytest.mark.slow
@@ -152,3 +172,28 @@ def test_a_wrong_section_is_named(section: dict[str, Any], line: str) -> None:
     with pytest.raises(DsplanError) as refused:
         read_config({"lora": section})
     assert line in str(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "backend"), [("ddp", ""), ("fsdp", ""), ("zero2", "native"), ("zero3", "native")])
+def test_adapters_learn_beside_weights_in_four_bits(
+    strategy: str, backend: str, ranks: RankPool, one_rank: RankPool
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    expected = one_rank.run(bodies.adapters_after, Recipe(), "qlora")[0]
+    found = ranks.run(bodies.adapters_after, _recipe(strategy, backend), "qlora")[0]
+    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    for name, adapter in expected.adapters.items():
+        torch.testing.assert_close(found.adapters[name], adapter, atol=1e-5, rtol=0)
+
+
+def test_four_bits_need_their_library_and_survive_no_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(BackendMissing, match="method qlora needs bitsandbytes, which stores weights in 4 bits; pip"):
+        apply_method(TinyModel(), TrainingMethod(method="qlora"))
+
+    class Linear4bit(nn.Linear):
+        """A layer of the library's, as far as it is recognized."""
+
+    with pytest.raises(CannotRun, match="DeepSpeed's zero2 casts weights, which 4-bit ones do not survive"):
+        require_trainable(nn.Sequential(Linear4bit(2, 2)), "zero2", "deepspeed")

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from strategies.errors import CannotRun
 from strategies.launch.hooks import asked, places
@@ -19,7 +20,7 @@ from strategies.launch.hooks.places import Place
 from strategies.run_directory import claim
 from strategies.run_directory.claim import Claim, read_claim
 from strategies.run_directory.spec import ScriptKind
-from strategies.variables import BACKEND, PARALLEL, PLAN, RUN_DIRECTORY, STRATEGY
+from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL, PLAN, RUN_DIRECTORY, STRATEGY
 
 # Two libraries, of which the outer one trains with the inner one, and the hooks of both.
 MODULES = {
@@ -175,6 +176,34 @@ def test_a_library_that_trains_whole_models_refuses_to_split_one(
     with pytest.raises(CannotRun, match=r"trains whole models here, and pp 2 splits them; call dsplan\.initialize"):
         asked.require_possible(kind, None, gpus=False)
     assert asked.asked() == "--tp 1 --pp 2"
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "accelerate", "deepspeed", "lightning", "torch"])
+def test_a_library_that_trains_the_scripts_modules_refuses_to_change_them(
+    kind: ScriptKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(METHOD, '{"method": "lora", "lora_rank": 4}')
+    monkeypatch.setenv(KERNELS, '{"rms_norm": "liger", "all": "auto"}')
+    flags = "--method lora --lora-rank 4 --kernels rms_norm=liger,auto"
+    with pytest.raises(CannotRun, match=f"the modules that the script made, and {flags} changes them; call dsplan"):
+        asked.require_possible(kind, None, gpus=False)
+    assert asked.asked() == flags
+
+
+@pytest.mark.parametrize(
+    ("parallel", "own"),
+    [
+        ({"cp_size": 2}, r"TrainingArguments\.parallelism_config \(cp 2\)"),
+        ({}, r"from_pretrained\(tp_plan=...\) \(tp 2\)"),
+    ],
+)
+def test_a_trainer_that_splits_its_model_itself_is_refused_without_a_gpu(parallel: dict[str, int], own: str) -> None:
+    huggingface = pytest.importorskip("strategies.launch.hooks.huggingface")
+    settings = SimpleNamespace(parallelism_config=SimpleNamespace(**parallel) if parallel else None)
+    found = huggingface._own_split(SimpleNamespace(tp_size=2), settings)
+    with pytest.raises(CannotRun, match=f"the script splits its model by {own}, which accelerate runs on GPUs alone"):
+        huggingface._require_own_split(found)
+    assert huggingface._own_split(nn.Linear(1, 1), SimpleNamespace()) == ""
 
 
 def test_what_was_asked_and_not_applied_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,18 @@ from hardware_db.device import Device
 from hardware_db.errors import DsplanError
 from hardware_db.probe import Host, Machine, Software
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
 from planner.search.request import WorkOptions, make_request
 from planner.search.search import recommend
 from planner.types.plan import Plan
 from planner.types.plan_io import save_plan
 from strategies.launch import prepare as prepare_module
-from strategies.launch.options import asked_supervision
+from strategies.launch.options import asked_kernels, asked_supervision
 from strategies.launch.prepare import RunRequest, prepare
 from strategies.run_directory.claim import CLAIM_FILE
 from strategies.run_directory.spec import write_json
-from strategies.variables import BACKEND, PARALLEL
+from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL
 
 CPU = Device(name="cpu", vendor="cpu", architecture="x86")
 
@@ -97,6 +98,23 @@ def test_degrees_that_do_not_divide_the_processes(script: Path, tmp_path: Path) 
     plan = _plan_file(tmp_path, _plan())
     request = RunRequest(script=script, plan_file=plan, parallel={"pp_schedule": "1f1b"})
     assert _refusal(request) == "--plan and --pp-schedule cannot both decide; leave one out"
+
+
+def test_what_is_trained_and_whose_kernels_run_are_handed_on_and_kept(script: Path, tmp_path: Path) -> None:
+    method, kernels = {"method": "lora", "lora_rank": 4}, asked_kernels("rms_norm=liger,auto")
+    launch = prepare(RunRequest(script=script, method=method, kernels=kernels, run_directory=tmp_path / "run"))
+    launch.spec.save()
+    assert json.loads(launch.spec.environment[METHOD]) == method
+    assert json.loads(launch.spec.environment[KERNELS]) == {"rms_norm": "liger", "all": "auto"}
+    again = prepare(RunRequest(resume=tmp_path / "run"))
+    assert again.spec.environment[METHOD] == launch.spec.environment[METHOD]
+    plan = _plan_file(tmp_path, _plan())
+    assert "--plan and --method cannot" in _refusal(RunRequest(script=script, plan_file=plan, method=method))
+    assert "--lora-rank is for --method lora" in _refusal(RunRequest(script=script, method={"lora_rank": 4}))
+    both = {"method": "dora", "train_only": "head"}
+    assert "--train-only says what --method dora says too" in _refusal(RunRequest(script=script, method=both))
+    with pytest.raises(ContradictoryRequest, match="--kernels 'liger,auto' is read as NAME, or as KERNEL=NAME"):
+        asked_kernels("liger,auto")
 
 
 def test_a_plan_for_more_processes_than_asked(script: Path, tmp_path: Path) -> None:
