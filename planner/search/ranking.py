@@ -112,10 +112,10 @@ class Timed:
 
 
 def preference(item: Timed) -> tuple[int, ...]:
-    """Smaller goes before larger where times cannot be told apart: room in memory, which nobody takes from the host
-    for it, then simplicity. Plans that are equal in both are ranked by their times alone."""
-    has_room = item.has_room and item.configuration.offload == "none"
-    return not has_room, *simplicity(item.configuration)
+    """Smaller goes before larger where times cannot be told apart: room in memory, unless an offload makes it, then
+    simplicity. Plans that are equal in both are ranked by their times alone."""
+    offloads = item.configuration.offload != "none"
+    return (not item.has_room) + offloads, *simplicity(item.configuration)
 
 
 def worth(item: Timed, objective: words.Objective) -> float:
