@@ -29,7 +29,6 @@ from planner.types.plan import Configuration, Plan
 from scripts.generate.generated import REFERENCE
 from scripts.measure.parity import LENGTH, MODELS, question
 from strategies.bench.measured_run import build_model
-from strategies.distributed.gloo import quiet
 from strategies.engine.initialize import initialize
 
 PAGE = REFERENCE / "checkpoint-matrix.md"
@@ -148,7 +147,7 @@ def resume_each(model: str, plan: Plan, directories: Sequence[str]) -> list[list
 def run(composition: Composition, function: Any, *arguments: Any) -> Any:
     """What a function gives on rank 0 of ranks that are started for it: every engine leaves process groups behind."""
     variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DSPLAN_QUIET": "1"}
-    with quiet(RankPool(composition.ranks, timeout_seconds=120.0, variables=variables)) as pool:
+    with RankPool(composition.ranks, timeout_seconds=120.0, variables=variables) as pool:
         return pool.run(function, *arguments)[0]
 
 

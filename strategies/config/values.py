@@ -55,7 +55,7 @@ CommunicationDtype = Literal["fp32", "bf16", "fp16"]
 
 
 Partition = Literal["uniform", "parameters", "seconds"]
-"""What pipeline stages have as equally as can be: blocks, parameters, or the time of a step."""
+"""What pipeline stages have as equally as can be: blocks, parameters, or the time that their products take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ _SPLITS: dict[Group, str] = {
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """What a model is called with: by place and by name."""
 Partition = Literal["uniform", "parameters", "seconds"]
-"""What pipeline stages have as equally as can be: blocks, parameters, or the time of a step."""
+"""What pipeline stages have as equally as can be: blocks, parameters, or the time that their products take."""
 
 CALL_TRAIN_BATCH = "this model is cut into pipeline stages; call engine.train_batch(batch), or engine.eval_batch(batch)"
 

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from planner.cost.split import blocks_per_piece
 from planner.types.plan import Configuration
@@ -208,6 +209,8 @@ class _Record:
     """What each block returns, from its hidden states."""
     place: str | int
     """The argument of a block that hidden states are."""
+    products: list[int]
+    """Floating-point operations of the products in each block, and last of those after them."""
 
 
 class _Watch(TorchFunctionMode):
@@ -220,6 +223,8 @@ class _Watch(TorchFunctionMode):
         self.called_after: set[nn.Module] = set()
         self.given: list[dict[str | int, Any]] = []
         self.made: list[Any] = []
+        self.counter = FlopCounterMode(display=False)
+        self.products: list[int] = []
         self._blocks = {block: place for place, block in enumerate(members(stack))}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -236,7 +241,7 @@ class _Watch(TorchFunctionMode):
             handles.append(block.register_forward_pre_hook(self._begins, with_kwargs=True))
             handles.append(block.register_forward_hook(self._ends))
         try:
-            with self:
+            with self.counter, self:
                 yield
         finally:
             for handle in handles:
@@ -248,10 +253,13 @@ class _Watch(TorchFunctionMode):
 
     def _begins(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.part = self._blocks[block]
+        self.products.append(self.counter.get_total_flops())
         self.given.append(_by_place_or_name(args, kwargs))
 
     def _ends(self, block: nn.Module, _: Any, output: Any) -> None:
         self.made.append(output)
+        if self._blocks[block] + 1 == len(self._blocks):
+            self.products.append(self.counter.get_total_flops())
         self.part = self._blocks[block] + 1 if self._blocks[block] + 1 == len(self._blocks) else self._blocks[block]
 
 
@@ -381,6 +389,7 @@ def _read(
         travels=[_travel(output, inputs, plan) for output in hidden[1:]],
         makers=[_maker(name, output, states) for output, states in zip(watch.made, hidden[1:], strict=False)],
         place=place,
+        products=[end - begin for begin, end in pairwise([*watch.products, watch.counter.get_total_flops()])],
     )
 
 
@@ -492,10 +501,11 @@ def _costs(model: nn.Module, stack: nn.Module, record: _Record, partition: Parti
     def size(parameters: Iterable[nn.Parameter]) -> float:
         return float(sum(parameter.numel() for parameter in parameters))
 
+    if partition == "seconds" and all(record.products):
+        # Products are what a step's time goes into: those of the head and the loss too, while a table is looked up.
+        return _Costs(before=0.0, blocks=record.products[:-1], after=record.products[-1])
     blocks = [size(block.parameters()) for block in members(stack)]
-    # A table is looked up, which takes next to no time; a head is a product with its weights, as a block is.
-    before = 0.0 if partition == "seconds" else size(record.before)
-    return _Costs(before=before, blocks=blocks, after=size(record.after))
+    return _Costs(before=size(record.before), blocks=blocks, after=size(record.after))
 
 
 def _counts(costs: _Costs, number: int) -> tuple[int, ...]:

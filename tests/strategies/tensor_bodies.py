@@ -17,7 +17,7 @@ import dsplan
 from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
 from strategies.parallel.ranks import _reduce_scatter
-from strategies.parallel.split import splits_in
+from strategies.parallel.split import parts_of, splits_in
 from strategies.telemetry.training_monitor import EngineFeed
 from tests.strategies import training_bodies
 from tests.strategies.example_bodies import EXAMPLES
@@ -432,3 +432,42 @@ def metrics_row() -> Any:
     engine.observers.append(EngineFeed(engine, rows.append, lambda: None))
     split_step(engine, 0)
     return rows[0]
+
+
+def _with_adapters() -> nn.Module:
+    peft: Any = import_module("peft")
+    names = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=names, lora_dropout=0.0, task_type="CAUSAL_LM")
+    model: nn.Module = peft.get_peft_model(model_named("llama"), config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # which starts at zero, where A has no gradient
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    return model
+
+
+def _adapter_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for parameter in parameters if parameter.requires_grad], lr=1e-2)
+
+
+def adapters_trained(sequence_parallel: bool) -> dict[str, float]:
+    """How far losses and weights of a model with LoRA's adapters are from those of one process."""
+    whole = _with_adapters()
+    optimizer, losses = _adapter_optimizer(whole.parameters()), []
+    for step in range(4):
+        loss = _loss(whole(**batch_of(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    plan = Composition(model="llama", sequence_parallel=sequence_parallel).plan()
+    engine, *_ = initialize(model=_with_adapters(), optimizer=_adapter_optimizer, plan=plan)
+    found = [split_step(engine, step) for step in range(4)]
+    state = engine.state_dict()
+    adapters = {name: split for name, split in parts_of(engine.module).splits.items() if "lora_" in name}
+    return {
+        "loss": max(abs(a - b) for a, b in zip(found, losses, strict=True)),
+        "weights": max(float((state[name] - p).abs().max()) for name, p in whole.named_parameters()),
+        "split adapters": float(len(adapters)),
+    }

@@ -77,7 +77,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def configured(changes: dict[str, Any]) -> Configuration:
     chosen = {**_TRAINED, **changes}
-    steps = chosen["gradient_accumulation_steps"]
+    readers = chosen.get("dp_replicate", 1) * chosen.get("dp_shard", 1)
+    steps = chosen["gradient_accumulation_steps"] * readers
     return Configuration(**chosen, global_batch_size=steps * chosen["micro_batch_size"])
 
 

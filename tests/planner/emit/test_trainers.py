@@ -20,7 +20,6 @@ import pytest
 import yaml
 
 from dsplan.cli.plans import write_plans
-from planner.cost.combinations import refusal
 from planner.emit import FORMATS, EmitOptions, emit, fitting_formats, script_duties
 from planner.emit.common import TRAINERS
 from planner.errors import ContradictoryRequest
@@ -297,14 +296,6 @@ def test_trainers_formats_come_with_plans_that_dsplan_run_cannot_run() -> None:
     assert set(fitting_formats(make_plan("fsdp"))) == set(FORMATS) - set(TRAINERS)
     assert set(fitting_formats(split_plan())) == set(FORMATS)
     assert set(fitting_formats(replace(make_plan("fsdp", precision="fp8"), runnable=False))) == set(FORMATS)
-
-
-@pytest.mark.parametrize("case", ["llama-3-8b cp"])
-def test_a_plan_that_dsplan_run_cannot_run_names_a_format_that_writes_it(case: str) -> None:
-    reason = refusal(GRID[case].configuration)
-    assert reason.startswith("dsplan run cannot yet run ")
-    format = reason.split("--format ")[1].split()[0]
-    assert emit(GRID[case], format)
 
 
 def test_recommended_plans_are_written_for_their_trainer_or_for_the_others(tmp_path: Path) -> None:

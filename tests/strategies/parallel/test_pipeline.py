@@ -266,9 +266,13 @@ def test_too_few_blocks_and_no_stack_are_refused() -> None:
         cut(nn.Linear(2, 2), 0)
 
 
-@pytest.mark.parametrize(("partition", "blocks"), [("uniform", 2), ("parameters", 3)])
-def test_a_large_head_takes_blocks_from_the_last_stage(partition: Partition, blocks: int) -> None:
-    stages, parts = cut(Plain(head=300), 0, partition=partition)
+@pytest.mark.parametrize(
+    ("partition", "head", "blocks"),
+    [("uniform", 300, 2), ("parameters", 300, 3), ("parameters", VOCABULARY, 2), ("seconds", VOCABULARY, 3)],
+)
+def test_a_large_head_takes_blocks_from_the_last_stage(partition: Partition, head: int, blocks: int) -> None:
+    """A table as large as the head weighs as much in parameters, and takes no time."""
+    stages, parts = cut(Plain(head=head), 0, partition=partition)
     assert (len(stages.ranges[0]), parts.blocks) == (blocks, (range(blocks),))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hardware_db.spawn import RankPool
+from tests.strategies import parallel_bodies
 from tests.strategies import tensor_bodies as bodies
 from tests.strategies.tensor_bodies import Composition, SplitRun
 
@@ -110,3 +111,20 @@ def test_what_ranks_split_is_dropped_out_differently_and_what_they_share_alike(r
 
 def test_ranks_that_share_samples_count_their_share(ranks: RankPool) -> None:
     assert [row["tokens"] for row in ranks.run(bodies.metrics_row)] == [bodies.SAMPLES * bodies.LENGTH // 2] * 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_adapters_are_split_with_their_layers(ranks: RankPool, sequence_parallel: bool) -> None:
+    for found in ranks.run(bodies.adapters_trained, sequence_parallel):
+        assert max(found["loss"], found["weights"]) < 1e-5
+        assert found["split adapters"] == 2 * 5, "A of row layers, B of column layers, in two blocks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+def test_stages_of_a_pipeline_are_split_with_their_tied_embeddings(
+    four_ranks: RankPool, kind: parallel_bodies.Kind
+) -> None:
+    staged = parallel_bodies.Composition(strategy="ddp", tp=2, pp=2, accumulation=4, sequence_parallel=True)
+    for found in four_ranks.run(parallel_bodies.train, kind, staged):
+        assert max(found.loss, found.parameter, found.norm) < 1e-5
