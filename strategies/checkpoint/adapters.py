@@ -62,29 +62,6 @@ def adapter_of(module: nn.Module, names: Mapping[str, torch.Tensor]) -> dict[str
     }
 
 
-def problem_of(adapter: Mapping[str, Any]) -> str:
-    """What is not as `adapter_of` makes it; empty where all is."""
-    if not adapter:
-        return ""
-    config, names, merges = (adapter.get(key) for key in ("config", "names", "merges"))
-    if not isinstance(config, dict) or not isinstance(adapter.get("adapter"), str):
-        return "its adapter has no config"
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        return "its adapter's names are no names"
-    kinds: dict[str, Any] = {
-        "down": str,
-        "up": str,
-        "magnitude": str,
-        "scale": (int, float),
-        "transposed": bool,
-        "problem": str,
-    }
-    for merge in merges.values() if isinstance(merges, dict) else [None]:
-        if not isinstance(merge, dict) or not all(isinstance(merge.get(key), kind) for key, kind in kinds.items()):
-            return "its adapter's merges are none"
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
     """A weight of an export: its own name in the checkpoint, and the merge that makes it, if any."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.files import replace_whole, sync
-from strategies.checkpoint.adapters import problem_of
 from strategies.checkpoint.reading import (
     DEEPEST,
     LONGEST_TEXT,
@@ -275,7 +274,7 @@ def content_of(folder: Path, data: bytes) -> Content:
         if name not in values:
             raise Damaged(path, f"is not a checkpoint's state: it has no {name}")
     content = Content(**values)
-    for problem in (_optimizer_problem(content.optimizer), _names_problem(content), problem_of(content.adapter)):
+    for problem in (_optimizer_problem(content.optimizer), _names_problem(content), _adapter_problem(content.adapter)):
         if problem:
             raise Damaged(path, problem)
     return content
@@ -379,3 +378,26 @@ def _are(values: Any, is_one: Callable[[Any], bool]) -> bool:
 
 def _kind(value: Any) -> str:
     return shown(value) if isinstance(value, (bool, int, float, str)) or value is None else f"a {type(value).__name__}"
+
+
+def _adapter_problem(adapter: Mapping[str, Any]) -> str:
+    """What is not as `strategies.checkpoint.adapters.adapter_of` makes it; empty where all is."""
+    if not adapter:
+        return ""
+    config, names, merges = (adapter.get(key) for key in ("config", "names", "merges"))
+    if not isinstance(config, dict) or not isinstance(adapter.get("adapter"), str):
+        return "its adapter has no config"
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        return "its adapter's names are no names"
+    kinds: dict[str, Any] = {
+        "down": str,
+        "up": str,
+        "magnitude": str,
+        "scale": (int, float),
+        "transposed": bool,
+        "problem": str,
+    }
+    for merge in merges.values() if isinstance(merges, dict) else [None]:
+        if not isinstance(merge, dict) or not all(isinstance(merge.get(key), kind) for key, kind in kinds.items()):
+            return "its adapter's merges are none"
+    return ""

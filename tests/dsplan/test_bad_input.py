@@ -57,7 +57,7 @@ ESTIMATE = "estimate --model opt-125m --gpus 2 --gpu A100-SXM4-80GB"
         (f"{RECOMMEND} --seq-len 100000", ("--seq-len", "2048")),
         (f"{RECOMMEND} --global-batch -1", ("--global-batch",)),
         (f"{RECOMMEND} --global-batch 10000000000000", ("--global-batch",)),
-        (f"{RECOMMEND} --global-batch 7", ("7", "6 or 8")),
+        (f"{ESTIMATE} --strategy ddp --global-batch 7", ("7", "6 or 8")),
         (f"{RECOMMEND} --max-memory-gb nan", ("--max-memory-gb", "nan")),
         (f"{RECOMMEND} --max-memory-gb 0", ("--max-memory-gb",)),
         (f"{RECOMMEND} --host-memory-gb inf", ("--host-memory-gb", "inf")),

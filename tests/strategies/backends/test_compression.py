@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -98,9 +99,10 @@ def test_a_config_that_names_no_block_gets_the_one_that_the_planner_counts_with(
 
 def test_a_rank_alone_has_nothing_to_compress() -> None:
     alone = SingleRank(Ranks(rank=0, world_size=1))
-    assert collectives_factory(alone, Codec(), lambda: 1.0)() is alone
+    bucket: Any = None  # all buckets of a rank have the same collectives here
+    assert collectives_factory(lambda _: alone, Codec(), lambda: 1.0)(bucket) is alone
     many = SingleRank(Ranks(rank=0, world_size=2))
-    first, second = (collectives_factory(many, Codec(), lambda: 1.0)() for _ in range(2))
+    first, second = (collectives_factory(lambda _: many, Codec(), lambda: 1.0)(bucket) for _ in range(2))
     assert isinstance(first, EightBits)
     assert first is not second, "each bucket remembers its own errors"
 

@@ -272,5 +272,5 @@ def test_a_plan_that_is_not_traced_is_refused() -> None:
     with pytest.raises(TraceFailed, match="offload is not traced"):
         trace_step(job_of(find_model("gpt2"), offloaded))
     split = configuration_of(ranks=2, tp=2, dp_replicate=1, global_batch_size=SAMPLES)
-    with pytest.raises(TraceFailed, match="no tensor-parallel plan for GPT2LMHeadModel"):
+    with pytest.raises(TraceFailed, match="there is no tensor-parallel plan for GPT2LMHeadModel"):
         trace_step(job_of(find_model("gpt2"), split))
