@@ -172,10 +172,6 @@ _NOT_HERE = (
         " states",
     ),
     Rule(
-        breaks=lambda plan: plan.cp > 1 and plan.pp > 1,
-        sentence="dsplan run splits sequences of whole models, and pp {plan.pp} cuts this one; use tp, or cp with pp 1",
-    ),
-    Rule(
         breaks=lambda plan: plan.cp > 1 and plan.strategy == "ddp" and plan.activation_checkpointing != "none",
         sentence="recomputed attention over all ranks' keys does not go with ddp here; use fsdp or zero1 with cp"
         " {plan.cp}",

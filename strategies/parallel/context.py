@@ -27,8 +27,9 @@ from strategies.errors import CannotRun
 from strategies.parallel.blocks import repeated_blocks
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
-from strategies.parallel.ranks import SEQUENCE, TensorRanks, gather_from_ranks, split_between_ranks
+from strategies.parallel.ranks import SEQUENCE, TensorRanks, gather_from_ranks, split_between_ranks, tokens_of_each
 from strategies.parallel.split import ModelParts
+from strategies.parallel.stages import stages_of
 
 _IGNORED = -100
 """Labels that no loss is made of, torch's `ignore_index`."""
@@ -56,8 +57,13 @@ def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: 
         inner.register_forward_pre_hook(partial(_own_inputs, ranks), with_kwargs=True)
         inner.register_forward_hook(partial(_whole_loss, ranks), with_kwargs=True)
         return
-    blocks[0].register_forward_pre_hook(partial(_own_tokens, ranks), with_kwargs=True)
-    blocks[-1].register_forward_hook(partial(_all_tokens, ranks))
+    stages = stages_of(model)
+    is_first, is_last = stages is None or stages.has_first, stages is None or stages.has_last
+    # Before tp ranks split what is left, and after they have made it whole.
+    enters = partial(_own_tokens if is_first else _of_own_tokens, ranks)
+    blocks[0].register_forward_pre_hook(enters, prepend=True, with_kwargs=True)
+    if is_last:
+        blocks[-1].register_forward_hook(partial(_all_tokens, ranks))
 
 
 # Chunks of a sequence.
@@ -69,11 +75,7 @@ def own_chunks(whole: torch.Tensor, ranks: TensorRanks, dim: int = SEQUENCE) -> 
     Raises:
         CannotRun: the sequence does not divide into two chunks per rank.
     """
-    if whole.shape[dim] % (2 * ranks.size):
-        raise CannotRun(
-            f"cp {ranks.size} cuts samples into {2 * ranks.size} parts, and {whole.shape[dim]} tokens are no multiple"
-            " of that; pad the samples"
-        )
+    tokens_of_each(whole.shape[dim], ranks.size)
     chunks = whole.chunk(2 * ranks.size, dim=dim)
     pairs = [chunks[place] for rank in range(ranks.size) for place in _places(rank, ranks.size)]
     return split_between_ranks(torch.cat(pairs, dim=dim), ranks, dim)
@@ -276,14 +278,25 @@ def _own_tokens(ranks: TensorRanks, block: nn.Module, args: Any, kwargs: dict[st
         raise CannotRun(
             f"cp splits the hidden states that {type(block).__name__} takes first, and it takes none; use cp 1"
         )
-    length = args[0].shape[SEQUENCE]
+    own = own_chunks(scaled_gradient(args[0], 1 / ranks.size), ranks)
+    return _of_own_tokens(ranks, block, (own, *args[1:]), kwargs)
+
+
+def _of_own_tokens(ranks: TensorRanks, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """
+    Raises:
+        CannotRun: the block takes something else of every token of the samples.
+    """
+    if ranks.is_whole:
+        return args, kwargs
+    length = args[0].shape[SEQUENCE] * ranks.size
     others = [*args[1:], *kwargs.values()]
     if any(isinstance(other, torch.Tensor) and length in other.shape for other in others):
         raise CannotRun(
             f"cp splits the hidden states of {type(block).__name__}, which takes other tensors of their length too; use"
             " cp 1, or a model of transformers"
         )
-    return (own_chunks(scaled_gradient(args[0], 1 / ranks.size), ranks), *args[1:]), kwargs
+    return args, kwargs
 
 
 def _all_tokens(ranks: TensorRanks, block: nn.Module, args: Any, output: Any) -> Any:
