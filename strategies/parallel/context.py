@@ -22,6 +22,7 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from strategies.errors import CannotRun
 from strategies.parallel.blocks import repeated_blocks
@@ -30,6 +31,7 @@ from strategies.parallel.model import SplitOptions
 from strategies.parallel.ranks import SEQUENCE, TensorRanks, gather_from_ranks, split_between_ranks, tokens_of_each
 from strategies.parallel.split import ModelParts
 from strategies.parallel.stages import stages_of
+from strategies.parallel.styles import derived
 
 _IGNORED = -100
 """Labels that no loss is made of, torch's `ignore_index`."""
@@ -50,8 +52,7 @@ def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: 
             f"cp {mesh.size('cp')} splits what blocks compute, and {type(inner).__name__} has none; use cp 1"
         )
     for block in blocks:
-        forward: Any = block.forward
-        block.__dict__["forward"] = partial(_with_all_keys, forward, ranks)
+        _attend_to_all(block, ranks)
     taken = inspect.signature(inner.forward).parameters
     if {"position_ids", "labels"} <= taken.keys() and hasattr(inner, "loss_function"):
         inner.register_forward_pre_hook(partial(_own_inputs, ranks), with_kwargs=True)
@@ -130,7 +131,7 @@ def _attention(
     attended = []
     for place, queries in zip(_places(ranks.rank, ranks.size), query.chunk(2, dim=-2), strict=True):
         end = (place + 1) * length
-        bias = _earlier(length, end, query.device)
+        bias = earlier_tokens(length, end, query.device)
         attended.append(
             functional.scaled_dot_product_attention(
                 queries, keys[..., :end, :], values[..., :end, :], attn_mask=bias, dropout_p=dropout_p, **options
@@ -139,11 +140,12 @@ def _attention(
     return torch.cat(attended, dim=-2)
 
 
-def _earlier(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+def earlier_tokens(queries: int, keys: int, device: torch.device) -> torch.Tensor:
     """Which keys come before each of the last `queries` tokens; on a GPU in the form that flash attention needs no mask
     for."""
     if device.type == "cuda":
-        return causal_lower_right(queries, keys)
+        with _disable_current_modes():  # selective checkpointing's cannot make a subclass of tensors
+            return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -152,6 +154,27 @@ def _with_all_keys(forward: Any, ranks: TensorRanks, *args: Any, **kwargs: Any) 
         return forward(*args, **kwargs)
     with _AllKeys(ranks):
         return forward(*args, **kwargs)
+
+
+class _Attending(nn.Module):
+    """A block whose attention is over the tokens of all ranks."""
+
+    cp_ranks: TensorRanks
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_all_keys(super().forward, self.cp_ranks, *args, **kwargs)
+
+
+def _attend_to_all(block: Any, ranks: TensorRanks) -> None:
+    """Have a block's attention see all tokens, in its forward pass and where that is run again: transformers recomputes
+    the forward pass of a block's class, and `Recomputation` what it was given."""
+    forward = vars(block).get("forward")
+    if forward is None:
+        block.__class__, block.cp_ranks = derived(_Attending, type(block)), ranks
+    elif hasattr(forward, "recomputed"):
+        forward.recomputed = partial(_with_all_keys, forward.recomputed, ranks)
+    else:
+        vars(block)["forward"] = partial(_with_all_keys, forward, ranks)
 
 
 # A model that is split at its input.

@@ -49,8 +49,6 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
         "rounds of pp 4 micro-batches, and 6 are no whole rounds; use gradient accumulation 8",
         {"pp": 4, "pp_schedule": "interleaved", "virtual_stages": 2},
     ),
-    ("does not go with ddp here", {"cp": 2, "strategy": "ddp", "activation_checkpointing": "full"}),
-    ("cannot keep what cp 2 computes", {"cp": 2, "activation_checkpointing": "selective"}),
     ("cp 2 needs fused attention", {"cp": 2, "attention": "eager"}),
     ("cp 2 cuts samples into 4 parts", {"cp": 2, "sequence_length": 1022}),
     ("give tp of at least 2", {"sequence_parallel": True}),
