@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -251,6 +252,87 @@ def evaluated_in_stages(composition: Composition) -> InStages:
         stale=sum(parameter.numel() for parameter in weights if parameter not in here),
         groups=len(engine.optimizer.param_groups),
     )
+
+
+Unfit = Literal["positions", "eager", "eager llama", "bert", "mamba", "packed", "window", "tuple"]
+
+
+def refused_sequences(kind: Unfit) -> str:
+    """What cp 2 says to a model, or to a call of it, that it cannot split."""
+    transformers: Any = importlib.import_module("transformers")
+    given, step = dict(batch_of(0)), Composition(cp=2)
+    if kind in ("positions", "eager"):
+        model = build("gpt")
+        for block in model.get_submodule("blocks").children():
+            block.forward = MethodType(_with_positions if kind == "positions" else _eager, block)
+    elif kind in ("packed", "window", "eager llama", "tuple"):
+        model = build("llama")
+        if kind == "packed":
+            given["position_ids"] = torch.arange(LENGTH // 2).repeat(SAMPLES, 2)
+        elif kind == "window":
+            model.config.sliding_window = LENGTH // 2
+        elif kind == "tuple":
+            given["return_dict"] = False
+        else:
+            model.set_attn_implementation("eager")
+    elif kind == "bert":
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=48))
+    else:
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+        model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    return _refused(lambda: initialize(model, optimizer=_optimizer, plan=step.plan())[0](**given))
+
+
+def _with_positions(block: Any, x: torch.Tensor) -> torch.Tensor:
+    """Rows are turned by their number in what the block sees, as rotary embeddings are inside attention."""
+    made: torch.Tensor = type(block).forward(block, x.roll(1, -1) * torch.arange(x.shape[1]).cos().unsqueeze(-1) + x)
+    return made
+
+
+def _eager(block: Any, x: torch.Tensor) -> torch.Tensor:
+    scores = (x @ x.transpose(1, 2)).tril()
+    return x + block.out(scores @ x)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnLoss:
+    """A script that makes its own loss of logits, and what its blocks drop out."""
+
+    loss: float
+    expected: float
+    gradient: float
+    """The largest difference of a gradient from one process."""
+    dropped: list[bool]
+    later: float
+    """The next random number after a forward pass."""
+
+
+def own_loss(kind: Kind) -> OwnLoss:
+    """Logits of cp 2 in training, a loss of the script's own, and dropout in the blocks."""
+    engine, *_ = initialize(build(kind), optimizer=_optimizer, plan=Composition(cp=2).plan())
+    alone, ids = build(kind), batch_of(0)["input_ids"]
+    losses = []
+    for model in (engine, alone):
+        logits = model(input_ids=ids).logits
+        losses.append(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+    torch.autograd.backward(losses)
+    right = dict(alone.named_parameters())
+    apart = [(p.grad - right[name].grad).abs().max().item() for name, p in engine.module.named_parameters()]
+    return OwnLoss(loss=losses[0].item(), expected=losses[1].item(), gradient=max(apart), **_dropped())
+
+
+def _dropped() -> dict[str, Any]:
+    model = build("gpt")
+    blocks = model.get_submodule("blocks")
+    seen: list[torch.Tensor] = []
+    for block in blocks.children():
+        block.mlp_norm = nn.Sequential(nn.Dropout(0.5), block.mlp_norm)
+        block.mlp_norm[0].register_forward_hook(lambda _, __, made: seen.append(made == 0))
+    engine, *_ = initialize(model, optimizer=_optimizer, plan=Composition(cp=2).plan())
+    torch.manual_seed(3)
+    engine(**batch_of(0))
+    return {"dropped": seen[-1].flatten().tolist(), "later": torch.rand(()).item()}
 
 
 def _refused(call: Callable[[], object]) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from hardware_db.spawn import RankPool
+from strategies.parallel.expert import is_mixture
 from tests.strategies import parallel_bodies
 from tests.strategies.parallel_bodies import Composition
 
@@ -42,3 +46,15 @@ def test_two_ranks_train_as_one_process(ranks: RankPool, composition: Compositio
 def test_four_ranks_train_as_one_process(four_ranks: RankPool, composition: Composition) -> None:
     for found in four_ranks.run(parallel_bodies.train, "mixtral", composition):
         assert max(found.loss, found.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), found
+
+
+def test_experts_that_are_given_no_choice_are_no_mixture() -> None:
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.Llama4TextConfig(hidden_size=8, intermediate_size=8, num_local_experts=2)
+    with torch.device("meta"):
+        sorted_already = transformers.models.llama4.modeling_llama4.Llama4TextExperts(config)
+        mixture = transformers.models.mixtral.modeling_mixtral.MixtralExperts(
+            transformers.MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=2)
+        )
+    assert not is_mixture(sorted_already)
+    assert is_mixture(mixture)
