@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from planner.types.plan import Plan
 from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
+from strategies.modules.activation_checkpointing import checkpoint_activations
+from strategies.parallel.blocks import repeated_blocks
 from strategies.parallel.split import parts_of
 from tests.strategies.training_bodies import Recipe
 
@@ -222,6 +224,22 @@ def one_step(engine: Any, step: int) -> float:
         total += loss.detach().float() / accumulation
     torch.distributed.all_reduce(total, group=engine.mesh.group("dp"))
     return total.item() / size
+
+
+def passes_of_a_block(kind: Kind, composition: Composition, is_chosen_by_script: bool) -> tuple[float, int]:
+    """The largest difference from one process over two steps, and how often a block's attention ran in the second."""
+    model = build(kind)
+    blocks = repeated_blocks(model)
+    norm = next(module for module in blocks[1].modules() if "Norm" in type(module).__name__)
+    if is_chosen_by_script:
+        checkpoint_activations(model, lambda module: module in blocks)
+    engine, *_ = initialize(model, optimizer=_optimizer, plan=composition.plan())
+    losses = [one_step(engine, 0)]
+    passes: list[nn.Module] = []
+    norm.register_forward_pre_hook(lambda module, _: passes.append(module))
+    losses.append(one_step(engine, 1))
+    expected = reference(kind, 2, 0.0, composition.precision)[0]
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), len(passes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
