@@ -61,10 +61,14 @@ class CheckedPage:
         """Visible controls that the Tab key never comes to, each as the beginning of its HTML. A group of radio buttons
         is one stop, as browsers have it."""
         self.page.evaluate(_MARK_CONTROLS)
-        self.page.locator("body").focus()
+        self.page.evaluate("document.activeElement.blur()")
+        nowhere = 0
         for _ in range(_MOST_STOPS):
             self.page.keyboard.press("Tab")
-            if self.page.evaluate(_MARK_FOCUSED):
+            stop = self.page.evaluate(_MARK_FOCUSED)
+            # A list that opens below its field is a stop too, and closes as the focus comes: it is nowhere for once.
+            nowhere = nowhere + 1 if stop == "nowhere" else 0
+            if stop == "again" or nowhere > 1:
                 break
         return list(self.page.evaluate(_NOT_REACHED))
 
@@ -86,17 +90,18 @@ _MARK_CONTROLS = """() => {
     && control.tabIndex >= 0 && control.getClientRects().length > 0))
   window.stops = new Set()
 }"""
-# True once the round is complete: the focus left the page, or is where it has been before.
 _MARK_FOCUSED = """() => {
   const focused = document.activeElement
-  if (focused === document.body || window.stops.has(focused)) return window.stops.size > 0
+  if (focused === document.body) return 'nowhere'
+  if (window.stops.has(focused)) return 'again'
   window.stops.add(focused)
-  return false
+  return 'new'
 }"""
 _NOT_REACHED = """() => {
-  const groups = new Set([...window.stops].filter(stop => stop.type === 'radio').map(stop => stop.name))
+  const group = control => control.type === 'radio' && control.closest('fieldset, [role=radiogroup]')
+  const groups = new Set([...window.stops].map(group).filter(Boolean))
   return [...window.controls]
-    .filter(control => !window.stops.has(control) && !(control.type === 'radio' && groups.has(control.name)))
+    .filter(control => control.isConnected && !window.stops.has(control) && !groups.has(group(control)))
     .map(control => control.outerHTML.slice(0, 160))
 }"""
 _PICTURES = """() => [...document.querySelectorAll('.js-plotly-plot')].map((plot, number) => {
