@@ -100,6 +100,8 @@ def build(kind: Kind) -> nn.Module:
         return transformers.Qwen3ForCausalLM(config)
     if kind == "mixtral":
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**usual, **heads, num_local_experts=4))
+    if kind in ("deepseek", "qwen2_moe"):
+        return _with_shared_experts(kind, usual, heads)
     if kind == "gpt2":
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
@@ -135,6 +137,19 @@ class _Masked(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         assert mask is None
         return self.block(x)  # type: ignore[no-any-return]
+
+
+def _with_shared_experts(kind: Kind, usual: Mapping[str, int], heads: Mapping[str, int]) -> nn.Module:
+    """DeepSeek-V2's shared experts are given samples, and tp ranks split them; Qwen2's are given rows of tokens."""
+    transformers: Any = importlib.import_module("transformers")
+    routed = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if kind == "qwen2_moe":
+        shared = {"num_experts": 4, "shared_expert_intermediate_size": 24}
+        return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**usual, **heads, **routed, **shared))
+    shared = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    config = {**usual, **heads, "num_key_value_heads": heads["num_attention_heads"], **routed, **shared, **latent}
+    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**config))
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
