@@ -172,20 +172,6 @@ _NOT_HERE = (
         " states",
     ),
     Rule(
-        breaks=lambda plan: plan.cp > 1 and plan.pp > 1,
-        sentence="dsplan run splits sequences of whole models, and pp {plan.pp} cuts this one; use tp, or cp with pp 1",
-    ),
-    Rule(
-        breaks=lambda plan: plan.cp > 1 and plan.strategy == "ddp" and plan.activation_checkpointing != "none",
-        sentence="recomputed attention over all ranks' keys does not go with ddp here; use fsdp or zero1 with cp"
-        " {plan.cp}",
-    ),
-    Rule(
-        # torch's bias of flash attention is a tensor subclass, which its dispatch mode cannot make.
-        breaks=lambda plan: plan.cp > 1 and plan.activation_checkpointing == "selective",
-        sentence="selective checkpointing cannot keep what cp {plan.cp} computes; use full checkpointing, or none",
-    ),
-    Rule(
         # Row and column means, the update's clipping and its relative step are of the whole matrix.
         breaks=lambda plan: plan.optimizer == "adafactor" and _splits_matrices(plan),
         sentence="torch's Adafactor needs whole matrices, which {split} splits; use pp, cp, or another optimizer",

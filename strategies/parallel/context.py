@@ -22,13 +22,16 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from strategies.errors import CannotRun
 from strategies.parallel.blocks import repeated_blocks
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
-from strategies.parallel.ranks import SEQUENCE, TensorRanks, gather_from_ranks, split_between_ranks
+from strategies.parallel.ranks import SEQUENCE, TensorRanks, gather_from_ranks, split_between_ranks, tokens_of_each
 from strategies.parallel.split import ModelParts
+from strategies.parallel.stages import stages_of
+from strategies.parallel.styles import derived
 
 _IGNORED = -100
 """Labels that no loss is made of, torch's `ignore_index`."""
@@ -49,15 +52,19 @@ def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: 
             f"cp {mesh.size('cp')} splits what blocks compute, and {type(inner).__name__} has none; use cp 1"
         )
     for block in blocks:
-        forward: Any = block.forward
-        block.__dict__["forward"] = partial(_with_all_keys, forward, ranks)
+        _attend_to_all(block, ranks)
     taken = inspect.signature(inner.forward).parameters
     if {"position_ids", "labels"} <= taken.keys() and hasattr(inner, "loss_function"):
         inner.register_forward_pre_hook(partial(_own_inputs, ranks), with_kwargs=True)
         inner.register_forward_hook(partial(_whole_loss, ranks), with_kwargs=True)
         return
-    blocks[0].register_forward_pre_hook(partial(_own_tokens, ranks), with_kwargs=True)
-    blocks[-1].register_forward_hook(partial(_all_tokens, ranks))
+    stages = stages_of(model)
+    is_first, is_last = stages is None or stages.has_first, stages is None or stages.has_last
+    # Before tp ranks split what is left, and after they have made it whole.
+    enters = partial(_own_tokens if is_first else _of_own_tokens, ranks)
+    blocks[0].register_forward_pre_hook(enters, prepend=True, with_kwargs=True)
+    if is_last:
+        blocks[-1].register_forward_hook(partial(_all_tokens, ranks))
 
 
 # Chunks of a sequence.
@@ -69,11 +76,7 @@ def own_chunks(whole: torch.Tensor, ranks: TensorRanks, dim: int = SEQUENCE) -> 
     Raises:
         CannotRun: the sequence does not divide into two chunks per rank.
     """
-    if whole.shape[dim] % (2 * ranks.size):
-        raise CannotRun(
-            f"cp {ranks.size} cuts samples into {2 * ranks.size} parts, and {whole.shape[dim]} tokens are no multiple"
-            " of that; pad the samples"
-        )
+    tokens_of_each(whole.shape[dim], ranks.size)
     chunks = whole.chunk(2 * ranks.size, dim=dim)
     pairs = [chunks[place] for rank in range(ranks.size) for place in _places(rank, ranks.size)]
     return split_between_ranks(torch.cat(pairs, dim=dim), ranks, dim)
@@ -128,7 +131,7 @@ def _attention(
     attended = []
     for place, queries in zip(_places(ranks.rank, ranks.size), query.chunk(2, dim=-2), strict=True):
         end = (place + 1) * length
-        bias = _earlier(length, end, query.device)
+        bias = earlier_tokens(length, end, query.device)
         attended.append(
             functional.scaled_dot_product_attention(
                 queries, keys[..., :end, :], values[..., :end, :], attn_mask=bias, dropout_p=dropout_p, **options
@@ -137,11 +140,12 @@ def _attention(
     return torch.cat(attended, dim=-2)
 
 
-def _earlier(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+def earlier_tokens(queries: int, keys: int, device: torch.device) -> torch.Tensor:
     """Which keys come before each of the last `queries` tokens; on a GPU in the form that flash attention needs no mask
     for."""
     if device.type == "cuda":
-        return causal_lower_right(queries, keys)
+        with _disable_current_modes():  # selective checkpointing's cannot make a subclass of tensors
+            return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -150,6 +154,27 @@ def _with_all_keys(forward: Any, ranks: TensorRanks, *args: Any, **kwargs: Any) 
         return forward(*args, **kwargs)
     with _AllKeys(ranks):
         return forward(*args, **kwargs)
+
+
+class _Attending(nn.Module):
+    """A block whose attention is over the tokens of all ranks."""
+
+    cp_ranks: TensorRanks
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_all_keys(super().forward, self.cp_ranks, *args, **kwargs)
+
+
+def _attend_to_all(block: Any, ranks: TensorRanks) -> None:
+    """Have a block's attention see all tokens, in its forward pass and where that is run again: transformers recomputes
+    the forward pass of a block's class, and `Recomputation` what it was given."""
+    forward = vars(block).get("forward")
+    if forward is None:
+        block.__class__, block.cp_ranks = derived(_Attending, type(block)), ranks
+    elif hasattr(forward, "recomputed"):
+        forward.recomputed = partial(_with_all_keys, forward.recomputed, ranks)
+    else:
+        vars(block)["forward"] = partial(_with_all_keys, forward, ranks)
 
 
 # A model that is split at its input.
@@ -276,14 +301,25 @@ def _own_tokens(ranks: TensorRanks, block: nn.Module, args: Any, kwargs: dict[st
         raise CannotRun(
             f"cp splits the hidden states that {type(block).__name__} takes first, and it takes none; use cp 1"
         )
-    length = args[0].shape[SEQUENCE]
+    own = own_chunks(scaled_gradient(args[0], 1 / ranks.size), ranks)
+    return _of_own_tokens(ranks, block, (own, *args[1:]), kwargs)
+
+
+def _of_own_tokens(ranks: TensorRanks, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """
+    Raises:
+        CannotRun: the block takes something else of every token of the samples.
+    """
+    if ranks.is_whole:
+        return args, kwargs
+    length = args[0].shape[SEQUENCE] * ranks.size
     others = [*args[1:], *kwargs.values()]
     if any(isinstance(other, torch.Tensor) and length in other.shape for other in others):
         raise CannotRun(
             f"cp splits the hidden states of {type(block).__name__}, which takes other tensors of their length too; use"
             " cp 1, or a model of transformers"
         )
-    return (own_chunks(scaled_gradient(args[0], 1 / ranks.size), ranks), *args[1:]), kwargs
+    return args, kwargs
 
 
 def _all_tokens(ranks: TensorRanks, block: nn.Module, args: Any, output: Any) -> Any:

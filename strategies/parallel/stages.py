@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -30,6 +31,7 @@ from strategies.errors import CannotRun
 from strategies.parallel.blocks import Elsewhere, block_stacks, members
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import CALL_TRAIN_BATCH, Arguments, Partition, SplitOptions
+from strategies.parallel.ranks import SEQUENCE, tokens_of_each
 from strategies.parallel.split import ModelParts
 
 _ATTRIBUTE = "_dsplan_stages"
@@ -44,11 +46,20 @@ class Travel:
     sizes: tuple[int | tuple[str | int, int], ...]
     """Of each dimension: a number, or the argument of the model (by name or place) and its dimension that it is."""
     dtype: torch.dtype
+    cp: int = 1
+    """How many ranks share the tokens of every sample, which their hidden states have in dimension `SEQUENCE`."""
 
     def shape(self, arguments: Arguments) -> tuple[int, ...]:
-        """For a micro-batch with these arguments of the model."""
+        """For a micro-batch with these arguments of the model, which are of whole samples.
+
+        Raises:
+            CannotRun: the tokens do not divide over the ranks that share them.
+        """
         inputs = _tensors(arguments)
-        return tuple(size if isinstance(size, int) else inputs[size[0]].shape[size[1]] for size in self.sizes)
+        sizes = [size if isinstance(size, int) else inputs[size[0]].shape[size[1]] for size in self.sizes]
+        if self.cp > 1:
+            sizes[SEQUENCE] = tokens_of_each(sizes[SEQUENCE], self.cp)
+        return tuple(sizes)
 
 
 class Stages:
@@ -62,6 +73,16 @@ class Stages:
         self.is_looked_at = False
         self._received: torch.Tensor | None = None
         self._of: dict[int, dict[str, nn.Module | None]] = {}
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the first stage is on this rank."""
+        return 0 in self.own
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage, which makes the loss, is on this rank."""
+        return self.number - 1 in self.own
 
     def received_by(self, stage: int) -> Travel:
         """What a stage but the first receives."""
@@ -160,7 +181,8 @@ def cut_stages(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Model
     _drop_blocks(stack, stages, record)
     parts.blocks = tuple(ranges[stage] for stage in own)
     vars(model)[_ATTRIBUTE] = stages
-    vars(model)["forward"] = stages.run
+    # What splits the model further reads which arguments it takes.
+    vars(model)["forward"] = update_wrapper(partial(stages.run), model.forward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -470,7 +492,7 @@ def _travel(hidden: torch.Tensor, inputs: Arguments, plan: Configuration) -> Tra
         sizes.append(sources[0] if sources else size)
     # Sharded weights compute in the plan's dtype, whatever they were loaded in.
     dtype = hidden.dtype if _is_cast(plan) else _COMPUTE.get(plan.precision, hidden.dtype)
-    return Travel(sizes=tuple(sizes), dtype=dtype)
+    return Travel(sizes=tuple(sizes), dtype=dtype, cp=plan.cp)
 
 
 def _maker(name: str, output: Any, hidden: torch.Tensor) -> Callable[[torch.Tensor], Any]:

@@ -505,10 +505,15 @@ def _moved(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def _arguments_of(inner: Any, block: nn.Module, length: int) -> _Arguments | None:
     """What a model calls its block with for tokens of so many positions; activations first. None: not known."""
     vocabulary = getattr(getattr(inner, "config", None), "vocab_size", 0)
-    if vocabulary and getattr(inner, "main_input_name", "") == "input_ids":
+    is_named = bool(vocabulary) and getattr(inner, "main_input_name", "") == "input_ids"
+    if not is_named:
+        rows = [module.num_embeddings for module in inner.modules() if isinstance(module, nn.Embedding)]
+        vocabulary = min(rows, default=0)  # which of its tables tokens are looked up in is not known
+    if vocabulary:
         device = next(inner.parameters()).device
         tokens = torch.randint(0, vocabulary, (2, length), generator=torch.Generator().manual_seed(2)).to(device)
-        captured = _captured(inner, block, {"input_ids": tokens, "use_cache": False})
+        named = {"input_ids": tokens, "use_cache": False} if is_named else {}
+        captured = _captured(inner, block, () if is_named else (tokens,) * _required(inner), named)
         if captured is not None:
             return captured
     inputs = [widths(module)[0] for module in block.modules() if is_linear(module)]
@@ -517,7 +522,16 @@ def _arguments_of(inner: Any, block: nn.Module, length: int) -> _Arguments | Non
     return (torch.randn(2, length, inputs[0], generator=torch.Generator().manual_seed(2)),), {}
 
 
-def _captured(inner: nn.Module, block: nn.Module, given: dict[str, Any]) -> _Arguments | None:
+def _required(module: nn.Module) -> int:
+    """How many positional arguments a forward pass has to be given; one at least."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return max(1, sum(1 for taken in parameters if taken.kind in kinds and taken.default is inspect.Parameter.empty))
+
+
+def _captured(
+    inner: nn.Module, block: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]
+) -> _Arguments | None:
     seen: list[_Arguments] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -527,7 +541,7 @@ def _captured(inner: nn.Module, block: nn.Module, given: dict[str, Any]) -> _Arg
     handle = block.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with torch.no_grad(), looked_at(inner):
-            inner(**given)
+            inner(*given, **named)
     except Exception:  # _Reached, or whatever a model raises that wants other arguments
         pass
     finally:

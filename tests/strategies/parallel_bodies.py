@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 from planner.types.plan import Plan
 from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
+from strategies.modules.activation_checkpointing import checkpoint_activations
+from strategies.parallel.blocks import repeated_blocks
 from strategies.parallel.split import parts_of
 from tests.strategies.training_bodies import Recipe
 
-Kind = Literal["llama", "qwen3", "gpt2", "mixtral", "gpt"]
+Kind = Literal["llama", "qwen3", "gpt2", "mixtral", "gpt", "numbered"]
 VOCABULARY, LENGTH, SAMPLES = 101, 16, 8
 
 
@@ -104,7 +106,34 @@ def build(kind: Kind) -> nn.Module:
     examples = str(Path(__file__).parents[2] / "scripts" / "examples")
     if examples not in sys.path:
         sys.path.insert(0, examples)
-    return importlib.import_module("train_gpt").Gpt(layers=4, width=32, heads=4, length=LENGTH)
+    gpt: nn.Module = importlib.import_module("train_gpt").Gpt(layers=4, width=32, heads=4, length=LENGTH)
+    return _Numbered(gpt) if kind == "numbered" else gpt
+
+
+class _Numbered(nn.Module):
+    """The example's model as torchtitan writes its own: blocks in a `ModuleDict`, which take a mask too."""
+
+    def __init__(self, gpt: Any) -> None:
+        super().__init__()
+        self.tokens, self.norm, self.head = gpt.tokens, gpt.norm, gpt.head
+        self.layers = nn.ModuleDict({str(place): _Masked(block) for place, block in enumerate(gpt.blocks)})
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for layer in self.layers.values():
+            x = layer(x, None)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class _Masked(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        assert mask is None
+        return self.block(x)  # type: ignore[no-any-return]
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
@@ -195,6 +224,22 @@ def one_step(engine: Any, step: int) -> float:
         total += loss.detach().float() / accumulation
     torch.distributed.all_reduce(total, group=engine.mesh.group("dp"))
     return total.item() / size
+
+
+def passes_of_a_block(kind: Kind, composition: Composition, is_chosen_by_script: bool) -> tuple[float, int]:
+    """The largest difference from one process over two steps, and how often a block's attention ran in the second."""
+    model = build(kind)
+    blocks = repeated_blocks(model)
+    norm = next(module for module in blocks[1].modules() if "Norm" in type(module).__name__)
+    if is_chosen_by_script:
+        checkpoint_activations(model, lambda module: module in blocks)
+    engine, *_ = initialize(model, optimizer=_optimizer, plan=composition.plan())
+    losses = [one_step(engine, 0)]
+    passes: list[nn.Module] = []
+    norm.register_forward_pre_hook(lambda module, _: passes.append(module))
+    losses.append(one_step(engine, 1))
+    expected = reference(kind, 2, 0.0, composition.precision)[0]
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), len(passes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,6 +40,7 @@ def _worst(found: list[Difference]) -> Difference:
     ("kind", "composition"),
     [
         ("gpt2", PP),
+        ("numbered", PP),
         ("llama", replace(INTERLEAVED, checkpointing="selective")),
         ("mixtral", replace(PP, schedule="gpipe", checkpointing="full")),
         ("gpt", replace(PP, schedule="zero-bubble")),
