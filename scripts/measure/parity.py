@@ -457,6 +457,7 @@ class Ranks:
         if self._pool is None or self._calls >= CALLS_PER_POOL or is_deepspeed != self._is_deepspeed:
             self.close()
             variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            variables |= {"DSPLAN_NVME_PATH": self._folder}
             imported = () if is_deepspeed else _PRELOAD
             self._pool = RankPool(self._number, timeout_seconds=CALL_SECONDS, variables=variables, preload=imported)
             self._is_deepspeed = is_deepspeed
