@@ -25,6 +25,7 @@ from importlib.metadata import version
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,7 @@ OPTIONS: tuple[Mapping[str, Any], ...] = (
 )
 """What a plan may have beside strategy, degrees and recomputation; each meets every strategy and every degree."""
 OPTIONS_RANKS = 4
+RANKS, PRECISIONS = (2, 4, 8), ("fp32", "bf16")
 MANY_RANKS = 8
 
 
@@ -110,23 +112,26 @@ def compositions(model: str, ranks: int, precision: str, *, every: bool = False)
     """Every plan that the planner calls runnable on so many ranks, one for each way to lay them out.
 
     Recomputation, and whether FSDP reduces in every micro-batch where ranks split the model, take turns: a layout has
-    another one for each model and precision. So do schedules and sequence parallelism with bf16 on 4 ranks and with
-    both precisions on 8, where precisions take turns too, unless `every` one is asked for.
+    another one for each model and precision. Unless `every` one is asked for, so do schedules and sequence parallelism
+    on more than 2 ranks, and on 8 precisions, and models where all of them have the degrees.
     """
-    narrow = list(TOLERANCES).index(precision)
-    first = 7 * list(MODELS).index(model) + 5 * narrow
-    for number, layouts in enumerate(_kinds(model, ranks, precision, in_turn=not every and ranks > 4 - 2 * narrow)):
-        if every or ranks < MANY_RANKS or number % 2 == narrow:
-            turn = first + number
-            plan = _first_runnable([*layouts[turn % len(layouts) :], *layouts[: turn % len(layouts)]], turn)
-            if plan is not None:
-                yield plan
+    model_number, narrow = list(MODELS).index(model), list(TOLERANCES).index(precision)
+    first = 7 * model_number + 5 * narrow
+    for number, (kind, layouts) in enumerate(_kinds(model, ranks, precision, in_turn=not every and ranks > 2)):
+        if ranks >= MANY_RANKS and not every:
+            turn = crc32(repr(kind).encode())
+            if turn % 2 != narrow or (kind.ep == 1 and turn // 2 % len(MODELS) != model_number):
+                continue
+        turn = first + number
+        plan = _first_runnable([*layouts[turn % len(layouts) :], *layouts[: turn % len(layouts)]], turn)
+        if plan is not None:
+            yield plan
 
 
 Asked = tuple[Request, CandidateLayout]
 
 
-def _kinds(model: str, ranks: int, precision: str, *, in_turn: bool) -> Iterator[list[Asked]]:
+def _kinds(model: str, ranks: int, precision: str, *, in_turn: bool) -> Iterator[tuple[CandidateLayout, list[Asked]]]:
     """Layouts that differ in what takes turns alone, each with the question that it answers."""
     whole = tuple(strategy for strategy in words.STRATEGIES if strategy != "hsdp")
     ways: list[tuple[int, words.Backend, tuple[words.Strategy, ...]]] = [
@@ -145,7 +150,7 @@ def _kinds(model: str, ranks: int, precision: str, *, in_turn: bool) -> Iterator
                 if in_turn:
                     kind = replace(kind, sequence_parallel=False, pp_schedule="1f1b", virtual_stages=1)
                 found.setdefault(kind, []).append((asked, layout))
-        yield from found.values()
+        yield from found.items()
 
 
 def _first_runnable(layouts: Sequence[Asked], turn: int) -> Plan | None:
@@ -169,13 +174,14 @@ def _first_runnable(layouts: Sequence[Asked], turn: int) -> Plan | None:
 def with_options(model: str) -> Iterator[Plan]:
     """Each of `OPTIONS` under each strategy with each degree of 2 beside data parallelism, where the planner calls it
     runnable; models take turns but where only one has the degree."""
-    found = dict[tuple[str, ...], Configuration]()
-    for plan in compositions(model, OPTIONS_RANKS, "fp32"):
-        chosen = plan.configuration
-        degrees = [name for name in words.DEGREES if getattr(chosen, name) > 1]
-        usual = chosen.pp_schedule == "1f1b" and chosen.sync_each_micro_batch
-        if len(degrees) == 1 and getattr(chosen, degrees[0]) == 2 and usual and not chosen.sequence_parallel:
-            found.setdefault((chosen.strategy, *degrees), chosen)
+    found = dict[tuple[str, str], Configuration]()
+    for kind, layouts in _kinds(model, OPTIONS_RANKS, "fp32", in_turn=False):
+        degrees = [name for name in words.DEGREES if getattr(kind, name) > 1]
+        is_usual = kind.pp_schedule == "1f1b" and not kind.sequence_parallel
+        if is_usual and [getattr(kind, name) for name in degrees] == [2] and (kind.strategy, degrees[0]) not in found:
+            plan = _first_runnable(layouts, turn=0)
+            if plan is not None:
+                found[kind.strategy, degrees[0]] = plan.configuration
     for turn, ((strategy, degree), option) in enumerate(product(found, OPTIONS)):
         if degree != "ep" and turn % len(MODELS) != list(MODELS).index(model):
             continue
@@ -515,8 +521,8 @@ def _reason(problem: Exception) -> str:
 # The page.
 
 
-def page(runs: Sequence[ParityRun]) -> str:
-    """The page of the largest differences."""
+def page(runs: Sequence[ParityRun], left: int = 0) -> str:
+    """The page of the largest differences; so many compositions are `left`, which were never trained."""
     good = [run for run in runs if run.outcome == "same"]
     dates = sorted({run.date for run in runs} or {""})
     versions = sorted({f"torch {run.torch}, transformers {run.transformers}" for run in runs})
@@ -535,12 +541,13 @@ def page(runs: Sequence[ParityRun]) -> str:
         " it moved the model). Figures are the largest of those that are the same: of a loss in nats, of a gradient"
         " norm as a share, of an element of a parameter.",
         "",
-        f"On 4 ranks with bf16, and on {MANY_RANKS} ranks, schedules and sequence parallelism take turns, and on"
-        f" {MANY_RANKS} ranks precisions too; `--every` trains all of them.",
+        "On more than 2 ranks schedules and sequence parallelism take turns too, and on"
+        f" {MANY_RANKS} precisions, and models where all have the degrees; `--every` trains all of them.",
         "",
         f"**{len(good)} of {len(runs)} are the same**, on {_listed(map(str, sizes))} gloo ranks of a CPU,"
         f" {' to '.join(dict.fromkeys((dates[0], dates[-1])))} (UTC), with {'; '.join(versions)}"
-        f"{f', DeepSpeed {_listed(deepspeed)}' if deepspeed else ''}.",
+        f"{f', DeepSpeed {_listed(deepspeed)}' if deepspeed else ''}."
+        + (f" {left} more were not trained yet." if left else ""),
         "",
     ]
     plain = [run for run in runs if not run.option]
@@ -644,6 +651,12 @@ class Rows:
             if key in stay or (row.model, row.ranks, "fp32" if row.option else row.precision) != about
         }
 
+    def left(self) -> int:
+        """How many of all compositions have no row."""
+        everything = product(MODELS, RANKS, PRECISIONS)
+        keys = {row_of(about[0], plan).key for about in everything for plan in plans_of(*about)}
+        return len(keys - self._rows.keys())
+
     def write(self) -> None:
         write_rows(ParityRun, self.path, sorted(self, key=_order))
         self._written = time.monotonic()
@@ -683,9 +696,9 @@ def measure(wanted: Sequence[tuple[str, int, Plan]], console: Console, *, report
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4, 8])
+    parser.add_argument("--ranks", nargs="*", type=int, default=list(RANKS))
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--precisions", nargs="*", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--only", default="", metavar="TEXT", help="compositions whose names hold this")
     parser.add_argument("--list", action="store_true", help="name the compositions and train none")
     parser.add_argument("--every", action="store_true", help="on many ranks too, no schedule or precision in turn")
@@ -715,7 +728,7 @@ def main() -> None:
             failed += run.outcome != "same"
     finally:
         rows.write()
-        replace_text(PAGE, page(sorted(rows, key=_order)))
+        replace_text(PAGE, page(sorted(rows, key=_order), left=rows.left()))
     sys.exit(1 if failed else 0)
 
 
