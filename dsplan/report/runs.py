@@ -111,26 +111,24 @@ def predicted_and_measured(runs: Sequence[RunData]) -> Picture | None:
     if not shown:
         return None
     names = titles(runs)
-    figure = make_subplots(
-        rows=len(shown), cols=1, subplot_titles=[item.title for item in shown], vertical_spacing=0.32 / len(shown)
-    )
+    figure = make_subplots(rows=len(shown), cols=1, vertical_spacing=0.12 / max(1, len(shown) - 1))
     for row, item in enumerate(shown, start=1):
         for kind in ("measured", "predicted"):
             figure.add_trace(_bars(item, runs, names, kind, legend=row == 1), row=row, col=1)
-        figure.update_xaxes(rangemode="tozero", ticks="", showticklabels=False, fixedrange=True, row=row, col=1)
-    figure.update_yaxes(autorange="reversed", fixedrange=True, automargin=True, showticklabels=len(runs) > 1)
+        for run, name in zip(runs, names, strict=True):
+            figure.add_annotation(
+                x=0, y=name, text=_above(item, run, name if len(runs) > 1 else ""), showarrow=False, xanchor="left",
+                yanchor="bottom", yshift=16, font={"size": 12}, row=row, col=1,
+            )  # fmt: skip
+        figure.update_xaxes(rangemode="tozero", visible=False, fixedrange=True, row=row, col=1)
+    # The words are above the bars: beside them there is no room on a phone.
+    figure.update_yaxes(autorange="reversed", fixedrange=True, visible=False)
     figure.update_layout(
         barmode="group",
-        height=90 + len(shown) * (60 + 56 * len(runs)),
-        margin={"l": 10, "r": 10, "t": 60, "b": 10},
-        legend={
-            "orientation": "h",
-            "y": 1.0,
-            "yanchor": "bottom",
-            "yref": "container",
-            "x": 0,
-            "traceorder": "reversed",
-        },
+        bargap=0.5,
+        height=60 + len(shown) * (24 + 62 * len(runs)),
+        margin={"l": 10, "r": 10, "t": 40, "b": 10},
+        legend={"orientation": "h", "y": 1, "yanchor": "top", "yref": "container", "x": 0, "itemclick": False},
     )
     return Picture(
         name="predicted-measured",
@@ -162,10 +160,6 @@ def _bars(item: _Figure, runs: Sequence[RunData], names: Sequence[str], kind: st
         name=kind,
         legendgroup=kind,
         showlegend=legend,
-        text=[f"{kind} {word}" for word in words],
-        textposition="inside",
-        insidetextanchor="start",
-        textangle=0,
         marker={
             "color": COLOURS[0] if kind == "measured" else QUIET,
             "pattern": {"shape": "" if kind == "measured" else "/", "solidity": 0.15},
@@ -181,6 +175,13 @@ def _bars(item: _Figure, runs: Sequence[RunData], names: Sequence[str], kind: st
         hoverinfo="text",
         hovertext=[f"{name}: {kind} {word}" for name, word in zip(names, words, strict=True)],
     )
+
+
+def _above(item: _Figure, run: RunData, name: str) -> str:
+    predicted, measured = (
+        _MISSING if value is None else item.spell(value) for value in (item.predicted(run), item.measured(run))
+    )
+    return f"{name + ': ' if name else ''}{item.title} {measured}, predicted {predicted}"
 
 
 def _beside_table(shown: Sequence[_Figure], runs: Sequence[RunData]) -> Table:
