@@ -70,6 +70,8 @@ class CheckedPage:
             nowhere = nowhere + 1 if stop == "nowhere" else 0
             if stop == "again" or nowhere > 1:
                 break
+        self.page.keyboard.press("Escape")
+        self.page.evaluate("document.activeElement.blur()")
         return list(self.page.evaluate(_NOT_REACHED))
 
     def pictures(self) -> dict[str, int]:
@@ -125,9 +127,9 @@ def browser() -> Iterator[Browser]:
     if path is None:
         pytest.skip(f"needs one of {', '.join(_PROGRAMS)} (Debian: apt install chromium)")
     with sync_api.sync_playwright() as playwright:
-        # Chromium's own calls home are none of the page's.
-        quiet = ["--disable-background-networking", "--disable-component-update", "--no-proxy-server"]
-        running = playwright.chromium.launch(executable_path=path, args=quiet)
+        # Chromium's own calls home are none of the page's; containers share 64 MiB of memory, too little for a page.
+        quiet = ("--disable-background-networking", "--disable-component-update", "--no-proxy-server")
+        running = playwright.chromium.launch(executable_path=path, args=[*quiet, "--disable-dev-shm-usage"])
         yield running
         running.close()
 
