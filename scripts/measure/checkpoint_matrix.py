@@ -273,9 +273,9 @@ def page(matrices: Mapping[str, Matrix]) -> str:
         "",
         "Written by `python -m scripts.measure.checkpoint_matrix`. A small model of four blocks is trained for"
         f" {SAVED_AFTER} steps of AdamW, clipped by the global norm, under the composition of a row and saved, and"
-        f" resumed under that of a column. A cell is the largest difference of the next {FOLLOWING} losses from those of"
-        f" one process that never stopped, as a share; more than {TOLERANCE:g} would be bold. The last columns are the"
-        " loss of what"
+        f" resumed under that of a column. A cell is the largest difference of the next {FOLLOWING} losses from those"
+        f" of one process that never stopped, as a share; more than {TOLERANCE:g} would be bold. The last columns are"
+        " the loss of what"
         " transformers' `from_pretrained` loads from `export_checkpoint` with weights of a dtype"
         f" (bold above {EXPORT_TOLERANCES['bf16']:g} in bf16).",
     ]
