@@ -30,7 +30,7 @@ from strategies.errors import CannotRun
 from strategies.parallel.blocks import Elsewhere, block_stacks, members
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import CALL_TRAIN_BATCH, Arguments, Partition, SplitOptions
-from strategies.parallel.split import ModelParts
+from strategies.parallel.split import ModelParts, stand_in
 
 _ATTRIBUTE = "_dsplan_stages"
 _READS = frozenset({"__get__", "size", "dim", "numel", "element_size", "stride", "is_floating_point"})
@@ -548,7 +548,7 @@ def _drop_outside(model: nn.Module, record: _Record, cut: _Cut, parts: ModelPart
             is_here |= is_last and parameter in record.after and own in heads.get(parameter, (own,))
             if not is_here:
                 del module._parameters[name]
-                vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+                vars(module)[name] = stand_in(parameter.shape, parameter.dtype, device)
     if is_first != is_last:
         for parameter, own_names in heads.items():
             parts.shared[names[parameter] if is_first else own_names[0]] = names[parameter]
