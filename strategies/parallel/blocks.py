@@ -30,10 +30,10 @@ def block_stacks(model: nn.Module) -> list[nn.Module]:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The members of every outermost stack of like modules, in the order of the model.
 
-    A stack is a `ModuleList` or `Sequential` whose members are all of one class, have parameters, and are made of
-    other modules (`nn.Sequential(Linear, Linear)` is one block's inside, not a stack of blocks). Encoder and decoder
-    are two stacks; stacks inside a stack's members (the experts of a layer) belong to the member. Blocks that another
-    pipeline stage has are left out.
+    A stack is a `ModuleList`, a `Sequential` or a `ModuleDict` whose keys are numbers (torchtitan's models); its
+    members are all of one class, have parameters, and are made of other modules (`nn.Sequential(Linear, Linear)` is
+    one block's inside, not a stack of blocks). Encoder and decoder are two stacks; stacks inside a stack's members (the
+    experts of a layer) belong to the member. Blocks that another pipeline stage has are left out.
     """
     return [block for stack in block_stacks(model) for block in members(stack)]
 
@@ -43,8 +43,15 @@ def members(stack: nn.Module) -> list[nn.Module]:
     return [member for member in stack.children() if not isinstance(member, Elsewhere)]
 
 
+def is_row(module: nn.Module) -> bool:
+    """Whether a container numbers its members, as blocks that follow each other are kept."""
+    if isinstance(module, nn.ModuleDict):
+        return len(module) > 0 and all(key.isdecimal() for key in module)
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
 def _is_stack(module: nn.Module) -> bool:
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+    if not is_row(module):
         return False
     here = members(module)
     return (

@@ -304,11 +304,6 @@ class Pipeline:
         self._device = mesh.environment.device
         self._orders: dict[tuple[bool, int], list[Action]] = {}
 
-    @property
-    def has_last(self) -> bool:
-        """Whether the last stage, which makes the loss, is on this rank."""
-        return self.stages.number - 1 in self.stages.own
-
     def actions(self, micro_batches: int, *, trains: bool) -> list[Action]:
         """This rank's actions, which were simulated with all others'.
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from strategies.errors import CannotRun
+
 SEQUENCE = 1
 """The dimension of activations, [samples, length, width], that sequence parallelism splits."""
 
@@ -48,6 +50,20 @@ def _share(length: int, ranks: int, rank: int) -> tuple[int, int]:
     each, more = divmod(length, ranks)
     first = rank * each + min(rank, more)
     return first, first + each + (rank < more)
+
+
+def tokens_of_each(length: int, ranks: int) -> int:
+    """Tokens of a sample that each of the ranks that share it has: two equal chunks.
+
+    Raises:
+        CannotRun: the sample does not divide into two chunks per rank.
+    """
+    if length % (2 * ranks):
+        raise CannotRun(
+            f"cp {ranks} cuts samples into {2 * ranks} parts, and {length} tokens are no multiple of that; pad the"
+            " samples"
+        )
+    return length // ranks
 
 
 # Collectives without gradients.

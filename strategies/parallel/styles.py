@@ -267,8 +267,8 @@ def _divided(sizes: tuple[int, ...], ranks: TensorRanks, what: str) -> tuple[tup
 _DERIVED: dict[tuple[type, type], type] = {}
 
 
-def _derived(kind: type, base: type) -> type:
-    """A layer's own class with the forward pass of `kind`: what asks for the layer's class still finds it."""
+def derived(kind: type, base: type) -> type:
+    """A module's own class with the forward pass of `kind`: what asks for the module's class still finds it."""
     if (kind, base) not in _DERIVED:
         _DERIVED[kind, base] = type(f"{kind.__name__}Of{base.__name__}", (kind, base), {})
     return _DERIVED[kind, base]
@@ -329,7 +329,7 @@ def as_columns(
     """Let a linear layer compute as a column layer; its weight is split by the caller."""
     _require_plain(module, "columns")
     transposed = _is_transposed(module)
-    kind: Any = _derived(Columns, type(module))
+    kind: Any = derived(Columns, type(module))
     module.__class__ = kind
     module.ranks, module.is_transposed, module.gathered_length = ranks, transposed, gathered_length
     module.copies_input, module.gathers_sequence = copies_input, gathers_sequence
@@ -340,7 +340,7 @@ def make_rows(module: Any, ranks: TensorRanks, *, splits_input: bool, splits_seq
     _require_plain(module, "rows")
     transposed, inputs = _is_transposed(module), widths(module)[0]
     ranges = (ranks.share(inputs),) if splits_input else _divided((inputs,), ranks, type(module).__name__)
-    kind: Any = _derived(Rows, type(module))
+    kind: Any = derived(Rows, type(module))
     module.__class__ = kind
     module.ranks, module.is_transposed = ranks, transposed
     module.splits_input, module.splits_sequence = splits_input, splits_sequence
@@ -354,7 +354,7 @@ def make_vocabulary(module: nn.Module, ranks: TensorRanks) -> dict[str, Split]:
             f"tensor parallelism cannot split {type(module).__name__}: it is no plain embedding; leave it out of"
             " tp_plan"
         )
-    kind: Any = _derived(VocabularyRows, type(module))
+    kind: Any = derived(VocabularyRows, type(module))
     module.__class__ = kind
     table: Any = module
     table.ranks = ranks

@@ -15,6 +15,7 @@ from planner.errors import BrokenFile, UnknownName
 from planner.models.counting.weights import NOTHING, Weights, block_count, counted
 from planner.models.facts import BlockCount, ModelFacts, ParameterCounts
 from planner.models.from_hf.config import facts_from_config
+from strategies.parallel.blocks import is_row
 
 _HEAD_COUNTS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead")
 _LENGTHS = ("block_size", "max_seq_len", "max_sequence_length", "n_positions", "n_ctx", "context_length")
@@ -98,9 +99,10 @@ def _search(module: nn.Module, path: str, block_classes: list[str], found: list[
 
 
 def _repeated(container: nn.Module, block_classes: list[str]) -> tuple[nn.Module, ...]:
-    if not isinstance(container, nn.ModuleList | nn.Sequential):
+    if not is_row(container):
         return ()
-    children = tuple(container)  # children() would show a shared block once
+    # children() would show a shared block once
+    children = tuple(child for child in container._modules.values() if child is not None)
     classes = {type(child).__name__ for child in children}
     if block_classes:
         return children if classes and classes <= set(block_classes) else ()

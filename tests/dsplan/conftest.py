@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.dsplan.browser import browser, open_page
 from tests.dsplan.cli import Cli
+
+__all__ = ["browser", "open_page"]
 
 
 @pytest.fixture

@@ -46,6 +46,13 @@ def four_ranks(new_pool: NewPool) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def eight_ranks(new_pool: NewPool) -> Iterator[RankPool]:
+    """Eight ranks over gloo: three degrees of two."""
+    with new_pool(8) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def deepspeed_ranks(new_pool: NewPool) -> Iterator[DeepSpeedRanks]:
     """Two ranks for DeepSpeed, whose engine leaves state behind in its process."""
     yield from _deepspeed(new_pool, 2)

@@ -184,8 +184,8 @@ class Recomputation:
     """A module's forward, which is run again in backward. Copies of the module have a copy of their own of it."""
 
     def __init__(self, forward: Callable[..., Any], kind: str, kept: frozenset[Any], *, on_host: bool) -> None:
-        self.kind = kind
-        self._forward, self._kept, self._on_host = forward, kept, on_host
+        self.kind, self.recomputed = kind, forward
+        self._kept, self._on_host = kept, on_host
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {}
@@ -193,7 +193,7 @@ class Recomputation:
             make: Callable[..., Any] = create_selective_checkpoint_contexts
             options["context_fn"] = partial(make, self._keeps_products)
         if not self._on_host:
-            return checkpoint(self._forward, *args, use_reentrant=False, **options, **kwargs)
+            return checkpoint(self.recomputed, *args, use_reentrant=False, **options, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         moving = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         inputs = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]
@@ -205,7 +205,7 @@ class Recomputation:
             left = iter(given)
             whole = [next(left) if moves else leaf for leaf, moves in zip(rest, moving, strict=True)]
             positional, named = tree_unflatten(whole, structure)
-            return self._forward(*positional, **named)
+            return self.recomputed(*positional, **named)
 
         versions = [tensor._version for tensor in inputs]
         with Parking() if torch.is_grad_enabled() else nullcontext():
@@ -213,7 +213,7 @@ class Recomputation:
         if versions != [tensor._version for tensor in inputs]:
             raise DsplanError(
                 "activation checkpointing on the host copies a module's input while the module runs, and"
-                f" {_owner(self._forward)} changes it in place; write x = x + y for x += y, or keep it on the device"
+                f" {_owner(self.recomputed)} changes it in place; write x = x + y for x += y, or keep it on the device"
             )
         return result
 

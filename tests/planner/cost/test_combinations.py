@@ -49,9 +49,6 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
         "rounds of pp 4 micro-batches, and 6 are no whole rounds; use gradient accumulation 8",
         {"pp": 4, "pp_schedule": "interleaved", "virtual_stages": 2},
     ),
-    ("pp 2 cuts this one", {"cp": 2, "pp": 2}),
-    ("does not go with ddp here", {"cp": 2, "strategy": "ddp", "activation_checkpointing": "full"}),
-    ("cannot keep what cp 2 computes", {"cp": 2, "activation_checkpointing": "selective"}),
     ("cp 2 needs fused attention", {"cp": 2, "attention": "eager"}),
     ("cp 2 cuts samples into 4 parts", {"cp": 2, "sequence_length": 1022}),
     ("give tp of at least 2", {"sequence_parallel": True}),
@@ -61,7 +58,6 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hands whole models to DeepSpeed, and tp 2 splits them", {"strategy": "zero1", "backend": "deepspeed", "tp": 2}),
     ("zero3 of backend native cuts whole layers, and pp 2 splits them", {**_ZERO2, "strategy": "zero3", "pp": 2}),
     ("Adafactor needs whole matrices, which tp 2 splits", {**_ZERO2, "optimizer": "adafactor", "tp": 2}),
-    ("over tp ranks or spreads them over ep ranks", {"ep": 2, "tp": 2, "sequence_parallel": True, "dp_shard": 1}),
     (
         "splits backward passes, as zero-bubble does, under ddp without activation checkpointing",
         {"pp": 2, "pp_schedule": "zero-bubble"},

@@ -29,6 +29,12 @@ def test_encoder_and_decoder_in_order_and_experts_stay_inside() -> None:
     assert repeated_blocks(model) == [*encoder, *decoder]
 
 
+def test_a_dictionary_with_numbers_is_a_stack_and_one_with_names_is_not() -> None:
+    blocks = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    assert repeated_blocks(nn.ModuleDict({str(place): block for place, block in enumerate(blocks)})) == blocks
+    assert repeated_blocks(nn.ModuleDict(dict(zip(("image", "text"), blocks, strict=True)))) == []
+
+
 def test_layers_in_a_row_are_not_blocks() -> None:
     assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
     assert repeated_blocks(nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))) == []

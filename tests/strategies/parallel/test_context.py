@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.nn import functional
+from torch.nn.attention.bias import CausalBias
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hardware_db.spawn import RankPool
+from strategies.parallel.context import earlier_tokens
 from tests.strategies import parallel_bodies
-from tests.strategies.parallel_bodies import Composition, Kind
+from tests.strategies.parallel_bodies import Composition, Kind, Unfit
 
 CP = Composition(strategy="fsdp", cp=2)
 
@@ -20,14 +25,76 @@ def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind) -> None:
         assert max(found.loss, found.parameter, found.norm) < 1e-5, found
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("checkpointing", "is_chosen_by_script", "passes"),
+    [("none", False, 1), ("full", False, 2), ("selective", False, 2), ("none", True, 2)],
+)
+def test_attention_over_all_tokens_is_computed_again(
+    ranks: RankPool, strategy: str, checkpointing: str, is_chosen_by_script: bool, passes: int
+) -> None:
+    composition = replace(CP, strategy=strategy, checkpointing=checkpointing)
+    for difference, seen in ranks.run(parallel_bodies.passes_of_a_block, "llama", composition, is_chosen_by_script):
+        assert difference < 1e-5
+        assert seen == passes
+
+
+def test_what_a_gpus_attention_skips_can_be_said_where_products_are_kept() -> None:
+    keeping, _ = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+    queries, keys = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 12, 8)
+    with keeping:
+        skipped = earlier_tokens(4, 12, torch.device("cuda"))
+        assert isinstance(skipped, CausalBias)
+        found = functional.scaled_dot_product_attention(queries, keys, keys, attn_mask=skipped)
+    mask = earlier_tokens(4, 12, torch.device("cpu"))
+    expected = functional.scaled_dot_product_attention(queries, keys, keys, attn_mask=mask)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+STAGES = replace(CP, pp=2, accumulation=4, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "composition"),
+    [
+        ("llama", replace(STAGES, checkpointing="full", clipping=0.5, schedule="interleaved", virtual_stages=2)),
+        ("gpt", replace(STAGES, strategy="ddp", schedule="zero-bubble")),
+        ("gpt2", replace(STAGES, strategy="zero2", schedule="gpipe")),
+    ],
+)
+def test_stages_of_a_pipeline_share_sequences(four_ranks: RankPool, kind: Kind, composition: Composition) -> None:
+    for found in four_ranks.run(parallel_bodies.train, kind, composition):
+        assert max(found.loss, found.parameter, found.norm) < 1e-5, found
+        assert found.share < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "composition",
+    [
+        replace(STAGES, tp=2, sequence_parallel=True),
+        replace(STAGES, cp=4),
+        replace(STAGES, pp=4),
+        replace(STAGES, dp_replicate=2, strategy="hsdp"),
+        replace(STAGES, dp_shard=2, strategy="zero1", schedule="interleaved", virtual_stages=2),
+        replace(STAGES, dp_replicate=2, strategy="ddp", precision="bf16"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gpt"])
+def test_eight_ranks_train_as_one_process(eight_ranks: RankPool, kind: Kind, composition: Composition) -> None:
+    for found in eight_ranks.run(parallel_bodies.train, kind, composition):
+        assert max(found.loss, found.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "composition",
     [
         replace(CP, dp_shard=2, checkpointing="full"),
-        replace(CP, cp=4, strategy="ddp"),
+        replace(CP, cp=4, strategy="ddp", checkpointing="selective"),
+        replace(CP, dp_replicate=2, strategy="ddp", checkpointing="full"),
         replace(CP, tp=2),
-        replace(CP, dp_shard=2, strategy="zero1"),
+        replace(CP, dp_shard=2, strategy="zero1", checkpointing="selective"),
         replace(CP, dp_shard=2, precision="bf16"),
     ],
 )
@@ -35,3 +102,31 @@ def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind) -> None:
 def test_four_ranks_train_as_one_process(four_ranks: RankPool, kind: Kind, composition: Composition) -> None:
     for found in four_ranks.run(parallel_bodies.train, kind, composition):
         assert max(found.loss, found.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), found
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("positions", "positions that it counts itself"),
+        ("eager", "calls it nowhere"),
+        ("eager llama", "calls it nowhere"),
+        ("bert", "ForMaskedLMLoss"),
+        ("mamba", "Conv1d"),
+        ("packed", "position_ids do not count on"),
+        ("window", "ends after 8"),
+        ("tuple", "return_dict"),
+    ],
+)
+def test_what_would_train_wrong_in_silence_is_refused(ranks: RankPool, kind: Unfit, reason: str) -> None:
+    for said in ranks.run(parallel_bodies.refused_sequences, kind):
+        assert reason in said
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_loss_of_the_scripts_own_is_of_whole_sequences_and_ranks_drop_out_apart(ranks: RankPool, kind: Kind) -> None:
+    first, second = ranks.run(parallel_bodies.own_loss, kind)
+    for found in (first, second):
+        assert abs(found.loss - found.expected) < 1e-5
+        assert found.gradient < 1e-5
+    assert first.dropped != second.dropped
+    assert first.later == second.later

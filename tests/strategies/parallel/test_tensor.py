@@ -18,7 +18,7 @@ def _worst(found: list[Difference]) -> Difference:
     return max(found, key=lambda difference: max(difference.loss, difference.parameter))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mixtral", "gpt"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mixtral", "gpt", "numbered"])
 def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind) -> None:
     worst = _worst(ranks.run(parallel_bodies.train, kind, replace(TP, clipping=0.5)))
     assert max(worst.loss, worst.parameter, worst.norm) < 1e-5, worst
