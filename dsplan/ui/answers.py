@@ -10,12 +10,12 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dsplan.render.html import blocks_html
 from dsplan.render.plan_view import dims_text, figure_blocks
-from dsplan.ui import pieces
+from dsplan.ui import pictures, pieces
 from dsplan.ui.address import read_address
 from hardware_db.errors import DsplanError
 from hardware_db.records import dataclass
@@ -59,17 +59,20 @@ def plans(task: Task) -> Answer:
         "rejected": pieces.rejected_html(found),
         "plans": [_label(rank, plan) for rank, plan in enumerate(found.plans, start=1)],
         "command": read_address(task.query)[0].command(),
+        "pictures": {name: json.dumps(drawn(found.plans)) for name, drawn in PICTURES.items() if found.plans},
         **plan(task),
     }
 
 
 def plan(task: Task) -> Answer:
-    """Where the bytes and the seconds of one plan go, its files by path, and what they ask of a script by format."""
-    found = _search(task.query).plans
-    if not found:
-        return {"rank": 1, "plan": "", "files": {}, "duties": {}}
-    rank = min(max(task.plan, 1), len(found))
-    chosen = found[rank - 1]
+    """Where the bytes and the seconds of one plan go, its files by path, and what they ask of a script by format. Where
+    nothing fits it is the closest miss, which has no files."""
+    answer = _search(task.query)
+    if not answer.plans:
+        closest = "" if answer.closest is None else blocks_html(figure_blocks(answer.closest))
+        return {"rank": 1, "plan": closest, "files": {}, "duties": {}}
+    rank = min(max(task.plan, 1), len(answer.plans))
+    chosen = answer.plans[rank - 1]
     files, duties = {"plan.yaml": plan_text(chosen)}, {}
     for format, texts in fitting_configs(chosen).items():
         files.update({f"{format}/{name}": text for name, text in texts.items()})
@@ -77,6 +80,11 @@ def plan(task: Task) -> Answer:
     return {"rank": rank, "plan": blocks_html(figure_blocks(chosen)), "files": files, "duties": duties}
 
 
+PICTURES: Mapping[str, Callable[[Sequence[Plan]], pictures.Picture]] = {
+    "memory": pictures.memory,
+    "seconds": pictures.seconds,
+    "trade": pictures.trade,
+}
 KINDS: Mapping[str, Callable[[Task], Answer]] = {"plans": plans, "plan": plan}
 
 

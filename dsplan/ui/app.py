@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 import fastapi
 import gradio as gr
+from gradio.components.plot import PlotData
 from gradio.themes.utils import sizes
 
 from dsplan.render.html import plain
@@ -27,7 +28,7 @@ from dsplan.ui.address import (
     without,
     write,
 )
-from dsplan.ui.answers import Answer, Task
+from dsplan.ui.answers import PICTURES, Answer, Task
 from dsplan.ui.gate import Gate
 from dsplan.ui.workers import Answers
 from hardware_db.errors import DsplanError
@@ -189,6 +190,11 @@ def _answer_fields() -> dict[str, Any]:
     found["plans"] = gr.HTML("", elem_id="plans", padding=False)
     found["choice"] = gr.Radio([], label="Plan", elem_id="plan-choice", visible=False)
     with gr.Tabs(elem_id="views"):
+        # Hidden while there is none: Gradio labels the place of a missing picture in a way that axe-core refuses.
+        with gr.Tab("Pictures"), gr.Column(visible=False) as found["pictures"]:
+            for name in PICTURES:
+                gr.HTML(pieces.picture_heading(name), padding=False)
+                found[name] = gr.Plot(show_label=False, container=False, elem_id=f"picture-{name}")
         with gr.Tab("Figures"):
             found["plan"] = gr.HTML("", elem_id="plan", padding=False)
         with gr.Tab("Configs"):
@@ -199,7 +205,7 @@ def _answer_fields() -> dict[str, Any]:
 
 
 _OF_A_PLAN = ("address", "plan", "files")
-_OF_AN_ANSWER = ("command", "plans", "choice", "rejected", *_OF_A_PLAN)
+_OF_AN_ANSWER = ("command", "plans", "choice", "rejected", "pictures", *PICTURES, *_OF_A_PLAN)
 """What of the page an answer changes."""
 
 
@@ -233,7 +239,7 @@ def _connect(blocks: gr.Blocks, answers: Answers, fields: dict[str, Any], config
             return [address, pieces.failure_html(str(error)), ""]
         return _in_order(_OF_A_PLAN, _plan_parts(query, found))
 
-    hidden = {"show_progress": "hidden", "api_visibility": "private"}
+    hidden = {"show_progress": "minimal", "show_progress_on": shown["plans"], "api_visibility": "private"}
     show_address = {"fn": None, "inputs": [shown["address"]], "js": "(address) => window.dsplanAddress(address)"}
     immediate = [field.input for field in fields.values() if not isinstance(field, gr.Textbox)]
     finished = [event for field in inputs if isinstance(field, gr.Textbox) for event in (field.submit, field.blur)]
@@ -287,6 +293,7 @@ def _answered(
         "plans": found["html"],
         "choice": gr.Radio(choices=labels, value=labels[found["rank"] - 1] if labels else None, visible=bool(labels)),
         "rejected": found["rejected"],
+        **_drawn(found["pictures"]),
         **_plan_parts(query, found),
     }
 
@@ -298,11 +305,16 @@ def _plan_parts(query: str, found: Answer) -> dict[str, Any]:
     return {"address": address, "plan": found["plan"], "files": pieces.files_html(files)}
 
 
+def _drawn(found: Mapping[str, str]) -> dict[str, Any]:
+    plots = {name: PlotData(type="plotly", plot=found[name]) if name in found else None for name in PICTURES}
+    return {"pictures": gr.Column(visible=bool(found)), **plots}
+
+
 def _failed(error: str, address: str = "") -> dict[str, Any]:
     """What is shown in place of an answer; without an address the next try is not taken for the same question."""
     empty = dict.fromkeys(_OF_AN_ANSWER, "")
     no_choice = gr.Radio(choices=[], value=None, visible=False)
-    return {**empty, "address": address, "plans": pieces.failure_html(error), "choice": no_choice}
+    return {**empty, **_drawn({}), "address": address, "plans": pieces.failure_html(error), "choice": no_choice}
 
 
 def _rank(choice: str | None) -> int:

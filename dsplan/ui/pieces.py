@@ -9,6 +9,7 @@ from urllib.parse import quote
 from dsplan.render.html import blocks_html, plain
 from dsplan.render.plan_view import header, interval_text, limit_bytes
 from dsplan.render.recommendation import bill, ranked_blocks, rejected_blocks, work_text
+from dsplan.ui import pictures
 from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_seconds, three_digits
 
@@ -112,6 +113,22 @@ def _file_html(plan: PlanFiles, path: str) -> str:
     link = f'<a href="{plan.link(path)}" download>Download {plain(path.rpartition("/")[2])}</a>'
     text = plain(plan.files[path], most=None)
     return f'<p>{link}</p><pre tabindex="0" role="region" aria-label="{plain(path)}">{text}</pre>'
+
+
+_HEADINGS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "memory": ("Memory per GPU: the line is the limit, the whisker the upper bound", pictures.MEMORY),
+    "seconds": ("One step: the whisker is where nine of ten should lie", pictures.SECONDS),
+    "trade": ("Step time against memory: further down and left is better", {}),
+}
+
+
+def picture_heading(name: str) -> str:
+    """What a picture shows, and what its colours mean."""
+    text, colours = _HEADINGS[name]
+    keys = "".join(
+        f'<li><span style="background:{colour}"></span>{plain(part)}</li>' for part, colour in colours.items()
+    )
+    return f"<h3>{plain(text)}</h3>{f'<ul class=legend>{keys}</ul>' if keys else ''}"
 
 
 def failure_html(error: str) -> str:

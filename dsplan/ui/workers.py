@@ -44,7 +44,7 @@ class Workers:
     """
 
     def __init__(self, count: int, *, seconds: float = 20.0, patience: float = 30.0, most_waiting: int = 100) -> None:
-        self._seconds, self._patience = seconds, patience
+        self.seconds, self._patience = seconds, patience
         self._idle: queue.Queue[_Worker] = queue.Queue()
         self._places = threading.Semaphore(most_waiting)
         self._closed = False
@@ -67,7 +67,7 @@ class Workers:
         finally:
             self._places.release()
         try:
-            return worker.ask(task, self._seconds)
+            return worker.ask(task, self.seconds)
         except Unanswered:
             worker.end()
             worker = _Worker()
@@ -79,7 +79,7 @@ class Workers:
         """End the processes, whatever they do."""
         for _ in range(self._count):
             with suppress(queue.Empty):
-                self._idle.get(timeout=self._seconds).end()
+                self._idle.get(timeout=self.seconds).end()
 
     def __enter__(self) -> Workers:
         return self

@@ -107,16 +107,21 @@ def test_everything_in_a_window_can_be_seen_and_reached(server: Server, open_pag
     checked = shown(open_page(f"{server.url}?{SMALL}"))
     page = checked.page
     assert page.title() == "dsplan"
+    for picture in ("memory", "seconds", "trade"):
+        expect(page.locator(f"#picture-{picture} .trace path").first).to_be_attached()
+    assert sorted(checked.pictures()) == ["picture-memory", "picture-seconds", "picture-trade"]
+    assert min(checked.pictures().values()) >= 2
     assert checked.not_reached_by_tab() == []
     for part in PARTS:
         page.get_by_role("button", name=part).click()
+    assert checked.problems() == []
     for view in views(checked):
-        assert checked.problems() == [], view
+        assert checked.problems(within="#views") == [], view
 
 
 def test_everything_on_a_phone_in_the_dark_can_be_seen(server: Server, open_page: OpenPage) -> None:
     checked = shown(open_page(f"{server.url}?{SMALL}", width=NARROW, dark=True))
-    assert checked.problems() == []
+    expect(checked.page.locator(".trace path").first).to_be_attached()
     for part in PARTS:
         checked.page.get_by_role("button", name=part).click()
     for view in views(checked):

@@ -18,17 +18,18 @@ EP = Composition(strategy="fsdp", dp_shard=2, ep=2)
 
 
 @pytest.mark.parametrize(
-    "composition",
+    ("kind", "composition"),
     [
-        replace(EP, clipping=0.5, checkpointing="full", accumulation=2),
-        replace(EP, strategy="zero1", clipping=0.5),
-        replace(EP, strategy="ddp", dp_shard=1, cp=2),
+        ("mixtral", replace(EP, clipping=0.5, checkpointing="full", accumulation=2)),
+        ("mixtral", replace(EP, strategy="zero1", clipping=0.5)),
+        ("mixtral", replace(EP, strategy="ddp", dp_shard=1, cp=2)),
+        ("deepseek", replace(EP, checkpointing="selective", steps=2)),
     ],
 )
-def test_two_ranks_train_as_one_process(ranks: RankPool, composition: Composition) -> None:
-    for found in ranks.run(parallel_bodies.train, "mixtral", composition):
+def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind, composition: Composition) -> None:
+    for found in ranks.run(parallel_bodies.train, kind, composition):
         assert max(found.loss, found.parameter, found.norm) < 1e-5, found
-        assert found.share < 0.7
+        assert found.share < 0.9
 
 
 TENSOR = replace(EP, dp_shard=1, tp=2, sequence_parallel=True, steps=3)
