@@ -7,6 +7,7 @@ from typing import Any
 
 from dsplan.render.plan_view import dims_text, limit_bytes
 from hardware_db.units import format_bytes, format_seconds, gib
+from planner.cost.timing.timeline import Span
 from planner.types.plan import Plan
 
 Picture = Mapping[str, Any]
@@ -33,6 +34,16 @@ SECONDS: Mapping[str, str] = {
     "optimizer": GREEN,
     "bubble": GREY,
 }
+STEP: Mapping[str, tuple[str, frozenset[str]]] = {
+    "forward": (BLUE, frozenset({"forward"})),
+    "backward": (SKY, frozenset({"backward"})),
+    "optimizer": (GREEN, frozenset({"optimizer"})),
+    "all-gather": (ORANGE, frozenset({"all_gather"})),
+    "reduce-scatter, all-reduce": (RED, frozenset({"reduce_scatter", "all_reduce", "all_gather + reduce_scatter"})),
+    "inside blocks, offload": (PINK, frozenset({"inside", "offload"})),
+    "else": (SILVER, frozenset()),
+}
+"""Colours of a step on two streams, with the kinds of spans that have them; what has none is `else`."""
 
 
 def memory(plans: Sequence[Plan]) -> Picture:
@@ -70,6 +81,37 @@ def seconds(plans: Sequence[Plan]) -> Picture:
         "error_x": _error(high, low),
     }
     return _picture([*bars, steps], _layout(len(plans), "s"))
+
+
+def step(spans: Sequence[Span]) -> Picture:
+    """What the busiest rank computes and communicates from the beginning of a step to its end."""
+    named = frozenset().union(*(kinds for _, kinds in STEP.values()))
+    bars = []
+    for colour, kinds in STEP.values():
+        found = [span for span in spans if (span.kind in kinds if kinds else span.kind not in named)]
+        bars.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "y": [span.stream for span in found],
+                "base": [span.start for span in found],
+                "x": [span.seconds for span in found],
+                "customdata": [_said(span) for span in found],
+                "hovertemplate": "%{customdata}<extra></extra>",
+                "marker": {"color": colour},
+            }
+        )
+    rows = [stream for stream in _STREAMS if any(span.stream == stream for span in spans)]
+    layout = _layout(len(rows), "s")
+    return _picture(bars, {**layout, "barmode": "overlay", "yaxis": {**layout["yaxis"], "categoryarray": rows}})
+
+
+_STREAMS = ("compute", "communication", "transfer")
+
+
+def _said(span: Span) -> str:
+    exposed = f", {format_seconds(span.exposed)} exposed" if span.exposed else ""
+    return f"{span.name}: {format_seconds(span.seconds)}{exposed}"
 
 
 def trade(plans: Sequence[Plan]) -> Picture:

@@ -115,16 +115,18 @@ def _file_html(plan: PlanFiles, path: str) -> str:
     return f'<p>{link}</p><pre tabindex="0" role="region" aria-label="{plain(path)}">{text}</pre>'
 
 
-_HEADINGS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+PICTURES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "memory": ("Memory per GPU: the line is the limit, the whisker the upper bound", pictures.MEMORY),
     "seconds": ("One step: the whisker is where nine of ten should lie", pictures.SECONDS),
+    "step": ("The plan's step on two streams", {name: colour for name, (colour, _) in pictures.STEP.items()}),
     "trade": ("Step time against memory: further down and left is better", {}),
 }
+"""What each picture shows and what its colours mean, in the order of the page."""
 
 
 def picture_heading(name: str) -> str:
     """What a picture shows, and what its colours mean."""
-    text, colours = _HEADINGS[name]
+    text, colours = PICTURES[name]
     keys = "".join(
         f'<li><span style="background:{colour}"></span>{plain(part)}</li>' for part, colour in colours.items()
     )
