@@ -245,7 +245,7 @@ class _Again:
     def view_of(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """What gives the same view of the tensor that will be gathered."""
         self._saved += 1
-        return partial(self._view, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return partial(self._view, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
         if self._whole is None:
