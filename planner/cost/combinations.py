@@ -203,11 +203,6 @@ _NOT_HERE = (
         breaks=lambda plan: plan.pp > 1 and plan.offload != "none",
         sentence="dsplan run does not offload under a pipeline (pp {plan.pp}); use more stages, or pp 1",
     ),
-    Rule(
-        breaks=lambda plan: plan.ep > 1 and plan.tp > 1,
-        sentence="dsplan run splits routed experts over tp ranks or spreads them over ep ranks, and {split} asks for"
-        " both; {trainer} does that: dsplan emit --format {format} can write it",
-    ),
 )
 """What `dsplan run` does not do, and others may."""
 
@@ -215,7 +210,6 @@ _NOT_HERE = (
 def _said(plan: Configuration) -> dict[str, object]:
     """What sentences name beside the configuration's own fields."""
     degrees = {name: getattr(plan, name) for name in words.DEGREES}
-    trainer = "torchtitan" if plan.strategy in words.FSDP_STRATEGIES else "megatron"
     return {
         "backends": " or ".join(words.backends_of(plan.strategy)),
         "offloads": ", ".join(offloads_of(plan.strategy, plan.backend)) or "none",
@@ -223,6 +217,4 @@ def _said(plan: Configuration) -> dict[str, object]:
         "halves": 2 * plan.cp,
         "tokens": plan.sequence_length // plan.cp,
         "split": " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1),
-        "trainer": other_trainer(plan),
-        "format": trainer if plan.zero_stage < 2 else "torchrun",
     }

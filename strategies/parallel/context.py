@@ -6,19 +6,25 @@ of queries attends to those that come before it: on a GPU no mask is made.
 
 A causal language model of transformers is split at its input: ids, positions and shifted labels. Any other model is
 split at its first block and made whole after the last, so that what is outside the blocks sees whole sequences.
+
+A router's auxiliary loss is that of each rank's own tokens, as it is of each rank's own samples.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
@@ -31,10 +37,12 @@ from strategies.parallel.model import SplitOptions
 from strategies.parallel.ranks import SEQUENCE, TensorRanks, gather_from_ranks, split_between_ranks, tokens_of_each
 from strategies.parallel.split import ModelParts
 from strategies.parallel.stages import stages_of
-from strategies.parallel.styles import derived
+from strategies.parallel.styles import Randomness, RegionEnd, derived, draw_own, is_linear, widths
 
 _IGNORED = -100
 """Labels that no loss is made of, torch's `ignore_index`."""
+_OTHER_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+"""Modules that mix tokens which are neighbours, on whatever rank these are."""
 
 
 def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: ModelParts) -> None:
@@ -47,17 +55,19 @@ def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: 
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     ranks = TensorRanks(mesh.group("cp"))
     blocks = repeated_blocks(inner)
-    if not blocks:
-        raise CannotRun(
-            f"cp {mesh.size('cp')} splits what blocks compute, and {type(inner).__name__} has none; use cp 1"
-        )
+    _require_attention_alone(inner, blocks, ranks.size)
+    randomness = Randomness(ranks)
     for block in blocks:
         _attend_to_all(block, ranks)
     taken = inspect.signature(inner.forward).parameters
     if {"position_ids", "labels"} <= taken.keys() and hasattr(inner, "loss_function"):
+        draw_own(inner, randomness)
         inner.register_forward_pre_hook(partial(_own_inputs, ranks), with_kwargs=True)
         inner.register_forward_hook(partial(_whole_loss, ranks), with_kwargs=True)
         return
+    _require_no_positions(blocks, ranks, mesh, options)
+    for block in blocks:
+        draw_own(block, randomness)
     stages = stages_of(model)
     is_first, is_last = stages is None or stages.has_first, stages is None or stages.has_last
     # Before tp ranks split what is left, and after they have made it whole.
@@ -65,6 +75,70 @@ def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: 
     blocks[0].register_forward_pre_hook(enters, prepend=True, with_kwargs=True)
     if is_last:
         blocks[-1].register_forward_hook(partial(_all_tokens, ranks))
+
+
+# What can be split.
+
+
+def _require_attention_alone(model: Any, blocks: Sequence[nn.Module], ranks: int) -> None:
+    """
+    Raises:
+        CannotRun: blocks are no decoder's of attention alone, or the model's loss is not that of the next token.
+    """
+    kind = type(model).__name__
+    if not blocks:
+        raise CannotRun(f"cp {ranks} splits what blocks compute, and {kind} has none; use cp 1")
+    modules = [module for block in blocks for module in block.modules()]
+    mixers = {type(module).__name__ for module in modules if isinstance(module, _OTHER_MIXERS)}
+    if mixers or getattr(model, "_is_stateful", False):
+        raise CannotRun(
+            f"cp {ranks} splits sequences that attention alone mixes, and blocks of {kind} have"
+            f" {' and '.join(sorted(mixers)) or 'a recurrent state'} too; use cp 1"
+        )
+    loss = getattr(getattr(model, "loss_function", None), "__name__", "CausalLM")
+    if hasattr(model, "loss_function") and "CausalLM" not in loss:
+        raise CannotRun(f"cp {ranks} splits the loss of the next token, and that of {kind} is {loss}; use cp 1")
+
+
+def _require_no_positions(blocks: Sequence[nn.Module], ranks: TensorRanks, mesh: Mesh, options: SplitOptions) -> None:
+    """Blocks that make positions of their own would count each rank's tokens from 0: a copy of the first with random
+    weights must make the same of parts of a sequence as of the whole.
+
+    Raises:
+        CannotRun: it does not.
+    """
+    block, device = blocks[0], mesh.environment.device
+    inputs = [widths(module)[0] for module in block.modules() if is_linear(module)]
+    weights = list(block.parameters())
+    if not inputs or any(isinstance(part, FakeTensor) or part.is_meta for part in weights):
+        return
+    if not all(part.is_floating_point() for part in weights):  # quantized ones have no random values
+        return
+    generator = torch.Generator().manual_seed(0)
+    tried = copy.deepcopy(block).eval().to(device).float()
+    for weight in tried.parameters():
+        if weight.dim() > 1 or not weight.any():
+            weight.data.copy_(torch.randn(weight.shape, generator=generator) * 2 / weight.shape[-1] ** 0.5)
+    if options.configuration.sequence_parallel and len(blocks) > 1:
+        tried.register_forward_hook(RegionEnd(TensorRanks(mesh.group("tp"))))
+    hidden = torch.randn(1, 4 * ranks.size * mesh.size("tp"), inputs[0], generator=generator).to(device)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with ranks.open_layers():
+            try:
+                expected = _first(tried(hidden))
+            except Exception:  # whatever a block raises that takes other arguments, which `_own_tokens` looks at
+                return
+        found = all_chunks(_first(tried(own_chunks(hidden, ranks))), ranks)
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        raise CannotRun(
+            f"cp {ranks.size} splits sequences between blocks, and {type(block).__name__} makes something else of a"
+            " part of a sequence than of the whole, as with positions that it counts itself; use cp 1"
+        )
+
+
+def _first(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
 
 
 # Chunks of a sequence.
@@ -102,10 +176,12 @@ class _AllKeys(TorchFunctionMode):
     def __init__(self, ranks: TensorRanks) -> None:
         super().__init__()
         self._ranks = ranks
+        self.calls = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if function is not functional.scaled_dot_product_attention:
             return function(*args, **(kwargs or {}))
+        self.calls += 1
         named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
         return _attention(self._ranks, **{**named, **(kwargs or {})})
 
@@ -120,24 +196,65 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Heads before tokens: [samples, heads, tokens, width]. Masks are the model's own of this rank's tokens alone,
-    which are causal; `_own_inputs` lets no other through."""
+    """Heads before tokens: [samples, heads, tokens, width]. A mask, of this rank's tokens alone, must be causal."""
     if query.shape[-2] != key.shape[-2]:
         raise CannotRun("cp splits self-attention, and a block attends to other tokens than its own; use cp 1")
-    if not is_causal and attn_mask is None:
+    if not is_causal and (attn_mask is None or not _is_causal(attn_mask)):
         raise CannotRun("cp splits causal attention, and a block's attention is none; use cp 1")
     keys, values = (all_chunks(tensor, ranks, -2, sums=True) for tensor in (key, value))
     length = query.shape[-2] // 2
     attended = []
-    for place, queries in zip(_places(ranks.rank, ranks.size), query.chunk(2, dim=-2), strict=True):
-        end = (place + 1) * length
-        bias = earlier_tokens(length, end, query.device)
-        attended.append(
-            functional.scaled_dot_product_attention(
-                queries, keys[..., :end, :], values[..., :end, :], attn_mask=bias, dropout_p=dropout_p, **options
+    with _gathered_again(ranks, (key, value), (keys, values)):
+        for place, queries in zip(_places(ranks.rank, ranks.size), query.chunk(2, dim=-2), strict=True):
+            end = (place + 1) * length
+            bias = earlier_tokens(length, end, query.device)
+            attended.append(
+                functional.scaled_dot_product_attention(
+                    queries, keys[..., :end, :], values[..., :end, :], attn_mask=bias, dropout_p=dropout_p, **options
+                )
             )
-        )
     return torch.cat(attended, dim=-2)
+
+
+def _gathered_again(
+    ranks: TensorRanks, own: Sequence[torch.Tensor], whole: Sequence[torch.Tensor]
+) -> AbstractContextManager[object]:
+    """Have backward all-gather keys and values once more instead of keeping those of all ranks from forward, as torch's
+    `context_parallel` does. Where somebody else keeps what is saved (activation checkpointing) it is left to them."""
+    autograd: Any = torch._C._autograd
+    if not torch.is_grad_enabled() or autograd._top_saved_tensors_default_hooks(False) is not None:
+        return nullcontext()
+    gathers = {tensor.data_ptr(): _Again(ranks, mine) for mine, tensor in zip(own, whole, strict=True)}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        again = gathers.get(tensor.untyped_storage().data_ptr())
+        return tensor if again is None else again.view_of(tensor)
+
+    return saved_tensors_hooks(pack, lambda packed: packed() if isinstance(packed, partial) else packed)
+
+
+class _Again:
+    """Keys or values of all ranks, which backward gathers at the first view that it asks for and frees after the last
+    one that forward saved."""
+
+    def __init__(self, ranks: TensorRanks, own: torch.Tensor) -> None:
+        self._ranks, self._own = ranks, own.detach()
+        self._saved = self._given = 0
+        self._whole: torch.Tensor | None = None
+
+    def view_of(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """What gives the same view of the tensor that will be gathered."""
+        self._saved += 1
+        return partial(self._view, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+        if self._whole is None:
+            with torch.no_grad():
+                self._whole = all_chunks(self._own, self._ranks, -2)
+        view, self._given = self._whole.as_strided(shape, strides, offset), self._given + 1
+        if self._given == self._saved:
+            self._whole, self._given = None, 0
+        return view
 
 
 def earlier_tokens(queries: int, keys: int, device: torch.device) -> torch.Tensor:
@@ -149,32 +266,54 @@ def earlier_tokens(queries: int, keys: int, device: torch.device) -> torch.Tenso
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def _with_all_keys(forward: Any, ranks: TensorRanks, *args: Any, **kwargs: Any) -> Any:
+def _is_causal(mask: torch.Tensor) -> bool:
+    """Whether a mask lets tokens see themselves and all earlier ones, and adds nothing to their scores."""
+    if mask.is_meta or isinstance(mask, FakeTensor):
+        return True
+    earlier = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype == torch.bool:
+        return bool((mask == earlier).all())
+    return bool(((mask == 0) == earlier).all()) and bool((mask[..., ~earlier] < -1e4).all())
+
+
+def _with_all_keys(forward: Any, block: str, ranks: TensorRanks, *args: Any, **kwargs: Any) -> Any:
+    """
+    Raises:
+        CannotRun: the block's attention is not torch's: it would be over this rank's tokens alone.
+    """
     if ranks.is_whole:
         return forward(*args, **kwargs)
-    with _AllKeys(ranks):
-        return forward(*args, **kwargs)
+    with _AllKeys(ranks) as attention:
+        output = forward(*args, **kwargs)
+    if not attention.calls:
+        raise CannotRun(
+            f"cp {ranks.size} splits torch's scaled_dot_product_attention, and {block} calls it nowhere; give the model"
+            " attention sdpa, or use cp 1"
+        )
+    return output
 
 
 class _Attending(nn.Module):
     """A block whose attention is over the tokens of all ranks."""
 
     cp_ranks: TensorRanks
+    cp_block: str
+    """The name of its own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _with_all_keys(super().forward, self.cp_ranks, *args, **kwargs)
+        return _with_all_keys(super().forward, self.cp_block, self.cp_ranks, *args, **kwargs)
 
 
 def _attend_to_all(block: Any, ranks: TensorRanks) -> None:
     """Have a block's attention see all tokens, in its forward pass and where that is run again: transformers recomputes
     the forward pass of a block's class, and `Recomputation` what it was given."""
-    forward = vars(block).get("forward")
+    forward, kind = vars(block).get("forward"), type(block).__name__
     if forward is None:
-        block.__class__, block.cp_ranks = derived(_Attending, type(block)), ranks
+        block.__class__, block.cp_ranks, block.cp_block = derived(_Attending, type(block)), ranks, kind
     elif hasattr(forward, "recomputed"):
-        forward.recomputed = partial(_with_all_keys, forward.recomputed, ranks)
+        forward.recomputed = partial(_with_all_keys, forward.recomputed, kind, ranks)
     else:
-        vars(block)["forward"] = partial(_with_all_keys, forward, ranks)
+        vars(block)["forward"] = partial(_with_all_keys, forward, kind, ranks)
 
 
 # A model that is split at its input.
@@ -189,56 +328,82 @@ def _own_inputs(ranks: TensorRanks, model: Any, args: Any, kwargs: dict[str, Any
         if parameter.kind is parameter.VAR_KEYWORD:
             given.update(given.pop(name, {}))
     _require_plain(model, given)
-    ids = given.get("input_ids")
-    tokens = given["inputs_embeds"] if ids is None else ids
+    tokens = _tokens_of(given)
     samples, length = tokens.shape[:2]
-    positions = given.get("position_ids")
-    if positions is None:
-        positions = torch.arange(length, device=tokens.device).expand(samples, length)
+    if given.get("position_ids") is None:
+        given["position_ids"] = torch.arange(length, device=tokens.device).expand(samples, length)
     labels = given.get("labels")
     if labels is not None and given.get("shift_labels") is None:
         given["shift_labels"] = functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
-    given["position_ids"] = positions
     # Positions that jump would be read as samples that are packed, on the ranks where they do.
-    given["attention_mask"] = torch.ones_like(positions)
-    for name in (
-        "input_ids",
-        "inputs_embeds",
-        "position_ids",
-        "attention_mask",
-        "labels",
-        "shift_labels",
-        "token_type_ids",
-    ):
+    given["attention_mask"] = torch.ones(samples, length, dtype=torch.long, device=tokens.device)
+    for name in _OF_TOKENS:
         if isinstance(given.get(name), torch.Tensor):
             given[name] = own_chunks(given[name], ranks)
     return (), given
 
 
+_OF_TOKENS = (
+    "input_ids",
+    "inputs_embeds",
+    "position_ids",
+    "attention_mask",
+    "labels",
+    "shift_labels",
+    "token_type_ids",
+)
+"""What a causal language model takes for each token, [samples, length, ...]."""
+
+
+def _tokens_of(given: Mapping[str, Any]) -> torch.Tensor:
+    tokens: torch.Tensor = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+    return tokens
+
+
 def _require_plain(model: Any, given: Mapping[str, Any]) -> None:
     """
     Raises:
-        CannotRun: samples are padded, or attention ends at a window that is shorter than they are.
+        CannotRun: samples are padded or packed, attention ends at a window that is shorter than they are, or the model
+            is given something for each token that is not known here.
     """
-    mask = given.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())):
         raise CannotRun(
-            "cp splits samples without padding, and attention_mask has zeros; pack the samples, or use cp 1"
+            "cp splits samples without padding, and attention_mask has zeros, or is not [samples, tokens]; fill samples"
+            " with further text, or use cp 1"
         )
-    tokens = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+    if positions is not None and not (positions.dim() == 2 and bool((positions.diff(dim=-1) == 1).all())):
+        raise CannotRun(
+            "cp splits samples that are one text each, and position_ids do not count on from token to token; use cp 1"
+        )
+    length = _tokens_of(given).shape[1]
+    others = [name for name, value in given.items() if name not in _OF_TOKENS and _is_of_tokens(value, length)]
+    if others or given.get("logits_to_keep") or given.get("return_dict") is False:
+        name = (others or [name for name in ("logits_to_keep", "return_dict") if name in given])[0]
+        raise CannotRun(f"cp knows no way to split {name}, which the model is given; leave it out, or use cp 1")
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) and isinstance(window, int) and window < tokens.shape[1]:
-        raise CannotRun(
-            f"cp splits attention over all earlier tokens, and that of {type(model).__name__} ends after {window};"
-            " use cp 1"
-        )
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if not getattr(config, "use_sliding_window", True):
+        windows = windows[1:]
+    for window in windows:
+        if isinstance(window, int) and window < length:
+            raise CannotRun(
+                f"cp splits attention over all earlier tokens, and that of {type(model).__name__} ends after {window};"
+                " use cp 1"
+            )
+
+
+def _is_of_tokens(value: Any, length: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and length in value.shape
 
 
 def _whole_loss(ranks: TensorRanks, model: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
-    """The loss over the whole sequences; logits are whole in evaluation, and left out in training."""
-    if ranks.is_whole:
+    """The loss over the whole sequences. Logits are whole where the script makes its own loss of them and in
+    evaluation; a training step that has its loss leaves them out."""
+    if ranks.is_whole or isinstance(output, torch.Tensor):  # hidden states, which the next stage receives
         return output
+    if not hasattr(output, "logits"):
+        raise CannotRun(f"cp reads loss and logits of what {type(model).__name__} returns; leave return_dict as it is")
     loss, labels = getattr(output, "loss", None), kwargs.get("shift_labels")
     if loss is not None and labels is not None:
         counted = (labels != _IGNORED).sum()
@@ -251,8 +416,9 @@ def _whole_loss(ranks: TensorRanks, model: Any, args: Any, kwargs: Mapping[str, 
         # A rank without labels of its own has a mean over none.
         own = torch.where(counted > 0, loss, loss.nan_to_num() * 0)
         output.loss = _Whole.apply(own, share, ranks)  # type: ignore[no-untyped-call]
-    if getattr(output, "logits", None) is not None:
-        output.logits = None if model.training else all_chunks(output.logits, ranks)
+    if output.logits is not None:
+        is_left_out = model.training and loss is not None
+        output.logits = None if is_left_out else all_chunks(scaled_gradient(output.logits, ranks.size), ranks)
     return output
 
 
@@ -326,6 +492,5 @@ def _all_tokens(ranks: TensorRanks, block: nn.Module, args: Any, output: Any) ->
     if ranks.is_whole:
         return output
     # Each rank's weights see its own tokens alone, and gradients are averaged over ranks.
-    hidden = output[0] if isinstance(output, tuple) else output
-    whole = all_chunks(scaled_gradient(hidden, ranks.size), ranks)
+    whole = all_chunks(scaled_gradient(_first(output), ranks.size), ranks)
     return (whole, *output[1:]) if isinstance(output, tuple) else whole

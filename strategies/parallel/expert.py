@@ -6,6 +6,7 @@ every token has (attention, router, shared experts) stays where it is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,8 @@ from strategies.parallel.split import ModelParts, even_split, hold_part, note_sp
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 """Of transformers' routed experts, each [experts, outputs, inputs]; biases are [experts, outputs]."""
+_TAKEN = 3
+"""What their forward pass takes: hidden states, chosen experts, weights."""
 
 
 def split_experts(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: ModelParts) -> None:
@@ -64,7 +67,12 @@ def split_experts(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Mo
 def is_mixture(module: nn.Module) -> bool:
     """Whether a module is the routed experts of a mixture."""
     weights = [getattr(module, name, None) for name in _WEIGHTS]
-    return hasattr(module, "num_experts") and all(isinstance(weight, nn.Parameter) for weight in weights)
+    # Llama-4's take tokens that are sorted already, and no choice.
+    return (
+        hasattr(module, "num_experts")
+        and all(isinstance(weight, nn.Parameter) for weight in weights)
+        and len(inspect.signature(module.forward).parameters) >= _TAKEN
+    )
 
 
 def _with_tokens_of_all(

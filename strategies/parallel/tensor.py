@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from torch.utils._pytree import tree_map
 
 from hardware_db.notices import notice
 from strategies.errors import CannotRun
-from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.blocks import Elsewhere, repeated_blocks
+from strategies.parallel.expert import is_mixture
 from strategies.parallel.layers import Columns, Rows, VocabularyRows, split_in_place
 from strategies.parallel.loss import CausalLoss, WholeLogits
 from strategies.parallel.mesh import Mesh
@@ -100,6 +102,8 @@ class _Splitter:
         self.changes: list[Change] = []
         self.others: set[TensorRanks] = set()
         self.blocks = repeated_blocks(self.inner)
+        is_spread = options.configuration.ep > 1
+        self.spread = {name for name, module in model.named_modules() if is_spread and is_mixture(module)}
 
     def split(self) -> None:
         self._note_layers_of_the_script()
@@ -137,13 +141,19 @@ class _Splitter:
     def _styles(self, blocks: Mapping[str, nn.Module]) -> Styles:
         given = self.options.tp_plan
         if given:
-            return self._matched(given, "tp_plan", is_strict=True)
+            return self._less_experts(self._matched(given, "tp_plan", is_strict=True))
         own = getattr(self.inner, "tp_plan", None) or getattr(self.inner, "_tp_plan", None)
         if own and hasattr(self.inner, "config"):
             start = f"{self.prefix}." if self.prefix else ""
             name = f"the tensor-parallel plan of {type(self.inner).__name__}"
-            return self._matched({start + pattern: style for pattern, style in own.items()}, name, is_strict=False)
+            matched = self._matched({start + pattern: style for pattern, style in own.items()}, name, is_strict=False)
+            return self._less_experts(matched)
         return {}
+
+    def _less_experts(self, styles: Styles) -> Styles:
+        """Without the styles of experts that ep ranks have whole."""
+        starts = tuple(f"{name}." for name in self.spread)
+        return {name: style for name, style in styles.items() if not f"{name}.".startswith(starts)}
 
     def _matched(self, plan: Mapping[str, str], what: str, *, is_strict: bool) -> Styles:
         known = [name for name, _ in (*self.model.named_modules(), *self.model.named_parameters())]
@@ -175,7 +185,8 @@ class _Splitter:
 
     def _choose(self, name: str, block: nn.Module, styles: Styles, trial: _Trial) -> _Plan:
         """How the units of a block are split."""
-        candidates = _units_of(styles, block) if styles else _found_units(block)
+        around = self._around_spread(block)
+        candidates = _units_of(styles, block, around) if styles else _found_units(block, around)
         chosen: list[_Choice] = []
         if not styles and candidates and not trial.runs(block):
             raise CannotRun(
@@ -229,11 +240,17 @@ class _Splitter:
             applied.add(choice.unit, split_unit(unit, choice.styles, self.randomness, choice.variant, **how))
         if self.sequence:
             names = {name for name, _ in block.named_parameters()}
-            for name in _whole_units(block, choices):
+            around = self._around_spread(block)
+            for name in [unit for unit in _whole_units(block, choices) if unit not in around]:
                 self._keep_whole(block, name, applied)
             applied.summed |= names - applied.splits.keys() - applied.complete
             draw_own(block, self.randomness)
         return applied
+
+    def _around_spread(self, block: nn.Module) -> list[str]:
+        """Modules of a block with experts that ep ranks will have: they take this rank's part of the sequence as it
+        is."""
+        return _around_mixtures(block) if self.spread else []
 
     def _keep_whole(self, block: nn.Module, unit: str, applied: Applied) -> None:
         """A part of a block that is left whole needs the whole sequence."""
@@ -244,7 +261,8 @@ class _Splitter:
 
     def _take(self, name: str, applied: Applied) -> None:
         self.parts.splits.update((f"{name}.{key}", split) for key, split in applied.splits.items())
-        self.parts.summed.update(f"{name}.{key}" for key in applied.summed)
+        summed = (f"{name}.{key}" for key in applied.summed)
+        self.parts.summed.update(key for key in summed if key.rpartition(".")[0] not in self.spread)
         self.changes += applied.changes
 
     # Outside the blocks: tables, heads and their loss.
@@ -557,19 +575,39 @@ def _captured(
 # Which modules are split together, and the rule for models without a plan.
 
 
-def _units_of(styles: Styles, block: nn.Module) -> list[tuple[str, list[Styles]]]:
-    """Styles by the child of the block that they lie in; those of the block's own layers together."""
+def _around_mixtures(block: nn.Module) -> list[str]:
+    """Modules of a block that routed experts lie in."""
+    return [
+        name
+        for name, child in block.named_modules()
+        if name and any(is_mixture(module) for module in child.modules() if module is not child)
+    ]
+
+
+def _unit_with(name: str, block: nn.Module, around: Sequence[str]) -> str:
+    """The module of a block that a layer is split with, "" for the block itself: the child that it lies in, or what
+    lies beside a mixture in that child."""
+    unit, _, rest = name.partition(".")
+    while unit in around and rest:
+        first, _, rest = rest.partition(".")
+        unit = f"{unit}.{first}"
+    try:
+        is_own = not rest or is_linear(block.get_submodule(unit))
+    except AttributeError:
+        is_own = True
+    return "" if is_own else unit
+
+
+def _units_of(styles: Styles, block: nn.Module, around: Sequence[str]) -> list[tuple[str, list[Styles]]]:
+    """Styles by the part of the block that they lie in; those of the block's own layers together."""
     units: dict[str, Styles] = {}
-    children = dict(block.named_children())
     for name, style in styles.items():
-        first, _, rest = name.partition(".")
-        is_own = first not in children or is_linear(children[first]) or not rest
-        unit, rest = ("", name) if is_own else (first, rest)
-        units.setdefault(unit, {})[rest] = style
+        unit = _unit_with(name, block, around)
+        units.setdefault(unit, {})[name.removeprefix(f"{unit}.") if unit else name] = style
     return [(unit, [found]) for unit, found in units.items()]
 
 
-def _found_units(block: nn.Module) -> list[tuple[str, list[Styles]]]:
+def _found_units(block: nn.Module, around: Sequence[str]) -> list[tuple[str, list[Styles]]]:
     """Pairs of linear layers, found by their order and widths: query, key, value and output; gate, up and down."""
     layers = [(name, *widths(module)) for name, module in block.named_modules() if is_linear(module)]
     found: list[tuple[str, list[Styles]]] = []
@@ -577,8 +615,8 @@ def _found_units(block: nn.Module) -> list[tuple[str, list[Styles]]]:
     while index < len(layers):
         for taken, ways in _patterns(layers[index:]):
             names = [name for name, _, _ in layers[index : index + taken]]
-            firsts = {name.partition(".")[0] for name in names}
-            unit = firsts.pop() if len(firsts) == 1 and all("." in name for name in names) else ""
+            units = {_unit_with(name, block, around) for name in names}
+            unit = units.pop() if len(units) == 1 else ""
             start = f"{unit}." if unit else ""
             named = [{name.removeprefix(start): style for name, style in zip(names, way, strict=True)} for way in ways]
             found.append((unit, named))
@@ -645,9 +683,13 @@ def _below(styles: Styles, prefix: str) -> Styles:
 
 
 def _stacks(inner: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Blocks by the list that they are in."""
+    """Blocks that follow each other, by the list that they are in; those of a pipeline by their stage, since another
+    rank's are between two stages of one rank."""
     members = {id(block) for block in blocks}
-    stacks = [[child for child in module.children() if id(child) in members] for module in inner.modules()]
+    stacks: list[list[nn.Module]] = []
+    for module in inner.modules():
+        for away, run in groupby(module.children(), key=lambda child: isinstance(child, Elsewhere)):
+            stacks.append([] if away else [child for child in run if id(child) in members])
     return [stack for stack in stacks if stack]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -99,6 +100,8 @@ def build(kind: Kind) -> nn.Module:
         return transformers.Qwen3ForCausalLM(config)
     if kind == "mixtral":
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**usual, **heads, num_local_experts=4))
+    if kind in ("deepseek", "qwen2_moe"):
+        return _with_shared_experts(kind, usual, heads)
     if kind == "gpt2":
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
@@ -134,6 +137,19 @@ class _Masked(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         assert mask is None
         return self.block(x)  # type: ignore[no-any-return]
+
+
+def _with_shared_experts(kind: Kind, usual: Mapping[str, int], heads: Mapping[str, int]) -> nn.Module:
+    """DeepSeek-V2's shared experts are given samples, and tp ranks split them; Qwen2's are given rows of tokens."""
+    transformers: Any = importlib.import_module("transformers")
+    routed = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if kind == "qwen2_moe":
+        shared = {"num_experts": 4, "shared_expert_intermediate_size": 24}
+        return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**usual, **heads, **routed, **shared))
+    shared = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    config = {**usual, **heads, "num_key_value_heads": heads["num_attention_heads"], **routed, **shared, **latent}
+    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**config))
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
@@ -280,6 +296,87 @@ def evaluated_in_stages(composition: Composition) -> InStages:
     )
 
 
+Unfit = Literal["positions", "eager", "eager llama", "bert", "mamba", "packed", "window", "tuple"]
+
+
+def refused_sequences(kind: Unfit) -> str:
+    """What cp 2 says to a model, or to a call of it, that it cannot split."""
+    transformers: Any = importlib.import_module("transformers")
+    given, step = dict(batch_of(0)), Composition(cp=2)
+    if kind in ("positions", "eager"):
+        model = build("gpt")
+        for block in model.get_submodule("blocks").children():
+            block.forward = MethodType(_with_positions if kind == "positions" else _eager, block)
+    elif kind in ("packed", "window", "eager llama", "tuple"):
+        model = build("llama")
+        if kind == "packed":
+            given["position_ids"] = torch.arange(LENGTH // 2).repeat(SAMPLES, 2)
+        elif kind == "window":
+            model.config.sliding_window = LENGTH // 2
+        elif kind == "tuple":
+            given["return_dict"] = False
+        else:
+            model.set_attn_implementation("eager")
+    elif kind == "bert":
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=48))
+    else:
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+        model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    return _refused(lambda: initialize(model, optimizer=_optimizer, plan=step.plan())[0](**given))
+
+
+def _with_positions(block: Any, x: torch.Tensor) -> torch.Tensor:
+    """Rows are turned by their number in what the block sees, as rotary embeddings are inside attention."""
+    made: torch.Tensor = type(block).forward(block, x.roll(1, -1) * torch.arange(x.shape[1]).cos().unsqueeze(-1) + x)
+    return made
+
+
+def _eager(block: Any, x: torch.Tensor) -> torch.Tensor:
+    scores = (x @ x.transpose(1, 2)).tril()
+    return x + block.out(scores @ x)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnLoss:
+    """A script that makes its own loss of logits, and what its blocks drop out."""
+
+    loss: float
+    expected: float
+    gradient: float
+    """The largest difference of a gradient from one process."""
+    dropped: list[bool]
+    later: float
+    """The next random number after a forward pass."""
+
+
+def own_loss(kind: Kind) -> OwnLoss:
+    """Logits of cp 2 in training, a loss of the script's own, and dropout in the blocks."""
+    engine, *_ = initialize(build(kind), optimizer=_optimizer, plan=Composition(cp=2).plan())
+    alone, ids = build(kind), batch_of(0)["input_ids"]
+    losses = []
+    for model in (engine, alone):
+        logits = model(input_ids=ids).logits
+        losses.append(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+    torch.autograd.backward(losses)
+    right = dict(alone.named_parameters())
+    apart = [(p.grad - right[name].grad).abs().max().item() for name, p in engine.module.named_parameters()]
+    return OwnLoss(loss=losses[0].item(), expected=losses[1].item(), gradient=max(apart), **_dropped())
+
+
+def _dropped() -> dict[str, Any]:
+    model = build("gpt")
+    blocks = model.get_submodule("blocks")
+    seen: list[torch.Tensor] = []
+    for block in blocks.children():
+        block.mlp_norm = nn.Sequential(nn.Dropout(0.5), block.mlp_norm)
+        block.mlp_norm[0].register_forward_hook(lambda _, __, made: seen.append(made == 0))
+    engine, *_ = initialize(model, optimizer=_optimizer, plan=Composition(cp=2).plan())
+    torch.manual_seed(3)
+    engine(**batch_of(0))
+    return {"dropped": seen[-1].flatten().tolist(), "later": torch.rand(()).item()}
+
+
 def _refused(call: Callable[[], object]) -> str:
     try:
         call()
@@ -306,3 +403,41 @@ def train_batch_and_loop(composition: Composition) -> tuple[list[float], list[fl
         found.append(losses)
     assert found[1] == found[2]
     return found[0], found[1], engine.global_steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """What a rank sees of three steps, of which the second overflows on one rank."""
+
+    skipped: list[int]
+    """Steps that were skipped, after each."""
+    scales: list[float]
+    norms: list[float | None]
+    moved: list[float]
+    """The largest change of an element of the whole model, by each step."""
+
+
+def skips_together(composition: Composition) -> Skipped:
+    """Train in fp16 with gradients that overflow in the embedding's part of rank 0 alone."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    engine, *_ = initialize(build("llama"), optimizer=_optimizer, plan=composition.plan(), config={"fp16": fp16})
+    overflows = False
+
+    def overflow(module: nn.Module, _: Any, output: torch.Tensor) -> None:
+        if overflows and output.requires_grad:
+            output.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+
+    if engine.environment.rank == 0:
+        engine.module.get_input_embeddings().register_forward_hook(overflow)
+    found = Skipped(skipped=[], scales=[], norms=[], moved=[])
+    before = engine.state_dict()
+    for step in range(3):
+        overflows = step == 1
+        one_step(engine, step)
+        after = engine.state_dict()
+        found.skipped.append(engine.skipped_steps)
+        found.scales.append(engine.loss_scale)
+        found.norms.append(engine.gradient_norm)
+        found.moved.append(max(float((after[name] - value).abs().max()) for name, value in before.items()))
+        before = after
+    return found

@@ -58,7 +58,6 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hands whole models to DeepSpeed, and tp 2 splits them", {"strategy": "zero1", "backend": "deepspeed", "tp": 2}),
     ("zero3 of backend native cuts whole layers, and pp 2 splits them", {**_ZERO2, "strategy": "zero3", "pp": 2}),
     ("Adafactor needs whole matrices, which tp 2 splits", {**_ZERO2, "optimizer": "adafactor", "tp": 2}),
-    ("over tp ranks or spreads them over ep ranks", {"ep": 2, "tp": 2, "sequence_parallel": True, "dp_shard": 1}),
     (
         "splits backward passes, as zero-bubble does, under ddp without activation checkpointing",
         {"pp": 2, "pp_schedule": "zero-bubble"},

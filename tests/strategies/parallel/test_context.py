@@ -13,7 +13,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from hardware_db.spawn import RankPool
 from strategies.parallel.context import earlier_tokens
 from tests.strategies import parallel_bodies
-from tests.strategies.parallel_bodies import Composition, Kind
+from tests.strategies.parallel_bodies import Composition, Kind, Unfit
 
 CP = Composition(strategy="fsdp", cp=2)
 
@@ -102,3 +102,31 @@ def test_eight_ranks_train_as_one_process(eight_ranks: RankPool, kind: Kind, com
 def test_four_ranks_train_as_one_process(four_ranks: RankPool, kind: Kind, composition: Composition) -> None:
     for found in four_ranks.run(parallel_bodies.train, kind, composition):
         assert max(found.loss, found.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), found
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("positions", "positions that it counts itself"),
+        ("eager", "calls it nowhere"),
+        ("eager llama", "calls it nowhere"),
+        ("bert", "ForMaskedLMLoss"),
+        ("mamba", "Conv1d"),
+        ("packed", "position_ids do not count on"),
+        ("window", "ends after 8"),
+        ("tuple", "return_dict"),
+    ],
+)
+def test_what_would_train_wrong_in_silence_is_refused(ranks: RankPool, kind: Unfit, reason: str) -> None:
+    for said in ranks.run(parallel_bodies.refused_sequences, kind):
+        assert reason in said
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_loss_of_the_scripts_own_is_of_whole_sequences_and_ranks_drop_out_apart(ranks: RankPool, kind: Kind) -> None:
+    first, second = ranks.run(parallel_bodies.own_loss, kind)
+    for found in (first, second):
+        assert abs(found.loss - found.expected) < 1e-5
+        assert found.gradient < 1e-5
+    assert first.dropped != second.dropped
+    assert first.later == second.later
