@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -169,28 +168,14 @@ def write_plans(plans: Sequence[Plan], directory: Path) -> None:
     Raises:
         BrokenFile: the directory or a file cannot be written.
     """
-    from planner.emit import FORMATS, fitting_formats
+    from planner.emit import fitting_configs
     from planner.types.plan_io import save_plan
 
     for rank, plan in enumerate(plans, start=1):
         _make(directory)
         save_plan(plan, directory / f"plan-{rank}.yaml")
-        configs = _configs(plan, fitting_formats(plan)) or _configs(plan, FORMATS)
-        for format, files in configs.items():
+        for format, files in fitting_configs(plan).items():
             write_files(files, directory / f"plan-{rank}" / format)
-
-
-def _configs(plan: Plan, formats: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The files of a plan in each of these formats that has a form of it."""
-    from planner.emit import emit as emit_plan
-    from planner.errors import ContradictoryRequest
-
-    configs = {}
-    for format in formats:
-        # ContradictoryRequest is how a format says that it has no form of this plan.
-        with contextlib.suppress(ContradictoryRequest):
-            configs[format] = emit_plan(plan, format)
-    return configs
 
 
 def write_files(files: Mapping[str, str], directory: Path) -> None:

@@ -30,7 +30,12 @@ _CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers",
 
 def plan_blocks(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
     """Model, hardware and configuration; memory by category and phase; time by part; the verdict."""
-    blocks = [*header(plan, taken_for_granted), Text(text=describe(plan.configuration))]
+    return [*header(plan, taken_for_granted), *figure_blocks(plan)]
+
+
+def figure_blocks(plan: Plan) -> list[Block]:
+    """The configuration; memory by category and phase; time by part; the verdict."""
+    blocks: list[Block] = [Text(text=describe(plan.configuration))]
     blocks += [memory_table(plan), phase_table(plan), time_table(plan.time), Text(text=_rates(plan))]
     verdict = verdict_line(plan)
     blocks += [Text(text=f"note: {note}", style="warning") for note in plan.notes if note not in verdict]

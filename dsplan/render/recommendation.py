@@ -96,12 +96,17 @@ def recommendation_blocks(answer: Recommendation) -> list[Block]:
     """Model, hardware and work; the ranked plans or the closest miss with remedies; the strategies that lost."""
     shown = answer.plans[0] if answer.plans else answer.closest
     blocks: list[Block] = [] if shown is None else header(shown, answer.request.defaults)
-    blocks += [Text(text=_work(answer.request.workload)), Text(text="")]
+    blocks += [Text(text=work_text(answer.request.workload)), Text(text="")]
+    return [*blocks, *ranked_blocks(answer), *rejected_blocks(answer)]
+
+
+def ranked_blocks(answer: Recommendation) -> list[Block]:
+    """The ranked plans and what their figures mean, or the closest miss with remedies."""
     if answer.plans:
-        blocks += [plans_table(answer.request, answer.plans), *_footnotes(answer), *_instead(answer)]
+        blocks = [plans_table(answer.request, answer.plans), *_footnotes(answer), *_instead(answer)]
     else:
-        blocks += _nothing_fits(answer)
-    return [*blocks, *devices_table(answer), *_front(answer), *_rejected(answer)]
+        blocks = _nothing_fits(answer)
+    return [*blocks, *devices_table(answer), *_front(answer)]
 
 
 def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
@@ -198,7 +203,8 @@ def _plan_to_dict(request: Request, plan: Plan) -> dict[str, Any]:
 _TASK_WORDS = {"custom": "the module's own task"}
 
 
-def _work(workload: Workload) -> str:
+def work_text(workload: Workload) -> str:
+    """What is trained how, in one line."""
     length = [] if workload.sequence_length == 1 else [f"sequence {workload.sequence_length}"]
     words = [_TASK_WORDS.get(workload.task, workload.task), *length, f"global batch {workload.global_batch_size}"]
     return ", ".join([*words, workload.precision, workload.optimizer, f"{workload.attention} attention"])
@@ -234,7 +240,8 @@ def _nothing_fits(answer: Recommendation) -> list[Block]:
     return blocks
 
 
-def _rejected(answer: Recommendation) -> list[Block]:
+def rejected_blocks(answer: Recommendation) -> list[Block]:
+    """Why each of the other strategies is not among the plans."""
     if not answer.rejected:
         return []
     rows = [[item.strategy, item.reason] for item in answer.rejected]

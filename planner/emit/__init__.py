@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
 from planner.emit.common import DEFAULTS, TRAINERS, EmitOptions, script_duties, workload_word
-from planner.errors import UnknownName
+from planner.errors import ContradictoryRequest, UnknownName
 from planner.types.plan import Plan
 
-__all__ = ["FORMATS", "EmitOptions", "emit", "fitting_formats", "script_duties"]
+__all__ = ["FORMATS", "EmitOptions", "emit", "fitting_configs", "fitting_formats", "script_duties"]
 
 FORMATS: dict[str, str] = {
     "deepspeed": "planner.emit.deepspeed:emit",
@@ -60,3 +61,18 @@ def fitting_formats(plan: Plan) -> tuple[str, ...]:
         return _CODE_FORMATS[code]
     needs_trainer = plan.configuration.splits_model or not plan.runnable
     return tuple(name for name in FORMATS if name not in TRAINERS or needs_trainer)
+
+
+def fitting_configs(plan: Plan) -> dict[str, dict[str, str]]:
+    """The files of a plan in each of its `fitting_formats`, or where its own trainer lacks something of it, in any that
+    has a form of it."""
+    return _configs(plan, fitting_formats(plan)) or _configs(plan, tuple(FORMATS))
+
+
+def _configs(plan: Plan, formats: tuple[str, ...]) -> dict[str, dict[str, str]]:
+    configs = {}
+    for format in formats:
+        # ContradictoryRequest is how a format says that it has no form of this plan.
+        with contextlib.suppress(ContradictoryRequest):
+            configs[format] = emit(plan, format)
+    return configs

@@ -52,15 +52,22 @@ def is_factory(name: str) -> bool:
     return config_file(name) is None and _FACTORY.fullmatch(name.strip()) is not None
 
 
+def named_model(name: str) -> ModelFacts:
+    """The model of the catalogue with this name, else of this size; no file is looked at.
+
+    Raises:
+        DsplanError: nothing answers to the name.
+    """
+    return model_of_size(name) if looks_like_a_size(name) and not knows_model(name) else find_model(name)
+
+
 def _named(name: str) -> ModelFacts:
     path = Path(os.path.expanduser(name))
     if _is_config(path) or (_exists(path) and not knows_model(name)) or path.suffix == ".json":
         return _from_file(path)
     if _FACTORY.fullmatch(name):
         raise DsplanError(f"{name} is code, which only dsplan itself runs; ask `import dsplan`, or name a config.json")
-    if not knows_model(name) and looks_like_a_size(name):
-        return model_of_size(name)
-    return find_model(name)
+    return named_model(name)
 
 
 def _is_config(path: Path) -> bool:

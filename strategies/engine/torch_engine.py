@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -19,7 +20,7 @@ from strategies.distributed.gathers import require_alike
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
-from strategies.modules.precision import LossScale, cast_model, scale_settings
+from strategies.modules.precision import LossScale, cast_model, scale_settings, square_of
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
@@ -47,12 +48,7 @@ def total_norm(module: nn.Module, mesh: Mesh | None = None) -> torch.Tensor:
     if mesh is not None and not mesh.is_data_parallel:
         return _norm_over(module, mesh)
     parameters = list(module.parameters())
-    values = [value for value in _values(parameters) if value.numel()]
-    if values:
-        norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
-        square = torch.stack(norms).double().square().sum()
-    else:
-        square = torch.zeros((), dtype=torch.float64)
+    square = square_of(_values(parameters))
     sharded = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
     if sharded is not None:
         met = torch.tensor(float(PULSE.number), dtype=torch.float64, device=sharded.device)
@@ -77,22 +73,15 @@ def _norm_over(module: nn.Module, mesh: Mesh) -> torch.Tensor:
             sharded, sizes = parameter, zip(parameter.placements, parameter.device_mesh.shape, strict=True)
             shards = math.prod(size for placement, size in sizes if placement.is_shard())
         by_share.setdefault(share_of_square(unwrapped(name), parts, mesh, shards), []).append(parameter)
-    squares = [_square(_values(parameters), mesh) * share for share, parameters in by_share.items()]
-    square = torch.stack([*squares, torch.zeros((), dtype=torch.float64, device=mesh.environment.device)]).sum()
+    device = mesh.environment.device
+    squares = [square_of(_values(group), device).to(device) * share for share, group in by_share.items()]
+    square = torch.stack([*squares, torch.zeros((), dtype=torch.float64, device=device)]).sum()
     dist.all_reduce(square)
     if sharded is not None:
         met = torch.tensor(float(PULSE.number), dtype=torch.float64, device=mesh.environment.device)
         dist.all_reduce(met, group=mesh.group("dp_shard_cp"))
         require_alike(met.item(), mesh.size("dp_shard_cp"))
     return square.sqrt()
-
-
-def _square(values: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    values = [value for value in values if value.numel()]
-    if not values:
-        return torch.zeros((), dtype=torch.float64, device=mesh.environment.device)
-    norms = torch._foreach_norm(values, 2, dtype=_norm_dtype(values))
-    return torch.stack(norms).double().square().sum().to(mesh.environment.device)
 
 
 def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
@@ -184,11 +173,6 @@ def _values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
             gradient = gradient._values()
         values.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     return values
-
-
-def _norm_dtype(values: list[torch.Tensor]) -> torch.dtype:
-    is_double = any(value.dtype == torch.float64 for value in values)
-    return torch.float64 if is_double else torch.float32
 
 
 class TorchStrategy(Strategy):
@@ -288,7 +272,9 @@ class TorchEngine(AccumulatingEngine):
         mean = loss / self.configuration.gradient_accumulation_steps
         return mean if self._scale.value == 1 else mean * self._scale.value
 
-    def _add_gradients(self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_step: bool) -> None:
+    def _add_gradients(
+        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_step: bool
+    ) -> None:
         if self._wide_sums is not None and ends_step:
             self._wide_sums.give_back()
         torch.autograd.backward(made, gradient)
@@ -301,7 +287,7 @@ class TorchEngine(AccumulatingEngine):
             return self.wrapped(*args, **kwargs)
 
     def backward_stage(
-        self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
         reduces = ends_stage or self.strategy.reduces_each_micro_batch
         with self.strategy.synchronization(self.wrapped, reduces=reduces):

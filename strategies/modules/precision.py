@@ -6,7 +6,7 @@ shards, computes in 16 bits and reduces gradients in fp32. `bf16-pure` keeps eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +50,32 @@ def narrowed(inputs: Any, dtype: torch.dtype | None) -> Any:
         return value.to(dtype) if is_wide else value
 
     return inputs if dtype is None else tree_map(narrow, inputs)
+
+
+# Norms.
+
+
+_RUN = 16_384
+"""Elements that one sum on a CPU takes: torch adds them up in fp32 one after the other, and falls 1 % short at 1e8."""
+
+
+def runs(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors whose norms are right, views of the given ones: those of a CPU in runs of some elements."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        is_long = value.device.type == "cpu" and value.numel() > _RUN and value.is_contiguous()
+        found += torch.split(value.view(-1), _RUN) if is_long else (value,)
+    return found
+
+
+def square_of(values: Iterable[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
+    """The sum of the squares of all elements, an fp64 scalar on the tensors' device, or else on `device`."""
+    parts = runs(value for value in values if value.numel())
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    is_double = any(part.dtype == torch.float64 for part in parts)
+    norms = torch._foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32)
+    return torch.stack(norms).double().square().sum()
 
 
 # Loss scaling keeps small fp16 gradients from being rounded to zero.

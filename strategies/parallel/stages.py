@@ -32,7 +32,7 @@ from strategies.parallel.blocks import Elsewhere, block_stacks, members
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import CALL_TRAIN_BATCH, Arguments, Partition, SplitOptions
 from strategies.parallel.ranks import SEQUENCE, tokens_of_each
-from strategies.parallel.split import ModelParts
+from strategies.parallel.split import ModelParts, stand_in
 
 _ATTRIBUTE = "_dsplan_stages"
 _READS = frozenset({"__get__", "size", "dim", "numel", "element_size", "stride", "is_floating_point"})
@@ -176,7 +176,13 @@ def cut_stages(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Model
     ranges = [range(first, end) for first, end in pairwise(accumulate(counts, initial=0))]
     own = [stage for stage in range(number) if stage % configuration.pp == mesh.rank("pp")]
     cut = _Cut(number=number, own=own, ranges=ranges, ranks=configuration.pp)
-    _drop_outside(model, record, cut, parts, mesh.environment.device)
+    device = mesh.environment.device
+
+    def nothing(weight: torch.Tensor) -> torch.Tensor:
+        dtype = _computed_in(weight.dtype, configuration)  # rotary positions have the dtype of hidden states
+        return stand_in(weight.shape, dtype, device)
+
+    _drop_outside(model, record, cut, parts, nothing)
     stages = Stages(model, stack, cut, record.travels)
     _drop_blocks(stack, stages, record)
     parts.blocks = tuple(ranges[stage] for stage in own)
@@ -490,9 +496,12 @@ def _travel(hidden: torch.Tensor, inputs: Arguments, plan: Configuration) -> Tra
         ]
         sources.sort(key=lambda source: (source[1] != dimension, str(source[0]) != "input_ids"))
         sizes.append(sources[0] if sources else size)
-    # Sharded weights compute in the plan's dtype, whatever they were loaded in.
-    dtype = hidden.dtype if _is_cast(plan) else _COMPUTE.get(plan.precision, hidden.dtype)
-    return Travel(sizes=tuple(sizes), dtype=dtype, cp=plan.cp)
+    return Travel(sizes=tuple(sizes), dtype=_computed_in(hidden.dtype, plan), cp=plan.cp)
+
+
+def _computed_in(dtype: torch.dtype, plan: Configuration) -> torch.dtype:
+    """The dtype of weights and hidden states: sharded weights compute in the plan's, whatever they were loaded in."""
+    return dtype if _is_cast(plan) else _COMPUTE.get(plan.precision, dtype)
 
 
 def _maker(name: str, output: Any, hidden: torch.Tensor) -> Callable[[torch.Tensor], Any]:
@@ -554,9 +563,11 @@ def _counts(costs: _Costs, number: int) -> tuple[int, ...]:
 # Leaving out what other stages have.
 
 
-def _drop_outside(model: nn.Module, record: _Record, cut: _Cut, parts: ModelParts, device: torch.device) -> None:
-    """Put a stand-in of no memory for every weight outside the blocks that another stage has: what is computed with it
-    before the blocks is not used."""
+def _drop_outside(
+    model: nn.Module, record: _Record, cut: _Cut, parts: ModelParts, nothing: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Put a stand-in of no memory, `nothing`, for every weight outside the blocks that another stage has: of what is
+    computed with it before the blocks the dtype alone is used."""
     is_first, is_last = 0 in cut.own, cut.number - 1 in cut.own
     names: dict[nn.Parameter, str] = {parameter: name for name, parameter in model.named_parameters()}
     shared = record.before & record.after
@@ -570,7 +581,7 @@ def _drop_outside(model: nn.Module, record: _Record, cut: _Cut, parts: ModelPart
             is_here |= is_last and parameter in record.after and own in heads.get(parameter, (own,))
             if not is_here:
                 del module._parameters[name]
-                vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+                vars(module)[name] = nothing(parameter)
     if is_first != is_last:
         for parameter, own_names in heads.items():
             parts.shared[names[parameter] if is_first else own_names[0]] = names[parameter]

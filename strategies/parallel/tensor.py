@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from hardware_db.notices import notice
 from strategies.errors import CannotRun
-from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.blocks import Elsewhere, repeated_blocks
 from strategies.parallel.expert import is_mixture
 from strategies.parallel.layers import Columns, Rows, VocabularyRows, split_in_place
 from strategies.parallel.loss import CausalLoss, WholeLogits
@@ -685,9 +686,13 @@ def _below(styles: Styles, prefix: str) -> Styles:
 
 
 def _stacks(inner: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Blocks by the list that they are in."""
+    """Blocks that follow each other, by the list that they are in; those of a pipeline by their stage, since another
+    rank's are between two stages of one rank."""
     members = {id(block) for block in blocks}
-    stacks = [[child for child in module.children() if id(child) in members] for module in inner.modules()]
+    stacks: list[list[nn.Module]] = []
+    for module in inner.modules():
+        for away, run in groupby(module.children(), key=lambda child: isinstance(child, Elsewhere)):
+            stacks.append([] if away else [child for child in run if id(child) in members])
     return [stack for stack in stacks if stack]
 
 

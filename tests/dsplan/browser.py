@@ -19,7 +19,6 @@ NARROW, WIDE = 390, 1280
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 _LOCAL_SCHEMES = ("data", "blob", "about")
 _MOST_STOPS = 200
-_STILL_MILLISECONDS = 100
 _PATIENCE_MILLISECONDS = 30_000
 """A loaded machine takes seconds for what otherwise takes a tenth of one."""
 
@@ -34,12 +33,13 @@ class CheckedPage:
     outside: list[str] = field(default_factory=list)
     """Addresses of other origins that the page asked for; none of them was answered."""
 
-    def violations(self, known: Mapping[str, str] | None = None) -> list[str]:
-        """What axe-core finds, each rule with the element; `known` are rules left aside below a CSS selector."""
+    def violations(self, known: Mapping[str, str] | None = None, within: str | None = None) -> list[str]:
+        """What axe-core finds, each rule with the element; `known` are rules left aside below a CSS selector. `within`
+        one it looks at that part of the page alone."""
         from axe_playwright_python.sync_playwright import Axe
 
         found = []
-        for violation in Axe().run(self.page).response["violations"]:
+        for violation in Axe().run(self.page, context=within).response["violations"]:
             selector = (known or {}).get(violation["id"])
             for node in violation["nodes"]:
                 target = str(node["target"][-1])
@@ -70,17 +70,19 @@ class CheckedPage:
             nowhere = nowhere + 1 if stop == "nowhere" else 0
             if stop == "again" or nowhere > 1:
                 break
+        self.page.keyboard.press("Escape")
+        self.page.evaluate("document.activeElement.blur()")
         return list(self.page.evaluate(_NOT_REACHED))
 
     def pictures(self) -> dict[str, int]:
-        """The plotly pictures of the page by title, each with the number of marks that take up room on the screen."""
+        """The plotly pictures of the page by title, else by the id of what they are in: how many marks take up room."""
         return dict(self.page.evaluate(_PICTURES))
 
-    def problems(self, known: Mapping[str, str] | None = None) -> list[str]:
+    def problems(self, known: Mapping[str, str] | None = None, within: str | None = None) -> list[str]:
         """All that must not be on any page: complaints, requests to elsewhere, violations, scrolling sideways."""
         wide = [f"{self.sideways()} pixels too wide"] if self.sideways() > 0 else []
         asked = [f"asks for {address}" for address in self.outside]
-        return [*self.complaints, *asked, *wide, *self.violations(known)]
+        return [*self.complaints, *asked, *wide, *self.violations(known, within)]
 
 
 _MARK_CONTROLS = """() => {
@@ -105,10 +107,9 @@ _NOT_REACHED = """() => {
     .map(control => control.outerHTML.slice(0, 160))
 }"""
 _PICTURES = """() => [...document.querySelectorAll('.js-plotly-plot')].map((plot, number) => {
-  const marks = [...plot.querySelectorAll('.plot path, .plot rect, .plot circle, .pielayer path, .tablelayer text')]
+  const marks = [...plot.querySelectorAll('.trace :is(path, rect, circle), .heatmaplayer image')]
   const drawn = marks.filter(mark => { const box = mark.getBoundingClientRect(); return box.width + box.height > 0 })
-  const title = plot.layout?.title?.text || plot.closest('[aria-label]')?.getAttribute('aria-label') || `${number}`
-  return [title, drawn.length]
+  return [plot.layout?.title?.text || plot.closest('[id]')?.id || `${number}`, drawn.length]
 })"""
 
 
@@ -124,10 +125,11 @@ def browser() -> Iterator[Browser]:
     path = chromium()
     if path is None:
         pytest.skip(f"needs one of {', '.join(_PROGRAMS)} (Debian: apt install chromium)")
+    sync_api.expect.set_options(timeout=_PATIENCE_MILLISECONDS)
     with sync_api.sync_playwright() as playwright:
-        # Chromium's own calls home are none of the page's.
-        quiet = ["--disable-background-networking", "--disable-component-update", "--no-proxy-server"]
-        running = playwright.chromium.launch(executable_path=path, args=quiet)
+        # Chromium's own calls home are none of the page's; containers share 64 MiB of memory, too little for a page.
+        quiet = ("--disable-background-networking", "--disable-component-update", "--no-proxy-server")
+        running = playwright.chromium.launch(executable_path=path, args=[*quiet, "--disable-dev-shm-usage"])
         yield running
         running.close()
 

@@ -29,6 +29,7 @@ print(sorted({{name.split(".")[0] for name in sys.modules}}), file=sys.stderr)
 sys.exit(status)
 """
 TRAINING = {"torch", "numpy", "transformers", "accelerate", "deepspeed", "psutil", "safetensors"}
+PAGES = {"gradio", "fastapi", "uvicorn", "plotly", "pandas"}
 
 
 def run(*arguments: str, blocked: frozenset[str] = frozenset(), **environment: str) -> subprocess.CompletedProcess[str]:
@@ -55,10 +56,23 @@ def run(*arguments: str, blocked: frozenset[str] = frozenset(), **environment: s
     ],
 )
 def test_planning_works_with_the_base_dependencies_alone(arguments: tuple[str, ...]) -> None:
-    done = run(*arguments, blocked=frozenset(TRAINING | {"pydantic"}))
+    done = run(*arguments, blocked=frozenset(TRAINING | PAGES | {"pydantic"}))
     assert done.returncode == 0, done.stderr
     assert done.stdout
-    assert not TRAINING & set(ast.literal_eval(done.stderr.splitlines()[-1]))
+    assert not (TRAINING | PAGES) & set(ast.literal_eval(done.stderr.splitlines()[-1]))
+
+
+def test_recommend_imports_nothing_of_pages_that_are_installed() -> None:
+    assert not (PAGES | {"dsplan.ui"}) & set(ast.literal_eval(run(*RECOMMEND).stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("missing", ["uvicorn", "gradio"])
+def test_a_missing_extra_is_named_in_one_line(missing: str) -> None:
+    done = run("ui", blocked=frozenset({missing}))
+    assert done.returncode == 2
+    said = done.stderr.splitlines()[0]
+    assert missing in said
+    assert said.endswith("; pip install 'dsplan[ui]'")
 
 
 def test_a_piped_answer_needs_no_rich() -> None:

@@ -409,3 +409,41 @@ def train_batch_and_loop(composition: Composition) -> tuple[list[float], list[fl
         found.append(losses)
     assert found[1] == found[2]
     return found[0], found[1], engine.global_steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """What a rank sees of three steps, of which the second overflows on one rank."""
+
+    skipped: list[int]
+    """Steps that were skipped, after each."""
+    scales: list[float]
+    norms: list[float | None]
+    moved: list[float]
+    """The largest change of an element of the whole model, by each step."""
+
+
+def skips_together(composition: Composition) -> Skipped:
+    """Train in fp16 with gradients that overflow in the embedding's part of rank 0 alone."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    engine, *_ = initialize(build("llama"), optimizer=_optimizer, plan=composition.plan(), config={"fp16": fp16})
+    overflows = False
+
+    def overflow(module: nn.Module, _: Any, output: torch.Tensor) -> None:
+        if overflows and output.requires_grad:
+            output.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+
+    if engine.environment.rank == 0:
+        engine.module.get_input_embeddings().register_forward_hook(overflow)
+    found = Skipped(skipped=[], scales=[], norms=[], moved=[])
+    before = engine.state_dict()
+    for step in range(3):
+        overflows = step == 1
+        one_step(engine, step)
+        after = engine.state_dict()
+        found.skipped.append(engine.skipped_steps)
+        found.scales.append(engine.loss_scale)
+        found.norms.append(engine.gradient_norm)
+        found.moved.append(max(float((after[name] - value).abs().max()) for name, value in before.items()))
+        before = after
+    return found

@@ -1,7 +1,7 @@
 """Communication of data-parallel strategies in one step, and how much of it stays visible.
 
 Each strategy is walked unit by unit on a compute and a communication stream. Units of a kind are equal, so the walk has
-three stops: the first unit, those between, the last.
+three stops: the first unit, those between, the last. `timeline` draws the same walk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from planner.cost.code_bases import Implementation
 from planner.cost.split import keeps_stage_whole, reduces_each_micro_batch, reshards
 from planner.cost.timing.collectives import Collective, Group, collective_seconds
 from planner.cost.timing.efficiency import DeviceRates
-from planner.cost.timing.layout import SERIAL_SLOWDOWN, SLOWDOWN, Layout, beside, exposed_seconds
+from planner.cost.timing.layout import SERIAL_SLOWDOWN, SLOWDOWN, Layout, beside
 from planner.cost.timing.pipeline import Stage
 from planner.cost.zero_buckets import zero_buckets
 from planner.types.job import Job
@@ -37,14 +37,44 @@ class Communication:
         return Communication(total=self.total * factor, exposed=self.exposed * factor)
 
 
+Unit = tuple[float, float, float, str]
+"""How many alike, each with seconds of compute and of communication that start together, and what is communicated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Walk:
+    """The units of a step that communicate: in the forward passes of `gathers` micro-batches, in the backward passes of
+    those that reduce nothing (`quiet`) and of the `reductions` that do, and at the end of the step."""
+
+    forward: tuple[Unit, ...] = ()
+    gathers: int = 0
+    quiet: tuple[Unit, ...] = ()
+    reduced: tuple[Unit, ...] = ()
+    reductions: int = 0
+    end: tuple[Unit, ...] = ()
+
+    def communication(self, rounds: int, slowdown: float) -> Communication:
+        """All of it, and what no compute hides, in a step of so many micro-batches."""
+        total = exposed = 0.0
+        for repeats, units in (
+            (self.gathers, self.forward),
+            (rounds - self.reductions, self.quiet),
+            (self.reductions, self.reduced),
+            (1, self.end),
+        ):
+            for count, compute, communication, _ in units:
+                total += repeats * count * communication
+                exposed += repeats * count * beside(compute, communication, slowdown)
+        return Communication(total=total, exposed=exposed)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
-    """One rank of the busiest stage: its layout, its compute per micro-batch, and what hides what."""
+    """One rank of the busiest stage: its layout, its compute per micro-batch, and whose code runs."""
 
     job: Job
     where: Layout
     stage: Stage
-    slowdown: float
     code: Implementation
 
     @property
@@ -89,15 +119,15 @@ class StepContext:
 
 def data_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> Communication:
     """Communication of the whole step, given the compute of one micro-batch on one rank."""
+    slowdown = SERIAL_SLOWDOWN if rates.serial else SLOWDOWN
+    return walk(job, where, stage, rates).communication(job.configuration.gradient_accumulation_steps, slowdown)
+
+
+def walk(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> Walk:
+    """The units of a step that communicate, given the compute of one micro-batch on one rank."""
     if where.shards == where.replica_group.size == 1:
-        return Communication()
-    context = StepContext(
-        job=job,
-        where=where,
-        stage=stage,
-        slowdown=SERIAL_SLOWDOWN if rates.serial else SLOWDOWN,
-        code=rates.code,
-    )
+        return Walk()
+    context = StepContext(job=job, where=where, stage=stage, code=rates.code)
     strategy = job.configuration.strategy
     if strategy in ("ddp", "single"):
         return _replicated(context)
@@ -106,7 +136,7 @@ def data_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> 
     return _partitioned(context) if strategy == "zero3" else _fully_sharded(context)
 
 
-def _replicated(context: StepContext) -> Communication:
+def _replicated(context: StepContext) -> Walk:
     """DDP: gradients all-reduced once per step in buckets, behind the last micro-batch's backward.
 
     The embedding's gradient comes last of all and in one piece, so that nothing is left to hide it.
@@ -116,13 +146,12 @@ def _replicated(context: StepContext) -> Communication:
     early = where.parameters - last
     buckets = max(1, math.ceil(early * where.reduce_bytes / DDP_BUCKET_BYTES))
     tail = context.collective("all_reduce", last, where.communication_bytes, where.replica_group)
-    total = tail + buckets * context.collective(
-        "all_reduce", early / buckets, where.communication_bytes, where.replica_group
-    )
-    return Communication(total=total, exposed=exposed_seconds(context.behind_reductions, total, tail, context.slowdown))
+    hidden = buckets * context.collective("all_reduce", early / buckets, where.communication_bytes, where.replica_group)
+    units = ((1, context.behind_reductions, hidden, "all_reduce"), (1, 0.0, tail, "all_reduce"))
+    return Walk(reduced=units, reductions=1)
 
 
-def _sharded_optimizer(context: StepContext) -> Communication:
+def _sharded_optimizer(context: StepContext) -> Walk:
     """ZeRO-1 reduces once per step, ZeRO-2 every micro-batch; updated parameters are all-gathered at the end, unhidden.
 
     A reduction starts when its bucket is full: a model smaller than the bucket waits for the end of the backward.
@@ -131,11 +160,12 @@ def _sharded_optimizer(context: StepContext) -> Communication:
     limits = zero_buckets(2, parameters=round(where.parameters), hidden_size=context.job.facts.hidden_size)
     buckets = math.ceil(where.parameters / limits.reduce)
     bucket = _zero_reduction(context, where.parameters / buckets)
-    hidden = (buckets - 1) * beside(context.behind_reductions / buckets, bucket, context.slowdown)
-    once = Communication(total=buckets * bucket, exposed=hidden + bucket)
-    all_gather = _updated_parameters(context)
+    kind = "all_reduce" if context.code.reduces_whole else "reduce_scatter"
+    share = context.behind_reductions / buckets
+    units = ((buckets - 1, share, bucket, kind), (1, share, 0.0, kind), (1, 0.0, bucket, kind))
     rounds = context.rounds if context.job.configuration.zero_stage == 2 else 1
-    return once * rounds + Communication(total=all_gather, exposed=all_gather)
+    gathered = "broadcast" if context.code.broadcasts_partitions else "all_gather"
+    return Walk(reduced=units, reductions=rounds, end=((1, 0.0, _updated_parameters(context), gathered),))
 
 
 def _zero_reduction(context: StepContext, elements: float) -> float:
@@ -157,7 +187,7 @@ def _updated_parameters(context: StepContext) -> float:
     return where.shards * context.collective("broadcast", where.owned, where.whole_gather_bytes, where.shard_group)
 
 
-def _fully_sharded(context: StepContext) -> Communication:
+def _fully_sharded(context: StepContext) -> Walk:
     """FSDP: blocks all-gathered before forward and again before backward, one ahead of compute.
 
     Gradients of one block are reduced beside the backward of the block before it; in every micro-batch, unless the plan
@@ -166,31 +196,34 @@ def _fully_sharded(context: StepContext) -> Communication:
     """
     where, block, layers = context.where, context.stage.block, context.where.layers
     gather, root = context.all_gather_block(), context.all_gather(where.root)
-    forward = Communication(
-        total=layers * gather + root,
-        exposed=root + gather + (layers - 1) * beside(block.forward, gather, context.slowdown),
-    )
     again = gather if reshards(context.job) else 0.0
-    gathers = 1 if keeps_stage_whole(context.job) else context.rounds
-    quiet = _backward(context, again, 0.0, 0.0)
-    loud = _backward(context, again, context.reduce_scatter_block(), context.reduce_scatter(where.root))
-    reductions = context.rounds if reduces_each_micro_batch(context.job) else 1
-    return forward * gathers + quiet * (context.rounds - reductions) + loud * reductions
+    return Walk(
+        forward=((1, 0.0, root + gather, "all_gather"), (layers - 1, block.forward, gather, "all_gather")),
+        gathers=1 if keeps_stage_whole(context.job) else context.rounds,
+        quiet=_backward(context, again, 0.0, 0.0),
+        reduced=_backward(context, again, context.reduce_scatter_block(), context.reduce_scatter(where.root)),
+        reductions=context.rounds if reduces_each_micro_batch(context.job) else 1,
+    )
 
 
-def _backward(context: StepContext, gather: float, reduce: float, reduce_root: float) -> Communication:
+def _backward(context: StepContext, gather: float, reduce: float, reduce_root: float) -> tuple[Unit, ...]:
     """The head's backward hides the last block's gather; a block's own hides the gather of the one before it and the
     reduction of the one after it. The first block's reduction and the root's come after all compute."""
     stage, layers = context.stage, context.where.layers
     compute = stage.block.backward + stage.block.recomputed
-    exposed = beside(stage.head.backward, gather, context.slowdown) + reduce + reduce_root
+    both = "all_gather + reduce_scatter" if gather and reduce else "all_gather" if gather else "reduce_scatter"
+    between: tuple[Unit, ...] = ()
     if layers > 1:
-        exposed += beside(compute, gather, context.slowdown) + beside(compute, reduce, context.slowdown)
-        exposed += (layers - 2) * beside(compute, gather + reduce, context.slowdown)
-    return Communication(total=layers * (gather + reduce) + reduce_root, exposed=exposed)
+        between = (
+            (1, compute, gather, "all_gather"),
+            (layers - 2, compute, gather + reduce, both),
+            (1, compute, reduce, "reduce_scatter"),
+        )
+    head = (1, stage.head.backward, gather, "all_gather")
+    return (head, *between, (1, 0.0, reduce + reduce_root, "reduce_scatter"))
 
 
-def _partitioned(context: StepContext) -> Communication:
+def _partitioned(context: StepContext) -> Walk:
     """ZeRO-3: modules all-gathered one by one, far ahead of compute; gradients reduced in small buckets behind it.
 
     The first module's gather and the embedding's reduction stay visible. What is used again within
@@ -199,14 +232,14 @@ def _partitioned(context: StepContext) -> Communication:
     where, stage = context.where, context.stage
     limits = zero_buckets(3, parameters=round(where.parameters), hidden_size=context.job.facts.hidden_size)
     module = context.all_gather(where.block / where.products)
-    forward_total = where.layers * where.products * module + context.all_gather(where.root)
-    again = max(0.0, 1 - limits.max_reuse_distance / 2 / where.parameters) * forward_total
+    gathers = where.layers * where.products * module + context.all_gather(where.root)
+    again = max(0.0, 1 - limits.max_reuse_distance / 2 / where.parameters) * gathers
     reduce = math.ceil(where.parameters / limits.reduce) * context.reduce_scatter(min(limits.reduce, where.parameters))
-    tail = context.reduce_scatter(where.embedding or limits.reduce)
-    backward = Communication(
-        total=again + reduce, exposed=exposed_seconds(stage.backward, again + reduce, tail, context.slowdown)
+    tail = min(context.reduce_scatter(where.embedding or limits.reduce), again + reduce)
+    both = "all_gather + reduce_scatter" if again else "reduce_scatter"
+    return Walk(
+        forward=((1, 0.0, module, "all_gather"), (1, stage.forward, gathers - module, "all_gather")),
+        gathers=context.rounds,
+        reduced=((1, stage.backward, again + reduce - tail, both), (1, 0.0, tail, "reduce_scatter")),
+        reductions=context.rounds,
     )
-    forward = Communication(
-        total=forward_total, exposed=exposed_seconds(stage.forward, forward_total, module, context.slowdown)
-    )
-    return (forward + backward) * context.rounds

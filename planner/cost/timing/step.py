@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
 from planner.cost.precision import scaled_products
 from planner.cost.timing.data_parallel import Communication, data_parallel
@@ -15,6 +16,8 @@ from planner.cost.timing.offload import OffloadCost, offload_cost
 from planner.cost.timing.optimizer import optimizer_seconds
 from planner.cost.timing.parameter_copies import copies_of, copy_seconds
 from planner.cost.timing.pipeline import (
+    Exchanges,
+    Stage,
     boundary_seconds,
     bubble_seconds,
     exchanges,
@@ -24,8 +27,26 @@ from planner.types.job import Job
 from planner.types.plan import StepTime, Throughput
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a step is put together from: the busiest stage, what its ranks exchange inside a micro-batch, the seconds of
+    copies that `time` counts as compute, and the sums."""
+
+    where: Layout
+    rates: DeviceRates
+    busiest: Stage
+    inside: Exchanges
+    copies: float
+    time: StepTime
+
+
 def step_time(job: Job) -> StepTime:
     """Seconds of one optimizer step in the steady state, on the busiest rank, by the modules that the job runs."""
+    return parts_of(job).time
+
+
+def parts_of(job: Job) -> Parts:
+    """The step and what it is put together from."""
     steps = job.configuration.gradient_accumulation_steps
     traits = code_base(job.workload.code).traits(compiled=job.workload.compile)
     rates = device_rates(job.cluster, job.configuration.precision, traits.time, scaled_products(job))
@@ -40,10 +61,11 @@ def step_time(job: Job) -> StepTime:
     communication = sharded + visible
     hideout = max(0.0, steps * busiest.total - (sharded.total - sharded.exposed))
     offload = offload_cost(job, where, hideout, rates)
-    compute = steps * busiest.total + copy_seconds(copies_of(job, where, rates), rates)
+    copies = copy_seconds(copies_of(job, where, rates), rates)
+    compute = steps * busiest.total + copies
     optimizer = _optimizer(job, where, rates, offload)
     bubble = bubble_seconds(job, pipeline, inside, hop)
-    return StepTime(
+    time = StepTime(
         step_seconds=compute + communication.exposed + offload.transfers + optimizer + bubble,
         compute_seconds=compute,
         communication_seconds=communication.total,
@@ -52,6 +74,7 @@ def step_time(job: Job) -> StepTime:
         optimizer_seconds=optimizer,
         bubble_seconds=bubble,
     )
+    return Parts(where=where, rates=rates, busiest=busiest, inside=inside, copies=copies, time=time)
 
 
 def _optimizer(job: Job, where: Layout, rates: DeviceRates, offload: OffloadCost) -> float:

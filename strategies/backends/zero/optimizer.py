@@ -20,6 +20,7 @@ from strategies.backends.zero.flat_shard import Bucket, Slot
 from strategies.checkpoint.states import SCALARS
 from strategies.distributed.gathers import require_alike
 from strategies.errors import CannotRun
+from strategies.modules.precision import square_of
 from strategies.optim.optimizers import OPTIMIZERS, needs_whole_tensors, takes_sparse_gradients_only
 from strategies.protocols import TrainingParts
 from strategies.run_directory.heartbeat import PULSE
@@ -179,8 +180,7 @@ class Pieces:
         squares: list[torch.Tensor] = []
         for bucket in self.buckets:
             if bucket.gradient is not None:
-                norm = torch.linalg.vector_norm(bucket.gradient, dtype=_at_least_fp32(bucket.gradient.dtype))
-                squares.append(norm.to(device=device, dtype=torch.float64).square() * bucket.kind.share)
+                squares.append(square_of([bucket.gradient], device).to(device) * bucket.kind.share)
         square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         told = torch.tensor([float(PULSE.number), *flags], dtype=torch.float64, device=device)
         sums = self._collectives.all_reduce(torch.cat((square.to(device).reshape(1), told))).tolist()
@@ -241,10 +241,6 @@ def _piece(bucket: Bucket, slot: Slot) -> torch.Tensor:
     if not bucket.is_divided:
         run = run.view(shape) if start < stop else run.view(0, *shape[1:])
     return run.requires_grad_()
-
-
-def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def cut(value: Any, slot: Slot, start: int, piece: torch.Tensor) -> Any:

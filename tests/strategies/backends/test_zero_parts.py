@@ -19,7 +19,7 @@ from strategies.backends.zero.unit_all_gather import members_of
 from strategies.checkpoint.parts import PartOfTensor, boxes
 from strategies.config import read_config
 from strategies.errors import CannotRun
-from strategies.modules.precision import LossScale, ScaleSettings
+from strategies.modules.precision import LossScale, ScaleSettings, square_of
 from strategies.protocols import TrainingParts
 from tests.strategies.training_bodies import Recipe
 
@@ -103,6 +103,16 @@ def settings_of(script: dict[str, object], **how: object) -> ZeroSettings:
     recipe = Recipe(strategy="zero3", backend="native", world_size=2, **how)  # type: ignore[arg-type]
     parts = TrainingParts(model=nn.Linear(1, 1), plan=recipe.plan(), script=read_config(script))
     return read_settings(parts, torch.device("cpu"))
+
+
+def test_norms_of_long_runs_are_right_on_a_cpu() -> None:
+    values = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0))
+    small = torch.full((3,), 2.0, dtype=torch.bfloat16)
+    exact = values.double().square().sum().item() + 12
+    assert abs(square_of([values, small, values[:0]]).item() - exact) < 1e-6 * exact
+    assert square_of([values.view(1000, 4000).T]).dtype == torch.float64
+    assert square_of([torch.tensor([torch.inf]), small]).item() == torch.inf
+    assert square_of([]).item() == 0
 
 
 def test_settings_come_from_the_plan_and_from_deepspeeds_keys() -> None:

@@ -45,6 +45,7 @@ def _worst(found: list[Difference]) -> Difference:
         ("mixtral", replace(PP, schedule="gpipe", checkpointing="full")),
         ("gpt", replace(PP, schedule="zero-bubble")),
         ("gpt2", replace(PP, precision="bf16")),
+        ("llama", replace(PP, strategy="zero1", precision="bf16")),
     ],
 )
 def test_two_stages_train_as_one_process(ranks: RankPool, kind: Kind, composition: Composition) -> None:
@@ -52,6 +53,12 @@ def test_two_stages_train_as_one_process(ranks: RankPool, kind: Kind, compositio
     assert max(worst.loss, worst.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), worst
     assert composition.precision == "bf16" or worst.norm < 1e-5
     assert worst.share < 0.6
+
+
+def test_stages_of_one_rank_hand_on_split_sequences(four_ranks: RankPool) -> None:
+    composition = replace(INTERLEAVED, tp=2, sequence_parallel=True, steps=2)
+    worst = _worst(four_ranks.run(parallel_bodies.train, "llama", composition))
+    assert max(worst.loss, worst.parameter, worst.norm) < 1e-5, worst
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""`dsplan ui`: the questions of `dsplan recommend` on a page, answered by processes that a long search cannot block."""

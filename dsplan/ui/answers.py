@@ -1,0 +1,138 @@
+"""Answers to the page's questions, made in a process of their own: `python -m dsplan.ui.answers`.
+
+A line of JSON comes in for every task and one goes out: what the page shows, as HTML, pictures and files. The process
+ends with its standard input, so that none outlives the server.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dsplan.render.html import blocks_html
+from dsplan.render.plan_view import dims_text, figure_blocks
+from dsplan.ui import pictures, pieces
+from dsplan.ui.address import read_address
+from hardware_db.errors import DsplanError
+from hardware_db.records import dataclass
+from planner.cost.timing.timeline import step_timeline
+from planner.emit import EmitOptions, fitting_configs, script_duties
+from planner.search.estimate import job_of
+from planner.search.search import Recommendation, recommend
+from planner.types.plan import Plan
+from planner.types.plan_io import plan_text
+
+MOST_MEMORY_BYTES = 4 * 2**30
+"""Of addresses that the process may have; an answer takes a tenth."""
+_REMEMBERED = 8
+"""Searches whose plans are at hand when a picture or a file of them is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What of which question: `kind` is a name of `KINDS`, `query` the address, `plan` the rank of a plan."""
+
+    kind: str
+    query: str
+    plan: int = 1
+
+
+Answer = Mapping[str, Any]
+"""JSON. `error` is a line for the person who asked, and then all there is."""
+
+
+def answer(task: Task) -> Answer:
+    """What the page shows for a task."""
+    try:
+        return KINDS[task.kind](task)
+    except DsplanError as error:
+        return {"error": str(error)}
+
+
+def plans(task: Task) -> Answer:
+    """The ranked plans, why others lost, the command line that asks the same, and what `plan` says of one of them."""
+    found = _search(task.query)
+    return {
+        "html": pieces.answer_html(found),
+        "rejected": pieces.rejected_html(found),
+        "plans": [_label(rank, plan) for rank, plan in enumerate(found.plans, start=1)],
+        "command": read_address(task.query)[0].command(),
+        "pictures": {name: json.dumps(drawn(found.plans)) for name, drawn in OF_PLANS.items() if found.plans},
+        **plan(task),
+    }
+
+
+def plan(task: Task) -> Answer:
+    """Where the bytes and the seconds of one plan go, its files by path, and what they ask of a script by format. Where
+    nothing fits it is the closest miss, which has no files."""
+    answer = _search(task.query)
+    if not answer.plans:
+        closest = "" if answer.closest is None else blocks_html(figure_blocks(answer.closest))
+        return {"rank": 1, "plan": closest, "step": "", "files": {}, "duties": {}}
+    rank = min(max(task.plan, 1), len(answer.plans))
+    chosen = answer.plans[rank - 1]
+    files, duties = {"plan.yaml": plan_text(chosen)}, {}
+    for format, texts in fitting_configs(chosen).items():
+        files.update({f"{format}/{name}": text for name, text in texts.items()})
+        duties[format] = list(script_duties(chosen, format, EmitOptions()))
+    spans = step_timeline(job_of(answer.request, chosen.configuration))
+    return {
+        "rank": rank,
+        "plan": blocks_html(figure_blocks(chosen)),
+        "step": json.dumps(pictures.step(spans)),
+        "files": files,
+        "duties": duties,
+    }
+
+
+OF_PLANS: Mapping[str, Callable[[Sequence[Plan]], pictures.Picture]] = {
+    "memory": pictures.memory,
+    "seconds": pictures.seconds,
+    "trade": pictures.trade,
+}
+KINDS: Mapping[str, Callable[[Task], Answer]] = {"plans": plans, "plan": plan}
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _search(query: str) -> Recommendation:
+    question, facts, goal = read_address(query)[0].question()
+    return recommend(question.request(facts, **goal.ranking()))
+
+
+def _label(rank: int, plan: Plan) -> str:
+    return f"{rank}. {plan.configuration.strategy}, {dims_text(plan.configuration)}"
+
+
+# The process.
+
+
+def main() -> None:
+    """Answer the lines of the standard input until it ends."""
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is not an answer
+    _limit_memory()
+    for line in sys.stdin:
+        try:
+            given = answer(Task(**json.loads(line)))
+        except MemoryError:
+            given = {"error": "this question takes more memory than the page may have; ask for less"}
+        lines.write(json.dumps(given, allow_nan=False) + "\n")
+        lines.flush()
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # there are no such limits on Windows
+        return
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = MOST_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MOST_MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""The page, in Gradio, and the server that has it: nothing of the machine but the page, its answers and their files."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import fastapi
+import gradio as gr
+from gradio.components.plot import PlotData
+from gradio.themes.utils import sizes
+
+from dsplan.render.html import plain
+from dsplan.ui import pieces
+from dsplan.ui.address import (
+    PLAN,
+    SECTIONS,
+    Field,
+    address_plan,
+    address_texts,
+    page_fields,
+    read_address,
+    read_values,
+    without,
+    write,
+)
+from dsplan.ui.answers import OF_PLANS, Answer, Task
+from dsplan.ui.gate import Gate
+from dsplan.ui.workers import Answers
+from hardware_db.errors import DsplanError
+from hardware_db.handed_in import shown
+
+_HERE = Path(__file__).parent
+_AT_ONCE = 32
+"""Answers that the page waits for at once; others wait in line."""
+_MOST_WAITING = 200
+_LABELS: Mapping[str, str] = {
+    "model": "Model", "gpus": "GPUs in total", "gpu": "GPU", "seq_len": "Sequence length",
+    "global_batch": "Global batch", "method": "Method", "nodes": "Nodes", "node_type": "Node type",
+    "interconnect": "Link between nodes",
+    "max_memory_gb": "GPU memory limit in GB", "host_memory_gb": "Host memory in GB", "lora_rank": "LoRA rank",
+    "lora_targets": "LoRA targets", "load_dtype": "Weights loaded as", "fp8_recipe": "FP8 recipe",
+    "source_len": "Encoder tokens", "eval_batch": "Evaluation batch", "eval_keep": "Evaluation logits kept",
+    "ema": "Average of the weights", "price": "Price of a GPU-hour in USD", "tokens": "Tokens of the training",
+    "compile": "torch.compile", "fastest": "By predicted figures alone", "all_plans": "Plans of other trainers too",
+}  # fmt: skip
+_HINTS: Mapping[str, str] = {
+    "model": "Name, Hub id, or a size such as 7B.", "gpus": "Over all nodes.", "gpu": "Or a node type, under Hardware.",
+    "node_type": "What a node is: GPUs, links, host.", "interconnect": "4xNAME for four in a node.",
+    "code": "Whose modules run.",
+}  # fmt: skip
+"""In place of the command line's help, where that speaks of files and of other commands."""
+_UNSAID = "by default"
+
+
+def application(answers: Answers) -> fastapi.FastAPI:
+    """The server's application: the page at `/`, the files of a plan at `/files`, and nothing else."""
+    server = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    server.add_api_route("/files", _files_route(answers), methods=["GET"])
+    gr.mount_gradio_app(
+        server,
+        page(answers),
+        path="/",
+        footer_links=[],
+        run_history=False,
+        enable_monitoring=False,
+        show_error=True,
+        max_file_size=0,
+        ssr_mode=False,
+        pwa=False,
+        mcp_server=False,
+        theme=_theme(),
+        head=_head(),
+    )
+    server.add_middleware(Gate)
+    return server
+
+
+def _head() -> str:
+    """The page's looks and behaviour; Gradio rewrites what it takes as `css`, and loses what narrow windows need."""
+    style, script = ((_HERE / name).read_text("utf-8") for name in ("page.css", "page.js"))
+    return f"<style>{style}</style><script>{script}</script>"
+
+
+def _theme() -> Any:
+    """Gradio's plain theme in fonts that every system has: others would be asked of Google."""
+    return gr.themes.Base(
+        primary_hue=gr.themes.colors.blue,
+        neutral_hue=gr.themes.colors.slate,
+        text_size=sizes.text_md,
+        font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica", "Arial", "sans-serif"],
+        font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"],
+    )
+
+
+# The page.
+
+
+def page(answers: Answers) -> gr.Blocks:
+    """The page as Gradio has it; it is answered by `answers`."""
+    with gr.Blocks(title="dsplan", analytics_enabled=False, fill_width=True) as blocks:
+        gr.HTML(_HEADING, padding=False)
+        with gr.Row(elem_id="columns"):
+            with gr.Column(scale=1, min_width=280, elem_id="question"):
+                fields, config = _question_fields()
+            with gr.Column(scale=3, min_width=340, elem_id="answer"):
+                outputs = _answer_fields()
+        _connect(blocks, answers, fields, config, outputs)
+    blocks.queue(max_size=_MOST_WAITING, default_concurrency_limit=_AT_ONCE, api_open=False)
+    return blocks
+
+
+_HEADING = """<header><h1>dsplan</h1>
+<p>Will it fit, and what is the fastest way to train it? Memory and time are predicted; nothing is run.</p></header>"""
+
+
+def _question_fields() -> tuple[dict[str, Any], Any]:
+    """A component for every field, and that of a config.json."""
+    components: dict[str, Any] = {}
+    for section, names in SECTIONS.items():
+        if section == "Question":
+            components.update({name: _component(page_fields()[name]) for name in names})
+            with gr.Accordion("Another model: its config.json", open=False):
+                config = gr.Textbox(
+                    label="config.json", info="Pasted here, it takes the place of the model.", lines=4, max_lines=12
+                )
+        else:
+            with gr.Accordion(section, open=False):
+                components.update({name: _component(page_fields()[name]) for name in names})
+    return components, config
+
+
+def _component(field: Field) -> Any:
+    """The input of a field; its hint ends with the flag that it stands for."""
+    label = _LABELS.get(field.name, field.flag.replace("-", " ").capitalize())
+    info = f"{_HINTS.get(field.name, field.help)} `--{field.flag}`"
+    named = {"label": label, "info": info, "elem_id": f"field-{field.flag}"}
+    if field.kind == "switch":
+        return gr.Checkbox(value=False, **named)
+    if field.kind == "choice":
+        unsaid = [(_UNSAID, "")] if field.default is None else []
+        return gr.Dropdown(
+            [*unsaid, *((choice, choice) for choice in field.choices)], value=write(field.default), **named
+        )
+    if field.name in _CATALOGUES:
+        names = _CATALOGUES[field.name]()
+        return gr.Dropdown(names, value="", allow_custom_value=True, filterable=True, **named)
+    if field.kind in ("whole", "fraction") and not field.suffixes:
+        return gr.Number(value=None, placeholder=_UNSAID, **named)
+    return gr.Textbox(value="", placeholder=_UNSAID, max_lines=1, **named)
+
+
+def _model_names() -> list[str]:
+    from planner.models.catalogue import every_model
+
+    return sorted({min((row.name, *row.aliases), key=len) for row in every_model()}, key=str.lower)
+
+
+def _device_names() -> list[str]:
+    from hardware_db.datasheets import devices
+
+    return [device.name for device in devices()]
+
+
+def _node_type_names() -> list[str]:
+    from hardware_db.datasheets import node_types
+
+    return ["", *(node.name for node in node_types())]
+
+
+def _link_names() -> list[str]:
+    from hardware_db.datasheets import links
+
+    return ["", *(link.name for link in links() if link.scope == "inter")]
+
+
+_CATALOGUES = {"model": _model_names, "gpu": _device_names, "node_type": _node_type_names, "interconnect": _link_names}
+
+
+def _answer_fields() -> dict[str, Any]:
+    """What shows the answer, by name."""
+    found: dict[str, Any] = {"address": gr.Textbox(visible=False)}
+    with gr.Row(elem_id="sharing"):
+        found["copy"] = gr.Button("Copy link", size="sm", elem_id="copy-link", scale=0, min_width=120)
+        found["command"] = gr.HTML("", elem_id="command", padding=False)
+    found["plans"] = gr.HTML("", elem_id="plans", padding=False)
+    found["choice"] = gr.Radio([], label="Plan", elem_id="plan-choice", visible=False)
+    with gr.Tabs(elem_id="views"):
+        # Hidden while there is none: Gradio labels the place of a missing picture in a way that axe-core refuses.
+        with gr.Tab("Pictures"), gr.Column(visible=False) as found["pictures"]:
+            for name in pieces.PICTURES:
+                gr.HTML(pieces.picture_heading(name), padding=False)
+                found[name] = gr.Plot(show_label=False, container=False, elem_id=f"picture-{name}")
+        with gr.Tab("Figures"):
+            found["plan"] = gr.HTML("", elem_id="plan", padding=False)
+        with gr.Tab("Configs"):
+            found["files"] = gr.HTML("", elem_id="files", padding=False)
+        with gr.Tab("Why not others"):
+            found["rejected"] = gr.HTML("", elem_id="rejected", padding=False)
+    return found
+
+
+_OF_A_PLAN = ("address", "plan", "step", "files")
+_OF_AN_ANSWER = ("command", "plans", "choice", "rejected", "pictures", *OF_PLANS, *_OF_A_PLAN)
+"""What of the page an answer changes."""
+
+
+def _connect(blocks: gr.Blocks, answers: Answers, fields: dict[str, Any], config: Any, shown: dict[str, Any]) -> None:
+    """What happens when something on the page is changed, and when it is opened."""
+    inputs = [*fields.values(), config]
+    outputs = [shown[name] for name in _OF_AN_ANSWER]
+
+    def changed(address: str, *values: Any) -> list[Any]:
+        texts = {name: write(value) for name, value in zip(fields, values, strict=False)}
+        found = _answered(answers, texts, values[-1] or "", known=without(address, PLAN))
+        return [gr.skip() for _ in outputs] if found is None else _in_order(_OF_AN_ANSWER, found)
+
+    def opened(request: gr.Request) -> list[Any]:
+        """The address's question in the fields, and its answer."""
+        query = urlencode(list(request.query_params.multi_items()))
+        try:
+            texts, packed, unknown = address_texts(query)
+        except DsplanError as error:
+            return [*(gr.skip() for _ in inputs), *_in_order(_OF_AN_ANSWER, _failed(str(error)))]
+        values = [_shown(field, texts.get(name, "")) for name, field in page_fields().items()]
+        found = _answered(answers, texts, packed, rank=address_plan(query)) or {}
+        found["plans"] = pieces.unknown_html(unknown) + found["plans"]
+        return [*values, packed, *_in_order(_OF_AN_ANSWER, found)]
+
+    def chosen(address: str, choice: str | None) -> list[Any]:
+        query = without(address, PLAN)
+        try:
+            found = answers.ask(Task(kind="plan", query=query, plan=_rank(choice)))
+        except DsplanError as error:
+            return [address, pieces.failure_html(str(error)), None, ""]
+        return _in_order(_OF_A_PLAN, _plan_parts(query, found))
+
+    hidden = {"show_progress": "minimal", "show_progress_on": shown["plans"], "api_visibility": "private"}
+    show_address = {"fn": None, "inputs": [shown["address"]], "js": "(address) => window.dsplanAddress(address)"}
+    immediate = [field.input for field in fields.values() if not isinstance(field, gr.Textbox)]
+    finished = [event for field in inputs if isinstance(field, gr.Textbox) for event in (field.submit, field.blur)]
+    gr.on(
+        [*immediate, *finished], changed, [shown["address"], *inputs], outputs, trigger_mode="always_last", **hidden
+    ).then(**show_address)
+    blocks.load(opened, None, [*inputs, *outputs], **hidden).then(**show_address)
+    of_a_plan = [shown[name] for name in _OF_A_PLAN]
+    choice = shown["choice"]
+    choice.input(chosen, [shown["address"], choice], of_a_plan, trigger_mode="always_last", **hidden).then(
+        **show_address
+    )
+    shown["copy"].click(None, js="() => window.dsplanCopy()")
+
+
+def _in_order(names: tuple[str, ...], found: Mapping[str, Any]) -> list[Any]:
+    return [found[name] for name in names]
+
+
+def _shown(field: Field, text: str) -> Any:
+    """What a component shows for a text of the address, which may be one that is refused."""
+    if field.kind == "switch":
+        return text == "true"
+    if field.kind == "choice":
+        return text if text in field.choices else write(field.default)
+    if field.kind in ("whole", "fraction") and not field.suffixes:
+        try:
+            return field.read(text)
+        except DsplanError:
+            return None
+    return text
+
+
+def _answered(
+    answers: Answers, texts: Mapping[str, str], config: str, *, rank: int = 1, known: str | None = None
+) -> dict[str, Any] | None:
+    """Everything that shows an answer, by name; None if the question is the one at the address `known`, answered."""
+    try:
+        asked = read_values(texts, config)
+        query = asked.address()
+        if query == known:
+            return None
+        found = answers.ask(Task(kind="plans", query=query, plan=rank))
+    except DsplanError as error:
+        return _failed(str(error))
+    if "error" in found:
+        return _failed(found["error"], query)
+    labels = found["plans"]
+    return {
+        "command": f"<code>{plain(found['command'])}</code>",
+        "plans": found["html"],
+        "choice": gr.Radio(choices=labels, value=labels[found["rank"] - 1] if labels else None, visible=bool(labels)),
+        "rejected": found["rejected"],
+        **_drawn(found["pictures"]),
+        **_plan_parts(query, found),
+    }
+
+
+def _plan_parts(query: str, found: Answer) -> dict[str, Any]:
+    rank = found["rank"]
+    address = query if rank == 1 else f"{query}&{PLAN}={rank}"
+    files = pieces.PlanFiles(address=query, rank=rank, files=found["files"], duties=found["duties"])
+    step = _plot(found["step"])
+    return {"address": address, "plan": found["plan"], "step": step, "files": pieces.files_html(files)}
+
+
+def _drawn(found: Mapping[str, str]) -> dict[str, Any]:
+    return {"pictures": gr.Column(visible=bool(found)), **{name: _plot(found.get(name, "")) for name in OF_PLANS}}
+
+
+def _plot(picture: str) -> Any:
+    return PlotData(type="plotly", plot=picture) if picture else None
+
+
+def _failed(error: str, address: str = "") -> dict[str, Any]:
+    """What is shown in place of an answer; without an address the next try is not taken for the same question."""
+    empty = dict.fromkeys(_OF_AN_ANSWER, "")
+    no_choice = gr.Radio(choices=[], value=None, visible=False)
+    return {
+        **empty,
+        **_drawn({}),
+        "step": None,
+        "address": address,
+        "plans": pieces.failure_html(error),
+        "choice": no_choice,
+    }
+
+
+def _rank(choice: str | None) -> int:
+    """The rank with which the name of a choice begins."""
+    first = (choice or "").partition(".")[0]
+    return int(first) if first.isdecimal() and len(first) < 4 else 1
+
+
+# Files of a plan, made for whoever asks for them; nothing is written on the server.
+
+
+def _files_route(answers: Answers) -> Any:
+    def files(request: fastapi.Request) -> fastapi.Response:
+        """A plan's files as a zip, or the one that `file` names."""
+        query = request.url.query
+        wanted = request.query_params.get("file", "")
+        try:
+            asked, unknown = read_address(without(query, "file"))
+            found = answers.ask(Task(kind="plan", query=asked.address(), plan=address_plan(query)))
+            if unknown:
+                raise DsplanError(f"the address has {', '.join(unknown)}, which is no flag here")
+            if "error" in found:
+                raise DsplanError(found["error"])
+            return _download(found["rank"], found["files"], wanted)
+        except DsplanError as error:
+            return fastapi.responses.PlainTextResponse(f"dsplan: {error}\n", status_code=400)
+
+    return files
+
+
+def _download(rank: int, files: Mapping[str, str], wanted: str) -> fastapi.Response:
+    if not files:
+        raise DsplanError("no plan fits, so there is no file")
+    if wanted and wanted not in files:
+        raise DsplanError(f"plan {rank} has no file {shown(wanted)}; it has {', '.join(files)}")
+    name = wanted.rpartition("/")[2] if wanted else f"dsplan-plan-{rank}.zip"
+    content = files[wanted].encode() if wanted else _zipped(files)
+    kind = "text/plain; charset=utf-8" if wanted else "application/zip"
+    return fastapi.Response(content, media_type=kind, headers={"content-disposition": f'attachment; filename="{name}"'})
+
+
+def _zipped(files: Mapping[str, str]) -> bytes:
+    """The files in one, the same bytes whenever they are asked for."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in files.items():
+            archive.writestr(zipfile.ZipInfo(name), text)
+    return packed.getvalue()

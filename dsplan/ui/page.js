@@ -1,0 +1,26 @@
+// The address bar holds the question, and what Gradio and Spaces keep there.
+window.dsplanAddress = (question) => {
+  if (!question) return // what could not be read stays to be mended
+  const kept = [...new URLSearchParams(location.search)].filter(([name]) => name.startsWith("__"))
+  const others = new URLSearchParams(kept).toString()
+  const query = [question, others].filter(Boolean).join("&")
+  history.replaceState(null, "", `${location.pathname}?${query}`)
+}
+
+window.dsplanCopy = async () => {
+  const button = document.getElementById("copy-link")
+  const before = button.textContent
+  try {
+    await navigator.clipboard.writeText(location.href)
+  } catch {
+    // Only pages of this machine and of https have a clipboard.
+    const field = Object.assign(document.createElement("textarea"), { value: location.href })
+    document.body.append(field)
+    field.select()
+    document.execCommand("copy")
+    field.remove()
+    button.focus()
+  }
+  button.textContent = "Copied"
+  setTimeout(() => (button.textContent = before), 2000)
+}

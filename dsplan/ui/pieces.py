@@ -1,0 +1,145 @@
+"""Pieces of the page as HTML: the first plan at a glance, the plans, one plan's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from dsplan.render.html import blocks_html, plain
+from dsplan.render.plan_view import header, interval_text, limit_bytes
+from dsplan.render.recommendation import bill, ranked_blocks, rejected_blocks, work_text
+from dsplan.ui import pictures
+from hardware_db.records import dataclass
+from hardware_db.units import format_bytes, format_seconds, three_digits
+
+if TYPE_CHECKING:
+    from planner.search.request import Request
+    from planner.search.search import Recommendation
+    from planner.types.plan import Plan
+
+
+def answer_html(found: Recommendation) -> str:
+    """Model, hardware and work, the first plan at a glance, and all that are ranked."""
+    shown = found.plans[0] if found.plans else found.closest
+    about = [] if shown is None else header(shown, found.request.defaults)
+    glance = _glance(found.request, found.plans[0]) if found.plans else ""
+    title = _title(found)
+    work = f'<p class="style-plain">{plain(work_text(found.request.workload))}</p>'
+    first = f"<section><h2>{plain(title)}</h2>{glance}{blocks_html(about)}{work}</section>"
+    return first + blocks_html(ranked_blocks(found))
+
+
+def rejected_html(found: Recommendation) -> str:
+    """Why each of the other strategies is not among the plans."""
+    return blocks_html(rejected_blocks(found)) or "<p>Every strategy is among the plans.</p>"
+
+
+def _title(found: Recommendation) -> str:
+    if not found.plans:
+        return (
+            "No plan fits" if found.closest is None or found.closest.verdict == "does_not_fit" else "None ends in time"
+        )
+    first = found.plans[0].configuration
+    offload = f" with offload {first.offload}" if first.offload != "none" else ""
+    verdict = "Fits" if found.plans[0].verdict == "fits" else "Fits tightly"
+    return f"{verdict}: {first.strategy}{offload}"
+
+
+def _glance(request: Request, plan: Plan) -> str:
+    """The figures that people ask for first."""
+    memory, rates, cost = plan.memory, plan.throughput, bill(request, plan)
+    interval = interval_text(plan.time)
+    if plan.configuration.counts_samples:
+        rate = ("samples/s", f"{rates.samples_per_second:,.3g}", "")
+    else:
+        rate = ("tokens/s per GPU", f"{rates.tokens_per_second_per_gpu:,.0f}", "")
+    needed = memory.device_needed_bytes or memory.device_used_upper_bytes
+    tiles = [
+        ("one step", format_seconds(plan.time.step_seconds), f"nine of ten: {interval}" if interval else ""),
+        rate,
+        ("memory per GPU", format_bytes(needed), f"needed of {format_bytes(limit_bytes(plan))}"),
+    ]
+    if rates.mfu is not None:
+        tiles.append(("of the dense peak", f"{rates.mfu:.0%}", "MFU"))
+    if cost.days is not None:
+        tiles.append(
+            ("whole training", f"{three_digits(cost.days)} days", "" if cost.usd is None else f"${cost.usd:,.0f}")
+        )
+    shown = "".join(
+        f"<div><dt>{plain(name)}</dt><dd>{plain(text)}<small>{plain(more)}</small></dd></div>"
+        for name, text, more in tiles
+    )
+    return f'<dl class="glance">{shown}</dl>'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFiles:
+    """The files of one plan of an answer."""
+
+    address: str
+    rank: int
+    files: Mapping[str, str]
+    """Texts by path; a folder is a format."""
+    duties: Mapping[str, Sequence[str]]
+    """What a script must do itself, by format."""
+
+    def link(self, path: str = "") -> str:
+        """Where they are to be had, all of them or one, for a quoted attribute."""
+        file = f"&file={quote(path)}" if path else ""
+        return plain(f"files?{self.address}{'&' if self.address else ''}plan={self.rank}{file}", most=None)
+
+
+def files_html(plan: PlanFiles) -> str:
+    """Links to every file of a plan, and what is in them."""
+    if not plan.files:
+        return "<p>There is no plan whose configs could be written.</p>"
+    formats: dict[str, list[str]] = {}
+    for path in plan.files:
+        formats.setdefault(path.rpartition("/")[0], []).append(path)
+    link = f'<a class="download" href="{plan.link()}" download>All files of plan {plan.rank} as a zip</a>'
+    return f"<p>{link}</p>" + "".join(_format_html(plan, name, paths) for name, paths in formats.items())
+
+
+def _format_html(plan: PlanFiles, name: str, paths: Sequence[str]) -> str:
+    duties = "".join(f"<li>{plain(duty)}</li>" for duty in plan.duties.get(name, ()))
+    needs = f"<p>It holds for a script that</p><ul>{duties}</ul>" if duties else ""
+    names = ", ".join(path.rpartition("/")[2] for path in paths)
+    heading = f"<summary>{plain(name or 'dsplan')} <small>{plain(names)}</small></summary>"
+    return f"<details>{heading}{needs}{''.join(_file_html(plan, path) for path in paths)}</details>"
+
+
+def _file_html(plan: PlanFiles, path: str) -> str:
+    link = f'<a href="{plan.link(path)}" download>Download {plain(path.rpartition("/")[2])}</a>'
+    text = plain(plan.files[path], most=None)
+    return f'<p>{link}</p><pre tabindex="0" role="region" aria-label="{plain(path)}">{text}</pre>'
+
+
+PICTURES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "memory": ("Memory per GPU: the line is the limit, the whisker the upper bound", pictures.MEMORY),
+    "seconds": ("One step: the whisker is where nine of ten should lie", pictures.SECONDS),
+    "step": ("The plan's step on two streams", {name: colour for name, (colour, _) in pictures.STEP.items()}),
+    "trade": ("Step time against memory: further down and left is better", {}),
+}
+"""What each picture shows and what its colours mean, in the order of the page."""
+
+
+def picture_heading(name: str) -> str:
+    """What a picture shows, and what its colours mean."""
+    text, colours = PICTURES[name]
+    keys = "".join(
+        f'<li><span style="background:{colour}"></span>{plain(part)}</li>' for part, colour in colours.items()
+    )
+    return f"<h3>{plain(text)}</h3>{f'<ul class=legend>{keys}</ul>' if keys else ''}"
+
+
+def failure_html(error: str) -> str:
+    """Why there is no answer, where screen readers say it at once."""
+    return f'<p class="style-bad" role="alert">{plain(error)}</p>'
+
+
+def unknown_html(names: Sequence[str]) -> str:
+    """What of an address nobody understands."""
+    return "".join(
+        f'<p class="style-warning">the address has {plain(name)}, which is no flag here</p>' for name in names
+    )

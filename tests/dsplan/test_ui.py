@@ -1,0 +1,281 @@
+"""The page's question as an address, who answers it, and what of the server strangers reach."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import runpy
+import socket
+import threading
+import time
+import zlib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import psutil
+import pytest
+
+from dsplan.cli.flags import HardwareFlags, ModelFlags, RankingFlags, WorkFlags
+from dsplan.ui import address, answers, gate
+from dsplan.ui.address import page_fields, read_address, read_values
+from dsplan.ui.answers import Task
+from dsplan.ui.workers import Remembered, Unanswered, Workers
+from hardware_db.errors import DsplanError
+from tests.dsplan.cli import Cli
+
+ROOT = Path(__file__).parents[2]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "intermediate_size": 2816, "vocab_size": 32000, "_name_or_path": "us/own",
+}  # fmt: skip
+
+
+# The question as an address.
+
+
+def test_the_page_has_every_flag_that_names_no_file_of_the_server() -> None:
+    known = {item.name for group in (ModelFlags, HardwareFlags, WorkFlags, RankingFlags) for item in fields(group)}
+    assert known - set(page_fields()) == {"model_size", "cluster", "out", "top", "pareto"}
+
+
+TEXTS = {"switch": "true", "whole": "3", "fraction": "1.5", "text": "it's <b>&=+%2B é"}
+
+
+@pytest.mark.parametrize("name", page_fields())
+def test_what_is_asked_comes_back_from_the_address(name: str) -> None:
+    field = page_fields()[name]
+    text = TEXTS.get(field.kind) or next(choice for choice in field.choices if choice != field.default)
+    asked = read_values({"model": "opt-6.7b", "gpu": "H100", name: text})
+    assert asked.values[name] != page_fields()[name].default
+    assert read_address(asked.address()) == (asked, ())
+
+
+def test_an_own_model_is_in_the_address() -> None:
+    asked = read_values({"gpu": "H100", "gpus": "4"}, json.dumps(LLAMA))
+    back, _ = read_address(asked.address())
+    assert back == asked
+    assert len(asked.address()) < 400
+    assert back.question()[1].name == "us/own"
+    assert back.question()[1].num_layers == 8
+
+
+def test_an_empty_address_asks_something_that_has_an_answer() -> None:
+    asked, unknown = read_address("")
+    assert not unknown
+    assert answers.answer(Task(kind="plans", query=asked.address()))["plans"]
+
+
+def test_what_goes_without_saying_is_not_added_to_other_hardware() -> None:
+    asked, unknown = read_address("node-type=dgx-h100&nodes=2&__theme=dark&colour=red")
+    assert (asked.values["gpu"], asked.values["gpus"], asked.values["model"]) == (None, None, "llama-3-8b")
+    assert unknown == ("'colour'",)
+
+
+def test_the_command_line_asks_the_same() -> None:
+    asked, _ = read_address("model=opt-6.7b&gpus=4&gpu=A100&seq-len=1k&fastest=true")
+    assert asked.command() == "dsplan recommend --model opt-6.7b --gpus 4 --gpu A100 --seq-len 1024 --fastest"
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("model=/etc/passwd", "unknown model '/etc/passwd'; choose one of the list"),
+        ("model=.", "unknown model '.'"),
+        ("model=pyproject.toml", "unknown model 'pyproject.toml'"),
+        ("model=config.json", "unknown model 'config.json'"),
+        ("model=os:getcwd", "unknown model 'os:getcwd'"),
+        ("model=" + quote("<script>alert(1)</script>"), "unknown model '<script>alert(1)</script>'"),
+        ("model=" + quote("\x1b[31mred"), r"model is '\x1b[31mred'; write it in letters that can be seen"),
+        ("model=" + "a" * 15_000, "write at most 100 characters"),
+        ("model=" + "a" * 2**20, "the address is longer than 16,384 letters"),
+        ("model=7B&gpus=0", "gpus is 0; give a whole number from 1 to 1,000,000"),
+        ("model=7B&gpus=1e3", "gpus is '1e3'"),
+        ("model=7B&gpus=2.5", "gpus is '2.5'"),
+        ("model=7B&gpus=٣", "gpus is '٣'"),
+        ("model=7B&seq-len=9999M", "give a whole number from 1 to 100,000,000"),
+        ("model=7B&price=nan", "price is 'nan'"),
+        ("model=7B&code=/etc/passwd", "code is '/etc/passwd'; give one of transformers"),
+        ("model=7B&method=magic", "method is 'magic'; give one of full, lora, qlora, dora"),
+        ("model=7B&gpu=cpu", "unknown GPU 'cpu'"),
+        ("model=7B&nodes=2", "no hardware is named"),
+        ("model=7B&config=AAAA", "no config.json as this page packs it"),
+        ("&".join(f"a{number}=1" for number in range(200)), "more than 100 things"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(query: str, said: str) -> None:
+    error = answers.answer(Task(kind="plans", query=query))["error"]
+    assert said in error
+    assert "\n" not in error
+    assert len(error) < 400
+
+
+def test_a_packed_config_that_grows_without_end_is_refused() -> None:
+    packed = base64.urlsafe_b64encode(zlib.compress(b" " * 10**7, 9)).decode()
+    assert len(packed) < address.MOST_ADDRESS_BYTES
+    with pytest.raises(DsplanError, match="as this page packs it"):
+        read_address(urlencode({"config": packed}))
+
+
+@pytest.mark.parametrize("name", ["$(reboot)", "a\nb", "x" * 101, "../../etc", "a b", 7, "a/b/c"])
+def test_a_config_names_its_model_only_in_letters_that_no_shell_reads(name: object) -> None:
+    asked = read_values({"gpu": "H100"}, json.dumps({**LLAMA, "_name_or_path": name}))
+    facts = asked.question()[1]
+    assert facts.name == ("7" if name == 7 else "config.json")
+
+
+def test_no_file_and_no_other_machine_is_asked_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a stranger's name reached the file system")
+
+    with pytest.raises(DsplanError):  # the catalogues are read once
+        read_values({"model": "no-such-model", "gpu": "H100"}).question()
+    for name in ("open", "stat"):
+        monkeypatch.setattr(f"os.{name}", refused)
+    monkeypatch.setattr("builtins.open", refused)
+    for model in ("/etc/passwd", "~/config.json", "./config.json", "json:loads", "https://example.com/config.json"):
+        with pytest.raises(DsplanError, match="unknown model"):
+            read_values({"model": model, "gpu": "H100"}).question()
+
+
+# Who answers.
+
+
+def test_a_process_that_hangs_or_dies_is_replaced() -> None:
+    task = Task(kind="plans", query="model=opt-125m&gpus=1&gpu=H100-SXM5-80GB")
+    with Workers(1, seconds=1) as workers:
+        worker(psutil.Process()).suspend()
+        with pytest.raises(Unanswered, match="no answer within 1 seconds"):
+            workers.ask(task)
+        workers.seconds = 120
+        assert "error" not in workers.ask(task)
+        worker(psutil.Process()).kill()
+        with pytest.raises(Unanswered, match="could not be answered"):
+            workers.ask(task)
+        assert "error" not in workers.ask(task)
+    assert not [child for child in psutil.Process().children() if "dsplan.ui.answers" in child.cmdline()]
+
+
+def worker(process: psutil.Process) -> psutil.Process:
+    return next(child for child in process.children() if "dsplan.ui.answers" in child.cmdline())
+
+
+class Counted:
+    """Answers that say how often they were made, and wait for each other to be asked."""
+
+    def __init__(self) -> None:
+        self.made: list[Task] = []
+
+    def ask(self, task: Task) -> dict[str, Any]:
+        self.made.append(task)
+        time.sleep(0.05)
+        if task.query == "fails":
+            raise Unanswered("not now")
+        return {"text": task.query * 100}
+
+
+def test_one_answer_serves_all_who_ask_the_same_at_once() -> None:
+    counted = Counted()
+    remembered = Remembered(counted)
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(remembered.ask(Task(kind="plans", query="q")))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(counted.made) == 1
+
+
+def test_what_could_not_be_answered_is_asked_again() -> None:
+    counted = Counted()
+    remembered = Remembered(counted)
+    for _ in range(2):
+        with pytest.raises(Unanswered):
+            remembered.ask(Task(kind="plans", query="fails"))
+    assert len(counted.made) == 2
+
+
+def test_only_so_much_is_remembered_and_the_latest_longest() -> None:
+    counted = Counted()
+    remembered = Remembered(counted, most_bytes=350)
+    for query in "abca":
+        remembered.ask(Task(kind="plans", query=query))
+    assert [task.query for task in counted.made] == ["a", "b", "c"]
+    remembered.ask(Task(kind="plans", query="d"))
+    remembered.ask(Task(kind="plans", query="a"))
+    remembered.ask(Task(kind="plans", query="b"))
+    assert [task.query for task in counted.made] == ["a", "b", "c", "d", "b"]
+
+
+# Where it is served.
+
+
+def test_it_is_served_on_this_machine_alone_unless_asked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    def served(self: Any, sockets: list[socket.socket]) -> None:
+        addresses.append(sockets[0].getsockname()[0])
+
+    addresses: list[str] = []
+    uvicorn = pytest.importorskip("uvicorn", reason="needs gradio (extra ui)")
+    monkeypatch.setattr(uvicorn.Server, "run", served)
+    monkeypatch.setitem(os.environ, "GRADIO_ANALYTICS_ENABLED", "False")
+    assert cli("ui", "--workers", "1").status == 0
+    runpy.run_path(str(ROOT / "scripts" / "examples" / "space_app.py"), run_name="__main__")
+    assert addresses == ["127.0.0.1", "0.0.0.0"]
+
+
+# What of the server strangers reach.
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/gradio_api/file=/etc/passwd", "/file=/etc/passwd", "/gradio_api/upload", "/gradio_api/proxy=http://a",
+        "/gradio_api/component_server", "/gradio_api/stream/x", "/gradio_api/deep_link", "/monitoring", "/docs",
+        "/gradio_api/custom_component/x/client/y/z", "/gradio_api/vibe-edit", "/gradio_api/process_recording",
+        "/gradio_api/run/changed", "/gradio_api/call/changed", "/login", "/x\n/",
+    ],
+)  # fmt: skip
+def test_what_the_page_does_not_need_is_not_there(path: str) -> None:
+    assert asked_of_gate({"path": path}) == 404
+
+
+def test_a_request_that_is_too_large_does_not_get_through() -> None:
+    length = str(gate.MOST_BODY_BYTES + 1).encode()
+    assert asked_of_gate({"path": "/gradio_api/queue/join", "headers": [(b"content-length", length)]}) == 413
+    assert asked_of_gate({"path": "/gradio_api/queue/join", "headers": [(b"content-length", b"-1")]}) == 413
+    assert asked_of_gate({"path": "/gradio_api/queue/join"}, parts=20) == "disconnected"
+    assert asked_of_gate({"path": "/gradio_api/queue/join"}, parts=3) == 200
+
+
+def asked_of_gate(scope: dict[str, Any], parts: int = 1) -> Any:
+    """The status of an answer, or that the application behind the gate saw the other side go."""
+    sent: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                sent.append("disconnected")
+                return
+            if not message["more_body"]:
+                break
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    left = [{"type": "http.request", "body": b"x" * 2**18, "more_body": part < parts - 1} for part in range(parts)]
+
+    async def receive() -> Any:
+        return left.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message["status"] if message["type"] == "http.response.start" else message)
+
+    # Nothing in it waits, and tests in a browser have an event loop of their own in this thread.
+    with pytest.raises(StopIteration):
+        gate.Gate(application)({"type": "http", "headers": [], **scope}, receive, send).send(None)
+    return sent[0]

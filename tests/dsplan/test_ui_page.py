@@ -1,0 +1,321 @@
+"""`dsplan ui` as people meet it, in a browser, and as other programs do."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import psutil
+import pytest
+
+from tests.dsplan.browser import NARROW, CheckedPage, OpenPage
+from tests.dsplan.test_ui import LLAMA
+
+pytest.importorskip("gradio", reason="needs gradio (extra ui)")
+from playwright.sync_api import expect
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 120
+SMALL = "model=opt-125m&gpus=2&gpu=A100-SXM4-80GB"
+
+# Every Python that the server starts says whom it wants to reach: a socket's address, or a name to look up.
+_LISTENER = """
+import os, sys
+def _seen(event, arguments):
+    if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"):
+        with open({log!r}, "a") as log:
+            print(event, arguments[-1] if event in ("socket.connect", "socket.sendto") else arguments[0], file=log)
+sys.addaudithook(_seen)
+"""
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    process: psutil.Process
+    reached: Path
+    """What its processes wanted to reach, a line for each."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`dsplan ui` on two processes."""
+    place = tmp_path_factory.mktemp("ui")
+    (place / "sitecustomize.py").write_text(_LISTENER.format(log=str(place / "reached")))
+    (place / "reached").touch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = os.pathsep.join([str(place), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with (place / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dsplan", "ui", "--port", str(port), "--workers", "2"],
+            env={**os.environ, "PYTHONPATH": paths, "DSPLAN_HOME": str(place / "home"), "TMPDIR": str(place)},
+            stdout=log,
+            stderr=log,
+            cwd=place,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}/"
+            _wait_for(url, process)
+            yield Server(url, psutil.Process(process.pid), place / "reached")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+            assert "Traceback" not in (place / "log").read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            urllib.request.urlopen(url).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"no page within {START_SECONDS} seconds")
+
+
+def shown(checked: CheckedPage) -> CheckedPage:
+    """The page once its first answer is there."""
+    expect(checked.page.locator("#plans :is(table, [role=alert])").first).to_be_visible()
+    return checked
+
+
+PARTS = ("Hardware", "Work", "Goal", "Another model")
+
+
+def test_everything_in_a_window_can_be_seen_and_reached(server: Server, open_page: OpenPage) -> None:
+    checked = shown(open_page(f"{server.url}?{SMALL}"))
+    page = checked.page
+    assert page.title() == "dsplan"
+    for picture in ("memory", "seconds", "step", "trade"):
+        expect(page.locator(f"#picture-{picture} .trace path").first).to_be_attached()
+    assert sorted(checked.pictures()) == [f"picture-{name}" for name in ("memory", "seconds", "step", "trade")]
+    assert min(checked.pictures().values()) >= 2
+    assert checked.not_reached_by_tab() == []
+    for part in PARTS:
+        page.get_by_role("button", name=part).click()
+    assert checked.problems() == []
+    for view in views(checked):
+        assert checked.problems(within="#views") == [], view
+
+
+def test_everything_on_a_phone_in_the_dark_can_be_seen(server: Server, open_page: OpenPage) -> None:
+    checked = shown(open_page(f"{server.url}?{SMALL}", width=NARROW, dark=True))
+    expect(checked.page.locator(".trace path").first).to_be_attached()
+    for part in PARTS:
+        checked.page.get_by_role("button", name=part).click()
+    for view in views(checked):
+        assert checked.sideways() == 0, view
+    assert checked.problems() == []
+
+
+def views(checked: CheckedPage) -> Iterator[str]:
+    """Show every view of an answer, all that opens in it opened."""
+    for view in checked.page.get_by_role("tab").all():
+        view.click()
+        expect(view).to_have_attribute("aria-selected", "true")
+        for part in checked.page.locator("details:visible").all():
+            part.locator("summary").click()
+        yield view.inner_text()
+
+
+def test_a_changed_field_changes_the_answer_and_the_address_asks_the_same(server: Server, open_page: OpenPage) -> None:
+    checked = shown(open_page(f"{server.url}?{SMALL}", permissions=["clipboard-read", "clipboard-write"]))
+    page = checked.page
+    page.get_by_label("GPUs in total").fill("4")
+    expect(page.locator("#plans")).to_contain_text("4 x A100-SXM4-80GB")
+    page.get_by_label("Sequence length").fill("1k")
+    page.get_by_label("Sequence length").press("Enter")
+    expect(page.locator("#plans")).to_contain_text("sequence 1024")
+    page.get_by_label("Method").click()
+    page.get_by_role("option", name="qlora").click()
+    expect(page.locator("#command")).to_contain_text("--method qlora")
+    page.get_by_label("2. ").check()
+    page.get_by_role("tab", name="Configs").click()
+    expect(page.locator("#files a.download")).to_have_attribute("href", re.compile("plan=2$"))
+    page.wait_for_url("**plan=2**")
+    assert page.url.endswith("gpus=4&gpu=A100-SXM4-80GB&seq-len=1024&method=qlora&plan=2")
+    page.get_by_role("button", name="Copy link").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == page.url
+
+    again = shown(open_page(page.url)).page
+    expect(again.get_by_label("2. ")).to_be_checked()
+    again.get_by_role("tab", name="Configs").click()
+    for part in ("#plans", "#files", "#command"):
+        assert again.locator(part).inner_text() == page.locator(part).inner_text()
+    assert again.get_by_label("Sequence length").input_value() == "1024"
+    assert checked.complaints == []
+
+
+HACK = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+
+
+def test_what_a_stranger_writes_is_text_or_is_refused(server: Server, open_page: OpenPage) -> None:
+    checked = shown(open_page(f"{server.url}?{SMALL}&{quote(HACK)}=1"))
+    page = checked.page
+    expect(page.locator("#plans")).to_contain_text("<img src=x")
+    field, alert = page.get_by_label("Model", exact=True), page.get_by_role("alert")
+    for name, said in (
+        (HACK, "unknown model '<img src=x onerror=\"window"),
+        ("\x1b[31mred\x1b[0m", "write it in letters that can be seen"),
+        ("x" * 2**20, "write at most 100 characters"),
+    ):
+        field.fill(name)
+        field.press("Enter")
+        field.blur()
+        expect(alert).to_contain_text(said)
+        assert len(alert.inner_text()) < 400
+    page.get_by_role("button", name="Another model").click()
+    for config, said in (
+        (json.dumps({**LLAMA, "model_type": HACK}), "<img src=x"),
+        ("[" * 100_000, "nested"),
+        ("x" * 2**20, "larger than 128 KiB"),
+    ):
+        page.get_by_label("config.json").fill(config)
+        page.get_by_label("config.json").blur()
+        expect(alert).to_contain_text(said)
+    page.get_by_label("config.json").fill(json.dumps(LLAMA | {"_name_or_path": HACK}))
+    page.get_by_label("config.json").blur()
+    expect(page.locator("#plans")).to_contain_text("config.json: ")
+    page.wait_for_url("**?config=**")
+    assert "config.json: " in answer_to(server, urlsplit(page.url).query)
+    assert page.evaluate("window.hacked") is None
+    assert checked.problems() == []
+
+
+# What other programs get.
+
+
+def fetched(url: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(url) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, refusal.read()
+
+
+def test_the_files_are_those_of_the_command_line(server: Server, tmp_path: Path) -> None:
+    asked = f"--model opt-125m --gpus 2 --gpu A100-SXM4-80GB --out {tmp_path}".split()
+    subprocess.run(
+        [sys.executable, "-m", "dsplan", "recommend", *asked],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+    )
+    _, packed = fetched(f"{server.url}files?{SMALL}&plan=2")
+    with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+        found = {name: archive.read(name).decode() for name in archive.namelist()}
+    folder = tmp_path / "plan-2"
+    written = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert found == {"plan.yaml": (tmp_path / "plan-2.yaml").read_text(), **written}
+    name = next(name for name in found if name.startswith("torchrun/"))
+    assert fetched(f"{server.url}files?{SMALL}&plan=2&file={name}") == (200, found[name].encode())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "gradio_api/file=/etc/passwd",
+        "gradio_api/file=pyproject.toml",
+        "static/%2e%2e/%2e%2e/%2e%2e/%2e%2e/etc/passwd",
+        "assets/..%2f..%2f..%2f..%2f..%2fetc%2fpasswd",
+        f"files?{SMALL}&file=/etc/passwd",
+        f"files?{SMALL}&file=../../../etc/passwd",
+        "files?model=/etc/passwd",
+        "gradio_api/proxy=http://127.0.0.1:1/",
+    ],
+)
+def test_no_file_of_the_machine_is_to_be_had(server: Server, path: str) -> None:
+    status, text = fetched(server.url + path)
+    assert 400 <= status < 500
+    assert b"root:" not in text
+    assert b"[project]" not in text
+
+
+def test_neither_the_page_nor_an_answer_names_a_place_on_the_machine(server: Server) -> None:
+    texts = [fetched(server.url + path)[1].decode() for path in ("", "config", "gradio_api/info", "theme.css")]
+    texts.append(answer_to(server, SMALL))
+    for place in (str(ROOT), str(server.reached.parent), sys.prefix, str(Path.home()) + "/"):
+        assert not [text for text in texts if place in text and place != "/"]
+
+
+def answer_to(server: Server, query: str) -> str:
+    """What the page's first request brings, as a program asks for it."""
+    config = json.loads(fetched(f"{server.url}config")[1])
+    number = next(entry["id"] for entry in config["dependencies"] if entry["targets"][0][1] == "load")
+    session = uuid.uuid4().hex
+    body = json.dumps({"data": [], "fn_index": number, "session_hash": session}).encode()
+    request = urllib.request.Request(
+        f"{server.url}gradio_api/queue/join?{query}", body, {"content-type": "application/json"}
+    )
+    urllib.request.urlopen(request).close()
+    with urllib.request.urlopen(f"{server.url}gradio_api/queue/data?session_hash={session}") as events:
+        for line in events:
+            if b'"process_completed"' in line:
+                return line.decode()
+    raise AssertionError("no answer")
+
+
+SECONDS_ALONE, SECONDS_TOGETHER, CORES = 1.0, 3.0, 2
+
+
+def test_eight_at_once_have_their_own_answers_in_time(server: Server) -> None:
+    """Time on two cores that nothing else uses is at least the processors' time, which other tests do not lengthen."""
+    before = processor_seconds(server)
+    answer_to(server, "model=llama-2-7b&gpus=4&gpu=H100-SXM5-80GB")
+    alone = processor_seconds(server) - before
+    questions = {gpus: f"model=llama-2-7b&gpus={gpus}&gpu=H100-SXM5-80GB" for gpus in range(8, 72, 8)}
+    before = processor_seconds(server)
+    with ThreadPoolExecutor(8) as users:
+        found = dict(zip(questions, users.map(lambda query: answer_to(server, query), questions.values()), strict=True))
+    together = processor_seconds(server) - before
+    assert all(f"{gpus} x H100-SXM5-80GB" in text for gpus, text in found.items())
+    assert alone < SECONDS_ALONE
+    assert together < SECONDS_TOGETHER * CORES
+
+
+def processor_seconds(server: Server) -> float:
+    times = [process.cpu_times() for process in (server.process, *server.process.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+def test_the_server_reached_nobody(server: Server) -> None:
+    """Stands last: by now the page was opened and asked in every way."""
+    reached = server.reached.read_text().splitlines()
+    strange = [line for line in reached if not any(name in line for name in ("127.0.0.1", "localhost", "::1"))]
+    assert strange == []
+
+
+def test_a_taken_port_is_said_in_one_line(server: Server) -> None:
+    port = server.url.rpartition(":")[2].strip("/")
+    done = subprocess.run(
+        [sys.executable, "-m", "dsplan", "ui", "--port", port],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert f"no page can be served at 127.0.0.1:{port}" in done.stderr
