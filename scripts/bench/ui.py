@@ -70,7 +70,8 @@ SERVER, BROWSER = "dsplan", "chrom"
 
 
 def in_browser(url: str, rounds: int) -> tuple[list[float], dict[str, float]]:
-    """Seconds from a changed number of GPUs until the page shows the new answer; processors' seconds for one."""
+    """Seconds from a changed number of GPUs until the page shows the new answer, and the processors' seconds for one,
+    of the server and of the browser."""
     from playwright.sync_api import sync_playwright
 
     taken = []

@@ -85,6 +85,11 @@ class Subject:
 
 def measure_subject(subject: Subject) -> StepMemory:
     """Train the subject and measure a step in its steady state; called on every rank of the subject's group."""
+    return measure_and_time(subject, 0)[0]
+
+
+def measure_and_time(subject: Subject, steps: int) -> tuple[StepMemory, tuple[float, ...]]:
+    """The same, and the seconds of so many steps more, which all ranks begin together and nobody counts bytes in."""
     gc.collect()
     before = {weakref.ref(tensor.untyped_storage()) for tensor in reachable_tensors() if _has_storage(tensor)}
     device = join().device
@@ -98,9 +103,20 @@ def measure_subject(subject: Subject) -> StepMemory:
     engine, *_ = initialize(model=model, plan=plan)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what building the model on the device left, which training does not need
-    return measure_step(
+    memory = measure_step(
         engine, batch, others=lambda tensor: _has_storage(tensor) and weakref.ref(tensor.untyped_storage()) in before
     )
+    return memory, tuple(_seconds_of_step(engine, batch) for _ in range(steps))
+
+
+def _seconds_of_step(engine: Engine, batch: Mapping[str, torch.Tensor]) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    started = time.perf_counter()
+    _train_step(engine, batch)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+    return time.perf_counter() - started
 
 
 def time_subject(subject: Subject, steps: int, threads: int = 1) -> tuple[TimedStep, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from planner.types.plan import Configuration, Plan
 from planner.vocabulary import FSDP_STRATEGIES
@@ -499,7 +500,7 @@ class AccumulatingEngine(Engine):
 
     @abstractmethod
     def backward_stage(
-        self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
         """Add the gradients of a pipeline stage's pass, the last one of its stage, or of all stages of this rank."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.errors import CannotRun
@@ -216,6 +217,8 @@ class _Passes:
         scaled: torch.Tensor = self._engine.scaled(loss)
         return scaled
 
-    def backward(self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool) -> None:
+    def backward(
+        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+    ) -> None:
         with self._engine.profile("backward"):
             self._engine.backward_stage(made, gradient, ends_stage=ends_stage, ends_step=ends_step)

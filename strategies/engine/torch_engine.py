@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -271,7 +272,9 @@ class TorchEngine(AccumulatingEngine):
         mean = loss / self.configuration.gradient_accumulation_steps
         return mean if self._scale.value == 1 else mean * self._scale.value
 
-    def _add_gradients(self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_step: bool) -> None:
+    def _add_gradients(
+        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_step: bool
+    ) -> None:
         if self._wide_sums is not None and ends_step:
             self._wide_sums.give_back()
         torch.autograd.backward(made, gradient)
@@ -284,7 +287,7 @@ class TorchEngine(AccumulatingEngine):
             return self.wrapped(*args, **kwargs)
 
     def backward_stage(
-        self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
         reduces = ends_stage or self.strategy.reduces_each_micro_batch
         with self.strategy.synchronization(self.wrapped, reduces=reduces):

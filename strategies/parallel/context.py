@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
@@ -202,15 +204,57 @@ def _attention(
     keys, values = (all_chunks(tensor, ranks, -2, sums=True) for tensor in (key, value))
     length = query.shape[-2] // 2
     attended = []
-    for place, queries in zip(_places(ranks.rank, ranks.size), query.chunk(2, dim=-2), strict=True):
-        end = (place + 1) * length
-        bias = earlier_tokens(length, end, query.device)
-        attended.append(
-            functional.scaled_dot_product_attention(
-                queries, keys[..., :end, :], values[..., :end, :], attn_mask=bias, dropout_p=dropout_p, **options
+    with _gathered_again(ranks, (key, value), (keys, values)):
+        for place, queries in zip(_places(ranks.rank, ranks.size), query.chunk(2, dim=-2), strict=True):
+            end = (place + 1) * length
+            bias = earlier_tokens(length, end, query.device)
+            attended.append(
+                functional.scaled_dot_product_attention(
+                    queries, keys[..., :end, :], values[..., :end, :], attn_mask=bias, dropout_p=dropout_p, **options
+                )
             )
-        )
     return torch.cat(attended, dim=-2)
+
+
+def _gathered_again(
+    ranks: TensorRanks, own: Sequence[torch.Tensor], whole: Sequence[torch.Tensor]
+) -> AbstractContextManager[object]:
+    """Have backward all-gather keys and values once more instead of keeping those of all ranks from forward, as torch's
+    `context_parallel` does. Where somebody else keeps what is saved (activation checkpointing) it is left to them."""
+    autograd: Any = torch._C._autograd
+    if not torch.is_grad_enabled() or autograd._top_saved_tensors_default_hooks(False) is not None:
+        return nullcontext()
+    gathers = {tensor.data_ptr(): _Again(ranks, mine) for mine, tensor in zip(own, whole, strict=True)}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        again = gathers.get(tensor.untyped_storage().data_ptr())
+        return tensor if again is None else again.view_of(tensor)
+
+    return saved_tensors_hooks(pack, lambda packed: packed() if isinstance(packed, partial) else packed)
+
+
+class _Again:
+    """Keys or values of all ranks, which backward gathers at the first view that it asks for and frees after the last
+    one that forward saved."""
+
+    def __init__(self, ranks: TensorRanks, own: torch.Tensor) -> None:
+        self._ranks, self._own = ranks, own.detach()
+        self._saved = self._given = 0
+        self._whole: torch.Tensor | None = None
+
+    def view_of(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """What gives the same view of the tensor that will be gathered."""
+        self._saved += 1
+        return partial(self._view, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+        if self._whole is None:
+            with torch.no_grad():
+                self._whole = all_chunks(self._own, self._ranks, -2)
+        view, self._given = self._whole.as_strided(shape, strides, offset), self._given + 1
+        if self._given == self._saved:
+            self._whole, self._given = None, 0
+        return view
 
 
 def earlier_tokens(queries: int, keys: int, device: torch.device) -> torch.Tensor:
@@ -358,7 +402,7 @@ def _whole_loss(ranks: TensorRanks, model: Any, args: Any, kwargs: Mapping[str, 
     evaluation; a training step that has its loss leaves them out."""
     if ranks.is_whole or isinstance(output, torch.Tensor):  # hidden states, which the next stage receives
         return output
-    if not hasattr(output, "logits"):
+    if isinstance(output, tuple):
         raise CannotRun(f"cp reads loss and logits of what {type(model).__name__} returns; leave return_dict as it is")
     loss, labels = getattr(output, "loss", None), kwargs.get("shift_labels")
     if loss is not None and labels is not None:
@@ -372,7 +416,7 @@ def _whole_loss(ranks: TensorRanks, model: Any, args: Any, kwargs: Mapping[str, 
         # A rank without labels of its own has a mean over none.
         own = torch.where(counted > 0, loss, loss.nan_to_num() * 0)
         output.loss = _Whole.apply(own, share, ranks)  # type: ignore[no-untyped-call]
-    if output.logits is not None:
+    if getattr(output, "logits", None) is not None:
         is_left_out = model.training and loss is not None
         output.logits = None if is_left_out else all_chunks(scaled_gradient(output.logits, ranks.size), ranks)
     return output

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from planner.types.plan import Configuration
 from planner.vocabulary import Schedule
@@ -235,6 +236,11 @@ def _received(action: Action) -> Action:
 # The run of a schedule on one rank.
 
 
+_ON_THEIR_WAY = 2
+"""Messages of a rank that may be on their way at once: one to the next stage and one to the one before it. None would
+do too, which is what a schedule is simulated with."""
+
+
 class Passes(Protocol):
     """How an engine runs a stage's forward and backward pass."""
 
@@ -244,8 +250,31 @@ class Passes(Protocol):
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as its backward pass begins with it."""
 
-    def backward(self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool) -> None:
+    def backward(
+        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+    ) -> None:
         """Add the gradients of a pass; whether it is the last of its stage, and the last of all on this rank."""
+
+
+class _Made:
+    """What a stage made of a micro-batch: a tensor, and once that was sent only where its backward pass begins
+    (Megatron-LM frees it too: `core/pipeline_parallel/schedules.py`, deallocate_output_tensor)."""
+
+    __slots__ = ("dtype", "root")
+
+    def __init__(self, made: torch.Tensor) -> None:
+        self.root: torch.Tensor | GradientEdge = made
+        self.dtype = made.dtype
+
+    @property
+    def values(self) -> torch.Tensor:
+        assert isinstance(self.root, torch.Tensor)  # it has not been sent yet
+        return self.root.detach()
+
+    def is_sent(self) -> None:
+        """Keep the graph alone."""
+        if isinstance(self.root, torch.Tensor) and self.root.requires_grad:
+            self.root = get_gradient_edge(self.root)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -255,9 +284,7 @@ class _State:
     trains: bool
     given: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """What a stage receives for a micro-batch; its gradient is what the stage sends back."""
-    made: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """Of what a stage made, from the stage after it."""
+    made: dict[tuple[int, int], _Made] = field(default_factory=dict)
     returned: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """Gradients of what a stage was given."""
     arriving: dict[Action, Any] = field(default_factory=dict)
@@ -325,7 +352,7 @@ class Pipeline:
         if stage > 0:
             received = self._arrived("receive_forward", place, state)
             if received is None:  # the stage before it is on this rank too
-                received = state.made[stage - 1, action.micro_batch].detach()
+                received = state.made[stage - 1, action.micro_batch].values
                 received = received.to(self.stages.received_by(stage).dtype)
             if state.trains:
                 state.given[place] = received.requires_grad_()
@@ -334,9 +361,9 @@ class Pipeline:
         if not state.trains:
             if stage > 0:
                 state.made.pop((stage - 1, action.micro_batch), None)
-            state.made |= {} if is_last else {place: made}
+            state.made |= {} if is_last else {place: _Made(made)}
         else:
-            state.made[place] = passes.scaled(made) if is_last else made
+            state.made[place] = _Made(passes.scaled(made) if is_last else made)
         return made.detach() if is_last else None
 
     def _backward(self, action: Action, passes: Passes, state: _State, *, ends_stage: bool, ends_step: bool) -> None:
@@ -352,9 +379,10 @@ class Pipeline:
             gradient = gradient.to(made.dtype)
         given = state.given.pop(place, None)
         if action.kind == "backward_input" and given is not None:
-            state.weights[place] = _backward_input(made, gradient, given, self._weights)
+            assert isinstance(made.root, torch.Tensor)
+            state.weights[place] = _backward_input(made.root, gradient, given, self._weights)
         else:
-            passes.backward(made, gradient, ends_stage=ends_stage, ends_step=ends_step)
+            passes.backward(made.root, gradient, ends_stage=ends_stage, ends_step=ends_step)
             if action.kind == "backward_input":
                 state.weights[place] = None
         if given is not None:
@@ -374,7 +402,7 @@ class Pipeline:
         if action.kind == "send_backward":
             message = state.returned.pop(place)
         else:
-            message = state.made[place].detach() if state.trains else state.made.pop(place)
+            message = (state.made[place] if state.trains else state.made.pop(place)).values
         expected = travel.shape(arguments)
         if tuple(message.shape) != expected:
             raise CannotRun(
@@ -382,10 +410,12 @@ class Pipeline:
                 f" {list(expected)}; give batches of the shape that the model was looked at with"
             )
         message = message.to(travel.dtype).contiguous()
-        state.sent.append((dist.isend(message, rank, group=group), message))
-        if len(state.sent) > 2 * self._plan.pp:
+        if action.kind == "send_forward" and state.trains and self._plan.pp_schedule != "zero-bubble":
+            state.made[place].is_sent()  # a backward pass of inputs alone walks the graph from the tensor
+        while len(state.sent) >= _ON_THEIR_WAY or (state.sent and state.sent[0][0].is_completed()):
             work, _ = state.sent.pop(0)
             work.wait()
+        state.sent.append((dist.isend(message, rank, group=group), message))
 
     def _travel(self, action: Action) -> Travel:
         is_own = action.kind in ("receive_forward", "send_backward")

@@ -148,7 +148,14 @@ def splits_in(model: nn.Module) -> dict[str, Split]:
 
 def hold_part(parameter: torch.Tensor, split: Split) -> None:
     """Make a whole parameter this rank's part of it, in place: optimizers that have it go on having it."""
-    parameter.data = split.take(parameter.data)
+    is_stand_in = not isinstance(parameter, nn.Parameter) and parameter.dim() > 0 and not any(parameter.stride())
+    made = stand_in(split.local_shape, parameter.dtype, parameter.device) if is_stand_in else split.take(parameter.data)
+    parameter.data = made
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros of no memory in the place of a weight that another pipeline stage has."""
+    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
 
 def _with(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from strategies.parallel.blocks import Elsewhere, block_stacks, members
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import CALL_TRAIN_BATCH, Arguments, Partition, SplitOptions
 from strategies.parallel.ranks import SEQUENCE, tokens_of_each
-from strategies.parallel.split import ModelParts
+from strategies.parallel.split import ModelParts, stand_in
 
 _ATTRIBUTE = "_dsplan_stages"
 _READS = frozenset({"__get__", "size", "dim", "numel", "element_size", "stride", "is_floating_point"})
@@ -180,7 +180,7 @@ def cut_stages(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Model
 
     def nothing(weight: torch.Tensor) -> torch.Tensor:
         dtype = _computed_in(weight.dtype, configuration)  # rotary positions have the dtype of hidden states
-        return torch.zeros((), dtype=dtype, device=device).expand(weight.shape)
+        return stand_in(weight.shape, dtype, device)
 
     _drop_outside(model, record, cut, parts, nothing)
     stages = Stages(model, stack, cut, record.travels)
@@ -594,11 +594,14 @@ def _head_of(model: nn.Module, parameter: nn.Parameter, canonical: str, record: 
     Raises:
         CannotRun: no module but that before the blocks has it.
     """
+    # A loss that makes no logits takes the weight from its layer, and does not call that.
+    whole: Any = model
+    head = whole.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found = tuple(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name, weight in module._parameters.items()
-        if weight is parameter and module in record.called_after
+        if weight is parameter and (module in record.called_after or module is head)
     )
     if not found or canonical in found:
         raise CannotRun(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from planner.cost.zero_buckets import NATIVE_STEP_RUNS
 from strategies.backends.zero.collectives import collectives_for, collectives_over
@@ -298,7 +299,7 @@ class ZeroEngine(AccumulatingEngine):
         return self._forward(*args, **kwargs)
 
     def backward_stage(
-        self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
         self._add_gradients(made, gradient, ends_step=ends_step)
 
@@ -310,7 +311,9 @@ class ZeroEngine(AccumulatingEngine):
         parts = self.configuration.gradient_accumulation_steps * self._context.collectives.ranks.world_size
         return loss.float() * (self._scale.value / parts)
 
-    def _add_gradients(self, made: torch.Tensor, gradient: torch.Tensor | None, *, ends_step: bool) -> None:
+    def _add_gradients(
+        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_step: bool
+    ) -> None:
         self._latecomers.welcome()
         self._reducer.begin(reduces=ends_step or (self._reduces_each and self._may_reduce))
         with self._sharded_model.backward():

@@ -1,4 +1,5 @@
-"""4, then 2, then 3 ranks resume one training: a plan is made for those that are left, and the losses stay."""
+"""4, then 2, then 3 ranks resume one training: a plan is made for those that are left, and the losses stay, also where
+the ranks split the model."""
 
 from __future__ import annotations
 
@@ -151,4 +152,68 @@ def test_fewer_and_more_ranks_continue_under_plans_of_their_own(tmp_path: Path) 
     assert [row[0] for row in rows] == list(range(1, 10))
     assert [row[3] for row in rows] == [4, 4, 4, 2, 2, 2, 2, 2, 2]
     assert [row[2] for row in rows] == ["fsdp"] * 3 + [used.strategy] * 6
+    assert _losses(parts) == pytest.approx(_losses(whole), rel=1e-6)
+
+
+SPLIT = """
+import itertools, json, sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import dsplan
+
+losses, fails_at = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=32, tie_word_embeddings=True))
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        ids = torch.randint(64, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+engine, _, loader, _ = dsplan.initialize(
+    model,
+    lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+    training_data=Data(),
+    config={"train_batch_size": 12, "gradient_clipping": 1.0},
+)
+plan = engine.configuration
+batches = itertools.chain.from_iterable(itertools.repeat(loader))
+while engine.global_steps < 12:
+    loss = engine.train_batch(batches).item()
+    if engine.is_main:
+        with open(losses, "a") as file:
+            row = [engine.global_steps, loss, plan.strategy, plan.world_size, plan.tp, plan.pp]
+            file.write(json.dumps(row) + "\\n")
+    if engine.global_steps == fails_at:
+        engine.wait_for_checkpoint()
+        raise ConnectionError("the nodes are gone")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tp_and_pp_change_with_the_ranks_that_there_are(tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(SPLIT)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+
+    def trained(*options: str | Path, losses: Path, fails_at: int = 0) -> None:
+        done = run(*options, script, str(losses), str(fails_at), cwd=tmp_path)
+        assert done.status == (1 if fails_at else 0), done.err
+
+    split = ("--strategy", "fsdp", "--tp", "2", "--pp", "2", "--nproc", "4", "--checkpoint-steps", "1")
+    trained(*split, "--run-dir", tmp_path / "undisturbed", losses=whole)
+    trained(*split, "--retries", "0", "--run-dir", folder, losses=parts, fails_at=3)
+    trained("--resume", folder, "--nproc", "2", losses=parts, fails_at=6)
+    trained("--resume", folder, "--nproc", "3", losses=parts, fails_at=9)
+    trained("--resume", folder, "--nproc", "4", losses=parts)
+    rows = [json.loads(line) for line in parts.read_text().splitlines()]
+    assert [row[0] for row in rows] == list(range(1, 13))
+    assert {row[2] for row in rows} == {"fsdp"}
+    assert [row[3] for row in rows] == [4, 4, 4, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    assert [tuple(row[4:]) for row in rows] == 3 * [(2, 2)] + 6 * [(1, 1)] + 3 * [(2, 2)]
     assert _losses(parts) == pytest.approx(_losses(whole), rel=1e-6)

@@ -1,0 +1,285 @@
+"""Measures the memory and the time of steps that 2, 4 and 8 CPU ranks share, composition by composition.
+
+    python -m scripts.measure.compositions [NAME ...] [--again] [--minutes N]     measure what has no row yet
+    python -m scripts.measure.compositions --score                                the planner's error, row by row
+
+Ranks talk over gloo and run dsplan's own engine; live bytes are counted as `scripts.measure.memory` counts them, and
+steps are timed afterwards. A NAME is a model or a degree ("gpt2", "tp2"). Rows go to
+hardware_db/measurements/compositions_cpu.csv as each run ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+from hardware_db.measured_rows import SHIPPED, read_rows, write_rows
+from hardware_db.spawn import RankError, RankPool
+from hardware_db.units import MIB
+from planner.search.estimate import estimate, price, timed
+from planner.types.plan_io import plan_to_dict
+from scripts.measure.term_rows import TermRun, key_of, question, scored
+from scripts.measure.trace_terms import case_of
+from strategies.bench.measured_run import PHASES, StepMemory, Subject, measure_and_time
+from strategies.distributed.gloo import quiet
+
+ROWS = SHIPPED / "compositions_cpu.csv"
+LLAMA: Mapping[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+GPT2: Mapping[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 256,
+    "n_layer": 4,
+    "n_head": 8,
+    "n_positions": 512,
+    "vocab_size": 4096,
+    "attn_pdrop": 0.0,
+}
+MIXTRAL: Mapping[str, Any] = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "intermediate_size": 352,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL}
+STEPS = 4
+RUN_SECONDS = 150.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompositionRun(TermRun):
+    """A step of a composition: bytes of the busiest rank, and of every rank; `step_seconds` is the fastest of so many
+    `steps` of the slowest rank, on `cores` that the ranks share."""
+
+    KIND = "composition"
+
+    step_seconds: float = 0.0
+    steps: int = 0
+    cores: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether nobody looked at the row while the cost model was written: those of GPT-2, and of Mixtral in bf16."""
+        return self.model == "gpt2" or (self.model == "mixtral" and self.precision == "bf16")
+
+    @property
+    def degrees(self) -> str:
+        """What splits the model, as people write it: `tp 2 x pp 2`."""
+        found = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1]
+        said = " x ".join(found) or "data parallel"
+        how = "+ sp" if self.sequence_parallel else self.pp_schedule if self.pp > 1 else ""
+        return f"{said} {how}".strip()
+
+
+def read_compositions() -> list[CompositionRun]:
+    """The rows that come with dsplan."""
+    return read_rows(CompositionRun, ROWS)
+
+
+# The grid.
+
+
+_ALONE: tuple[dict[str, Any], ...] = (
+    {"strategy": "ddp", "tp": 2},
+    {"strategy": "ddp", "tp": 2, "sequence_parallel": True},
+    {"strategy": "ddp", "pp": 2},
+    {"strategy": "ddp", "pp": 2, "pp_schedule": "gpipe"},
+    {"strategy": "fsdp", "cp": 2},
+    {"strategy": "ddp", "dp_replicate": 4},
+    {"strategy": "fsdp", "dp_shard": 4},
+    {"strategy": "ddp", "tp": 2, "dp_replicate": 2},
+    {"strategy": "fsdp", "tp": 2, "dp_shard": 2},
+    {"strategy": "zero1", "backend": "native", "tp": 2, "dp_shard": 2},
+    {"strategy": "zero2", "backend": "native", "tp": 2, "dp_shard": 2},
+    {"strategy": "ddp", "tp": 4},
+    {"strategy": "fsdp", "tp": 2, "dp_shard": 2, "sequence_parallel": True},
+    {"strategy": "ddp", "pp": 2, "dp_replicate": 2},
+    {"strategy": "fsdp", "pp": 2, "dp_shard": 2},
+    {"strategy": "zero1", "backend": "native", "pp": 2, "dp_shard": 2},
+    {"strategy": "ddp", "pp": 4},
+    {"strategy": "ddp", "pp": 2, "dp_replicate": 2, "pp_schedule": "interleaved", "virtual_stages": 2},
+    {"strategy": "ddp", "tp": 2, "pp": 2},
+    {"strategy": "ddp", "tp": 2, "pp": 2, "sequence_parallel": True},
+    {"strategy": "fsdp", "cp": 2, "dp_shard": 2},
+    {"strategy": "fsdp", "cp": 4},
+    {"strategy": "fsdp", "cp": 2, "tp": 2},
+    {"strategy": "fsdp", "tp": 2, "pp": 2, "dp_shard": 2},
+    {"strategy": "hsdp", "tp": 2, "dp_replicate": 2, "dp_shard": 2},
+    {"strategy": "hsdp", "pp": 2, "dp_replicate": 2, "dp_shard": 2},
+    {"strategy": "fsdp", "cp": 2, "tp": 2, "dp_shard": 2},
+    {"strategy": "zero1", "backend": "native", "tp": 2, "pp": 2, "dp_shard": 2},
+    {"strategy": "ddp", "pp": 4, "dp_replicate": 2},
+)
+_MIXTURES: tuple[dict[str, Any], ...] = (
+    {"strategy": "fsdp", "dp_shard": 2, "ep": 2},
+    {"strategy": "ddp", "tp": 2},
+    {"strategy": "fsdp", "dp_shard": 4},
+    {"strategy": "fsdp", "dp_shard": 4, "ep": 2},
+    {"strategy": "fsdp", "dp_shard": 4, "ep": 4},
+    {"strategy": "fsdp", "dp_shard": 2, "cp": 2, "ep": 2},
+    {"strategy": "fsdp", "dp_shard": 2, "pp": 2, "ep": 2},
+    {"strategy": "fsdp", "tp": 2, "dp_shard": 2},
+    {"strategy": "fsdp", "dp_shard": 4, "pp": 2, "ep": 4},
+    {"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 4, "ep": 2},
+)
+
+
+def grid() -> Iterator[CompositionRun]:
+    """Every case: dense models in both precisions with one kind of checkpointing each, mixtures with both."""
+    for degrees in _ALONE:
+        for model, precision, checkpointing in (
+            ("llama", "fp32", "none"),
+            ("llama", "bf16", "full"),
+            ("gpt2", "fp32", "full"),
+            ("gpt2", "bf16", "none"),
+        ):
+            yield _case(model, precision=precision, activation_checkpointing=checkpointing, **degrees)
+    for degrees in _MIXTURES:
+        for precision, checkpointing in (("fp32", "none"), ("fp32", "full"), ("bf16", "none"), ("bf16", "full")):
+            yield _case("mixtral", precision=precision, activation_checkpointing=checkpointing, **degrees)
+
+
+def _case(model: str, **chosen: Any) -> CompositionRun:
+    steps = {"micro_batch_size": 2, "gradient_accumulation_steps": 4} if chosen.get("pp", 1) > 1 else {}
+    case = case_of(
+        "composition", model=model, config=json.dumps(MODELS[model]), device="cpu", optimizer="adamw",
+        **{"sequence_length": 128, "micro_batch_size": 8, **steps, **chosen},
+    )  # fmt: skip
+    return CompositionRun(**{item.name: getattr(case, item.name) for item in fields(TermRun)})
+
+
+# Measuring.
+
+
+class _Ranks:
+    """One pool at a time, for as long as cases can use it."""
+
+    def __init__(self) -> None:
+        self._pool: RankPool | None = None
+        self._kind: tuple[int, bool] | None = None
+
+    @staticmethod
+    def kind(case: CompositionRun) -> tuple[int, bool]:
+        """How many ranks, and whether they are stages: one thread of gloo would wait for those that send nothing."""
+        return case.world_size, case.pp > 1
+
+    def of(self, case: CompositionRun) -> RankPool:
+        if self._pool is None or self._kind != self.kind(case):
+            self.close()
+            variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            self._pool = RankPool(case.world_size, timeout_seconds=RUN_SECONDS, variables=variables)
+            self._kind = self.kind(case)
+            if case.pp == 1:
+                quiet(self._pool)
+        return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
+
+
+def measure(case: CompositionRun, ranks: _Ranks) -> CompositionRun | None:
+    """The row of a case; None where the engine does not run it."""
+    plan = estimate(*question(case))
+    if not plan.runnable:
+        print(f"{line_of(case)}: {plan.notes[0] if plan.notes else 'not runnable'}", flush=True)
+        return None
+    subject = Subject(config=case.model_config, task="causal-lm", plan=plan_to_dict(plan))
+    try:
+        found = cast("list[tuple[StepMemory, tuple[float, ...]]]", ranks.of(case).run(measure_and_time, subject, STEPS))
+    except RankError as problem:
+        ranks.close()
+        print(f"{line_of(case)}: {str(problem)[-600:]}", flush=True)
+        return None
+    memories, seconds = [memory for memory, _ in found], [times for _, times in found]
+    phases = {name: max(memory.phases[name] for memory in memories) for name in PHASES}
+    # A pipeline's micro-batches are in several phases at once.
+    seen: dict[str, Any] = {f"{name}_bytes": size for name, size in phases.items()} if case.pp == 1 else {}
+    return replace(
+        case,
+        **seen,
+        peak_allocated_bytes=max(phases.values()),
+        stages_bytes=" ".join(str(memory.peak_bytes) for memory in memories),
+        step_seconds=min(max(step) for step in zip(*seconds, strict=True)),
+        steps=STEPS,
+        cores=os.cpu_count() or 0,
+    )
+
+
+def line_of(run: CompositionRun) -> str:
+    how = f"{run.strategy} x{run.world_size} {run.degrees}"
+    name = f"{run.model:8} {how:38} {run.precision:5} {run.activation_checkpointing:5}"
+    if not run.peak_allocated_bytes:
+        return name
+    row = scored(run)
+    phases = "  ".join(f"{phase} {100 * row.phase_error(phase):+5.1f}" for phase in row.phases if run.phases[phase])
+    said = row.refused or f"{100 * row.error:+6.2f} %   {phases}"
+    return f"{name} {run.peak_allocated_bytes / MIB:8.1f} MiB {said}"
+
+
+def predicted_seconds(run: CompositionRun) -> float:
+    """What the planner expects a step to take on a CPU that nobody has measured."""
+    return timed(price(*question(run))).step_seconds
+
+
+def measure_all(cases: Sequence[CompositionRun], *, again: bool, deadline: float) -> None:
+    ranks = _Ranks()
+    try:
+        for case in sorted(cases, key=_Ranks.kind):
+            known = {key_of(run): run for run in read_compositions()} if ROWS.exists() else {}
+            if (key_of(case) in known and not again) or time.monotonic() > deadline:
+                continue
+            run = measure(case, ranks)
+            if run is not None:
+                write_rows(CompositionRun, ROWS, {**known, key_of(run): run}.values())
+                print(line_of(run), flush=True)
+    finally:
+        ranks.close()
+
+
+def _wanted(names: Iterable[str]) -> list[CompositionRun]:
+    def matches(case: CompositionRun, name: str) -> bool:
+        degrees = {f"{degree}{getattr(case, degree)}" for degree in ("tp", "pp", "cp", "ep")}
+        return name in {case.model, case.strategy, case.precision, f"x{case.world_size}", *degrees}
+
+    return [case for case in grid() if all(matches(case, name) for name in names)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="measure the cases that answer to all of them")
+    parser.add_argument("--again", action="store_true", help="measure anew what has a row")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no run after this many minutes")
+    parser.add_argument("--score", action="store_true", help="compare the rows with the planner, measure nothing")
+    arguments = parser.parse_args()
+    if not arguments.score:
+        measure_all(_wanted(arguments.names), again=arguments.again, deadline=time.monotonic() + 60 * arguments.minutes)
+        return
+    keys = {key_of(case) for case in _wanted(arguments.names)}
+    for run in read_compositions():
+        if key_of(run) in keys:
+            print(line_of(run))
+
+
+if __name__ == "__main__":
+    main()
