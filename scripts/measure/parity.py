@@ -583,7 +583,7 @@ def _said(run: ParityRun) -> str:
 
 
 def _listed(items: Iterable[str]) -> str:
-    *most, last = items
+    *most, last = [*items] or [""]
     return f"{', '.join(most)} and {last}" if most else last
 
 
@@ -696,7 +696,7 @@ def measure(wanted: Sequence[tuple[str, int, Plan]], console: Console, *, report
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="*", type=int, default=list(RANKS))
+    parser.add_argument("--ranks", nargs="*", type=int, choices=RANKS, default=list(RANKS))
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--only", default="", metavar="TEXT", help="compositions whose names hold this")
@@ -720,6 +720,9 @@ def main() -> None:
             if not (is_left_out and rows.is_done(row, by_any_code=options.missing))
         ]
     if options.list:
+        return
+    if not wanted:
+        print("parity: nothing is left to train")
         return
     failed = 0
     try:
