@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "max": "dsplan.cli.plans:maximum",
     "explain": "dsplan.cli.plans:explain",
     "emit": "dsplan.cli.plans:emit",
+    "report": "dsplan.cli.report:report",
     "ui": "dsplan.cli.ui:ui",
     "run": "dsplan.cli.run:run",
     "bench": "dsplan.cli.bench:bench",
