@@ -41,7 +41,7 @@ from scripts.measure.parity import (
     with_options,
 )
 from tests.strategies import parallel_bodies
-from tests.strategies.parallel_bodies import Composition
+from tests.strategies.parallel_bodies import Composition, Kind
 
 _Layout = tuple[object, ...]
 
