@@ -332,6 +332,14 @@ def refused_sequences(kind: Unfit) -> str:
     return _refused(lambda: initialize(model, optimizer=_optimizer, plan=step.plan())[0](**given))
 
 
+def refused_in_stages(composition: Composition) -> str:
+    """What a pipeline of ranks that share sequences says to padded samples."""
+    engine, *_ = initialize(build("llama"), optimizer=_optimizer, plan=composition.plan())
+    batch = {**batch_of(0), "attention_mask": torch.ones(SAMPLES, LENGTH, dtype=torch.long)}
+    batch["attention_mask"][-1, -1] = 0
+    return _refused(lambda: engine.train_batch(batch))
+
+
 def _with_positions(block: Any, x: torch.Tensor) -> torch.Tensor:
     """Rows are turned by their number in what the block sees, as rotary embeddings are inside attention."""
     made: torch.Tensor = type(block).forward(block, x.roll(1, -1) * torch.arange(x.shape[1]).cos().unsqueeze(-1) + x)
