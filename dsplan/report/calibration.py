@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from dsplan.render.db_view import factor_intervals, hardware_name
 from dsplan.render.show import Table, columns
-from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label
+from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, drawn, label
 from hardware_db.units import format_seconds
 from planner.calibration.calibration import Calibration
 from planner.calibration.learn import Calibrated, Check, Refreshed, checks
@@ -52,7 +52,7 @@ def _predictions(kind: Calibrated, found: Sequence[Check], number: int) -> Pictu
         name=f"predictions-{number}",
         title=f"Predictions for {label(hardware_name(kind.hardware))}",
         caption=_caption(kind, groups),
-        figure=figure,
+        figure=drawn(figure),
         table=_table(found, is_fitted=is_fitted),
     )
 
@@ -167,6 +167,6 @@ def _factors(kind: Calibrated, calibration: Calibration, number: int) -> Picture
             f"What {calibration.rows} runs say of this hardware: below 1 it is slower than shipped."
             " Bars hold the factor with nine chances in ten."
         ),
-        figure=figure,
+        figure=drawn(figure),
         table=Table(columns=columns("rate", ">factor", ">90 %"), rows=rows),
     )

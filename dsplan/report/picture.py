@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 from html import escape
 from typing import Any
-
-import plotly.graph_objects as go
 
 from dsplan.render.show import Table
 from hardware_db.records import dataclass
@@ -28,8 +27,20 @@ class Picture:
     """One word, for links."""
     title: str
     caption: str
-    figure: go.Figure
+    figure: Mapping[str, Any]
+    """What plotly draws: `data` and `layout`."""
     table: Table
+    """Without rows where other tables of the page have the numbers."""
+    legend: Mapping[str, str] = field(default_factory=dict)
+    """What colours mean that the figure itself does not name."""
+
+
+def drawn(figure: Any) -> Mapping[str, Any]:
+    """A figure of plotly.graph_objects as what plotly draws, without the looks that plotly gives it."""
+    figure.update_layout(template="none")
+    document = dict(figure.to_plotly_json())
+    document["layout"].pop("template", None)
+    return document
 
 
 def templates() -> dict[str, dict[str, Any]]:

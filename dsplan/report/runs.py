@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from dsplan.render.run_report import report_blocks
 from dsplan.render.show import Block, Table, Text, columns
-from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label, line_style, thinned
+from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, drawn, label, line_style, thinned
 from dsplan.report.run_data import Attempt, Happening, Point, RunData
 from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_count, format_seconds
@@ -137,7 +137,7 @@ def predicted_and_measured(runs: Sequence[RunData]) -> Picture | None:
             "Lines on the bars: between which nine of ten runs were predicted to be, and nine of ten steps were."
             " Memory is what torch allocated at the peak."
         ),
-        figure=figure,
+        figure=drawn(figure),
         table=_beside_table(shown, runs),
     )
 
@@ -303,7 +303,7 @@ def course(run: RunData, *, name: str = "course") -> Picture | None:
         name=name,
         title=f"{label(run.name)} over time",
         caption=_course_caption(run, series),
-        figure=figure,
+        figure=drawn(figure),
         table=_course_table(run, series, unit, length),
     )
 
@@ -491,7 +491,7 @@ def compared(runs: Sequence[RunData]) -> Picture | None:
         name="runs",
         title="Runs compared",
         caption="By step, not by time: of a step that was run again after a restart, the last time counts.",
-        figure=figure,
+        figure=drawn(figure),
         table=_runs_table(runs),
     )
 

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dsplan.render.answer_html import answer_html, rejected_html
 from dsplan.render.html import blocks_html
 from dsplan.render.plan_view import dims_text, figure_blocks
-from dsplan.ui import pictures, pieces
+from dsplan.report import plans as pictures
 from dsplan.ui.address import read_address
 from hardware_db.errors import DsplanError
 from hardware_db.records import dataclass
@@ -57,8 +58,8 @@ def plans(task: Task) -> Answer:
     """The ranked plans, why others lost, the command line that asks the same, and what `plan` says of one of them."""
     found = _search(task.query)
     return {
-        "html": pieces.answer_html(found),
-        "rejected": pieces.rejected_html(found),
+        "html": answer_html(found),
+        "rejected": rejected_html(found),
         "plans": [_label(rank, plan) for rank, plan in enumerate(found.plans, start=1)],
         "command": read_address(task.query)[0].command(),
         "pictures": {name: json.dumps(drawn(found.plans)) for name, drawn in OF_PLANS.items() if found.plans},
@@ -89,7 +90,7 @@ def plan(task: Task) -> Answer:
     }
 
 
-OF_PLANS: Mapping[str, Callable[[Sequence[Plan]], pictures.Picture]] = {
+OF_PLANS: Mapping[str, Callable[[Sequence[Plan]], pictures.Drawn]] = {
     "memory": pictures.memory,
     "seconds": pictures.seconds,
     "trade": pictures.trade,

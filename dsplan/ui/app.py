@@ -19,6 +19,7 @@ from dsplan.ui import pieces
 from dsplan.ui.address import (
     PLAN,
     SECTIONS,
+    START,
     Field,
     address_plan,
     address_texts,
@@ -148,9 +149,9 @@ def _component(field: Field) -> Any:
         )
     if field.name in _CATALOGUES:
         names = _CATALOGUES[field.name]()
-        return gr.Dropdown(names, value="", allow_custom_value=True, filterable=True, **named)
+        return gr.Dropdown(names, value=START.get(field.name, ""), allow_custom_value=True, filterable=True, **named)
     if field.kind in ("whole", "fraction") and not field.suffixes:
-        return gr.Number(value=None, placeholder=_UNSAID, **named)
+        return gr.Number(value=field.read(START.get(field.name, "")), placeholder=_UNSAID, **named)
     return gr.Textbox(value="", placeholder=_UNSAID, max_lines=1, **named)
 
 

@@ -10,7 +10,7 @@ from hardware_db.units import format_bytes, format_seconds, gib
 from planner.cost.timing.timeline import Span
 from planner.types.plan import Plan
 
-Picture = Mapping[str, Any]
+Drawn = Mapping[str, Any]
 """What plotly draws: `data`, `layout`, `config`."""
 
 # Okabe and Ito's palette, whose colours people with any colour vision tell apart, without its yellow and with darker
@@ -46,7 +46,7 @@ STEP: Mapping[str, tuple[str, frozenset[str]]] = {
 """Colours of a step on two streams, with the kinds of spans that have them; what has none is `else`."""
 
 
-def memory(plans: Sequence[Plan]) -> Picture:
+def memory(plans: Sequence[Plan]) -> Drawn:
     """Bytes of the busiest GPU at its peak by category, what torch reserves beyond them and what the driver takes, with
     the upper bound, against the limit."""
     names = _names(plans)
@@ -62,7 +62,7 @@ def memory(plans: Sequence[Plan]) -> Picture:
     return _picture(bars, layout)
 
 
-def seconds(plans: Sequence[Plan]) -> Picture:
+def seconds(plans: Sequence[Plan]) -> Drawn:
     """The parts of a step that take its time, with where nine of ten steps should lie."""
     names, times = _names(plans), [plan.time for plan in plans]
     parts = {name: [getattr(time, f"{name}_seconds", 0.0) for time in times] for name in SECONDS}
@@ -83,7 +83,7 @@ def seconds(plans: Sequence[Plan]) -> Picture:
     return _picture([*bars, steps], _layout(len(plans), "s"))
 
 
-def step(spans: Sequence[Span]) -> Picture:
+def step(spans: Sequence[Span]) -> Drawn:
     """What the busiest rank computes and communicates from the beginning of a step to its end."""
     named = frozenset().union(*(kinds for _, kinds in STEP.values()))
     bars = []
@@ -114,7 +114,7 @@ def _said(span: Span) -> str:
     return f"{span.name}: {format_seconds(span.seconds)}{exposed}"
 
 
-def trade(plans: Sequence[Plan]) -> Picture:
+def trade(plans: Sequence[Plan]) -> Drawn:
     """Time of a step against memory."""
     points = {
         "type": "scatter",
@@ -151,7 +151,7 @@ def _layout(plans: int, unit: str) -> dict[str, Any]:
     }
 
 
-def _picture(data: list[dict[str, Any]], layout: dict[str, Any]) -> Picture:
+def _picture(data: list[dict[str, Any]], layout: dict[str, Any]) -> Drawn:
     return {"data": data, "layout": layout, "config": {"displayModeBar": False}}
 
 
