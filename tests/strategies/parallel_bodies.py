@@ -21,6 +21,7 @@ from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import checkpoint_activations
 from strategies.parallel.blocks import repeated_blocks
 from strategies.parallel.split import parts_of
+from strategies.run_directory.heartbeat import PULSE
 from tests.strategies.training_bodies import Recipe
 
 Kind = Literal["llama", "qwen3", "gpt2", "mixtral", "gpt", "numbered"]
@@ -455,3 +456,13 @@ def skips_together(composition: Composition) -> Skipped:
         found.moved.append(max(float((after[name] - value).abs().max()) for name, value in before.items()))
         before = after
     return found
+
+
+def meetings_of_a_step(composition: Composition) -> list[tuple[str, int]]:
+    """What a step and an evaluation count as calls that all ranks make alike, by kind and number."""
+    engine, *_ = initialize(build("llama"), _optimizer, plan=composition.plan())
+    rows = {name: ids.chunk(engine.data_parallel_size)[engine.data_parallel_rank] for name, ids in batch_of(0).items()}
+    before = PULSE.number
+    engine.train_batch(rows)
+    engine.eval_batch(rows)
+    return [(each.kind, each.last - before) for each in PULSE.meetings if each.last > before]
