@@ -222,8 +222,8 @@ ExactFlag = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankingFlags:
-    """What is shown of the plans, and in which order."""
+class GoalFlags:
+    """Which plans count, and in which order."""
 
     objective: Annotated[words.Objective, typer.Option(help="What the first plan is best at.")] = "throughput"
     top: Annotated[int, number(limits.PLANS, "How many plans to show.")] = 5
@@ -246,6 +246,12 @@ class RankingFlags:
     all_plans: Annotated[
         bool, typer.Option("--all-plans", help="Rank plans that only other trainers run beside those of `dsplan run`.")
     ] = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankingFlags(GoalFlags):
+    """What is shown of the plans, and in which order."""
+
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write every shown plan and its configs into this directory.")
     ] = None

@@ -185,14 +185,14 @@ def _outcome(kind: Calibrated, *, stored: bool) -> str:
 def _factors(hardware: HardwareKind, calibration: Calibration) -> Table:
     rows = [
         [name, f"{factor:.2f}", f"{low:.2f} to {high:.2f}"]
-        for name, (factor, low, high) in _intervals(calibration).items()
+        for name, (factor, low, high) in factor_intervals(calibration).items()
         if abs(factor - 1) > _MOVED
     ]
     title = f"rates of {hardware_name(hardware)}, over what is shipped"
     return Table(title=title, columns=columns("rate", ">factor", ">90 %"), rows=rows)
 
 
-def _intervals(calibration: Calibration) -> dict[str, tuple[float, float, float]]:
+def factor_intervals(calibration: Calibration) -> dict[str, tuple[float, float, float]]:
     """Each fitted factor with the interval that holds it with nine chances of ten."""
     found = {}
     for index, name in enumerate(calibration.names):
@@ -204,7 +204,7 @@ def _intervals(calibration: Calibration) -> dict[str, tuple[float, float, float]
 
 def _document(kind: Calibrated, *, stored: bool) -> dict[str, Any]:
     lesson, calibration = kind.lesson, kind.lesson.calibration
-    factors = {} if calibration is None else _intervals(calibration)
+    factors = {} if calibration is None else factor_intervals(calibration)
     return {
         "hardware": {
             "device": kind.hardware.device,

@@ -13,13 +13,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dsplan.render.answer_html import answer_html, rejected_html
 from dsplan.render.html import blocks_html
 from dsplan.render.plan_view import dims_text, figure_blocks
-from dsplan.ui import pictures, pieces
+from dsplan.report import plans as pictures
 from dsplan.ui.address import read_address
 from hardware_db.errors import DsplanError
 from hardware_db.records import dataclass
+from planner.cost.timing.timeline import step_timeline
 from planner.emit import EmitOptions, fitting_configs, script_duties
+from planner.search.estimate import job_of
 from planner.search.search import Recommendation, recommend
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_text
@@ -55,11 +58,11 @@ def plans(task: Task) -> Answer:
     """The ranked plans, why others lost, the command line that asks the same, and what `plan` says of one of them."""
     found = _search(task.query)
     return {
-        "html": pieces.answer_html(found),
-        "rejected": pieces.rejected_html(found),
+        "html": answer_html(found),
+        "rejected": rejected_html(found),
         "plans": [_label(rank, plan) for rank, plan in enumerate(found.plans, start=1)],
         "command": read_address(task.query)[0].command(),
-        "pictures": {name: json.dumps(drawn(found.plans)) for name, drawn in PICTURES.items() if found.plans},
+        "pictures": {name: json.dumps(drawn(found.plans)) for name, drawn in OF_PLANS.items() if found.plans},
         **plan(task),
     }
 
@@ -70,17 +73,24 @@ def plan(task: Task) -> Answer:
     answer = _search(task.query)
     if not answer.plans:
         closest = "" if answer.closest is None else blocks_html(figure_blocks(answer.closest))
-        return {"rank": 1, "plan": closest, "files": {}, "duties": {}}
+        return {"rank": 1, "plan": closest, "step": "", "files": {}, "duties": {}}
     rank = min(max(task.plan, 1), len(answer.plans))
     chosen = answer.plans[rank - 1]
     files, duties = {"plan.yaml": plan_text(chosen)}, {}
     for format, texts in fitting_configs(chosen).items():
         files.update({f"{format}/{name}": text for name, text in texts.items()})
         duties[format] = list(script_duties(chosen, format, EmitOptions()))
-    return {"rank": rank, "plan": blocks_html(figure_blocks(chosen)), "files": files, "duties": duties}
+    spans = step_timeline(job_of(answer.request, chosen.configuration))
+    return {
+        "rank": rank,
+        "plan": blocks_html(figure_blocks(chosen)),
+        "step": json.dumps(pictures.step(spans)),
+        "files": files,
+        "duties": duties,
+    }
 
 
-PICTURES: Mapping[str, Callable[[Sequence[Plan]], pictures.Picture]] = {
+OF_PLANS: Mapping[str, Callable[[Sequence[Plan]], pictures.Drawn]] = {
     "memory": pictures.memory,
     "seconds": pictures.seconds,
     "trade": pictures.trade,

@@ -19,6 +19,7 @@ from dsplan.ui import pieces
 from dsplan.ui.address import (
     PLAN,
     SECTIONS,
+    START,
     Field,
     address_plan,
     address_texts,
@@ -28,7 +29,7 @@ from dsplan.ui.address import (
     without,
     write,
 )
-from dsplan.ui.answers import PICTURES, Answer, Task
+from dsplan.ui.answers import OF_PLANS, Answer, Task
 from dsplan.ui.gate import Gate
 from dsplan.ui.workers import Answers
 from hardware_db.errors import DsplanError
@@ -148,9 +149,9 @@ def _component(field: Field) -> Any:
         )
     if field.name in _CATALOGUES:
         names = _CATALOGUES[field.name]()
-        return gr.Dropdown(names, value="", allow_custom_value=True, filterable=True, **named)
+        return gr.Dropdown(names, value=START.get(field.name, ""), allow_custom_value=True, filterable=True, **named)
     if field.kind in ("whole", "fraction") and not field.suffixes:
-        return gr.Number(value=None, placeholder=_UNSAID, **named)
+        return gr.Number(value=field.read(START.get(field.name, "")), placeholder=_UNSAID, **named)
     return gr.Textbox(value="", placeholder=_UNSAID, max_lines=1, **named)
 
 
@@ -192,7 +193,7 @@ def _answer_fields() -> dict[str, Any]:
     with gr.Tabs(elem_id="views"):
         # Hidden while there is none: Gradio labels the place of a missing picture in a way that axe-core refuses.
         with gr.Tab("Pictures"), gr.Column(visible=False) as found["pictures"]:
-            for name in PICTURES:
+            for name in pieces.PICTURES:
                 gr.HTML(pieces.picture_heading(name), padding=False)
                 found[name] = gr.Plot(show_label=False, container=False, elem_id=f"picture-{name}")
         with gr.Tab("Figures"):
@@ -204,8 +205,8 @@ def _answer_fields() -> dict[str, Any]:
     return found
 
 
-_OF_A_PLAN = ("address", "plan", "files")
-_OF_AN_ANSWER = ("command", "plans", "choice", "rejected", "pictures", *PICTURES, *_OF_A_PLAN)
+_OF_A_PLAN = ("address", "plan", "step", "files")
+_OF_AN_ANSWER = ("command", "plans", "choice", "rejected", "pictures", *OF_PLANS, *_OF_A_PLAN)
 """What of the page an answer changes."""
 
 
@@ -236,7 +237,7 @@ def _connect(blocks: gr.Blocks, answers: Answers, fields: dict[str, Any], config
         try:
             found = answers.ask(Task(kind="plan", query=query, plan=_rank(choice)))
         except DsplanError as error:
-            return [address, pieces.failure_html(str(error)), ""]
+            return [address, pieces.failure_html(str(error)), None, ""]
         return _in_order(_OF_A_PLAN, _plan_parts(query, found))
 
     hidden = {"show_progress": "minimal", "show_progress_on": shown["plans"], "api_visibility": "private"}
@@ -302,19 +303,30 @@ def _plan_parts(query: str, found: Answer) -> dict[str, Any]:
     rank = found["rank"]
     address = query if rank == 1 else f"{query}&{PLAN}={rank}"
     files = pieces.PlanFiles(address=query, rank=rank, files=found["files"], duties=found["duties"])
-    return {"address": address, "plan": found["plan"], "files": pieces.files_html(files)}
+    step = _plot(found["step"])
+    return {"address": address, "plan": found["plan"], "step": step, "files": pieces.files_html(files)}
 
 
 def _drawn(found: Mapping[str, str]) -> dict[str, Any]:
-    plots = {name: PlotData(type="plotly", plot=found[name]) if name in found else None for name in PICTURES}
-    return {"pictures": gr.Column(visible=bool(found)), **plots}
+    return {"pictures": gr.Column(visible=bool(found)), **{name: _plot(found.get(name, "")) for name in OF_PLANS}}
+
+
+def _plot(picture: str) -> Any:
+    return PlotData(type="plotly", plot=picture) if picture else None
 
 
 def _failed(error: str, address: str = "") -> dict[str, Any]:
     """What is shown in place of an answer; without an address the next try is not taken for the same question."""
     empty = dict.fromkeys(_OF_AN_ANSWER, "")
     no_choice = gr.Radio(choices=[], value=None, visible=False)
-    return {**empty, **_drawn({}), "address": address, "plans": pieces.failure_html(error), "choice": no_choice}
+    return {
+        **empty,
+        **_drawn({}),
+        "step": None,
+        "address": address,
+        "plans": pieces.failure_html(error),
+        "choice": no_choice,
+    }
 
 
 def _rank(choice: str | None) -> int:

@@ -21,7 +21,7 @@ from hardware_db.records import dataclass
 from hardware_db.store.contract import Store
 from planner.calibration.calibration import Calibration, calibration_of, hardware_kind
 from planner.calibration.fit import TAILS, Fit, Noise, Prior, fit
-from planner.calibration.spread import FACTOR_SPREADS, SPREADS, kind_of, slopes
+from planner.calibration.spread import FACTOR_SPREADS, SPREADS, interval, kind_of, slopes
 from planner.cluster.probed import probed_cluster
 from planner.cluster.rates import rates_from_measurements
 from planner.cost.timing import step_time
@@ -157,7 +157,11 @@ Seconds = Callable[[Job], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lesson:
-    """The result of learning from `rows`. `calibration` is None if nothing may be stored; `reason` says why."""
+    """The result of learning from `rows`. `calibration` is None if nothing may be stored; `reason` says why.
+
+    `shipped` and `left_out` are the step times that the shipped constants predict for each row, and factors that were
+    fitted to the rows of other parts; empty where nothing was fitted.
+    """
 
     rows: int
     configurations: int
@@ -166,6 +170,8 @@ class Lesson:
     error_after: float | None = None
     calibration: Calibration | None = None
     reason: str = ""
+    shipped: tuple[float, ...] = ()
+    left_out: tuple[float, ...] = ()
 
 
 def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
@@ -181,14 +187,18 @@ def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
         why = f"{configurations} different configurations ran, and {FEWEST} are needed"
         return Lesson(rows=len(rows), configurations=configurations, split=split, reason=why)
     found = fitted(rows, price)
-    before = errors(rows, SHIPPED, price)
-    after = [error for part in parts for error in _left_out(rows, part, price, found)]
+    shipped = [price(with_factors(row.job, SHIPPED)) for row in rows]
+    apart = dict(pair for part in parts for pair in _left_out(rows, part, price, found))
+    left_out = [apart[index] for index in range(len(rows))]
+    before, after = _errors(shipped, rows), _errors(left_out, rows)
     lesson = Lesson(
         rows=len(rows),
         configurations=configurations,
         split=split,
         error_before=statistics.median(before),
         error_after=statistics.median(after),
+        shipped=tuple(shipped),
+        left_out=tuple(left_out),
     )
     # Both, so that neither a tie nor a few runs that got much worse pass for an improvement.
     if not all(mean(after) < mean(before) for mean in (statistics.median, statistics.fmean)):
@@ -234,7 +244,11 @@ def fitted(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit | None
 def errors(rows: Sequence[Row], factors: Factors, seconds: Seconds | None = None) -> list[float]:
     """How far predictions with these factors are from what was measured, fractions of it."""
     price = seconds or _seconds
-    return [abs(price(with_factors(row.job, factors)) / row.seconds - 1) for row in rows]
+    return _errors([price(with_factors(row.job, factors)) for row in rows], rows)
+
+
+def _errors(predicted: Sequence[float], rows: Sequence[Row]) -> list[float]:
+    return [abs(seconds / row.seconds - 1) for seconds, row in zip(predicted, rows, strict=True)]
 
 
 def with_factors(job: Job, factors: Factors) -> Job:
@@ -242,11 +256,11 @@ def with_factors(job: Job, factors: Factors) -> Job:
     return replace(job, cluster=replace(job.cluster, factors=factors))
 
 
-def _left_out(rows: Sequence[Row], part: frozenset[int], price: Seconds, whole: Fit) -> list[float]:
-    """The errors on the rows of one part, of factors fitted to all others."""
+def _left_out(rows: Sequence[Row], part: frozenset[int], price: Seconds, whole: Fit) -> list[tuple[int, float]]:
+    """The predictions for the rows of one part, by their places, of factors fitted to all others."""
     rest = [row for index, row in enumerate(rows) if index not in part]
     factors = Factors(**fitted(rest, price, whole).factors)
-    return errors([rows[index] for index in part], factors, price)
+    return [(index, price(with_factors(rows[index].job, factors))) for index in part]
 
 
 def _parts(rows: Sequence[Row]) -> tuple[list[frozenset[int]], str]:
@@ -285,11 +299,13 @@ WITHDRAWN = {"withdrawn": "factors fitted to all runs so far predict those left 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibrated:
-    """What was learnt of one kind of hardware; `is_new` says that the database has something new of it."""
+    """What was learnt of one kind of hardware from which runs; `is_new` says that the database has something new of
+    it."""
 
     hardware: HardwareKind
     lesson: Lesson
     is_new: bool
+    rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,7 +351,7 @@ def _calibrated(store: Store, kind: HardwareKind, rows: Sequence[Row], *, keep: 
         is_new = known is not None and lesson.error_after is not None
     if keep and is_new:
         store.add_calibration(calibration_record(kind, document))
-    return Calibrated(hardware=kind, lesson=lesson, is_new=is_new)
+    return Calibrated(hardware=kind, lesson=lesson, is_new=is_new, rows=tuple(rows))
 
 
 def _doubted(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
@@ -345,3 +361,39 @@ def _doubted(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
         row if measurement.fingerprint.versions.torch == newest else replace(row, doubt=OTHER_VERSIONS)
         for measurement, row in group
     ]
+
+
+# Predictions beside what was measured, for a picture.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One run beside its predictions, each as the seconds of a step and between which nine runs of ten should lie:
+    with the shipped constants, and with factors that were not fitted to it (None where nothing was fitted)."""
+
+    row: Row
+    shipped: tuple[float, float, float]
+    left_out: tuple[float, float, float] | None
+
+
+def checks(kind: Calibrated) -> tuple[Check, ...]:
+    """Every run of a kind of hardware beside its predictions: lowest, expected, highest seconds of a step.
+
+    The second interval is as wide as the calibration makes it that was fitted to all runs; without one it is that of
+    the shipped constants.
+    """
+    lesson = kind.lesson
+    shipped = lesson.shipped or tuple(_seconds(with_factors(row.job, SHIPPED)) for row in kind.rows)
+    left_out = lesson.left_out or (None,) * len(kind.rows)
+    found = []
+    for row, before, after in zip(kind.rows, shipped, left_out, strict=True):
+        factors = SHIPPED if lesson.calibration is None else lesson.calibration.factors
+        first = _interval(with_factors(row.job, SHIPPED), before, None)
+        second = None if after is None else _interval(with_factors(row.job, factors), after, lesson.calibration)
+        found.append(Check(row=row, shipped=first, left_out=second))
+    return tuple(found)
+
+
+def _interval(job: Job, seconds: float, calibration: Calibration | None) -> tuple[float, float, float]:
+    low, high = interval(job, seconds, calibration)
+    return low, seconds, high

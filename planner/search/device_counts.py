@@ -103,10 +103,10 @@ def _more(request: Request) -> Iterator[Request]:
     cluster = request.cluster
     while cluster.gpus * 2 <= MOST_DEVICES:
         cluster = doubled(cluster)
-        yield _on(request, cluster)
+        yield on_devices(request, cluster)
 
 
-def _on(request: Request, cluster: Cluster) -> Request:
+def on_devices(request: Request, cluster: Cluster) -> Request:
     """The request on other devices, with a batch that divides over them: as large for each as it was where nobody asked
     for one."""
     batch = request.workload.global_batch_size
@@ -120,7 +120,7 @@ def _between(request: Request, enough: Request, fastest: Fastest) -> OnDevices |
     """Three quarters of the devices that are enough, where those end in time too, are whole nodes and need no larger
     batch."""
     cluster = enough.cluster
-    fewer = _on(request, replace(cluster, nodes=cluster.nodes * 3 // 4))
+    fewer = on_devices(request, replace(cluster, nodes=cluster.nodes * 3 // 4))
     if cluster.nodes % 4 or fewer.workload.global_batch_size > enough.workload.global_batch_size:
         return None
     answer = _answer(fewer, fastest)

@@ -20,6 +20,7 @@ from planner.cost.precision import EAGER_CAST_BYTES, recipe_of, scaled_products
 from planner.cost.timing import step_time, throughput
 from planner.cost.verdict import Judgement, judge, limited_by
 from planner.errors import ContradictoryRequest
+from planner.models.facts import ModelFacts
 from planner.search.request import WITHOUT_DEEPSPEED, Request, deepspeed_lacks
 from planner.types.job import Job, described, provenance
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
@@ -172,8 +173,7 @@ def indivisible(request: Request, configuration: Configuration) -> str:
     layers, stages = facts.total_layers, pp * configuration.virtual_stages
     if facts.recorded_as:
         return f"nothing is known of how {facts.name} splits into tp, pp, cp or ep; use data parallelism"
-    # One head of a module of the user's own: it does not say how many, and is tried when it is split.
-    if tp > 1 and facts.num_heads % tp and (facts.kind != "custom" or facts.num_heads > 1):
+    if heads_left_over(facts, tp):
         return f"tp {tp} does not divide the {facts.num_heads} attention heads of {facts.name}"
     if tp > 1 and code.key_heads == "divided" and facts.num_kv_heads % tp:
         heads = f"the {facts.num_kv_heads} heads of keys of {facts.name}"
@@ -197,6 +197,12 @@ def indivisible(request: Request, configuration: Configuration) -> str:
     if ep > 1 and facts.num_experts % ep:
         return f"ep {ep} does not divide the {facts.num_experts} experts of {facts.name}"
     return ""
+
+
+def heads_left_over(facts: ModelFacts, tp: int) -> bool:
+    """Whether tp ranks cannot have as many heads each. A module of the user's own may not say how many it has, which
+    reads as one, and is tried when it is split."""
+    return facts.num_heads % tp > 0 and (facts.kind != "custom" or facts.num_heads > 1)
 
 
 LAST_RESORT_MFU = 0.02

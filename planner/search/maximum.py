@@ -114,8 +114,8 @@ def _maximum(request: Request, way: ExactOptions, configuration: Configuration) 
 
     micro = largest(lambda size: fits(request, size), 1, int(limits.SAMPLES.most))
     guess = (micro or 1) * request.workload.sequence_length // SEQUENCE_STEP
-    longest = _longest_steps(request)
-    steps = longest and largest(lambda count: fits(_of_length(request, count * SEQUENCE_STEP)), guess, longest)
+    longest = longest_steps(request)
+    steps = longest and largest(lambda count: fits(of_length(request, count * SEQUENCE_STEP)), guess, longest)
     models = sizes() if scales(request.facts) else ()
     place = models and largest(lambda index: fits(_of_size(request, models[index - 1])), _guess(request), len(models))
     size = models[place - 1] if place else None
@@ -153,7 +153,7 @@ def scales(facts: ModelFacts) -> bool:
     return facts.kind == "decoder" and not facts.traced
 
 
-def _longest_steps(request: Request) -> int:
+def longest_steps(request: Request) -> int:
     """Steps of the longest sequence there may be; 0 where it cannot be varied: in images, and in what was traced."""
     facts = request.facts
     varies = facts.kind in ("decoder", "encoder", "encoder-decoder") and not (facts.traced or facts.recorded_as)
@@ -163,7 +163,7 @@ def _longest_steps(request: Request) -> int:
     return int(limit or limits.TOKENS.most) // SEQUENCE_STEP
 
 
-def _of_length(request: Request, length: int) -> Request:
+def of_length(request: Request, length: int) -> Request:
     return replace(request, workload=replace(request.workload, sequence_length=length))
 
 

@@ -91,6 +91,7 @@ class Request:
     `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
     from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
     latter where it checkpoints. `degrees` are those that every plan must have; None leaves them to the search.
+    `splits` are then the degrees that a live script can be run with, on CPUs too; None: all, on GPUs.
     """
 
     facts: ModelFacts
@@ -113,6 +114,7 @@ class Request:
     gradient_compression: words.Compression = "none"
     activations_on_host: bool = False
     degrees: Degrees | None = None
+    splits: tuple[words.Degree, ...] | None = None
 
     @property
     def usd_per_gpu_hour(self) -> float | None:

@@ -7,11 +7,12 @@ micro-batch is cut from the global batch, so that is always the one asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hardware_db.records import dataclass
+from planner import vocabulary as words
 from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
@@ -65,7 +66,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     limit = request.budget.step_limit(request.workload)
     groups = grouped(request)
     found, late = [], []
-    choose = preferred if request.simplest_first and request.objective != "cost" else best
+    choose = _choice(request)
     for group in groups.values():
         item = choose(group, request.objective, limit)
         if item is not None:
@@ -87,6 +88,22 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
         on_devices=on_other_device_counts(request, _first) if limit < math.inf else (),
         front=_front(request) if with_front else (),
     )
+
+
+def first_plan(request: Request) -> Plan | None:
+    """The first plan of `recommend` alone, without the reasons of others and a deadline; None where nothing fits.
+
+    Raises:
+        ContradictoryRequest: as `recommend`.
+    """
+    choose = _choice(request)
+    chosen = (choose(group, request.objective, math.inf) for group in grouped(request).values())
+    ranked = rank(request, [item for item in chosen if item is not None])
+    return ranked[0].plan if ranked else None
+
+
+def _choice(request: Request) -> Callable[[Sequence[Candidate], words.Objective, float], Timed | None]:
+    return preferred if request.simplest_first and request.objective != "cost" else best
 
 
 def _adapters(request: Request, instead: Plan | None) -> tuple[Remedy, ...]:

@@ -15,7 +15,7 @@ from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.cost.combinations import compresses, offloads_of, refusal
 from planner.errors import ContradictoryRequest
-from planner.search.estimate import indivisible
+from planner.search.estimate import heads_left_over, indivisible
 from planner.search.request import Degrees, Request
 from planner.types.plan import Configuration
 
@@ -226,31 +226,38 @@ def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Itera
         yield request.degrees.tp, request.degrees.pp, request.degrees.cp
         return
     yield 1, 1, 1
-    facts, cluster = request.facts, request.cluster
-    splits = facts.kind in ("decoder", "encoder") and not facts.recorded_as
-    if strategy not in MODEL_PARALLEL_STRATEGIES or not splits or cluster.device.is_cpu:
-        return
-    code = code_base(request.workload.code)
-    if strategy in code.whole_strategies:
-        return
-    deepest = min(facts.num_layers, LARGEST_PIPELINE) if "pp" in code.degrees else 1
-    for tp in _powers_of_two(cluster.gpus_per_node if "tp" in code.degrees else 1):
-        if facts.num_heads % tp or facts.num_kv_heads % min(tp, facts.num_kv_heads):
+    facts, cluster, splits = request.facts, request.cluster, _splits(request, strategy)
+    deepest = min(facts.num_layers, LARGEST_PIPELINE) if "pp" in splits else 1
+    for tp in _powers_of_two(cluster.gpus_per_node if "tp" in splits else 1):
+        if heads_left_over(facts, tp) or facts.num_kv_heads % min(tp, facts.num_kv_heads):
             continue
-        if code.key_heads == "divided" and facts.num_kv_heads % tp:
+        if code_base(request.workload.code).key_heads == "divided" and facts.num_kv_heads % tp:
             continue
         for pp in _powers_of_two(min(cluster.gpus // tp, deepest)):
-            for cp in _context_degrees(request, cluster.gpus // (tp * pp)):
+            for cp in _context_degrees(request, cluster.gpus // (tp * pp), splits):
                 if tp * pp * cp > 1 and cluster.gpus % (tp * pp * cp) == 0:
                     yield tp, pp, cp
 
 
-def _context_degrees(request: Request, ranks: int) -> tuple[int, ...]:
+def _splits(request: Request, strategy: words.Strategy) -> tuple[words.Degree, ...]:
+    """The degrees that the search may choose for a strategy: those of its code, of models whose layers are known, on
+    GPUs; or those of them that a live script can be run with."""
+    code, facts, by_script = code_base(request.workload.code), request.facts, request.splits
+    was_asked = by_script is not None and request.strategies == (strategy,)
+    if strategy in code.whole_strategies or not (was_asked or strategy in MODEL_PARALLEL_STRATEGIES):
+        return ()
+    if by_script is not None:
+        return tuple(name for name in code.degrees if name in by_script)
+    is_known = facts.kind in ("decoder", "encoder") and not facts.recorded_as
+    return code.degrees if is_known and not request.cluster.device.is_cpu else ()
+
+
+def _context_degrees(request: Request, ranks: int, splits: tuple[words.Degree, ...]) -> tuple[int, ...]:
     """Over how many ranks a sample's tokens are spread."""
     length, facts = request.workload.sequence_length, request.facts
     if length < LONG_SEQUENCE or facts.kind != "decoder" or request.workload.attention == "eager" or facts.eager_only:
         return (1,)
-    if "cp" not in code_base(request.workload.code).degrees:
+    if "cp" not in splits:
         return (1,)
     most = min(ranks, length // TOKENS_PER_RANK)
     return tuple(cp for cp in _powers_of_two(most) if cp == 1 or length % (2 * cp) == 0)
@@ -262,11 +269,9 @@ def _expert_degrees(request: Request, strategy: words.Strategy, tp: int, pp: int
     if request.degrees is not None:
         return (request.degrees.ep,)
     facts, cluster = request.facts, request.cluster
-    plain = strategy not in MODEL_PARALLEL_STRATEGIES or cluster.device.is_cpu
-    if plain or not facts.is_moe or facts.kind != "decoder" or facts.recorded_as:
+    if "ep" not in _splits(request, strategy) or not facts.is_moe or facts.kind != "decoder" or facts.recorded_as:
         return (1,)
-    code = code_base(request.workload.code)
-    if "ep" not in code.degrees or (tp > 1 and not code.sequence_parallel):
+    if tp > 1 and not code_base(request.workload.code).sequence_parallel:
         return (1,)
     shards = _split(request, strategy, cluster.gpus // (tp * pp * cp))[1]
     ranks = shards * cp * tp

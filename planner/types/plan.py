@@ -165,6 +165,11 @@ class Configuration:
         return self.tp * self.pp * self.cp * self.ep > 1
 
     @property
+    def degrees_text(self) -> str:
+        """The degrees over which ranks share a sample, as they follow a strategy's name: `, tp 2, pp 2`."""
+        return "".join(f", {name} {getattr(self, name)}" for name in words.DEGREES if getattr(self, name) > 1)
+
+    @property
     def uses_host(self) -> bool:
         """Whether host memory holds a part of training; where such a run fails, either memory may have been short."""
         return self.offload != "none" or self.activations_on_host

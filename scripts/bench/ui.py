@@ -19,9 +19,11 @@ import urllib.request
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count, islice
 from typing import Any
+
+import psutil
 
 from tests.dsplan.browser import chromium
 
@@ -53,8 +55,23 @@ def server(cores: int) -> Iterator[str]:
         process.wait()
 
 
-def in_browser(url: str, rounds: int) -> list[float]:
-    """Seconds from a changed number of GPUs until the page shows the new answer, with its pictures."""
+def processor_seconds(name: str) -> float:
+    """What the processes that this one started have used, those whose command has `name` in it."""
+    used = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if name in " ".join(process.cmdline()):
+                times = process.cpu_times()
+                used += times.user + times.system
+    return used
+
+
+SERVER, BROWSER = "dsplan", "chrom"
+
+
+def in_browser(url: str, rounds: int) -> tuple[list[float], dict[str, float]]:
+    """Seconds from a changed number of GPUs until the page shows the new answer, and the processors' seconds for one,
+    of the server and of the browser."""
     from playwright.sync_api import sync_playwright
 
     taken = []
@@ -62,14 +79,16 @@ def in_browser(url: str, rounds: int) -> list[float]:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--disable-dev-shm-usage"])
         page = browser.new_page()
         page.goto(f"{url}?model=llama-3-8b&gpus=8&gpu=H100-SXM5-80GB")
-        page.locator("#plans table").first.wait_for()
+        page.locator(".trace path").first.wait_for()
+        before = {name: processor_seconds(name) for name in (SERVER, BROWSER)}
         for number in range(rounds):
             gpus = 16 + 8 * number
             page.evaluate(_WATCH, f"{gpus} x H100")
             page.get_by_label("GPUs in total").fill(str(gpus))
             taken.append(float(page.evaluate("() => window.taken")) / 1000)
+        used = {name: (processor_seconds(name) - seconds) / rounds for name, seconds in before.items()}
         browser.close()
-    return taken
+    return taken, used
 
 
 # Resolves when the answer has the text, measured in the page from the change of the field.
@@ -128,10 +147,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     asked = parser.parse_args()
     with server(asked.cores) as url:
-        print(said(f"a changed field, in a browser, {asked.cores} cores", in_browser(url, asked.rounds)))
+        taken, used = in_browser(url, asked.rounds)
+        print(said(f"a changed field, in a browser, {asked.cores} cores", taken))
+        print(f"  processor seconds: {used[SERVER]:.2f} of the server, {used[BROWSER]:.2f} of the browser")
+        before = processor_seconds(SERVER)
         each, last = at_once(url, asked.users, asked.rounds)
+        together = (processor_seconds(SERVER) - before) / asked.rounds
         print(said(f"{asked.users} at once, {asked.cores} cores, each answer", each))
         print(said(f"{asked.users} at once, {asked.cores} cores, the last answer", last))
+        print(f"  processor seconds: {together:.2f} of the server, {together / asked.cores:.2f} on every core")
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 

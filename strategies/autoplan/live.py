@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 from torch import nn
 
@@ -19,7 +22,7 @@ from planner.cost.combinations import compresses
 from planner.search.recall import recalled
 from planner.search.request import Degrees, Request, WorkOptions, make_request
 from planner.search.space import enumerate_candidates, inapplicable, unfit_degrees
-from planner.types.plan import Plan
+from planner.types.plan import Configuration, Plan
 from strategies.autoplan.fallback import best_plan
 from strategies.autoplan.rates import machine_rates
 from strategies.autoplan.select import PlanningOptions, to_be_like
@@ -55,7 +58,7 @@ def live_request(
     """What is planned for: the live module's training on this machine, with what was measured there.
 
     A run that continues keeps its global batch, and what a given plan said of the work; it leaves a strategy that needs
-    more ranks than there are now.
+    more ranks than there are now, and degrees that these do not divide (`_splits`).
 
     Raises:
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
@@ -112,6 +115,39 @@ def _degrees(asked: PlanningOptions, environment: Environment) -> Degrees | None
     )
 
 
+def _splits(
+    request: Request, asked: PlanningOptions, like: Configuration | None, environment: Environment
+) -> tuple[words.Degree, ...]:
+    """The degrees that the search may choose where none are decided.
+
+    In a run that continues, those that it was asked to have or that its plan had. Of models whose layers are known:
+    all, a pipeline where the script steps by `train_batch`. Ranks on CPUs, which share one memory, split such a model
+    only after a plan of the run has run out of it, and the search does not see which of them are on one node.
+    """
+    before, facts, state = asked.parallel or like, request.facts, current()
+    had = {name for name in words.DEGREES if state.is_resumed and before and getattr(before, name) > 1}
+    on_cpu = request.cluster.device.is_cpu
+    is_known = facts.kind in ("decoder", "encoder") and not facts.recorded_as
+    if is_known and (state.failed_plans or not on_cpu):
+        had |= {name for name in words.DEGREES if name != "pp" or steps_by_train_batch(Path(sys.argv[0]))}
+    if on_cpu and environment.spans_nodes:
+        had.discard("tp")
+    return tuple(name for name in words.DEGREES if name in had)
+
+
+def steps_by_train_batch(script: Path) -> bool:
+    """Whether a script hands whole steps to the engine or to a DistributedTrainer, as a pipeline has to have them;
+    False for what cannot be read."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = {getattr(call.func, "attr", getattr(call.func, "id", "")): call for call in calls}
+    trainer = names.get("DistributedTrainer")
+    return "train_batch" in names or (trainer is not None and not any(word.arg == "loss" for word in trainer.keywords))
+
+
 def _refuses_compression(request: Request, strategy: words.Strategy) -> bool:
     backend = words.default_backend(strategy, zero=request.zero_backend)
     return not inapplicable(request, strategy) and not compresses(strategy, backend, request.gradient_compression)
@@ -147,6 +183,7 @@ def _request(
     zero = _zero_backend(asked.backend)
     request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
     request = replace(request, degrees=_degrees(asked, environment))
+    request = replace(request, splits=_splits(request, asked, like, environment))
     request = replace(request, **limits.offload(asked.config.zero, strategy, request.zero_backend))
     request = replace(request, **limits.travel(asked.config), **limits.activations(asked.config, model))
     return traced_request(request, model, example)

@@ -173,8 +173,7 @@ def describe(plan: Plan) -> str:
     """The plan in a few plain lines."""
     chosen, memory = plan.configuration, plan.memory
     ranks = chosen.dims.data_parallel
-    extras = "".join(f", {name} {getattr(chosen, name)}" for name in words.DEGREES if getattr(chosen, name) > 1)
-    extras += "".join(
+    extras = chosen.degrees_text + "".join(
         f", {label} {value}"
         for label, value in (
             ("checkpointing", chosen.activation_checkpointing),

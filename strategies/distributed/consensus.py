@@ -29,10 +29,10 @@ def on_rank_zero(decide: Callable[[], Value], group: dist.ProcessGroup | None = 
         try:
             box[0] = decide()
         except DsplanError as error:
-            refusal, box[0] = error, _Refusal(message=str(error), exit_code=error.exit_code)
+            refusal, box[0] = error, _Refusal(error=error)
     dist.broadcast_object_list(box, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
     if isinstance(box[0], _Refusal):
-        raise refusal or box[0].as_error()
+        raise refusal or box[0].error
     return cast("Value", box[0])
 
 
@@ -54,27 +54,26 @@ def everywhere(attempt: Callable[[], Value]) -> Value:
     except BaseException as error:
         # A bug keeps its traceback on the rank that has it; the others must not wait for that rank.
         failure = error
-        expected = isinstance(error, DsplanError)
-        line = str(error) if expected else f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
-        refusal = _Refusal(message=line, exit_code=error.exit_code if isinstance(error, DsplanError) else 1)
+        refusal = _Refusal(error=error if isinstance(error, DsplanError) else _of_a_bug(error))
     box: list[_Refusal | None] = [None] * dist.get_world_size()
     dist.all_gather_object(box, refusal)
     failed = [rank for rank, refused in enumerate(box) if refused is not None]
     if failure is not None and (failed[0] == dist.get_rank() or not isinstance(failure, DsplanError)):
         raise failure
     if first := next(filter(None, box), None):
-        raise first.as_error()
+        raise first.error
     return cast("Value", value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Refusal:
-    """An expected failure in a form that travels: exceptions with arguments of their own do not survive pickling."""
+    """An expected failure where a value could be."""
 
-    message: str
-    exit_code: int
+    error: DsplanError
 
-    def as_error(self) -> DsplanError:
-        error = DsplanError(self.message)
-        error.exit_code = self.exit_code
-        return error
+
+def _of_a_bug(error: BaseException) -> DsplanError:
+    """What the other ranks say of it, with the exit status of a failure."""
+    failure = DsplanError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
+    failure.exit_code = 1
+    return failure

@@ -95,30 +95,30 @@ class RunReport:
 
 def measured_run(spec: LaunchSpec) -> MeasuredRun:
     """The figures of the whole run; `ranks` counts those of its last attempt."""
-    metrics = _metrics(spec.directory)
+    metrics = metrics_of(spec.directory)
     ranks = len(of_attempt(metrics, last_attempt(metrics)))
     return replace(summarise(metrics), ranks=ranks or spec.processes)
 
 
 def measured_attempt(directory: Path, attempt: int) -> MeasuredRun:
     """The figures of one attempt alone."""
-    return summarise(of_attempt(_metrics(directory), attempt))
+    return summarise(of_attempt(metrics_of(directory), attempt))
 
 
 def highest_step(directory: Path, since: int = 0) -> int:
     """The highest step that any rank reached in attempts from `since` on, counted from 1; 0 where none did."""
-    rows = ((attempt, row) for of_rank in _metrics(directory) for attempt, row in with_attempts(of_rank))
+    rows = ((attempt, row) for of_rank in metrics_of(directory) for attempt, row in with_attempts(of_rank))
     steps = (row.get("global_step") for attempt, row in rows if attempt >= since and row.get("event") == "step")
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def last_attempt_in(directory: Path) -> int:
     """The number of the last attempt that any rank wrote metrics in; -1 where none did."""
-    metrics = _metrics(directory)
+    metrics = metrics_of(directory)
     return last_attempt(metrics) if any(metrics) else -1
 
 
-def _metrics(directory: Path) -> list[list[Row]]:
+def metrics_of(directory: Path) -> list[list[Row]]:
     """The rows of every rank that ever wrote any, by rank."""
     numbers = [int(path.stem.removeprefix("metrics-rank")) for path in directory.glob("metrics-rank*.jsonl")]
     return [list(rows) for rows in read_metrics(directory, max(numbers, default=-1) + 1)]

@@ -44,6 +44,18 @@ class RunLock:
             self._file.close()
 
 
+def is_held(directory: Path) -> bool:
+    """Whether a command supervises the run of a directory now, as far as this machine can know."""
+    try:
+        with (directory / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def launcher_lock(directory: Path) -> IO[bytes]:
     """An open file whose lock says that a launcher's processes run; hand its descriptor on to the launcher's process,
     then close it. Waits for those of an earlier attempt or command to be gone.

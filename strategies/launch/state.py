@@ -200,7 +200,7 @@ class RunState:
             self._begun |= {checkpoint.path: checkpoint for checkpoint in new}
 
     def _counts(self, checkpoint: lineage.Made) -> bool:
-        return checkpoint.attempt >= self.options.since and checkpoint.run in ("", self.options.run_id)
+        return self.options.counts(checkpoint.run, checkpoint.attempt)
 
 
 def check_unfinished(directory: Path) -> None:
@@ -225,6 +225,7 @@ def _options(spec: LaunchSpec, earlier: AttemptOptions | None) -> AttemptOptions
         global_batch_size=earlier.global_batch_size if earlier else None,
         failed_plans=earlier.failed_plans if earlier else (),
         run_id=spec.run_id,
+        has_nodes=spec.placement.most_nodes > 1,
     )
 
 

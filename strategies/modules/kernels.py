@@ -8,6 +8,7 @@ what they compute, which is tried on a few numbers, so that a norm of Gemma's ki
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -469,23 +470,28 @@ def _replace_rotary(model: nn.Module, dispatch: _Dispatch) -> bool:
 class _LossForward:
     """The forward of a causal language model that makes no logits where it is given labels in training."""
 
+    multiplies_with_head = True
+    """It takes the head's weight from its layer: whole (`strategies.parallel.tensor`)."""
+
     def __init__(self, model: nn.Module, dispatch: _Dispatch) -> None:
         self._model, self._dispatch, self._original = model, dispatch, model.forward
+        self.__signature__ = inspect.signature(model.forward)
 
     def __call__(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
         model: Any = self._model
-        other = any(kwargs.get(name) is not None for name in ("num_items_in_batch", "shift_labels", "past_key_values"))
+        other = any(kwargs.get(name) is not None for name in ("num_items_in_batch", "past_key_values"))
         if labels is None or args or other or not model.training:
             return self._original(*args, labels=labels, **kwargs)
         kwargs.pop("logits_to_keep", None)
+        ahead = kwargs.pop("shift_labels", None)
         output = getattr(model, model.base_model_prefix)(**kwargs)
         hidden, weight = output.last_hidden_state, model.get_output_embeddings().weight
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         function = self._dispatch.for_(hidden)
         if function is None:
-            return self._original(labels=labels, **kwargs)
-        shifted = functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:].reshape(-1)
+            return self._original(labels=labels, shift_labels=ahead, **kwargs)
+        shifted = (functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:] if ahead is None else ahead).reshape(-1)
         loss = function(hidden.reshape(-1, hidden.shape[-1]), weight.to(hidden.dtype), shifted)
         output["loss"] = loss
         return output

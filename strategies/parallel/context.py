@@ -245,7 +245,7 @@ class _Again:
     def view_of(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """What gives the same view of the tensor that will be gathered."""
         self._saved += 1
-        return partial(self._view, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return partial(self._view, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
         if self._whole is None:
@@ -402,7 +402,7 @@ def _whole_loss(ranks: TensorRanks, model: Any, args: Any, kwargs: Mapping[str, 
     evaluation; a training step that has its loss leaves them out."""
     if ranks.is_whole or isinstance(output, torch.Tensor):  # hidden states, which the next stage receives
         return output
-    if not hasattr(output, "logits"):
+    if isinstance(output, tuple):
         raise CannotRun(f"cp reads loss and logits of what {type(model).__name__} returns; leave return_dict as it is")
     loss, labels = getattr(output, "loss", None), kwargs.get("shift_labels")
     if loss is not None and labels is not None:
@@ -416,7 +416,7 @@ def _whole_loss(ranks: TensorRanks, model: Any, args: Any, kwargs: Mapping[str, 
         # A rank without labels of its own has a mean over none.
         own = torch.where(counted > 0, loss, loss.nan_to_num() * 0)
         output.loss = _Whole.apply(own, share, ranks)  # type: ignore[no-untyped-call]
-    if output.logits is not None:
+    if getattr(output, "logits", None) is not None:
         is_left_out = model.training and loss is not None
         output.logits = None if is_left_out else all_chunks(scaled_gradient(output.logits, ranks.size), ranks)
     return output

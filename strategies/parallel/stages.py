@@ -594,11 +594,14 @@ def _head_of(model: nn.Module, parameter: nn.Parameter, canonical: str, record: 
     Raises:
         CannotRun: no module but that before the blocks has it.
     """
+    # A loss that makes no logits takes the weight from its layer, and does not call that.
+    whole: Any = model
+    head = whole.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found = tuple(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name, weight in module._parameters.items()
-        if weight is parameter and module in record.called_after
+        if weight is parameter and (module in record.called_after or module is head)
     )
     if not found or canonical in found:
         raise CannotRun(

@@ -273,6 +273,9 @@ class _Splitter:
         table, head = _ends(self.inner, self.blocks, named if self.options.tp_plan else None)
         done: dict[int, Split] = {}
         ends = {names[id(module)] for module in (table, head) if module is not None}
+        if head is None and _multiplies_with_head(self.inner):
+            output = _of(self.inner, "get_output_embeddings")
+            ends |= {name for name in styles if _weight_in(self.model.get_submodule(name)) is _weight_in(output)}
         for name, style in styles.items():
             if name not in ends:
                 self._take_one(name, style)
@@ -720,8 +723,8 @@ def _ends(inner: nn.Module, blocks: Sequence[nn.Module], named: set[nn.Module] |
     else:
         pairs = [(t, h) for h in heads for t in tables if h.weight.shape == t.weight.shape]
         table, head = pairs[-1] if pairs else (None, None)
-    if type(inner).forward.__module__.startswith("liger_kernel"):
-        head = None  # it multiplies with the head's weight itself
+    if _multiplies_with_head(inner):
+        head = None
     is_tied = table is not None and head is not None and head.weight is table.weight
     if named is not None and not (is_tied and named & {table, head}):
         table, head = (table if table in named else None), (head if head in named else None)
@@ -729,6 +732,17 @@ def _ends(inner: nn.Module, blocks: Sequence[nn.Module], named: set[nn.Module] |
     if table is not None and shared != 1 + is_tied:
         return None, None  # something else computes with the same weight
     return table, head
+
+
+def _multiplies_with_head(inner: Any) -> bool:
+    """Whether a model's forward pass makes its loss of the head's whole weight, without the head's own."""
+    forward: Any = inspect.unwrap(inner.forward)
+    is_liger = type(inner).forward.__module__.startswith("liger_kernel")
+    return is_liger or getattr(forward, "multiplies_with_head", False)
+
+
+def _weight_in(module: Any) -> Any:
+    return module._parameters.get("weight")
 
 
 def _has_causal_loss(inner: Any) -> bool:

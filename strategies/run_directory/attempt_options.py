@@ -38,7 +38,8 @@ class AttemptOptions:
     does not count), unless the script saves by itself. `hang_seconds` without progress end the attempt.
     `global_batch_size` is what the first attempt trained with (None before it): every later plan keeps it.
 
-    `run_id` marks the run's checkpoints. `reached` is the highest step that earlier attempts are known to have come to
+    `run_id` marks the run's checkpoints; where a run `has_nodes` that come and go, those that another node's rank 0
+    wrote bear the id of that one. `reached` is the highest step that earlier attempts are known to have come to
     (0: none), and `may_begin_anew` says that no checkpoint of the run was ever complete, so that nothing is lost. Only
     checkpoints of attempts from `since` on count; before there is one, `base` does, a checkpoint that was named
     (`--resume-from`; empty: none).
@@ -54,10 +55,15 @@ class AttemptOptions:
     global_batch_size: int | None = None
     failed_plans: tuple[FailedPlan, ...] = field(default_factory=tuple)
     run_id: str = ""
+    has_nodes: bool = False
     reached: int = 0
     may_begin_anew: bool = True
     since: int = 0
     base: str = ""
+
+    def counts(self, run: str, attempt: int) -> bool:
+        """Whether a checkpoint that a run directory knows of, with the id of its run, is one to resume from."""
+        return attempt >= self.since and (self.has_nodes or run in ("", self.run_id))
 
     def save(self, run_directory: Path) -> None:
         """Replace the options in a run directory."""

@@ -145,15 +145,13 @@ def _find(engine: SupervisedEngine, run_directory: Path, options: AttemptOptions
     if engine.environment.world_size > 1:
         everyones = [None] * engine.environment.world_size
         dist.all_gather_object(everyones, known)
-    return on_rank_zero(lambda: _choose(everyones, run_directory, options, is_shared=engine.environment.spans_nodes))
+    return on_rank_zero(lambda: _choose(everyones, run_directory, options))
 
 
-def _choose(
-    everyones: Sequence[lineage.Known], run_directory: Path, options: AttemptOptions, *, is_shared: bool
-) -> _Found:
+def _choose(everyones: Sequence[lineage.Known], run_directory: Path, options: AttemptOptions) -> _Found:
     noted = [checkpoint for known in everyones for checkpoint in known.all if checkpoint.by != "huggingface"]
-    # The list of a node that was rank 0 before has the id that its checkpoints bear.
-    runs = {options.run_id, *(checkpoint.run for checkpoint in noted if is_shared)}
+    # Also where no other node is left, the list has the ids of all whose rank 0 wrote.
+    runs = {options.run_id, *(checkpoint.run for checkpoint in noted if options.has_nodes)}
     foreign = [checkpoint for checkpoint in noted if _is_foreign(checkpoint, runs)]
     if foreign:
         notice(f"{run_directory / lineage.LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")

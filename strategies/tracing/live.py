@@ -16,8 +16,10 @@ from planner.models.counting.weights import NOTHING, Weights, block_count, count
 from planner.models.facts import BlockCount, ModelFacts, ParameterCounts
 from planner.models.from_hf.config import facts_from_config
 from strategies.parallel.blocks import is_row
+from strategies.parallel.expert import is_mixture
 
 _HEAD_COUNTS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead")
+_CHOSEN = ("top_k", "num_experts_per_tok", "experts_per_token")
 _LENGTHS = ("block_size", "max_seq_len", "max_sequence_length", "n_positions", "n_ctx", "context_length")
 _ACTIVATIONS: Mapping[type[nn.Module], str] = {nn.GELU: "gelu", nn.SiLU: "silu", nn.ReLU: "relu", nn.Tanh: "tanh"}
 _Stack = tuple[str, tuple[nn.Module, ...]]
@@ -186,7 +188,21 @@ def _custom(module: nn.Module, name: str, counts: ParameterCounts) -> ModelFacts
         activation=next((_ACTIVATIONS[type(part)] for part in block.modules() if type(part) in _ACTIVATIONS), "gelu"),
         hidden_dropout=max((part.p for part in block.modules() if isinstance(part, nn.Dropout)), default=0.0),
         measured_counts=counts,
+        **_mixture(block),
     )
+
+
+def _mixture(block: nn.Module) -> dict[str, Any]:
+    """What facts say of routed experts, where a block has some in the form that expert parallelism takes."""
+    experts: Any = next((part for part in block.modules() if is_mixture(part)), None)
+    if experts is None:
+        return {}
+    named = (getattr(part, attribute, None) for part in block.modules() for attribute in _CHOSEN)
+    return {
+        "num_experts": experts.num_experts,
+        "experts_per_token": next((count for count in named if isinstance(count, int) and count > 0), 1),
+        "moe_intermediate_size": experts.down_proj.shape[-1],
+    }
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Linear]:

@@ -107,9 +107,9 @@ def test_everything_in_a_window_can_be_seen_and_reached(server: Server, open_pag
     checked = shown(open_page(f"{server.url}?{SMALL}"))
     page = checked.page
     assert page.title() == "dsplan"
-    for picture in ("memory", "seconds", "trade"):
+    for picture in ("memory", "seconds", "step", "trade"):
         expect(page.locator(f"#picture-{picture} .trace path").first).to_be_attached()
-    assert sorted(checked.pictures()) == ["picture-memory", "picture-seconds", "picture-trade"]
+    assert sorted(checked.pictures()) == [f"picture-{name}" for name in ("memory", "seconds", "step", "trade")]
     assert min(checked.pictures().values()) >= 2
     assert checked.not_reached_by_tab() == []
     for part in PARTS:

@@ -13,8 +13,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from planner.errors import NothingFits
+from strategies.distributed.consensus import everywhere, on_rank_zero
 from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
+from strategies.supervision.failures import kind_of
 from strategies.telemetry.memory_timeline import Timeline, draw
 from tests.strategies import training_bodies
 from tests.strategies.training_bodies import Recipe
@@ -257,3 +260,22 @@ DIFFERENCES: dict[str, Callable[[training_bodies.TinyModel], object]] = {
     "frozen": lambda model: model.positions.requires_grad_(False),
     "buffer": lambda model: model.register_buffer("mask", torch.ones(3)),
 }
+
+
+def kinds_of_a_joint_failure() -> list[tuple[str, str]]:
+    """What a rank's last word is of a plan that rank 0 does not find, and of a bug of rank 1: kind and message."""
+
+    def nothing() -> None:
+        raise NothingFits("no plan fits this machine")
+
+    def bug() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("gone")
+
+    found = []
+    for fails in (lambda: on_rank_zero(nothing), lambda: everywhere(bug)):
+        try:
+            fails()
+        except Exception as error:
+            found.append((kind_of(error), str(error)))
+    return found

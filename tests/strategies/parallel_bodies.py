@@ -188,13 +188,19 @@ def reference(
     return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def train(kind: Kind, composition: Composition, tp_plan: Mapping[str, str] | None = None) -> Difference:
+def train(
+    kind: Kind,
+    composition: Composition,
+    tp_plan: Mapping[str, str] | None = None,
+    kernels: Mapping[str, str] | None = None,
+) -> Difference:
     """Train on this rank with the others and compare with one process."""
+    config: dict[str, Any] = {"gradient_clipping": composition.clipping} if composition.clipping else {}
     engine, *_ = initialize(
         build(kind),
         optimizer=_optimizer,
         plan=composition.plan(),
-        config={"gradient_clipping": composition.clipping} if composition.clipping else None,
+        config=config | ({"kernels": kernels} if kernels else {}) or None,
         tp_plan=tp_plan,
     )
     losses, norms = [], []

@@ -169,6 +169,15 @@ def test_checkpoints_of_another_run_in_a_shared_directory_are_left_alone(run: Pa
     assert step == 6
 
 
+def test_the_last_node_resumes_from_what_another_nodes_rank_0_has_saved(run: Path, ranks: RankPool) -> None:
+    other = LATER | {"run_id": "b"}
+    (step, _, refusal), _ = ranks.run(supervised_bodies.is_resumed, DDP, str(run), other)
+    assert (step, refusal != "") == (-1, True)
+    (step, told, _), _ = ranks.run(supervised_bodies.is_resumed, DDP, str(run), other | {"has_nodes": True})
+    assert step == 6
+    assert "another run" not in told
+
+
 def test_only_the_runs_own_checkpoints_are_cleared_away(run: Path) -> None:
     made = lineage.read(run)
     assert [path.name for path in lineage.outdated(made, 1, run="a")] == ["step-00000004"]

@@ -203,11 +203,7 @@ def _newest(
 
     def look() -> lineage.Made | None:
         known = lineage.known(directory)
-        own = [
-            checkpoint
-            for checkpoint in known.all
-            if checkpoint.run in ("", attempt_options.run_id) and checkpoint.attempt >= attempt_options.since
-        ]
+        own = [checkpoint for checkpoint in known.all if attempt_options.counts(checkpoint.run, checkpoint.attempt)]
         made = [
             checkpoint
             for checkpoint in lineage.newest_first(own)

@@ -169,7 +169,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         possible = tuple(name for name in possible if name not in words.ZERO_STAGES)
     strategies = tuple(name for name in possible if chosen in (None, name))
     request = make_request(facts, cluster, options, strategies=strategies, top=1, zero_backend=zero)
-    request = traced_request(request, job.module, job.example)
+    request = traced_request(replace(request, splits=()), job.module, job.example)  # such scripts train whole models
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
     if current().is_resumed and not any(True for _ in enumerate_candidates(request)):

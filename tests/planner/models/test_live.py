@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from torch import nn
 from planner.models.counting.count import count_parameters
 from planner.models.facts import ParameterCounts
 from strategies.tracing.live import counts_from_module, facts_from_module
+
+EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
 
 
 def _elements(module: nn.Module) -> int:
@@ -148,3 +153,12 @@ def test_mixture_of_experts_blocks_are_told_apart() -> None:
 def _in_any_order(counts: ParameterCounts) -> ParameterCounts:
     blocks = tuple(replace(block, shapes=tuple(sorted(block.shapes))) for block in counts.blocks)
     return replace(counts, blocks=blocks, outside=tuple(sorted(counts.outside)))
+
+
+def test_routed_experts_of_ones_own_are_seen() -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    example = import_module("train_gpt")
+    sizes = {"layers": 2, "width": 16, "heads": 2, "length": 8}
+    facts = facts_from_module(example.Gpt(**sizes, experts=4))
+    assert (facts.num_experts, facts.experts_per_token, facts.moe_intermediate_size) == (4, 2, 32)
+    assert not facts_from_module(example.Gpt(**sizes)).is_moe

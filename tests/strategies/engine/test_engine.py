@@ -182,3 +182,10 @@ def test_the_rank_that_differs_from_most_is_named(three_ranks: RankPool) -> None
     recipe = Recipe(strategy="zero3", backend="native", world_size=3)
     for said, _ in three_ranks.run(engine_bodies.models_that_differ, recipe, "shape", 0):
         assert said.startswith("rank 0 has another model than rank 1: positions: [7, 16]")
+
+
+def test_all_ranks_say_alike_what_ended_a_joint_doing(ranks: RankPool) -> None:
+    first, second = ranks.run(engine_bodies.kinds_of_a_joint_failure)
+    nothing = ("refused", "no plan fits this machine")  # which no repetition mends, whichever rank says it first
+    assert first == [nothing, ("failed", "rank 1 failed: KeyError: 'gone'")]
+    assert second == [nothing, ("failed", "'gone'")]

@@ -1,4 +1,4 @@
-"""A `dsplan run` of the ledger script, its processes, and what to do to them."""
+"""A `dsplan run` of the ledger script or another, its processes, and what to do to them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class FaultyRun:
         *,
         faults: Sequence[Mapping[str, Any]] = (),
         options: Sequence[str] = (),
+        script: Sequence[str] = (str(SCRIPT),),
     ) -> None:
         self.directory = directory
         self.ledger = directory / "ledger"
@@ -42,7 +43,7 @@ class FaultyRun:
         self.met: set[int] = set()  # the ranks' processes when the last fault came
         self.damaged: set[int] = set()  # the inodes of checkpoints that something was done to
         self.settings = dict(settings)
-        self._options, self._token = tuple(options), uuid.uuid4().hex
+        self._options, self._script, self._token = tuple(options), tuple(script), uuid.uuid4().hex
         self._environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -75,7 +76,7 @@ class FaultyRun:
         return (self.directory / "out.txt").read_text()
 
     def start(self) -> None:
-        self._start("--run-dir", str(self.run_directory), *self._options, str(SCRIPT))
+        self._start("--run-dir", str(self.run_directory), *self._options, *self._script)
 
     def resume(self) -> None:
         """Start the command again on the run that it was ended in."""

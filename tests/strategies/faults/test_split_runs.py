@@ -1,74 +1,86 @@
-"""A rank of a run whose ranks split the model is killed: what is trained is what an undisturbed run trains."""
+"""A rank of a run whose ranks split the model is killed: the example trains what an undisturbed run trains."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 
-SCRIPT = """
-import json, os, signal, sys
-from pathlib import Path
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-import dsplan
+from tests.strategies.faults.faulty_run import ROOT, FaultyRun
 
-ledger, steps = Path(sys.argv[1]), 12
-torch.manual_seed(0)
-config = LlamaConfig(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64,
-    max_position_embeddings=32, tie_word_embeddings=True,
-)
-engine, *_ = dsplan.initialize(
-    LlamaForCausalLM(config), lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
-    config={"train_batch_size": 8, "gradient_clipping": 1.0},
-)
-engine.load_checkpoint(ledger / "own")
-while engine.global_steps < steps:
-    step = engine.global_steps
-    if len(sys.argv) > 2 and step == 7 and engine.environment.rank == 3 and not (ledger / "killed").exists():
-        (ledger / "killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(step))
-    own = ids.chunk(engine.data_parallel_size)[engine.data_parallel_rank]
-    loss = float(engine.train_batch({"input_ids": own, "labels": own}))
-    if engine.is_main:
-        with open(ledger / "losses.jsonl", "a") as file:
-            file.write(json.dumps([step, loss]) + "\\n")
-"""
+STEPS, SAVED_EVERY, KILLED_AFTER = 20, 4, 9
+SIZES = ("--steps", str(STEPS), "--layers", "4", "--hidden", "64", "--heads", "4", "--sequence-length", "64")
+EXAMPLE = (str(ROOT / "scripts" / "examples" / "train_gpt.py"), *SIZES)
+NATIVE = ("--backend", "native")
+Losses = dict[tuple[int, int], float]
+"""By rank and step."""
 
 
-def losses_of(folder: Path, flags: list[str], *words: str) -> dict[int, float]:
-    """The last loss of each step of a run on four ranks."""
-    folder.mkdir()
-    (folder / "train.py").write_text(SCRIPT)
-    options = ["--nproc", "4", "--checkpoint-steps", "3", "--retries", "2", "--run-dir", str(folder / "run")]
-    command = [sys.executable, "-m", "dsplan", "run", *flags, *options, str(folder / "train.py"), str(folder), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DSPLAN_HOME": str(folder)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return dict(json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines())
+def _run(directory: Path, flags: tuple[str, ...], *more: str) -> FaultyRun:
+    options = (*flags, "--nproc", "4", "--checkpoint-steps", str(SAVED_EVERY), "--retries", "2")
+    return FaultyRun(directory, {}, options=options, script=(*EXAMPLE, *more))
+
+
+def _losses(run: FaultyRun) -> Losses:
+    """The last loss of each step that each rank has noted."""
+    found: Losses = {}
+    for path in run.run_directory.glob("metrics-rank*.jsonl"):
+        rank = int(path.stem.removeprefix("metrics-rank"))
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        found |= {(rank, row["global_step"]): row["loss"] for row in rows if row["event"] == "step"}
+    return found
+
+
+def _steps(run: FaultyRun) -> int:
+    return max((step for _, step in _losses(run)), default=0)
+
+
+def _killed(run: FaultyRun, rank: int) -> None:
+    with run:
+        run.start()
+        assert run.until(lambda: _steps(run) >= KILLED_AFTER, f"step {KILLED_AFTER}", every=0.01), run.out
+        os.kill(run.ranks()[rank], signal.SIGKILL)
+        assert run.wait() == 0, run.out
+        assert run.left_running() == []
+    (ending,) = run.events("ending")
+    assert (ending["kind"], ending["rank"]) == ("killed", rank)
+    assert run.events("attempt")[-1]["saved"] >= SAVED_EVERY  # it has resumed, not begun again
+
+
+def _right(directory: Path, flags: tuple[str, ...], *more: str) -> Losses:
+    run = _run(directory, flags, *more)
+    with run:
+        run.start()
+        assert run.wait() == 0, run.out
+    found = _losses(run)
+    assert {step for _, step in found} == set(range(1, STEPS + 1))
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "more", "rank"),
     [
-        ["--strategy", "fsdp", "--tp", "2"],
-        ["--strategy", "zero2", "--backend", "native", "--tp", "2"],
-        ["--strategy", "ddp", "--tp", "2", "--pp", "2"],
-        ["--strategy", "fsdp", "--pp", "2"],
+        (("--strategy", "fsdp", "--tp", "2"), (), 1),
+        (("--strategy", "fsdp", "--pp", "2"), (), 3),
+        (("--strategy", "fsdp", "--pp", "2", "--pp-schedule", "interleaved", "--virtual-stages", "2"), (), 0),
+        (("--strategy", "fsdp", "--cp", "2"), (), 2),
+        (("--strategy", "fsdp", "--ep", "2"), ("--experts", "4"), 3),
+        (("--strategy", "ddp", "--tp", "2", "--pp", "2"), (), 2),
+        (("--strategy", "zero2", *NATIVE, "--tp", "2"), (), 0),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else f"rank {value}",
 )
-def test_a_killed_rank_changes_no_loss(flags: list[str], tmp_path: Path) -> None:
-    right = losses_of(tmp_path / "undisturbed", flags)
-    found = losses_of(tmp_path / "killed", flags, "kill")
-    assert (tmp_path / "killed" / "killed").exists()
-    assert sorted(found) == list(range(12))
-    assert [found[step] for step in range(12)] == pytest.approx([right[step] for step in range(12)], rel=1e-6)
+def test_a_killed_rank_changes_no_loss(
+    flags: tuple[str, ...], more: tuple[str, ...], rank: int, tmp_path: Path
+) -> None:
+    right = _right(tmp_path / "undisturbed", flags, *more)
+    run = _run(tmp_path / "killed", flags, *more)
+    _killed(run, rank)
+    found = _losses(run)
+    assert found.keys() == right.keys()
+    assert [found[each] for each in sorted(found)] == [right[each] for each in sorted(right)]

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hardware_db.store import open_store
 from planner.types.plan_io import load_plan
 from tests.strategies.launch.command import ROOT, run
@@ -107,3 +109,63 @@ def test_a_plan_that_is_too_large_gives_way_to_one_that_fits_and_is_not_proposed
     assert not [row for row in failed if row.plan["plan"] in proposed]
     reasons = [item["reason"] for item in after["rejected"]]
     assert sum("ran out of memory here on" in reason for reason in reasons) == len(failed)
+
+
+SPLIT = """
+import itertools, json, resource, sys
+import dsplan, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+losses, is_short = sys.argv[1], len(sys.argv) > 2
+torch.manual_seed(0)
+sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
+model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=256, max_position_embeddings=32))
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.randint(256, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+engine, _, loader, _ = dsplan.initialize(
+    model,
+    lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    training_data=Data(),
+    config={"train_batch_size": 4},
+)
+plan = engine.configuration
+batches = itertools.chain.from_iterable(itertools.repeat(loader))
+while engine.global_steps < 6:
+    if is_short and engine.global_steps == 2 and not plan.splits_model:  # no room for whole layers any more
+        used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (used, used))
+        torch.empty(1 << 30, dtype=torch.uint8)
+    loss = engine.train_batch(batches).item()
+    if engine.is_main:
+        with open(losses, "a") as file:
+            file.write(json.dumps([engine.global_steps, loss, plan.strategy, plan.tp, plan.pp]) + "\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_whole_layers_that_are_too_large_give_way_to_split_ones(tmp_path: Path) -> None:
+    script, rows = tmp_path / "train.py", dict[str, list[Any]]()
+    script.write_text(SPLIT)
+    for name, words in (("undisturbed", ()), ("short", ("short",))):
+        options = ("--strategy", "ddp", "--nproc", "2", "--checkpoint-steps", "1", "--run-dir", tmp_path / name)
+        done = run(*options, script, str(tmp_path / f"{name}.jsonl"), *words, cwd=tmp_path)
+        assert done.status == 0, done.err
+        rows[name] = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    found = {row[0]: row for row in rows["short"]}
+    assert sorted(found) == list(range(1, 7))
+    assert [row[2] for row in found.values()] == 6 * ["ddp"]
+    assert [row[3] * row[4] for row in found.values()] == [1, 1, 2, 2, 2, 2]
+    assert [row[1] for row in found.values()] == pytest.approx([row[1] for row in rows["undisturbed"]], rel=1e-5)
+    used = load_plan(tmp_path / "short" / "plan.yaml").configuration
+    assert (used.splits_model, used.global_batch_size) == (True, 4)
+    page = (tmp_path / "short" / "report.md").read_text()
+    assert "out of memory" in page
+    assert f"ddp{used.degrees_text}, micro-batch {used.micro_batch_size} x" in page

@@ -10,16 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import NothingFits
 from planner.models.resolve import resolve_model
-from planner.search.request import Request, WorkOptions, make_request
+from planner.search.request import Degrees, Request, WorkOptions, make_request
 from planner.search.search import recommend
+from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict, save_plan
-from strategies.autoplan import fallback
+from strategies.autoplan import fallback, live
+from strategies.autoplan.select import PlanningOptions
+from strategies.config import read_config
+from strategies.distributed.environment import Environment
 from strategies.run_directory import state_consensus
 from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
 from strategies.run_directory.resume_state import Findings, ResumeState, Tried, Tuning, combined, largest_divisor
@@ -227,3 +233,93 @@ def test_a_chain_of_failures_ends_with_the_smallest_plan_that_there_is(monkeypat
     assert "ran out of memory in this run" in refusal
     assert 4 < len(failed) < 15
     assert len({plan.configuration for plan in failed}) == len(failed)
+
+
+STEPPING = "import dsplan\nengine, *_ = dsplan.initialize(model)\nengine.train_batch(batch)\n"
+CALLING = "import dsplan\nengine, *_ = dsplan.initialize(model)\nengine.backward(engine(batch))\nengine.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "steps"),
+    [
+        (STEPPING, True),
+        (CALLING, False),
+        ("from dsplan import DistributedTrainer as T\n", False),
+        ("dsplan.DistributedTrainer(engine).train(3, loader)", True),
+        ("dsplan.DistributedTrainer(engine, loss=mine).train(3, loader)", False),
+        ("not Python :", False),
+    ],
+)
+def test_a_script_that_hands_whole_steps_over_is_known_by_its_source(source: str, steps: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    assert live.steps_by_train_batch(script) is steps
+
+
+class _Run:
+    """A run whose ranks plan for a small llama, on CPUs or on A100s."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, script: str = CALLING, gpu: str = "cpu") -> None:
+        self._patch, self._gpu = monkeypatch, gpu
+        (folder / "train.py").write_text(script)
+        monkeypatch.setattr("sys.argv", [str(folder / "train.py")])
+        monkeypatch.delenv("DSPLAN_STRATEGY", raising=False)
+        sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+        self._model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=32))
+        self._batch = {"input_ids": torch.zeros(16, dtype=torch.long), "labels": torch.zeros(16, dtype=torch.long)}
+
+    def request(self, state: ResumeState, strategy: Any = "fsdp", per_node: int = 4, **degrees: int) -> Request:
+        cluster = resolve_cluster(HardwareRequest(gpus=state.ranks, gpu=self._gpu))
+        self._patch.setattr(live, "probed_cluster", lambda machine, ranks: cluster)
+        for module in (live, fallback):
+            self._patch.setattr(module, "current", lambda: state)
+        options = PlanningOptions(
+            strategy=strategy,
+            parallel=Degrees(**degrees) if degrees else None,
+            config=read_config({"train_batch_size": 8}),
+            training_data=[self._batch],
+        )
+        place = {"rank": 0, "local_rank": 0, "world_size": state.ranks, "local_world_size": min(per_node, state.ranks)}
+        return live.live_request(self._model, options, Environment(**place, device=torch.device("cpu")), ())
+
+
+def _splits_in(request: Request) -> set[tuple[int, int]]:
+    return {(layout.tp, layout.pp) for layout in enumerate_candidates(request)}
+
+
+def test_fewer_ranks_than_the_degrees_divide_choose_among_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, left = _Run(monkeypatch, tmp_path), ResumeState(ranks=2, is_resumed=True, global_batch_size=8)
+    request = run.request(left, tp=2, pp=2)
+    assert _splits_in(request) == {(1, 1), (2, 1), (1, 2)}
+    assert {layout.strategy for layout in enumerate_candidates(request)} == {"fsdp"}
+    assert _splits_in(run.request(replace(left, ranks=3, global_batch_size=9), tp=2, pp=2)) == {(1, 1)}
+    assert _splits_in(run.request(replace(left, ranks=4), tp=2, pp=2)) == {(2, 2)}
+    # Of ranks on CPUs of several nodes it is not known which are beside each other.
+    assert _splits_in(run.request(left, per_node=1, tp=2, pp=2)) == {(1, 1), (1, 2)}
+    whole = fallback.best_plan(request)
+    assert not whole.configuration.splits_model
+    assert whole.configuration.global_batch_size == 8
+
+
+def test_ranks_on_cpus_split_a_model_only_after_memory_ran_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, fresh = _Run(monkeypatch, tmp_path, STEPPING), ResumeState(ranks=2)
+    request = run.request(fresh, strategy="ddp")
+    assert _splits_in(request) == {(1, 1)}
+    failed, resumed = list[Plan](), replace(fresh, is_resumed=True, global_batch_size=8)
+    while not failed or not failed[-1].configuration.splits_model:
+        state = replace(resumed, failed_plans=tuple(map(_failed, failed))) if failed else fresh
+        failed.append(fallback.best_plan(run.request(state, strategy="ddp")))
+        assert len(failed) < 10
+    assert len(failed) > 1
+    assert failed[-1].memory.peak_allocated_bytes < 0.95 * failed[-2].memory.peak_allocated_bytes
+    assert {plan.configuration.strategy for plan in failed} == {"ddp"}
+    assert {plan.configuration.global_batch_size for plan in failed} == {8}
+
+
+@pytest.mark.parametrize("script", [CALLING, STEPPING])
+def test_a_pipeline_is_chosen_for_scripts_that_can_feed_it(
+    script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = _splits_in(_Run(monkeypatch, tmp_path, script, gpu="A100-SXM4-80GB").request(ResumeState(ranks=4)))
+    assert {(1, 1), (2, 1), (4, 1)} <= found
+    assert any(pp > 1 for _, pp in found) is (script is STEPPING)

@@ -43,7 +43,7 @@ from scripts.measure.parity import (
 from tests.strategies import parallel_bodies
 from tests.strategies.parallel_bodies import Composition
 
-Kind = tuple[object, ...]
+_Layout = tuple[object, ...]
 
 
 def _runnable(model: str, ranks: int) -> Iterator[Configuration]:
@@ -88,7 +88,7 @@ def _runnable(model: str, ranks: int) -> Iterator[Configuration]:
                 yield chosen
 
 
-def _kind(chosen: Configuration) -> Kind:
+def _kind(chosen: Configuration) -> _Layout:
     """A layout without what takes turns on every number of ranks: recomputation, and when FSDP reduces."""
     data = (chosen.strategy, chosen.backend, chosen.dp_replicate, chosen.dp_shard)
     degrees = (chosen.tp, chosen.pp, chosen.cp, chosen.ep)
@@ -118,7 +118,7 @@ def test_every_degree_schedule_and_recomputation_has_its_turn() -> None:
 
 
 def test_on_many_ranks_each_split_of_each_strategy_is_trained_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def splits(model: str) -> list[Kind]:
+    def splits(model: str) -> list[_Layout]:
         plans = [plan for name in PRECISIONS for plan in compositions(model, 4, name)]
         return [_kind(replace(plan.configuration, **plain)) for plan in plans]
 
@@ -203,6 +203,20 @@ def test_the_page_counts_what_is_the_same_and_says_what_is_not() -> None:
 
 
 # Real ranks.
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "composition",
+    [
+        Composition(tp=2, sequence_parallel=True, steps=2),
+        Composition(pp=2, accumulation=2, steps=2),
+        Composition(cp=2, steps=2, strategy="fsdp"),
+    ],
+)
+def test_a_loss_without_logits_goes_with_every_split(ranks: RankPool, kind: str, composition: Composition) -> None:
+    for found in ranks.run(parallel_bodies.train, kind, composition, None, {"linear_cross_entropy": "chunked"}):
+        assert max(found.loss, found.parameter) < 1e-5, found
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ from typing import Any
 
 from dsplan.render.plan_view import dims_text, limit_bytes
 from hardware_db.units import format_bytes, format_seconds, gib
+from planner.cost.timing.timeline import Span
 from planner.types.plan import Plan
 
-Picture = Mapping[str, Any]
+Drawn = Mapping[str, Any]
 """What plotly draws: `data`, `layout`, `config`."""
 
 # Okabe and Ito's palette, whose colours people with any colour vision tell apart, without its yellow and with darker
@@ -33,9 +34,19 @@ SECONDS: Mapping[str, str] = {
     "optimizer": GREEN,
     "bubble": GREY,
 }
+STEP: Mapping[str, tuple[str, frozenset[str]]] = {
+    "forward": (BLUE, frozenset({"forward"})),
+    "backward": (SKY, frozenset({"backward"})),
+    "optimizer": (GREEN, frozenset({"optimizer"})),
+    "all-gather": (ORANGE, frozenset({"all_gather"})),
+    "reduce-scatter, all-reduce": (RED, frozenset({"reduce_scatter", "all_reduce", "all_gather + reduce_scatter"})),
+    "inside blocks, offload": (PINK, frozenset({"inside", "offload"})),
+    "else": (SILVER, frozenset()),
+}
+"""Colours of a step on two streams, with the kinds of spans that have them; what has none is `else`."""
 
 
-def memory(plans: Sequence[Plan]) -> Picture:
+def memory(plans: Sequence[Plan]) -> Drawn:
     """Bytes of the busiest GPU at its peak by category, what torch reserves beyond them and what the driver takes, with
     the upper bound, against the limit."""
     names = _names(plans)
@@ -51,7 +62,7 @@ def memory(plans: Sequence[Plan]) -> Picture:
     return _picture(bars, layout)
 
 
-def seconds(plans: Sequence[Plan]) -> Picture:
+def seconds(plans: Sequence[Plan]) -> Drawn:
     """The parts of a step that take its time, with where nine of ten steps should lie."""
     names, times = _names(plans), [plan.time for plan in plans]
     parts = {name: [getattr(time, f"{name}_seconds", 0.0) for time in times] for name in SECONDS}
@@ -72,7 +83,38 @@ def seconds(plans: Sequence[Plan]) -> Picture:
     return _picture([*bars, steps], _layout(len(plans), "s"))
 
 
-def trade(plans: Sequence[Plan]) -> Picture:
+def step(spans: Sequence[Span]) -> Drawn:
+    """What the busiest rank computes and communicates from the beginning of a step to its end."""
+    named = frozenset().union(*(kinds for _, kinds in STEP.values()))
+    bars = []
+    for colour, kinds in STEP.values():
+        found = [span for span in spans if (span.kind in kinds if kinds else span.kind not in named)]
+        bars.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "y": [span.stream for span in found],
+                "base": [span.start for span in found],
+                "x": [span.seconds for span in found],
+                "customdata": [_said(span) for span in found],
+                "hovertemplate": "%{customdata}<extra></extra>",
+                "marker": {"color": colour},
+            }
+        )
+    rows = [stream for stream in _STREAMS if any(span.stream == stream for span in spans)]
+    layout = _layout(len(rows), "s")
+    return _picture(bars, {**layout, "barmode": "overlay", "yaxis": {**layout["yaxis"], "categoryarray": rows}})
+
+
+_STREAMS = ("compute", "communication", "transfer")
+
+
+def _said(span: Span) -> str:
+    exposed = f", {format_seconds(span.exposed)} exposed" if span.exposed else ""
+    return f"{span.name}: {format_seconds(span.seconds)}{exposed}"
+
+
+def trade(plans: Sequence[Plan]) -> Drawn:
     """Time of a step against memory."""
     points = {
         "type": "scatter",
@@ -109,7 +151,7 @@ def _layout(plans: int, unit: str) -> dict[str, Any]:
     }
 
 
-def _picture(data: list[dict[str, Any]], layout: dict[str, Any]) -> Picture:
+def _picture(data: list[dict[str, Any]], layout: dict[str, Any]) -> Drawn:
     return {"data": data, "layout": layout, "config": {"displayModeBar": False}}
 
 

@@ -1,0 +1,203 @@
+"""From what was asked for to the page: an answer, plan files, run directories, or what was learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from dsplan.render.answer_html import answer_html, answer_title, rejected_html
+from dsplan.render.html import blocks_html
+from dsplan.render.plan_view import figure_blocks, header, plan_blocks
+from dsplan.render.recommendation import alternatives_table, plans_table
+from dsplan.render.show import Block, Table, Text, columns
+from dsplan.report.page import Page, Section, blocks_section
+from dsplan.report.question import answer_pictures, plans_pictures
+from dsplan.report.run_data import RunData, is_run_directory, read_run
+from hardware_db.errors import BrokenFile, DsplanError
+from hardware_db.handed_in import shown
+from planner.calibration.learn import Refreshed
+from planner.search.search import Recommendation
+from planner.types.plan import Plan
+from planner.types.plan_io import load_plan
+
+MOST_SOURCES = 24
+"""Plans and runs of one page: as many lines as can be told apart."""
+
+
+def sources(paths: Sequence[Path]) -> tuple[tuple[Plan, ...], tuple[RunData, ...]]:
+    """The plans and the runs that paths name: plan files, run directories, and directories with plan files.
+
+    Raises:
+        DsplanError: one is neither, or there are too many.
+    """
+    plans: list[Plan] = []
+    runs: list[RunData] = []
+    for path in paths:
+        if is_run_directory(path):
+            runs.append(read_run(path))
+        elif path.is_dir():
+            found = sorted(path.glob("plan-*.yaml"), key=lambda file: (len(file.name), file.name))
+            if not found:
+                remedy = "name a plan file, a run directory, or what `dsplan recommend --out` wrote"
+                raise BrokenFile(path, "holds neither a plan nor a run", remedy)
+            plans += [load_plan(file) for file in found]
+        else:
+            plans.append(load_plan(path))
+    if len(plans) + len(runs) > MOST_SOURCES:
+        raise DsplanError(f"{len(plans) + len(runs)} plans and runs are too many for one page; name {MOST_SOURCES}")
+    return tuple(plans), tuple(runs)
+
+
+def answer_page(answer: Recommendation, command: str) -> Page:
+    """The page of a question; `command` is what asks it in a terminal."""
+    leading = answer.plans[0] if answer.plans else answer.closest
+    pictures = {picture.name: picture for picture in answer_pictures(answer)}
+    side = [pictures.pop(name) for name in ("memory", "phases", "seconds", "trade") if name in pictures]
+    step = [pictures.pop(name) for name in ("timeline",) if name in pictures]
+    pareto = [pictures.pop(name) for name in ("pareto",) if name in pictures]
+    parts = [
+        Section(name="answer", title="The answer", html=f'<div class="wide">{answer_html(answer)}</div>', pictures=side)
+    ]
+    if step:
+        parts.append(Section(name="step", title="The step", pictures=step))
+    if pictures:
+        parts.append(Section(name="scaling", title="Scaling", pictures=tuple(pictures.values())))
+    if pareto:
+        parts.append(Section(name="cost", title="Time, memory and cost", pictures=pareto))
+    parts.append(
+        Section(name="others", title="Why others lost", html=f'<div class="wide">{rejected_html(answer)}</div>')
+    )
+    if leading is not None:
+        parts.append(
+            _plan_section("plan", "The first plan in figures" if answer.plans else "The closest miss", leading)
+        )
+        parts.append(_assumptions(leading, answer.request.defaults, command))
+    name = str(leading.model.get("name", "")) if leading is not None else answer.request.facts.name
+    return _page(f"{_short(name)}: {answer_title(answer)}", _where(leading), parts)
+
+
+def sources_page(plans: Sequence[Plan], runs: Sequence[RunData], calibrated: Refreshed | None) -> Page:
+    """The page of plans, of runs, and of what was learnt of their hardware.
+
+    Raises:
+        DsplanError: there are runs or lessons, and plotly is not installed.
+    """
+    parts: list[Section] = []
+    titles: list[str] = []
+    if plans:
+        parts += _plans_sections(plans)
+        titles.append("1 plan" if len(plans) == 1 else f"{len(plans)} plans")
+    if runs:
+        parts += _runs_sections(runs)
+        titles.append(f"run {_short(runs[0].name)}" if len(runs) == 1 else f"{len(runs)} runs")
+    if calibrated is not None:
+        parts.append(_calibration_section(calibrated))
+        titles.append("what was learnt from runs")
+    about = _where(plans[0] if plans else next((run.plan for run in runs if run.plan is not None), None))
+    return _page(" and ".join(titles), about, parts)
+
+
+def _plans_sections(plans: Sequence[Plan]) -> list[Section]:
+    table = Table(
+        columns=columns("#", "model", "hardware", "strategy"),
+        rows=[
+            [str(number), _short(str(plan.model.get("name"))), _where(plan), plan.configuration.strategy]
+            for number, plan in enumerate(plans, start=1)
+        ],
+    )
+    parts = [blocks_section("plans", "Plans side by side", [table], plans_pictures(plans))]
+    for number, plan in enumerate(plans, start=1):
+        title = f"Plan {number}: {plan.configuration.strategy}"
+        parts.append(_plan_section(f"plan-{number}", title, plan, alternatives_table(plan)))
+    parts.append(_assumptions(plans[0], (), "dsplan report PLAN"))
+    return parts
+
+
+def _plan_section(name: str, title: str, plan: Plan, more: Sequence[Block] = ()) -> Section:
+    return blocks_section(name, title, [*plan_blocks(plan), *more])
+
+
+def _runs_sections(runs: Sequence[RunData]) -> list[Section]:
+    _needs_plotly()
+    from dsplan.report.runs import compared, course, predicted_and_measured, run_blocks
+
+    parts = []
+    beside = [picture for picture in (predicted_and_measured(runs),) if picture is not None]
+    if len(runs) > 1:
+        more = compared(runs)
+        parts.append(Section(name="runs", title="Runs compared", pictures=[*beside, *([more] if more else [])]))
+    for number, run in enumerate(runs, start=1):
+        drawn = course(run, name=f"course-{number}")
+        pictures = [*(beside if len(runs) == 1 else []), *([drawn] if drawn else [])]
+        parts.append(blocks_section(f"run-{number}", f"Run {_short(run.name)}", run_blocks(run), pictures))
+    return parts
+
+
+def _calibration_section(calibrated: Refreshed) -> Section:
+    _needs_plotly()
+    from dsplan.render.db_view import calibration_blocks
+    from dsplan.report.calibration import calibration_pictures
+
+    blocks = (
+        calibration_blocks(calibrated, stored=False)
+        if calibrated.kinds or calibrated.skipped
+        else [Text(text="There is nothing to learn from yet: `dsplan run train.py` stores every run.")]
+    )
+    return blocks_section("calibration", "Predictions and measurements", blocks, calibration_pictures(calibrated))
+
+
+def _needs_plotly() -> None:
+    try:
+        import plotly.graph_objects  # noqa: F401
+    except ImportError:
+        raise DsplanError(
+            "plotly is not installed here, and a report draws with it; pip install 'dsplan[report]'"
+        ) from None
+
+
+def _assumptions(plan: Plan, defaults: Sequence[str], command: str) -> Section:
+    """What was taken for granted, and where figures come from."""
+    assumed = list(defaults) or [text for text in [str(plan.cluster.get("assumed") or "")] if text]
+    blocks: list[Block] = [Text(text=f"assumed: {text}") for text in assumed]
+    blocks.append(
+        Table(
+            title="where figures come from",
+            columns=columns("figures", "source"),
+            rows=[[group, str(source)] for group, source in plan.provenance.items()] or [["all", "datasheet"]],
+        )
+    )
+    blocks += [Text(text=f"note: {note}") for note in plan.notes]
+    return Section(
+        name="assumptions",
+        title="Assumptions and sources",
+        html=f'{blocks_html(blocks)}<p>The same question in a terminal:</p><pre class="wide" tabindex="0">'
+        f"{blocks_html([Text(text=command)])}</pre>",
+    )
+
+
+def _where(plan: Plan | None) -> str:
+    if plan is None:
+        return ""
+    cluster = plan.cluster
+    nodes = f" on {cluster.get('nodes')} nodes" if cluster.get("nodes") not in (None, 1) else ""
+    return f"{cluster.get('gpus')} x {_short(str(cluster.get('device')))}{nodes}"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 80 else shown(name)
+
+
+def _page(title: str, about: str, parts: Sequence[Section]) -> Page:
+    from dsplan import __version__
+
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return Page(
+        title=title,
+        about=about,
+        sections=parts,
+        made=f"Made by dsplan {__version__}, {now}. Nothing here asks the network.",
+    )
+
+
+__all__ = ["answer_page", "figure_blocks", "header", "plans_table", "sources", "sources_page"]

@@ -1,0 +1,435 @@
+"""Pictures of an answer: plans side by side, the first one's step, how all that scales, and the trade with its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dsplan.render.plan_view import dims_text, limit_bytes
+from dsplan.render.recommendation import bill, plans_table
+from dsplan.render.show import Table, columns
+from dsplan.report import plans as side_by_side
+from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label, line_style
+from hardware_db.units import format_bytes, format_count, format_seconds, gib, three_digits
+from planner.cost.timing.timeline import Span, step_timeline
+from planner.search.estimate import job_of
+from planner.search.request import Request
+from planner.search.scaling import over_devices, over_lengths, over_micro_batches
+from planner.search.search import Recommendation
+from planner.types.plan import Plan
+
+_MISSING = "-"
+_PHASES = ("load", "forward", "loss", "backward", "step", "eval", "save")
+
+
+def answer_pictures(answer: Recommendation) -> tuple[Picture, ...]:
+    """All pictures of an answer that has plans; of one without, those of the closest miss."""
+    if not answer.plans:
+        return () if answer.closest is None else plans_pictures([answer.closest])
+    request, plans, first = answer.request, answer.plans, answer.plans[0]
+    return (
+        *plans_pictures(plans),
+        timeline(step_timeline(job_of(request, first.configuration)), first),
+        *devices(over_devices(request, first)),
+        *micro_batches({_name(plans, plan): over_micro_batches(request, plan) for plan in plans}),
+        *lengths({_name(plans, plan): over_lengths(request, plan) for plan in plans}),
+        *front(request, answer.front),
+    )
+
+
+def plans_pictures(plans: Sequence[Plan]) -> tuple[Picture, ...]:
+    """Plans side by side: memory, time, and one against the other."""
+    found = [memory(plans), phases(plans[0]), seconds(plans)]
+    return (*found, trade(plans)) if len(plans) > 1 else tuple(found)
+
+
+def _name(plans: Sequence[Plan], plan: Plan) -> str:
+    return f"{plans.index(plan) + 1}. {plan.configuration.strategy}"
+
+
+# Memory and time of plans side by side.
+
+
+def memory(plans: Sequence[Plan]) -> Picture:
+    """Bytes by category against the limit."""
+    rows = []
+    for number, plan in enumerate(plans, start=1):
+        found = plan.memory
+        sizes = [getattr(found, f"{name}_bytes", 0) for name in side_by_side.MEMORY]
+        sizes[-2:] = [found.peak_reserved_bytes - found.peak_allocated_bytes, found.device_overhead_bytes]
+        totals = (found.device_used_bytes, found.device_used_upper_bytes, limit_bytes(plan))
+        rows.append([f"{number}. {plan.configuration.strategy}", *map(format_bytes, (*sizes, *totals))])
+    heading = columns("plan", *(f">{name}" for name in (*side_by_side.MEMORY, "in use", "upper bound", "limit")))
+    return Picture(
+        name="memory",
+        title="Memory of a GPU by category",
+        caption="At the peak of a step on the busiest GPU. The line is the limit, the whisker reaches the upper bound.",
+        figure=side_by_side.memory(plans),
+        legend=side_by_side.MEMORY,
+        table=Table(columns=heading, rows=rows),
+    )
+
+
+def phases(plan: Plan) -> Picture:
+    """What torch allocates at most in each phase of a step."""
+    found = {name: plan.memory.phases[name] for name in _PHASES if name in plan.memory.phases}
+    limit = limit_bytes(plan)
+    peak = plan.memory.peak_phase
+    bar = {
+        "type": "bar",
+        "orientation": "h",
+        "y": list(found),
+        "x": [gib(size) for size in found.values()],
+        "customdata": [format_bytes(size) for size in found.values()],
+        "hovertemplate": "%{y}: %{customdata}<extra></extra>",
+        "marker": {"color": [side_by_side.ORANGE if name == peak else side_by_side.BLUE for name in found]},
+    }
+    layout = {
+        **_layout(len(found) * 30 + 70),
+        "xaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "type": "category"},
+        "shapes": [_limit_line(gib(limit))],
+    }
+    rows = [[name, format_bytes(size), f"{size / limit:.0%}"] for name, size in found.items()]
+    return Picture(
+        name="phases",
+        title=f"Memory by phase, plan 1: {label(plan.configuration.strategy)}",
+        caption=(
+            f"The most that torch allocates in each phase; the peak is in {label(peak)}. The line is the limit,"
+            f" {format_bytes(limit)}; CUDA and libraries take {format_bytes(plan.memory.device_overhead_bytes)} of it."
+        ),
+        figure={"data": [bar], "layout": layout},
+        legend={"the peak": side_by_side.ORANGE, "other phases": side_by_side.BLUE},
+        table=Table(columns=columns("phase", ">allocated", ">of the limit"), rows=rows),
+    )
+
+
+def _limit_line(at: float) -> dict[str, Any]:
+    return {
+        "type": "line", "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": LIMIT, "width": 3},
+    }  # fmt: skip
+
+
+def seconds(plans: Sequence[Plan]) -> Picture:
+    """The parts of a step that take its time."""
+    rows = []
+    for number, plan in enumerate(plans, start=1):
+        time = plan.time
+        between = (
+            _MISSING
+            if time.step_seconds_low is None or time.step_seconds_high is None
+            else f"{format_seconds(time.step_seconds_low)} to {format_seconds(time.step_seconds_high)}"
+        )
+        hidden = time.communication_seconds - time.exposed_communication_seconds
+        parts = (
+            time.step_seconds, time.compute_seconds, time.exposed_communication_seconds, hidden, time.offload_seconds,
+            time.optimizer_seconds, time.bubble_seconds,
+        )  # fmt: skip
+        rows.append([f"{number}. {plan.configuration.strategy}", *map(format_seconds, parts), between])
+    names = (
+        ">step", ">compute", ">exposed communication", ">hidden communication", ">offload", ">optimizer", ">bubble",
+        ">nine of ten",
+    )  # fmt: skip
+    return Picture(
+        name="seconds",
+        title="Where the time of a step goes",
+        caption="Communication is what no compute hides. The whisker is where nine of ten steps should lie.",
+        figure=side_by_side.seconds(plans),
+        legend=side_by_side.SECONDS,
+        table=Table(columns=columns("plan", *names), rows=rows),
+    )
+
+
+def trade(plans: Sequence[Plan]) -> Picture:
+    """Time of a step against memory."""
+    rows = [
+        [
+            f"{number}. {plan.configuration.strategy}",
+            format_bytes(plan.memory.device_used_bytes),
+            format_seconds(plan.time.step_seconds),
+        ]
+        for number, plan in enumerate(plans, start=1)
+    ]
+    return Picture(
+        name="trade",
+        title="Step time against memory",
+        caption="Further down is faster, further left is smaller. Numbers are those of the plans.",
+        figure=side_by_side.trade(plans),
+        table=Table(columns=columns("plan", ">memory of a GPU", ">step"), rows=rows),
+    )
+
+
+# The step on two streams.
+
+
+def timeline(spans: Sequence[Span], plan: Plan) -> Picture:
+    """What the busiest rank computes and communicates, and when."""
+    exposed, hidden = plan.time.exposed_communication_seconds, plan.time.communication_seconds
+    groups: dict[tuple[str, str], list[Span]] = {}
+    for span in spans:
+        groups.setdefault((span.stream, span.kind.replace("_", "-")), []).append(span)
+    rows = [
+        [stream, kind, str(len(found)), *(format_seconds(sum(part)) for part in _sums(found))]
+        for (stream, kind), found in groups.items()
+    ]
+    return Picture(
+        name="timeline",
+        title=f"The step of plan 1 on two streams: {label(plan.configuration.strategy)}",
+        caption=(
+            f"One step of the busiest rank, {format_seconds(max((span.end for span in spans), default=0.0))}:"
+            f" {format_seconds(exposed)} of communication are exposed, {format_seconds(max(0.0, hidden - exposed))}"
+            " are hidden behind compute."
+        ),
+        figure=side_by_side.step(spans),
+        legend={name: colour for name, (colour, _) in side_by_side.STEP.items()},
+        table=Table(columns=columns("stream", "what", ">spans", ">seconds", ">of them exposed"), rows=rows),
+    )
+
+
+def _sums(spans: Iterable[Span]) -> tuple[list[float], list[float]]:
+    found = list(spans)
+    return [span.seconds for span in found], [span.exposed for span in found]
+
+
+# Scaling.
+
+
+def devices(plans: Sequence[Plan]) -> Iterable[Picture]:
+    """Throughput of all GPUs over their number, beside that of the fewest times as many; nothing for one number."""
+    if len(plans) < 2:
+        return
+    counts = [plan.configuration.world_size for plan in plans]
+    rates = [_rate(plan) * count for plan, count in zip(plans, counts, strict=True)]
+    ideal = [rates[0] / counts[0] * count for count in counts]
+    words = [
+        f"{count} GPUs, {plan.configuration.strategy}: {format_count(rate)} {_counted(plan)}/s, {rate / best:.0%}"
+        for plan, count, rate, best in zip(plans, counts, rates, ideal, strict=True)
+    ]
+    lines = [
+        {
+            "type": "scatter", "mode": "lines", "x": counts, "y": ideal, "hoverinfo": "skip",
+            "line": {"color": QUIET, "dash": "dash", "width": 1.5},
+        },
+        {
+            "type": "scatter", "mode": "lines+markers", "x": counts, "y": rates, "customdata": words,
+            "hovertemplate": "%{customdata}<extra></extra>", "line": {"color": COLOURS[0]}, "marker": {"size": 9},
+        },
+    ]  # fmt: skip
+    rows = [
+        [
+            str(count),
+            plan.configuration.strategy,
+            dims_text(plan.configuration),
+            str(plan.configuration.global_batch_size),
+            format_seconds(plan.time.step_seconds),
+            format_count(rate),
+            f"{rate / best:.0%}",
+        ]
+        for plan, count, rate, best in zip(plans, counts, rates, ideal, strict=True)
+    ]
+    counted = _counted(plans[0])
+    heading = columns(">GPUs", "strategy", "degrees", ">global batch", ">step", f">{counted}/s", ">of linear")
+    layout = {
+        **_layout(340),
+        "xaxis": {"type": "log", "title": {"text": "GPUs"}, "tickvals": counts, "ticktext": [str(n) for n in counts]},
+        "yaxis": {"type": "log", "title": {"text": f"{counted}/s, all GPUs"}, "nticks": 6},
+    }
+    yield Picture(
+        name="gpus",
+        title="Throughput over GPUs",
+        caption=(
+            "The first plan on each number of GPUs. A global batch that nobody asked for grows with them; on a dashed"
+            f" line {counted}/s would grow as the GPUs do."
+        ),
+        figure={"data": lines, "layout": layout},
+        legend={"first plan": COLOURS[0], f"{counts[0]} GPU{'s' if counts[0] > 1 else ''} times as many": QUIET},
+        table=Table(columns=heading, rows=rows),
+    )
+
+
+Curves = Mapping[str, Sequence[Plan]]
+"""Plans at several sizes by the name of the plan that they vary."""
+
+
+def micro_batches(curves: Curves) -> Iterable[Picture]:
+    """Throughput and memory over the micro-batch; nothing where no plan has a choice."""
+    yield from _curves(
+        curves,
+        name="micro-batch",
+        title="Micro-batch",
+        axis="micro-batch of a GPU, samples",
+        size=lambda plan: plan.configuration.micro_batch_size,
+        caption="The global batch stays: a larger micro-batch is accumulated less often.",
+    )
+
+
+def lengths(curves: Curves) -> Iterable[Picture]:
+    """Throughput and memory over the sequence length; nothing where the model has none or one."""
+    yield from _curves(
+        curves,
+        name="sequence",
+        title="Sequence length",
+        axis="tokens of a sequence",
+        size=lambda plan: plan.configuration.sequence_length,
+        caption="As many samples as before, each longer or shorter.",
+    )
+
+
+def _curves(
+    curves: Curves, *, name: str, title: str, axis: str, size: Callable[[Plan], int], caption: str
+) -> Iterable[Picture]:
+    shown = {plan: points for plan, points in curves.items() if len(points) > 1}
+    if not shown:
+        return
+    sizes = sorted({size(point) for points in shown.values() for point in points})
+    anyone = next(iter(shown.values()))[0]
+    data, rows = [], []
+    for index, (plan, points) in enumerate(shown.items()):
+        data += _lines(plan, points, size, line_style(index))
+        rows += [
+            [
+                plan, str(size(point)), f"{_rate(point):,.0f}", format_seconds(point.time.step_seconds),
+                format_bytes(point.memory.device_used_bytes), format_bytes(point.memory.device_used_upper_bytes),
+                point.verdict.replace("_", " "),
+            ]
+            for point in points
+        ]  # fmt: skip
+    limit = gib(limit_bytes(anyone))
+    ticks = {"type": "log", "tickvals": sizes, "ticktext": [f"{number:,}" for number in sizes]}
+    layout = {
+        **_layout(500),
+        "xaxis": {**ticks, "anchor": "y", "matches": "x2", "showticklabels": False},
+        "xaxis2": {**ticks, "anchor": "y2", "title": {"text": axis}},
+        "yaxis": {"domain": [0.54, 1], "rangemode": "tozero", "title": {"text": f"{_counted(anyone)}/s of a GPU"}},
+        "yaxis2": {"domain": [0, 0.46], "rangemode": "tozero", "title": {"text": "GiB of a GPU"}},
+        "shapes": [
+            {
+                "type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y2", "y0": limit, "y1": limit,
+                "line": {"color": LIMIT, "width": 3},
+            }
+        ],
+    }  # fmt: skip
+    heading = columns(
+        "plan", f">{title.lower()}", f">{_counted(anyone)}/s of a GPU", ">step", ">memory", ">upper bound"
+    )
+    yield Picture(
+        name=name,
+        title=title,
+        caption=f"{caption} Open marks do not fit; the thick line is the limit.",
+        figure={"data": data, "layout": layout},
+        legend={plan: line_style(index)["color"] for index, plan in enumerate(shown)},
+        table=Table(columns=(*heading, *columns("verdict")), rows=rows),
+    )
+
+
+def _lines(
+    name: str, points: Sequence[Plan], size: Callable[[Plan], int], style: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """A line of throughput above one of memory."""
+    words = [
+        f"{name}, {size(point):,}: {_rate(point):,.0f} {_counted(point)}/s of a GPU,"
+        f" {format_bytes(point.memory.device_used_bytes)}, {point.verdict.replace('_', ' ')}"
+        for point in points
+    ]
+    symbols = ["circle-open" if point.verdict == "does_not_fit" else "circle" for point in points]
+    line = {
+        "type": "scatter", "mode": "lines+markers", "x": [size(point) for point in points], "customdata": words,
+        "hovertemplate": "%{customdata}<extra></extra>", "line": dict(style),
+        "marker": {"symbol": symbols, "size": 9},
+    }  # fmt: skip
+    return [
+        {**line, "y": [_rate(point) for point in points], "xaxis": "x", "yaxis": "y"},
+        {**line, "y": [gib(point.memory.device_used_bytes) for point in points], "xaxis": "x2", "yaxis": "y2"},
+    ]
+
+
+def _rate(plan: Plan) -> float:
+    """Tokens of a GPU per second, or samples where those are what counts."""
+    if plan.configuration.counts_samples:
+        return plan.throughput.samples_per_second / plan.configuration.world_size
+    return plan.throughput.tokens_per_second_per_gpu
+
+
+def _counted(plan: Plan) -> str:
+    return "samples" if plan.configuration.counts_samples else "tokens"
+
+
+# The Pareto front, with its cost.
+
+
+def front(request: Request, plans: Sequence[Plan]) -> Iterable[Picture]:
+    """What a token costs against the time of a step, for plans that no other beats; nothing for a single one."""
+    if len(plans) < 2:
+        return
+    bills = [bill(request, plan) for plan in plans]
+    prices = [found.usd_per_million_tokens for found in bills]
+    priced = all(price is not None for price in prices)
+    costs = prices if priced else [found.gpu_hours_per_million_tokens for found in bills]
+    unit = "$" if priced else "GPU-hours"
+    counts = sorted({plan.configuration.world_size for plan in plans})
+    data = []
+    for index, count in enumerate(counts):
+        chosen = [number for number, plan in enumerate(plans) if plan.configuration.world_size == count]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [plans[number].time.step_seconds for number in chosen],
+                "y": [costs[number] for number in chosen],
+                "customdata": [
+                    f"{plans[number].configuration.strategy}, {dims_text(plans[number].configuration)}, {count} GPUs:"
+                    f" {format_seconds(plans[number].time.step_seconds)},"
+                    f" {format_bytes(plans[number].memory.device_used_bytes)},"
+                    f" {three_digits(costs[number] or 0.0)} {unit} per million tokens"
+                    for number in chosen
+                ],
+                "hovertemplate": "%{customdata}<extra></extra>",
+                "marker": {
+                    # The more memory, the larger: area is memory.
+                    "size": [_diameter(plans[number], plans) for number in chosen],
+                    "color": COLOURS[index % len(COLOURS)],
+                    "symbol": _SYMBOLS[index % len(_SYMBOLS)],
+                    "opacity": 0.85,
+                },
+            }
+        )
+    layout = {
+        **_layout(380),
+        "xaxis": {"type": "log", "title": {"text": "seconds of a step"}, "tickformat": "~g", "nticks": 8},
+        "yaxis": {"type": "log", "title": {"text": f"{unit} per million tokens"}, "tickformat": "~g", "nticks": 8},
+    }
+    yield Picture(
+        name="pareto",
+        title="Time, memory and cost",
+        caption=(
+            "Plans that no other beats in time, memory and number of GPUs at once; the more memory a GPU needs, the"
+            f" larger the mark. {'' if priced else 'Cost is in GPU-hours: no price is known.'}"
+        ),
+        figure={"data": data, "layout": layout},
+        legend={
+            f"{count} GPU{'s' if count > 1 else ''}": COLOURS[index % len(COLOURS)]
+            for index, count in enumerate(counts)
+        },
+        table=_front_table(request, plans, [three_digits(cost or 0.0) for cost in costs], unit),
+    )
+
+
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
+
+
+def _diameter(plan: Plan, plans: Sequence[Plan]) -> float:
+    most = max(other.memory.device_used_bytes for other in plans)
+    return float(6 + 14 * (plan.memory.device_used_bytes / max(1, most)) ** 0.5)
+
+
+def _front_table(request: Request, plans: Sequence[Plan], costs: Sequence[str], unit: str) -> Table:
+    table = plans_table(request, plans)
+    heading = columns(">GPUs", f">{unit}/Mtoken")
+    more = [[str(plan.configuration.world_size), cost] for plan, cost in zip(plans, costs, strict=True)]
+    return Table(
+        columns=(*table.columns, *heading), rows=[[*row, *last] for row, last in zip(table.rows, more, strict=True)]
+    )
+
+
+def _layout(height: int) -> dict[str, Any]:
+    return {"height": height, "margin": {"l": 10, "r": 20, "t": 10, "b": 40}, "showlegend": False}
