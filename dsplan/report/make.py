@@ -8,11 +8,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from dsplan.render.answer_html import answer_html, answer_title, rejected_html
-from dsplan.render.html import blocks_html
+from dsplan.render.html import blocks_html, plain
 from dsplan.render.plan_view import plan_blocks
 from dsplan.render.recommendation import alternatives_table
 from dsplan.render.show import Block, Table, Text, columns
-from dsplan.report.page import Page, Section, blocks_section
+from dsplan.report.page import Page, Section, blocks_section, wide
 from dsplan.report.question import answer_pictures, plans_pictures
 from dsplan.report.run_data import RunData, is_run_directory, read_run
 from hardware_db.errors import BrokenFile, DsplanError
@@ -61,7 +61,7 @@ def answer_page(answer: Recommendation, command: str) -> Page:
         Section(
             name="answer",
             title="The answer",
-            html=f'<div class="wide">{answer_html(replace(answer, front=()))}</div>',
+            html=wide(answer_html(replace(answer, front=())), "The answer"),
             pictures=side,
         )
     ]
@@ -71,9 +71,7 @@ def answer_page(answer: Recommendation, command: str) -> Page:
         parts.append(Section(name="scaling", title="Scaling", pictures=tuple(pictures.values())))
     if pareto:
         parts.append(Section(name="cost", title="Time, memory and cost", pictures=pareto))
-    parts.append(
-        Section(name="others", title="Why others lost", html=f'<div class="wide">{rejected_html(answer)}</div>')
-    )
+    parts.append(Section(name="others", title="Why others lost", html=wide(rejected_html(answer), "Why others lost")))
     if leading is not None:
         parts.append(
             _plan_section("plan", "The first plan in figures" if answer.plans else "The closest miss", leading)
@@ -177,8 +175,7 @@ def _assumptions(plan: Plan, defaults: Sequence[str], command: str) -> Section:
     return Section(
         name="assumptions",
         title="Assumptions and sources",
-        html=f'{blocks_html(blocks)}<p>The same question in a terminal:</p><pre class="wide" tabindex="0">'
-        f"{blocks_html([Text(text=command)])}</pre>",
+        html=f"{blocks_html(blocks)}<p>The same in a terminal: <code>{plain(command)}</code></p>",
     )
 
 
