@@ -106,7 +106,12 @@ def digest(value: object, length: int) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes `text` as UTF-8 beside `path`, then renames it over `path`; a symbolic link keeps pointing where it did.
+    """Replace a file by `text` as UTF-8; see `replace_bytes`."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Write `content` beside `path`, then rename it over `path`; a symbolic link keeps pointing where it did.
 
     Raises:
         BrokenFile: the directory is missing or not writable, the disk is full, or `path` is a directory or a device.
@@ -119,8 +124,8 @@ def replace_text(path: Path, text: str) -> None:
         if target.exists() and not target.is_file():
             raise BrokenFile(path, "is not a regular file", "name a file")
         descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(descriptor, "wb") as file:
+            file.write(content)
         # mkstemp makes files for their owner alone; this one gets what `open` would have given it.
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)

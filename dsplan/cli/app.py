@@ -35,6 +35,35 @@ COMMANDS: dict[str, str] = {
 }
 
 
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "probe": ("dsplan probe", "dsplan probe --json"),
+    "doctor": ("dsplan doctor",),
+    "models": ("dsplan models llama",),
+    "devices": ("dsplan devices H100", "dsplan devices --nodes"),
+    "estimate": (
+        "dsplan estimate --model opt-6.7b --gpu A100-SXM4-80GB --gpus 8 --strategy fsdp --micro-batch 4",
+        "dsplan estimate --model llama-3.1-8b --gpu H100-SXM5-80GB --gpus 8 --strategy zero3 --chrome-trace step.json",
+    ),
+    "recommend": (
+        "dsplan recommend --model opt-6.7b --gpus 8 --gpu A100-SXM4-80GB",
+        "dsplan recommend --model llama-2-70b --method qlora --gpus 2 --gpu RTX-4090 --out plans",
+    ),
+    "max": ("dsplan max --model mistral-7b --gpus 4 --gpu A100-SXM4-40GB --strategy fsdp",),
+    "explain": ("dsplan explain plans/plan-1.yaml",),
+    "emit": ("dsplan emit plans/plan-1.yaml --format accelerate --out configs",),
+    "ui": ("dsplan ui", "dsplan ui --port 8080"),
+    "run": (
+        "dsplan run train.py --epochs 3",
+        "dsplan run --plan plans/plan-1.yaml train.py",
+        "dsplan run --strategy fsdp --tp 2 --nproc 4 train.py",
+        "dsplan run --resume runs/2026-11-23",
+    ),
+    "bench": ("dsplan bench --minutes 5",),
+    "db list": ("dsplan db list",),
+}
+"""Command lines that each command's help ends with."""
+
+
 class LazyGroup(TyperGroup):
     """The commands of `COMMANDS`, imported by name."""
 
@@ -60,7 +89,15 @@ def load_command(name: str) -> Any:
     command.name = name
     # `dsplan db` alone is bad input like any other, told in one line.
     command.no_args_is_help = False
+    for path, each in [(name, command), *((f"{name} {inner}", child) for inner, child in _children(command).items())]:
+        each.epilog = (
+            "\n".join(("\b", "Examples:", *(f"  {line}" for line in EXAMPLES[path]))) if path in EXAMPLES else None
+        )
     return read_strictly(command)
+
+
+def _children(command: Any) -> dict[str, Any]:
+    return getattr(command, "commands", {})
 
 
 def run(arguments: Sequence[str]) -> int:

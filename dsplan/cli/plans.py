@@ -21,6 +21,7 @@ from dsplan.cli.flags import (
 )
 
 if TYPE_CHECKING:
+    from planner.search.request import Request
     from planner.types.plan import Plan
 
 
@@ -30,6 +31,13 @@ def estimate(
     work: WorkFlags,
     configuration: ConfigurationFlags,
     exact: ExactFlag = False,
+    chrome_trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the step on its streams there, for Perfetto or chrome://tracing."),
+    ] = None,
+    memory_snapshot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the memory of a step there, for pytorch.org/memory_viz.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Memory and time of one configuration. Exit status 1 if it does not fit."""
@@ -43,11 +51,35 @@ def estimate(
     options = ExactOptions(**asdict(configuration), global_batch=work.global_batch)
     with progress() as report:
         request, plan = estimated(question, options, report if exact else None)
+    written = _write_views(request, plan, chrome_trace, memory_snapshot)
     if json:
         show_json(plan_to_dict(plan))
     else:
         show(plan_blocks(plan, request.defaults))
+        for what, path in written:
+            typer.echo(f"{what} is in {path}")
     raise typer.Exit(plan.verdict == "does_not_fit")
+
+
+def _write_views(
+    request: Request, plan: Plan, chrome_trace: Path | None, memory_snapshot: Path | None
+) -> list[tuple[str, Path]]:
+    """Write what was asked for; what each file is, and where."""
+    written: list[tuple[str, Path]] = []
+    if chrome_trace is None and memory_snapshot is None:
+        return written
+    from hardware_db.files import replace_bytes
+    from planner.emit import viewers
+    from planner.search.estimate import job_of
+
+    job = job_of(request, plan.configuration)
+    if chrome_trace is not None:
+        replace_bytes(chrome_trace, viewers.chrome_trace(job, plan.memory).encode())
+        written.append(("the step, for ui.perfetto.dev or chrome://tracing,", chrome_trace))
+    if memory_snapshot is not None:
+        replace_bytes(memory_snapshot, viewers.memory_snapshot(job, plan.memory))
+        written.append(("the memory of a step, for pytorch.org/memory_viz,", memory_snapshot))
+    return written
 
 
 def recommend(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from dsplan.render.answer_html import answer_html, answer_title, rejected_html
 from dsplan.render.html import blocks_html
-from dsplan.render.plan_view import figure_blocks, header, plan_blocks
-from dsplan.render.recommendation import alternatives_table, plans_table
+from dsplan.render.plan_view import plan_blocks
+from dsplan.render.recommendation import alternatives_table
 from dsplan.render.show import Block, Table, Text, columns
 from dsplan.report.page import Page, Section, blocks_section
 from dsplan.report.question import answer_pictures, plans_pictures
@@ -57,7 +58,12 @@ def answer_page(answer: Recommendation, command: str) -> Page:
     step = [pictures.pop(name) for name in ("timeline",) if name in pictures]
     pareto = [pictures.pop(name) for name in ("pareto",) if name in pictures]
     parts = [
-        Section(name="answer", title="The answer", html=f'<div class="wide">{answer_html(answer)}</div>', pictures=side)
+        Section(
+            name="answer",
+            title="The answer",
+            html=f'<div class="wide">{answer_html(replace(answer, front=()))}</div>',
+            pictures=side,
+        )
     ]
     if step:
         parts.append(Section(name="step", title="The step", pictures=step))
@@ -198,6 +204,3 @@ def _page(title: str, about: str, parts: Sequence[Section]) -> Page:
         sections=parts,
         made=f"Made by dsplan {__version__}, {now}. Nothing here asks the network.",
     )
-
-
-__all__ = ["answer_page", "figure_blocks", "header", "plans_table", "sources", "sources_page"]

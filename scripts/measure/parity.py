@@ -75,7 +75,7 @@ DRIFT = 1e-3
 """In fp32 a parameter may be from one process's at most by this share of how far that moved it: a gradient of a small
 parameter that lacks a factor stays below the other bounds. A hundred times as much where gradients are sent in fewer
 bits; 16-bit precisions round parameters by more than they move."""
-CALL_SECONDS = 90.0
+CALL_SECONDS = 240.0
 CALLS_PER_POOL = 60
 """After so many compositions ranks start anew: threads and caches of all of them are left behind."""
 _PRELOAD = ("torch", "transformers", "strategies.engine.initialize", "strategies.bench.measured_run")

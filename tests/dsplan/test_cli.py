@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import re
 from pathlib import Path
 
 import pytest
 
 import dsplan
-from dsplan.cli.app import COMMANDS, load_command
+from dsplan.cli.app import COMMANDS, EXAMPLES, load_command
 from planner.types.plan_io import load_plan, plan_from_dict
 from tests.dsplan.cli import Cli
 
@@ -193,6 +195,28 @@ def test_help_lists_flags_by_what_they_are_about(cli: Cli) -> None:
     goal = out[out.index("\nGoal:") : out.index("\nOutput:")]
     assert "--objective" in goal
     assert "--model " not in goal
+
+
+def test_examples_of_help_are_command_lines_that_can_be_read(cli: Cli) -> None:
+    for name, lines in EXAMPLES.items():
+        out = " ".join(cli(f"{name} --help").out.split())
+        for line in lines:
+            assert line in out
+            program, first, *words = line.split()
+            assert (program, first) == ("dsplan", name.split()[0])
+            with load_command(first).make_context(f"dsplan {first}", words):  # flags and numbers are read
+                pass
+
+
+def test_an_estimate_is_written_for_viewers(cli: Cli, tmp_path: Path) -> None:
+    trace, snapshot = tmp_path / "step.json", tmp_path / "memory.pickle"
+    line = "estimate --model gpt2 --gpus 2 --gpu A100-SXM4-80GB --strategy fsdp"
+    shown = cli(f"{line} --chrome-trace {trace} --memory-snapshot {snapshot}")
+    assert f"pytorch.org/memory_viz, is in {snapshot}" in shown.out
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
+    refused = cli(f"{line} --chrome-trace {tmp_path}")
+    assert (refused.status, refused.err.count("\n")) == (2, 1)
 
 
 def test_a_shell_completes_flags_and_names(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,179 @@
+"""A prediction as files that viewers open: Chrome traces for Perfetto, memory snapshots for pytorch.org/memory_viz."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hardware_db.records import dataclass
+from planner.cost.memory.estimate import phases_of
+from planner.cost.timing.timeline import Span, step_timeline
+from planner.types.job import Job
+from planner.types.plan import MemoryEstimate
+
+_THREADS: Mapping[str, int] = {"compute": 1, "communication": 2, "transfer": 3}
+_MICRO = 1e6
+_PAGE = 1 << 21
+
+
+def chrome_trace(job: Job, memory: MemoryEstimate) -> str:
+    """The predicted step of the busiest rank as JSON in the trace event format, which Perfetto and chrome://tracing
+    open: a thread for each stream, and a counter of the memory by category. Times are microseconds.
+
+    Format: "Trace Event Format", the Chromium project; X are spans, M names, C counters.
+    """
+    spans = step_timeline(job)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "busiest rank, predicted by dsplan"}}
+    ]
+    used = [stream for stream in _THREADS if any(span.stream == stream for span in spans)]
+    events += [
+        {"ph": "M", "pid": 0, "tid": _THREADS[stream], "name": "thread_name", "args": {"name": stream}}
+        for stream in used
+    ]
+    events += [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": _THREADS[span.stream],
+            "name": span.name or span.kind,
+            "cat": span.kind,
+            "ts": span.start * _MICRO,
+            "dur": span.seconds * _MICRO,
+            "args": {"exposed_us": span.exposed * _MICRO} if span.stream == "communication" else {},
+        }
+        for span in spans
+    ]
+    for moment in _moments(job, memory, spans):
+        args = {name: size for name, size in moment.sizes.items() if size}
+        events.append(
+            {"ph": "C", "pid": 0, "tid": 0, "name": "bytes", "ts": moment.seconds * _MICRO, "args": args or {"none": 0}}
+        )
+    about = {"model": job.facts.name, "strategy": job.configuration.strategy, "device": job.cluster.device.name}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+
+
+def memory_snapshot(job: Job, memory: MemoryEstimate) -> bytes:
+    """The predicted memory of the busiest rank from loading to the end of a step as a pickle in the form of
+    `torch.cuda.memory._snapshot()`, which pytorch.org/memory_viz and `torch.cuda._memory_viz` open.
+
+    Each category of each phase is a block, whose stack says what it is; a category has a segment as large as its
+    largest phase. The form: torch/cuda/memory.py and torch/cuda/_memory_viz.py of torch 2.13.
+    """
+    moments = list(_moments(job, memory, step_timeline(job)))
+    categories = [name for name in moments[0].sizes if any(moment.sizes[name] for moment in moments)]
+    trace: list[dict[str, Any]] = []
+    segments: list[dict[str, Any]] = []
+    address = 1 << 40
+    homes = {}
+    for name in categories:
+        most = max(moment.sizes[name] for moment in moments)
+        homes[name] = _Home(name, address, -(-most // _PAGE) * _PAGE)
+        trace.append(_event("segment_alloc", address, homes[name].size, 0, f"segment of {name}"))
+        address += homes[name].size + _PAGE
+    for moment in moments:
+        for name in categories:  # what shrinks first, so that no sum is larger than a phase's
+            trace += homes[name].freed(moment.sizes[name], moment)
+        for name in categories:
+            trace += homes[name].grown(moment.sizes[name], moment)
+    segments = [home.segment() for home in homes.values()]
+    return pickle.dumps({"segments": segments, "device_traces": [trace], "external_annotations": []}, protocol=4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Moment:
+    """What is alive at the end of a phase, bytes by category."""
+
+    phase: str
+    seconds: float
+    sizes: Mapping[str, int]
+
+
+def _moments(job: Job, memory: MemoryEstimate, spans: tuple[Span, ...]) -> Iterator[_Moment]:
+    """The phases in the order of a step. Where memory was traced, activations take what the closed form lacks."""
+    ends = {kind: min((span.end for span in spans if span.kind == kind), default=0.0) for kind in ("forward",)}
+    backward = [span.end for span in spans if span.kind == "backward"]
+    optimizer = [span.start for span in spans if span.kind == "optimizer"]
+    end = max(span.end for span in spans)
+    ends |= {"load": 0.0, "loss": ends["forward"], "backward": min(backward, default=end)}
+    ends |= {"step": max(optimizer, default=end)}
+    for phase, ledger in phases_of(job).items():
+        if phase not in ends:
+            continue  # evaluation and saving are no part of a step
+        sizes = ledger.rounded()
+        sizes["activations"] = max(
+            0, sizes["activations"] + memory.phases.get(phase, sum(sizes.values())) - sum(sizes.values())
+        )
+        yield _Moment(phase=phase, seconds=ends[phase], sizes=sizes)
+
+
+class _Home:
+    """The segment of a category, and the blocks in it: a stack that grows and shrinks at its end."""
+
+    def __init__(self, name: str, address: int, size: int) -> None:
+        self.name, self.address, self.size = name, address, size
+        self._blocks: list[tuple[int, int, str]] = []
+
+    @property
+    def _end(self) -> int:
+        return sum(size for _, size, _ in self._blocks)
+
+    def freed(self, size: int, moment: _Moment) -> Iterator[dict[str, Any]]:
+        """The events after which the blocks take so many bytes at most."""
+        time = round(moment.seconds * _MICRO)
+        while self._end > size:
+            place, length, phase = self._blocks.pop()
+            for action in ("free_requested", "free_completed"):
+                yield _event(action, place, length, time, f"{self.name} ({phase})")
+
+    def grown(self, size: int, moment: _Moment) -> Iterator[dict[str, Any]]:
+        """The event after which the blocks take so many bytes."""
+        if size > self._end:
+            place, length = self.address + self._end, size - self._end
+            self._blocks.append((place, length, moment.phase))
+            yield _event("alloc", place, length, round(moment.seconds * _MICRO), f"{self.name} ({moment.phase})")
+
+    def segment(self) -> dict[str, Any]:
+        """The segment as it is in the end."""
+        blocks = [
+            _block(place, size, "active_allocated", f"{self.name} ({phase})") for place, size, phase in self._blocks
+        ]
+        used = self._end
+        if self.size > used:
+            blocks.append(_block(self.address + used, self.size - used, "inactive", ""))
+        return {
+            "address": self.address,
+            "total_size": self.size,
+            "allocated_size": used,
+            "active_size": used,
+            "requested_size": used,
+            "stream": 0,
+            "device": 0,
+            "segment_type": "large",
+            "segment_pool_id": (0, 0),
+            "is_expandable": False,
+            "frames": _frames(f"segment of {self.name}"),
+            "blocks": blocks,
+        }
+
+
+def _block(address: int, size: int, state: str, name: str) -> dict[str, Any]:
+    return {"address": address, "size": size, "requested_size": size, "state": state, "frames": _frames(name)}
+
+
+def _event(action: str, address: int, size: int, time: int, name: str) -> dict[str, Any]:
+    return {
+        "action": action,
+        "addr": address,
+        "size": size,
+        "stream": 0,
+        "time_us": time,
+        "frames": _frames(name),
+        "segment_pool_id": (0, 0),
+    }
+
+
+def _frames(name: str) -> list[dict[str, Any]]:
+    return [{"name": name, "filename": "predicted by dsplan", "line": 0}] if name else []

@@ -1,0 +1,86 @@
+"""Files that other people's viewers open: their form, and that they say what the plan says."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+from torch.cuda import _memory_viz
+
+from planner.cost.memory import memory_estimate
+from planner.cost.timing import step_time
+from planner.emit.viewers import chrome_trace, memory_snapshot
+from planner.types.job import Job
+from planner.types.plan import MemoryEstimate
+from tests.planner.cost.timing.cases import make_job
+
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+Micro = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Name(msgspec.Struct, tag="M", tag_field="ph", forbid_unknown_fields=True):
+    name: Literal["process_name", "thread_name"]
+    pid: Whole
+    tid: Whole
+    args: dict[Literal["name"], str]
+
+
+class Complete(msgspec.Struct, tag="X", tag_field="ph", forbid_unknown_fields=True):
+    name: str
+    cat: str
+    pid: Whole
+    tid: Whole
+    ts: Micro
+    dur: Micro
+    args: dict[str, float]
+
+
+class Counter(msgspec.Struct, tag="C", tag_field="ph", forbid_unknown_fields=True):
+    name: str
+    pid: Whole
+    tid: Whole
+    ts: Micro
+    args: dict[str, int]
+
+
+class Trace(msgspec.Struct, forbid_unknown_fields=True):
+    """The trace event format, as far as it is used."""
+
+    traceEvents: list[Name | Complete | Counter]  # noqa: N815
+    displayTimeUnit: Literal["ms", "ns"]  # noqa: N815
+    otherData: dict[str, str]  # noqa: N815
+
+
+@pytest.fixture(params=["fsdp", "ddp", "zero2"])
+def job(request: pytest.FixtureRequest) -> tuple[Job, MemoryEstimate]:
+    made = make_job("facebook/opt-1.3b", strategy=request.param, micro_batch_size=2, gradient_accumulation_steps=2)
+    return made, memory_estimate(made)
+
+
+def test_a_chrome_trace_is_one_and_ends_with_the_step(job: tuple[Job, MemoryEstimate]) -> None:
+    trace = msgspec.json.decode(chrome_trace(*job), type=Trace)
+    spans = [event for event in trace.traceEvents if isinstance(event, Complete)]
+    assert max(span.ts + span.dur for span in spans) == pytest.approx(1e6 * step_time(job[0]).step_seconds)
+    threads = {event.tid for event in trace.traceEvents if isinstance(event, Name)}
+    assert {span.tid for span in spans} <= threads
+    counters = [event for event in trace.traceEvents if isinstance(event, Counter)]
+    assert max(sum(event.args.values()) for event in counters) == pytest.approx(job[1].peak_allocated_bytes, abs=8)
+
+
+def test_torchs_viewer_takes_a_memory_snapshot(job: tuple[Job, MemoryEstimate]) -> None:
+    content = memory_snapshot(*job)
+    snapshot: dict[str, Any] = pickle.loads(content)
+    assert "snapshot.pickle" in _memory_viz.trace_plot(snapshot)
+    assert "total_allocated" in _memory_viz.segsum(snapshot)  # it checks that sizes add up
+    assert "activations (backward)" in json.dumps(snapshot) or "gradients (backward)" in json.dumps(snapshot)
+    alive = peak = 0
+    for event in snapshot["device_traces"][0]:
+        alive += {"alloc": event["size"], "free_completed": -event["size"]}.get(event["action"], 0)
+        peak = max(peak, alive)
+    largest = max(size for phase, size in job[1].phases.items())
+    assert largest == pytest.approx(job[1].peak_allocated_bytes, abs=8)
+    assert alive == pytest.approx(job[1].phases["step"], abs=8)
+    assert peak == pytest.approx(largest, abs=8)
