@@ -70,6 +70,12 @@ def picture_heading(name: str) -> str:
     return f"<h3>{plain(text)}</h3>{f'<ul class=legend>{keys}</ul>' if keys else ''}"
 
 
+def command_html(address: str, command: str) -> str:
+    """Where the same is to be had: as a report, and in a terminal."""
+    link = plain(f"report?{address}", most=None)
+    return f'<p><a href="{link}" download>Download a report with all curves</a></p><code>{plain(command)}</code>'
+
+
 def failure_html(error: str) -> str:
     """Why there is no answer, where screen readers say it at once."""
     return f'<p class="style-bad" role="alert">{plain(error)}</p>'

@@ -547,7 +547,7 @@ def page(runs: Sequence[ParityRun], left: int = 0) -> str:
         f"**{len(good)} of {len(runs)} are the same**, on {_listed(map(str, sizes))} gloo ranks of a CPU,"
         f" {' to '.join(dict.fromkeys((dates[0], dates[-1])))} (UTC), with {'; '.join(versions)}"
         f"{f', DeepSpeed {_listed(deepspeed)}' if deepspeed else ''}."
-        + (f" {left} more were not trained yet." if left else ""),
+        + (f" {left} more were not trained yet, which `--missing` does." if left else ""),
         "",
     ]
     plain = [run for run in runs if not run.option]

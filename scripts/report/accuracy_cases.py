@@ -23,7 +23,7 @@ from scripts.fit.published_memory import PublishedRun, predicted_bytes, publishe
 from scripts.measure.memory_rows import compared
 
 Truth = Literal["traced", "cpu", "gpu", "published"]
-NOT_GPUS = ("memory_traced.csv", "memory_terms.csv", "memory_cpu.csv", "memory_peers.csv")
+NOT_GPUS = ("memory_traced.csv", "memory_terms.csv", "memory_cpu.csv", "memory_peers.csv", "compositions_cpu.csv")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

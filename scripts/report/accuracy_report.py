@@ -20,6 +20,7 @@ from scripts.report.accuracy_cases import Case, Truth, all_cases
 from scripts.report.accuracy_peer_tables import peers
 from scripts.report.accuracy_published import published
 from scripts.report.accuracy_ranks import ranks
+from scripts.report.accuracy_splits import splits
 from scripts.report.accuracy_tables import SPREAD_COLUMNS, grouped, listed, spread, table
 from scripts.report.accuracy_time import times
 
@@ -125,6 +126,7 @@ def report(cases: Sequence[Case]) -> Iterator[str]:
     yield from asked_section()
     yield from times()
     yield from ranks()
+    yield from splits()
     yield METHOD.rstrip()
 
 

@@ -235,9 +235,10 @@ def _check_degrees(request: RunRequest, processes: int, placement: Placement) ->
     degrees = {name: int(request.parallel.get(name, 1)) for name in ("tp", "pp", "cp")}
     sharing, ranks = prod(degrees.values()), processes * placement.most_nodes
     if ranks % sharing and request.resume is None:
-        product = " x ".join(f"--{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        named = [f"--{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        product = f"{' x '.join(named)} = {sharing}" if len(named) > 1 else named[0]
         raise ContradictoryRequest(
-            f"{product} = {sharing} does not divide the {ranks} processes; use --nproc {ranks + -ranks % sharing}, or"
+            f"{product} does not divide the {ranks} processes; use --nproc {ranks + -ranks % sharing}, or"
             " another degree"
         )
 

@@ -238,7 +238,13 @@ def _units(counts: ParameterCounts, part: Part, shards: Shards) -> Units:
         if count
     )
     outside, tables = _outside(counts, part)
-    root = Unit(shapes=tuple(_on_rank(shape, part, is_expert=False) for shape in outside))
+    # Of the tables that make up the embedding the vocabulary's is split; positions are on every tp rank.
+    root = Unit(
+        shapes=tuple(
+            shape if 0 < place < tables else _on_rank(shape, part, is_expert=False)
+            for place, shape in enumerate(outside)
+        )
+    )
     units = Units(blocks=blocks, root=root, tables=tables)
     return units if shards == Shards() else units.shard(shards)
 

@@ -95,6 +95,8 @@ def test_degrees_go_to_the_ranks_and_with_a_resumed_run(script: Path, tmp_path: 
 def test_degrees_that_do_not_divide_the_processes(script: Path, tmp_path: Path) -> None:
     request = RunRequest(script=script, processes=4, parallel={"tp": 2, "pp": 3})
     assert _refusal(request) == "--tp 2 x --pp 3 = 6 does not divide the 4 processes; use --nproc 6, or another degree"
+    request = RunRequest(script=script, processes=4, parallel={"tp": 3})
+    assert _refusal(request) == "--tp 3 does not divide the 4 processes; use --nproc 6, or another degree"
     plan = _plan_file(tmp_path, _plan())
     request = RunRequest(script=script, plan_file=plan, parallel={"pp_schedule": "1f1b"})
     assert _refusal(request) == "--plan and --pp-schedule cannot both decide; leave one out"

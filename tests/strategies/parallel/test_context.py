@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hardware_db.spawn import RankPool
+from strategies.parallel import context
 from strategies.parallel.context import earlier_tokens
 from tests.strategies import parallel_bodies
 from tests.strategies.parallel_bodies import Composition, Kind, Unfit
@@ -122,6 +126,11 @@ def test_what_would_train_wrong_in_silence_is_refused(ranks: RankPool, kind: Unf
         assert reason in said
 
 
+def test_every_stage_refuses_padding_before_it_waits_for_another(four_ranks: RankPool) -> None:
+    for said in four_ranks.run(parallel_bodies.refused_in_stages, replace(CP, pp=2, accumulation=4)):
+        assert "attention_mask has zeros" in said
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_loss_of_the_scripts_own_is_of_whole_sequences_and_ranks_drop_out_apart(ranks: RankPool, kind: Kind) -> None:
     first, second = ranks.run(parallel_bodies.own_loss, kind)
@@ -130,3 +139,38 @@ def test_a_loss_of_the_scripts_own_is_of_whole_sequences_and_ranks_drop_out_apar
         assert found.gradient < 1e-5
     assert first.dropped != second.dropped
     assert first.later == second.later
+
+
+class _Ranks:
+    """Two ranks that have the same tokens."""
+
+    rank, size, is_whole = 1, 2, False
+
+
+def _doubled(own: torch.Tensor, ranks: object, dim: int = -2, *, sums: bool = False) -> torch.Tensor:
+    return torch.cat([own, own], dim=dim)
+
+
+@pytest.mark.parametrize("watches", [False, True], ids=["alone", "somebody-keeps-what-is-saved"])
+def test_keys_of_all_ranks_are_not_kept_for_backward(monkeypatch: pytest.MonkeyPatch, watches: bool) -> None:
+    gathered: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def gathers(own: torch.Tensor, ranks: object, dim: int = -2, *, sums: bool = False) -> torch.Tensor:
+        whole = _doubled(own, ranks, dim)
+        gathered.append(weakref.ref(whole.untyped_storage()))
+        return whole
+
+    monkeypatch.setattr(context, "all_chunks", gathers)
+    given = [torch.randn(1, 2, 8, 4, requires_grad=True) for _ in "qkv"]
+    with saved_tensors_hooks(lambda saved: saved, lambda saved: saved) if watches else nullcontext():
+        attended = context._attention(_Ranks(), *given, is_causal=True)  # type: ignore[arg-type]
+    assert [keys() is not None for keys in gathered] == [watches, watches]
+    attended.square().sum().backward()
+    assert len(gathered) == (2 if watches else 4)  # once more in backward, for both chunks of queries
+    assert all(keys() is None for keys in gathered)
+    own = [tensor.grad for tensor in given]
+    monkeypatch.setattr(context, "_gathered_again", lambda *_: nullcontext())
+    fresh = [tensor.detach().requires_grad_() for tensor in given]
+    context._attention(_Ranks(), *fresh, is_causal=True).square().sum().backward()  # type: ignore[arg-type]
+    for mine, tensor in zip(own, fresh, strict=True):
+        torch.testing.assert_close(mine, tensor.grad)

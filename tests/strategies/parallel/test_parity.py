@@ -199,7 +199,7 @@ def test_the_page_counts_what_is_the_same_and_says_what_is_not() -> None:
     assert f"| llama | 2 | {rows[0].name} | failed: Refused: no \\| such thing |" in written
     assert "## What is not the same" not in page(rows[1:])
     assert "not trained yet" not in written
-    assert " 7 more were not trained yet." in page(rows, left=7)
+    assert " 7 more were not trained yet, which `--missing` does." in page(rows, left=7)
 
 
 # Real ranks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ from planner.cost.split import micro_batches_in_flight
 from planner.vocabulary import Schedule
 from strategies.errors import CannotRun
 from strategies.parallel.model import Partition, SplitOptions
-from strategies.parallel.pipeline import Action, order_of, require_end, with_messages
-from strategies.parallel.split import ModelParts
+from strategies.parallel.pipeline import Action, _Made, order_of, require_end, with_messages
+from strategies.parallel.split import ModelParts, even_split, hold_part, stand_in
 from strategies.parallel.stages import Stages, cut_stages, stages_of, without_elsewhere
 from tests.strategies import parallel_bodies
 from tests.strategies.parallel_bodies import VOCABULARY, Composition, Difference, Kind, batch_of
@@ -94,6 +95,11 @@ def test_evaluation_and_what_is_refused(ranks: RankPool) -> None:
         assert "the batch has 3 samples, and this rank's share of a step is 4 micro-batches of 2" in found.short
         assert found.stale == 0  # elements of other stages' weights that somebody still holds
         assert found.groups == 2
+
+
+def test_a_step_of_stages_is_one_call_that_all_ranks_make_alike(four_ranks: RankPool) -> None:
+    found = four_ranks.run(parallel_bodies.meetings_of_a_step, replace(PP, strategy="fsdp", dp_shard=2, accumulation=2))
+    assert found == 4 * [[("train_batch", 1), ("step", 2), ("eval_batch", 3)]]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
@@ -297,3 +303,21 @@ def test_optimizers_lose_what_other_stages_have() -> None:
         "1.up.weight",
         "1.up.bias",
     ]
+
+
+def test_a_stage_lets_go_of_what_it_has_sent_and_can_still_go_back() -> None:
+    weight = torch.full((3,), 2.0, requires_grad=True)
+    made = _Made(weight * weight)
+    memory = weakref.ref(made.values.untyped_storage())
+    made.is_sent()
+    assert memory() is None
+    torch.autograd.backward(made.root, torch.ones(3))
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [4.0, 4.0, 4.0]
+
+
+def test_part_of_a_weight_that_another_stage_has_takes_no_memory() -> None:
+    weight = stand_in((4096, 8), torch.float32, torch.device("cpu"))
+    hold_part(weight, even_split(weight.shape, 0, rank=1, ranks=2))
+    assert weight.shape == (2048, 8)
+    assert weight.untyped_storage().nbytes() == 4

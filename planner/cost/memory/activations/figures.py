@@ -24,6 +24,7 @@ from planner.cost.memory.activations.form import (
     per_rank,
     per_sample,
     structure_of,
+    with_heads_apart,
 )
 from planner.cost.memory.ledger import NOTHING, Amount, plus
 from planner.cost.precision import Recipe, ScaledProducts
@@ -110,6 +111,7 @@ class _Question:
     loss: Loss
     logit_parts: int
     imbalance: float
+    fuses_heads: bool = False
     training: Training | None = None
     numbers: Numbers | None = None
 
@@ -138,12 +140,19 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         job.workload.loss,
         logit_parts(job),
         job.workload.expert_imbalance,
+        configuration.tp > 1 and _fuses_heads(job),
     )
     if job.workload.freezes and not job.counts.trains_all:
         numbers = _numbers(job, recipe)
         question = replace(question, training=training_of(job.counts), numbers=numbers)
     figures = _catalogued(facts, question)
     return figures if recipe.scaled is None else _with_scaled_inputs(figures, job, recipe.scaled)
+
+
+def _fuses_heads(job: Job) -> bool:
+    """Whether one weight of three times the hidden width makes queries, keys and values, as GPT-2's does."""
+    hidden = job.facts.hidden_size
+    return any(sorted(shape) == [hidden, 3 * hidden] for block in job.counts.blocks for shape in block.shapes)
 
 
 def _numbers(job: Job, recipe: Recipe) -> Numbers:
@@ -236,6 +245,8 @@ def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
 
 def _of_form(facts: ModelFacts, question: _Question, form: Form, differences: int) -> Figures:
     sizes = _sizes(facts, question)
+    if question.fuses_heads:
+        form = with_heads_apart(form, 4 if question.mode == "fp32" else 2)
     blocks = [_block(name, count, block, sizes) for name, count, block in _stacks(facts, form)]
     figures = _figures(form, blocks, sizes, differences)
     if not _classifies(facts):

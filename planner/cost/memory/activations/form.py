@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -248,6 +248,35 @@ FORMS = Path(__file__).parent / "forms"
 FROZEN_ENDING = ".frozen"
 """Of the files with the forms of frozen weights, whose variants are `cuda frozen mixed sdpa` and the like."""
 FROZEN_WORD = " frozen "
+
+
+def with_heads_apart(form: Form, width: int) -> Form:
+    """The form of a model of which one weight makes queries, keys and values of `width` bytes: traced sizes do not tell
+    these from three streams of the hidden width, and tp splits them. They are alive with what attention keeps."""
+    fused = 3.0 * width
+
+    def apart(polynomial: Polynomial) -> Polynomial:
+        attends = "a b s" in polynomial or "a b s s" in polynomial
+        if not attends or polynomial.get("b h s", 0.0) < fused:
+            return polynomial
+        stream, heads = polynomial["b h s"] - fused, polynomial.get("a b d s", 0.0) + fused
+        return {**polynomial, "b h s": stream, "a b d s": heads}
+
+    def told(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+        return tuple(replace(moment, activations=apart(moment.activations)) for moment in moments)
+
+    blocks = {
+        name: replace(
+            block,
+            kept=apart(block.kept),
+            forward=told(tuple(block.forward)),
+            backward=told(tuple(block.backward)),
+            recomputed=told(tuple(block.recomputed)),
+            replayed=told(tuple(block.replayed)),
+        )
+        for name, block in form.blocks.items()
+    }
+    return replace(form, blocks=blocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

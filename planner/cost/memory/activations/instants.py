@@ -136,7 +136,17 @@ class _Step:
         if chosen.pp_schedule == "gpipe" and self._job.is_last_stage and chosen.pp > 1:
             # Every forward, loss included, comes before the first backward.
             kept = plus(kept, self._after_loss())
-        return times(max(flight - 1 / pieces, 0.0), kept), times(max(flight - 1, 0.0), kept)
+        messages = self._messages()
+        at_first, at_last = times(max(flight - 1 / pieces, 0.0), kept), times(max(flight - 1, 0.0), kept)
+        return plus(messages, at_first), plus(messages, at_last)
+
+    def _messages(self) -> Amount:
+        """Hidden states and gradients on their way at the last stage of a pipeline that takes turns: of the next
+        micro-batch, which are there early, and of two that went back (`strategies/parallel/pipeline.py`)."""
+        chosen, is_ours = self._job.configuration, code_base(self._job.workload.code).runs_here
+        if chosen.pp == 1 or chosen.pp_schedule == "gpipe" or not self._job.is_last_stage or not is_ours:
+            return NOTHING
+        return times(3, self._figures.blocks[0].boundary)
 
     def _after_loss(self) -> Amount:
         """What head and loss keep for their backward: the fp32 log-softmax of all logits, the head's input, the norm's
