@@ -85,6 +85,8 @@ class RunData:
     """Of its directory."""
     report: RunReport
     is_running: bool
+    is_ended: bool
+    """Whether anybody wrote how it ended, or it was seen to be cut off."""
     attempts: tuple[Attempt, ...]
     happenings: tuple[Happening, ...]
 
@@ -96,6 +98,13 @@ class RunData:
     @property
     def measured(self) -> MeasuredRun:
         return self.report.measured
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, in a word or two."""
+        if self.is_running:
+            return "running"
+        return self.report.outcome.name.replace("_", " ") if self.is_ended else "end unknown"
 
     @property
     def counted(self) -> str:
@@ -159,6 +168,7 @@ def _read(directory: Path) -> RunData:
     return RunData(
         name=directory.resolve().name,
         is_running=running,
+        is_ended=reports[-1].ending is not None or _is_closed(journal, reports[-1].attempt),
         report=RunReport(
             spec=spec,
             outcome=_outcome(journal, reports[-1]),

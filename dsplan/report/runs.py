@@ -40,8 +40,8 @@ def runs_pictures(runs: Sequence[RunData]) -> tuple[Picture, ...]:
 def run_blocks(run: RunData) -> list[Block]:
     """What `report.md` of the run directory says; of a run that is not over, what can be said by now."""
     blocks = report_blocks(run.report)
-    if run.is_running:
-        blocks[0] = Text(text=f"running: {run.measured.steps} steps so far", style="warning")
+    if run.is_running or not run.is_ended:
+        blocks[0] = Text(text=f"{run.outcome}: {run.measured.steps} steps so far", style="warning")
     return blocks
 
 
@@ -536,7 +536,7 @@ def _runs_table(runs: Sequence[RunData]) -> Table:
             run.name,
             str(run.plan.model.get("name")) if run.plan else _MISSING,
             _configuration(run),
-            "running" if run.is_running else run.report.outcome.name.replace("_", " "),
+            run.outcome,
             str(len(run.attempts)),
             str(run.measured.steps),
             _MISSING if run.measured.last_loss is None else f"{run.measured.last_loss:.4f}",

@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("plotly", reason="needs plotly (extra report)")
 
+from dsplan.render.show import Text
 from dsplan.report.calibration import calibration_pictures
 from dsplan.report.run_data import MOST_POINTS, read_run
-from dsplan.report.runs import compared, course, predicted_and_measured
+from dsplan.report.runs import compared, course, predicted_and_measured, run_blocks
 from hardware_db.errors import BrokenFile
 from hardware_db.store import MemoryStore
 from planner.calibration.learn import checks, refresh
@@ -106,6 +107,15 @@ def test_a_directory_that_is_no_run_is_refused_in_one_line(tmp_path: Path) -> No
     (directory / "metrics-rank0.jsonl").write_text('{"event": "step", "step": 0, "seconds": "soon"}\n')
     with pytest.raises(BrokenFile, match="rows that dsplan did not write"):
         read_run(directory)
+
+
+def test_metrics_that_no_command_watched_claim_no_end(tmp_path: Path) -> None:
+    directory = _run(tmp_path / "run")
+    assert read_run(directory).outcome == "completed"
+    (directory / "run.jsonl").unlink()
+    run = read_run(directory)
+    assert run.outcome == "end unknown"
+    assert run_blocks(run)[0] == Text(text="end unknown: 12 steps so far", style="warning")
 
 
 def test_a_run_without_a_plan_has_only_what_was_measured(tmp_path: Path) -> None:
