@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from dsplan.render.answer_html import answer_html, answer_title, rejected_html
-from dsplan.render.html import blocks_html
-from dsplan.render.plan_view import figure_blocks, header, plan_blocks
-from dsplan.render.recommendation import alternatives_table, plans_table
+from dsplan.render.html import blocks_html, plain
+from dsplan.render.plan_view import plan_blocks
+from dsplan.render.recommendation import alternatives_table
 from dsplan.render.show import Block, Table, Text, columns
-from dsplan.report.page import Page, Section, blocks_section
+from dsplan.report.page import Page, Section, blocks_section, wide
 from dsplan.report.question import answer_pictures, plans_pictures
 from dsplan.report.run_data import RunData, is_run_directory, read_run
 from hardware_db.errors import BrokenFile, DsplanError
@@ -57,7 +58,12 @@ def answer_page(answer: Recommendation, command: str) -> Page:
     step = [pictures.pop(name) for name in ("timeline",) if name in pictures]
     pareto = [pictures.pop(name) for name in ("pareto",) if name in pictures]
     parts = [
-        Section(name="answer", title="The answer", html=f'<div class="wide">{answer_html(answer)}</div>', pictures=side)
+        Section(
+            name="answer",
+            title="The answer",
+            html=wide(answer_html(replace(answer, front=())), "The answer"),
+            pictures=side,
+        )
     ]
     if step:
         parts.append(Section(name="step", title="The step", pictures=step))
@@ -65,9 +71,7 @@ def answer_page(answer: Recommendation, command: str) -> Page:
         parts.append(Section(name="scaling", title="Scaling", pictures=tuple(pictures.values())))
     if pareto:
         parts.append(Section(name="cost", title="Time, memory and cost", pictures=pareto))
-    parts.append(
-        Section(name="others", title="Why others lost", html=f'<div class="wide">{rejected_html(answer)}</div>')
-    )
+    parts.append(Section(name="others", title="Why others lost", html=wide(rejected_html(answer), "Why others lost")))
     if leading is not None:
         parts.append(
             _plan_section("plan", "The first plan in figures" if answer.plans else "The closest miss", leading)
@@ -171,8 +175,7 @@ def _assumptions(plan: Plan, defaults: Sequence[str], command: str) -> Section:
     return Section(
         name="assumptions",
         title="Assumptions and sources",
-        html=f'{blocks_html(blocks)}<p>The same question in a terminal:</p><pre class="wide" tabindex="0">'
-        f"{blocks_html([Text(text=command)])}</pre>",
+        html=f"{blocks_html(blocks)}<p>The same in a terminal: <code>{plain(command)}</code></p>",
     )
 
 
@@ -198,6 +201,3 @@ def _page(title: str, about: str, parts: Sequence[Section]) -> Page:
         sections=parts,
         made=f"Made by dsplan {__version__}, {now}. Nothing here asks the network.",
     )
-
-
-__all__ = ["answer_page", "figure_blocks", "header", "plans_table", "sources", "sources_page"]

@@ -95,7 +95,7 @@ def _figure(picture: Picture) -> str:
     height = int(picture.figure.get("layout", {}).get("height", 400))
     numbers = (
         f'<details><summary>Numbers<span class="hidden"> of {title}</span></summary>'
-        f'<div class="wide" role="region" tabindex="0" aria-label="Numbers of {title}">{blocks_html([picture.table])}'
+        f'<div class="wide" role="group" tabindex="0" aria-label="Numbers of {title}">{blocks_html([picture.table])}'
         "</div></details>"
         if picture.table.rows
         else ""
@@ -112,9 +112,14 @@ def _already_escaped(text: str) -> str:
     return text.replace('"', "&quot;").replace("'", "&#x27;")
 
 
+def wide(html: str, name: str) -> str:
+    """HTML that may be wider than a phone: it scrolls by itself, with the keyboard too."""
+    return f'<div class="wide" role="group" tabindex="0" aria-label="{plain(name)}">{html}</div>'
+
+
 def blocks_section(name: str, title: str, blocks: Iterable[Any], pictures: Sequence[Picture] = ()) -> Section:
     """A section of blocks and pictures."""
-    return Section(name=name, title=title, html=f'<div class="wide">{blocks_html(blocks)}</div>', pictures=pictures)
+    return Section(name=name, title=title, html=wide(blocks_html(blocks), title), pictures=pictures)
 
 
 # What is in the file beside words.

@@ -180,10 +180,41 @@ def timeline(spans: Sequence[Span], plan: Plan) -> Picture:
             f" {format_seconds(exposed)} of communication are exposed, {format_seconds(max(0.0, hidden - exposed))}"
             " are hidden behind compute."
         ),
-        figure=side_by_side.step(spans),
-        legend={name: colour for name, (colour, _) in side_by_side.STEP.items()},
+        figure=_with_exposed(spans),
+        legend={
+            **{name: colour for name, (colour, kinds) in side_by_side.STEP.items() if _is_drawn(kinds, spans)},
+            **({"exposed": LIMIT} if exposed else {}),
+        },
         table=Table(columns=columns("stream", "what", ">spans", ">seconds", ">of them exposed"), rows=rows),
     )
+
+
+def _with_exposed(spans: Sequence[Span]) -> Mapping[str, Any]:
+    """The two streams, and below them when nothing is computed beside the communication."""
+    figure = side_by_side.step(spans)
+    found = [span for span in spans if span.exposed > 0]
+    if not found:
+        return figure
+    bars = {
+        "type": "bar", "orientation": "h", "y": [_EXPOSED] * len(found),
+        "base": [span.end - span.exposed for span in found], "x": [span.exposed for span in found],
+        "customdata": [f"{span.name}: {format_seconds(span.exposed)} exposed" for span in found],
+        "hovertemplate": "%{customdata}<extra></extra>", "marker": {"color": LIMIT},
+    }  # fmt: skip
+    layout = figure["layout"]
+    streams = [*layout["yaxis"]["categoryarray"], _EXPOSED]
+    yaxis = {**layout["yaxis"], "categoryarray": streams}
+    return {**figure, "data": [*figure["data"], bars], "layout": {**layout, "height": 200, "yaxis": yaxis}}
+
+
+_EXPOSED = "exposed"
+
+
+def _is_drawn(kinds: frozenset[str], spans: Sequence[Span]) -> bool:
+    if kinds:
+        return any(span.kind in kinds for span in spans)
+    named = frozenset().union(*(others for _, others in side_by_side.STEP.values()))
+    return any(span.kind not in named for span in spans)
 
 
 def _sums(spans: Iterable[Span]) -> tuple[list[float], list[float]]:
@@ -232,7 +263,7 @@ def devices(plans: Sequence[Plan]) -> Iterable[Picture]:
     layout = {
         **_layout(340),
         "xaxis": {"type": "log", "title": {"text": "GPUs"}, "tickvals": counts, "ticktext": [str(n) for n in counts]},
-        "yaxis": {"type": "log", "title": {"text": f"{counted}/s, all GPUs"}, "nticks": 6},
+        "yaxis": {"type": "log", "title": {"text": f"{counted}/s, all GPUs"}, "tickformat": "~s"},
     }
     yield Picture(
         name="gpus",

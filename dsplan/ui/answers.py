@@ -90,12 +90,23 @@ def plan(task: Task) -> Answer:
     }
 
 
+def report(task: Task) -> Answer:
+    """What `dsplan report` writes, with how the answer changes over GPUs, micro-batches and lengths."""
+    from dsplan.report.make import answer_page
+    from dsplan.report.page import page_html
+
+    asked, _ = read_address(task.query)
+    question, facts, goal = asked.question()
+    found = recommend(question.request(facts, **goal.ranking()), with_front=True)
+    return {"report": page_html(answer_page(found, asked.command()))}
+
+
 OF_PLANS: Mapping[str, Callable[[Sequence[Plan]], pictures.Drawn]] = {
     "memory": pictures.memory,
     "seconds": pictures.seconds,
     "trade": pictures.trade,
 }
-KINDS: Mapping[str, Callable[[Task], Answer]] = {"plans": plans, "plan": plan}
+KINDS: Mapping[str, Callable[[Task], Answer]] = {"plans": plans, "plan": plan, "report": report}
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)

@@ -14,7 +14,6 @@ import gradio as gr
 from gradio.components.plot import PlotData
 from gradio.themes.utils import sizes
 
-from dsplan.render.html import plain
 from dsplan.ui import pieces
 from dsplan.ui.address import (
     PLAN,
@@ -59,9 +58,10 @@ _UNSAID = "by default"
 
 
 def application(answers: Answers) -> fastapi.FastAPI:
-    """The server's application: the page at `/`, the files of a plan at `/files`, and nothing else."""
+    """The server's application: the page at `/`, the files of a plan at `/files`, a report at `/report`."""
     server = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     server.add_api_route("/files", _files_route(answers), methods=["GET"])
+    server.add_api_route("/report", _report_route(answers), methods=["GET"])
     gr.mount_gradio_app(
         server,
         page(answers),
@@ -290,7 +290,7 @@ def _answered(
         return _failed(found["error"], query)
     labels = found["plans"]
     return {
-        "command": f"<code>{plain(found['command'])}</code>",
+        "command": pieces.command_html(query, found["command"]),
         "plans": found["html"],
         "choice": gr.Radio(choices=labels, value=labels[found["rank"] - 1] if labels else None, visible=bool(labels)),
         "rejected": found["rejected"],
@@ -342,19 +342,45 @@ def _files_route(answers: Answers) -> Any:
     def files(request: fastapi.Request) -> fastapi.Response:
         """A plan's files as a zip, or the one that `file` names."""
         query = request.url.query
-        wanted = request.query_params.get("file", "")
         try:
-            asked, unknown = read_address(without(query, "file"))
-            found = answers.ask(Task(kind="plan", query=asked.address(), plan=address_plan(query)))
-            if unknown:
-                raise DsplanError(f"the address has {', '.join(unknown)}, which is no flag here")
-            if "error" in found:
-                raise DsplanError(found["error"])
-            return _download(found["rank"], found["files"], wanted)
+            found = _found(answers, without(query, "file"), "plan")
+            return _download(found["rank"], found["files"], request.query_params.get("file", ""))
         except DsplanError as error:
-            return fastapi.responses.PlainTextResponse(f"dsplan: {error}\n", status_code=400)
+            return _refusal(error)
 
     return files
+
+
+def _report_route(answers: Answers) -> Any:
+    def report(request: fastapi.Request) -> fastapi.Response:
+        """The answer as a page that needs no server."""
+        try:
+            text = _found(answers, request.url.query, "report")["report"]
+        except DsplanError as error:
+            return _refusal(error)
+        named = {"content-disposition": 'attachment; filename="dsplan-report.html"'}
+        return fastapi.Response(text, media_type="text/html; charset=utf-8", headers=named)
+
+    return report
+
+
+def _found(answers: Answers, query: str, kind: str) -> Answer:
+    """An answer to the question of an address.
+
+    Raises:
+        DsplanError: there is none.
+    """
+    asked, unknown = read_address(query)
+    if unknown:
+        raise DsplanError(f"the address has {', '.join(unknown)}, which is no flag here")
+    found = answers.ask(Task(kind=kind, query=asked.address(), plan=address_plan(query)))
+    if "error" in found:
+        raise DsplanError(found["error"])
+    return found
+
+
+def _refusal(error: DsplanError) -> fastapi.Response:
+    return fastapi.responses.PlainTextResponse(f"dsplan: {error}\n", status_code=400)
 
 
 def _download(rank: int, files: Mapping[str, str], wanted: str) -> fastapi.Response:

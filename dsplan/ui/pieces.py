@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from dsplan.render.html import plain
 from dsplan.report import plans as pictures
 from hardware_db.records import dataclass
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +68,12 @@ def picture_heading(name: str) -> str:
         f'<li><span style="background:{colour}"></span>{plain(part)}</li>' for part, colour in colours.items()
     )
     return f"<h3>{plain(text)}</h3>{f'<ul class=legend>{keys}</ul>' if keys else ''}"
+
+
+def command_html(address: str, command: str) -> str:
+    """Where the same is to be had: as a report, and in a terminal."""
+    link = plain(f"report?{address}", most=None)
+    return f'<p><a href="{link}" download>Download a report with all curves</a></p><code>{plain(command)}</code>'
 
 
 def failure_html(error: str) -> str:

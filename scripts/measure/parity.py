@@ -75,7 +75,7 @@ DRIFT = 1e-3
 """In fp32 a parameter may be from one process's at most by this share of how far that moved it: a gradient of a small
 parameter that lacks a factor stays below the other bounds. A hundred times as much where gradients are sent in fewer
 bits; 16-bit precisions round parameters by more than they move."""
-CALL_SECONDS = 90.0
+CALL_SECONDS = 240.0
 CALLS_PER_POOL = 60
 """After so many compositions ranks start anew: threads and caches of all of them are left behind."""
 _PRELOAD = ("torch", "transformers", "strategies.engine.initialize", "strategies.bench.measured_run")
@@ -547,7 +547,7 @@ def page(runs: Sequence[ParityRun], left: int = 0) -> str:
         f"**{len(good)} of {len(runs)} are the same**, on {_listed(map(str, sizes))} gloo ranks of a CPU,"
         f" {' to '.join(dict.fromkeys((dates[0], dates[-1])))} (UTC), with {'; '.join(versions)}"
         f"{f', DeepSpeed {_listed(deepspeed)}' if deepspeed else ''}."
-        + (f" {left} more were not trained yet." if left else ""),
+        + (f" {left} more were not trained yet, which `--missing` does." if left else ""),
         "",
     ]
     plain = [run for run in runs if not run.option]

@@ -146,11 +146,11 @@ class Engine(ABC):
         """
         self._require_whole()
         if not self.observers:
-            with self._meeting("backward"):
+            with self.meeting("backward"):
                 return self._backward(loss)
         for observer in self.observers:
             observer.loss_is(loss)
-        with self.profile("backward"), self._meeting("backward"):
+        with self.profile("backward"), self.meeting("backward"):
             return self._backward(loss)
 
     def train_batch(self, batch: Any) -> torch.Tensor:
@@ -188,7 +188,7 @@ class Engine(ABC):
         """
         acts = self.is_gradient_accumulation_boundary()
         profiled = self.profile("step") if self.observers and acts else nullcontext()
-        with profiled, self._meeting("step") if acts else nullcontext():
+        with profiled, self.meeting("step") if acts else nullcontext():
             self._step()
         if not acts:
             return
@@ -423,7 +423,7 @@ class Engine(ABC):
         if self.configuration.pp > 1:
             raise CannotRun(CALL_TRAIN_BATCH)
 
-    def _meeting(self, kind: str) -> AbstractContextManager[None]:
+    def meeting(self, kind: str) -> AbstractContextManager[None]:
         """A part of a step in which every rank takes part as in the forward passes."""
         return PULSE.meeting(kind) if self.gathers_weights else nullcontext()
 

@@ -42,7 +42,8 @@ def eval_batch(engine: Engine, batch: Any, loss: Loss | None = None) -> torch.Te
     micro_batches = _micro_batches(engine, batch, None)
     with _evaluating(engine), torch.no_grad():
         if engine.mesh.size("pp") > 1:
-            losses = _pipeline_of(engine, loss).run(_arguments(micro_batches), _Passes(engine), trains=False)
+            with engine.meeting("eval_batch"):
+                losses = _pipeline_of(engine, loss).run(_arguments(micro_batches), _Passes(engine), trains=False)
         else:
             losses = [
                 (call_for_loss(engine, member) if loss is None else loss(engine, member)).detach()
@@ -190,8 +191,10 @@ def _train_stages(engine: Any, micro_batches: list[Any], loss: Loss | None) -> t
     for given in arguments:
         for observer in engine.observers:
             observer.forward_starts(engine.module, given)
-    losses = pipeline.run(arguments, _Passes(engine), trains=True)
-    engine.complete_gradients()
+    # One meeting of all ranks: within it every stage has passes in an order of its own.
+    with engine.meeting("train_batch"):
+        losses = pipeline.run(arguments, _Passes(engine), trains=True)
+        engine.complete_gradients()
     mean = _mean_over_ranks(engine, losses)
     for observer in engine.observers:
         observer.loss_is(mean)

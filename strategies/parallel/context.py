@@ -59,16 +59,17 @@ def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: 
     randomness = Randomness(ranks)
     for block in blocks:
         _attend_to_all(block, ranks)
-    taken = inspect.signature(inner.forward).parameters
+    taken, stages = inspect.signature(inner.forward).parameters, stages_of(model)
     if {"position_ids", "labels"} <= taken.keys() and hasattr(inner, "loss_function"):
         draw_own(inner, randomness)
-        inner.register_forward_pre_hook(partial(_own_inputs, ranks), with_kwargs=True)
+        if stages is not None:
+            stages.requirements.append(lambda arguments: _require_plain(inner, _named(inner, *arguments)))
+        inner.register_forward_pre_hook(partial(_own_inputs, ranks, stages is not None), with_kwargs=True)
         inner.register_forward_hook(partial(_whole_loss, ranks), with_kwargs=True)
         return
     _require_no_positions(blocks, ranks, mesh, options)
     for block in blocks:
         draw_own(block, randomness)
-    stages = stages_of(model)
     is_first, is_last = stages is None or stages.has_first, stages is None or stages.has_last
     # Before tp ranks split what is left, and after they have made it whole.
     enters = partial(_own_tokens if is_first else _of_own_tokens, ranks)
@@ -319,15 +320,23 @@ def _attend_to_all(block: Any, ranks: TensorRanks) -> None:
 # A model that is split at its input.
 
 
-def _own_inputs(ranks: TensorRanks, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Inputs of this rank's tokens, with their positions, and labels that are shifted before they are cut."""
-    if ranks.is_whole:
-        return args, kwargs
+def _named(model: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name."""
     given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
     for name, parameter in inspect.signature(model.forward).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             given.update(given.pop(name, {}))
-    _require_plain(model, given)
+    return given
+
+
+def _own_inputs(ranks: TensorRanks, is_required: bool, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Inputs of this rank's tokens, with their positions, and labels that are shifted before they are cut;
+    `is_required`: what they must be was asked before."""
+    if ranks.is_whole:
+        return args, kwargs
+    given = _named(model, args, kwargs)
+    if not is_required:
+        _require_plain(model, given)
     tokens = _tokens_of(given)
     samples, length = tokens.shape[:2]
     if given.get("position_ids") is None:

@@ -330,6 +330,8 @@ class Pipeline:
     def run(self, micro_batches: Sequence[Arguments], passes: Passes, *, trains: bool) -> list[torch.Tensor]:
         """The losses of the micro-batches where the last stage is, nothing elsewhere; gradients are added."""
         state, losses = _State(trains=trains), list[torch.Tensor]()
+        for arguments in micro_batches:
+            self.stages.require(arguments)
         actions = self.actions(len(micro_batches), trains=trains)
         last = _last_of_each(actions)
         for number, action in enumerate(actions):

@@ -71,6 +71,7 @@ class Stages:
         self._forward: Callable[..., Any] = model.forward
         self._running: int | None = None
         self.is_looked_at = False
+        self.requirements: list[Callable[[Arguments], None]] = []
         self._received: torch.Tensor | None = None
         self._of: dict[int, dict[str, nn.Module | None]] = {}
 
@@ -83,6 +84,15 @@ class Stages:
     def has_last(self) -> bool:
         """Whether the last stage, which makes the loss, is on this rank."""
         return self.number - 1 in self.own
+
+    def require(self, arguments: Arguments) -> None:
+        """Ask what was required of the model's arguments, on every rank before it waits for another.
+
+        Raises:
+            CannotRun: they are not what the model can be run with.
+        """
+        for requirement in self.requirements:
+            requirement(arguments)
 
     def received_by(self, stage: int) -> Travel:
         """What a stage but the first receives."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -323,6 +324,8 @@ _FILED = 5
 """Heartbeats of which one is left in the run directory, for people."""
 _PARTED_SECONDS = 20.0
 """How long all ranks are quiet before those that wait in different calls have parted; a shorter limit is halved."""
+_SETTLED_SECONDS = 1.0
+"""How long a rank waits in a collective before another one that failed takes it for stuck there."""
 _WAITING = ("distributed_c10d.py", "zero/collectives.py")
 """Where the main thread stands that waits in a collective."""
 _LEAVE_SECONDS = 15.0
@@ -425,11 +428,16 @@ class Watchdog(threading.Thread):
         if self._board is None:
             return None
         until = time.monotonic() + _ASIDE_SECONDS
+        before = self._heartbeats(self._board)
         while time.monotonic() < until:
             beats = self._heartbeats(self._board)
             own = beats.get(self.rank)
-            beats[self.rank] = own and replace(own, meetings=tuple(PULSE.meetings), inside=True, quiet_seconds=0.0)
-            if verdict := read_verdict(self._board.get(_PARTED)) or parted(beats, 0.0):
+            beats[self.rank] = own and replace(own, meetings=tuple(PULSE.meetings), inside=True, quiet_seconds=math.inf)
+            # Where the others stood before may be where they are no longer; one that was killed says nothing any more.
+            others = [beat for rank, beat in beats.items() if rank != self.rank]
+            is_known = all(beat and (beat.has_ended or beat != before[beat.rank]) for beat in others)
+            found = parted(beats, _SETTLED_SECONDS if is_known else math.inf)
+            if verdict := read_verdict(self._board.get(_PARTED)) or found:
                 self._board.put(_PARTED, verdict.text())
                 return verdict
             time.sleep(_POLL_SECONDS)

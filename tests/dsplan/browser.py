@@ -19,7 +19,7 @@ NARROW, WIDE = 390, 1280
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 _LOCAL_SCHEMES = ("data", "blob", "about")
 _MOST_STOPS = 200
-_PATIENCE_MILLISECONDS = 30_000
+_PATIENCE_MILLISECONDS = 60_000
 """A loaded machine takes seconds for what otherwise takes a tenth of one."""
 
 

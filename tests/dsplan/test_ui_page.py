@@ -233,6 +233,14 @@ def test_the_files_are_those_of_the_command_line(server: Server, tmp_path: Path)
     assert fetched(f"{server.url}files?{SMALL}&plan=2&file={name}") == (200, found[name].encode())
 
 
+def test_a_report_is_to_be_had_with_every_curve(server: Server) -> None:
+    status, page = fetched(f"{server.url}report?{SMALL}")
+    assert status == 200
+    assert b"<title>" in page
+    assert b"Throughput over GPUs" in page
+    assert fetched(f"{server.url}report?model=/etc/passwd") == (400, fetched(f"{server.url}files?model=/etc/passwd")[1])
+
+
 @pytest.mark.parametrize(
     "path",
     [

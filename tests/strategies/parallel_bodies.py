@@ -21,6 +21,7 @@ from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import checkpoint_activations
 from strategies.parallel.blocks import repeated_blocks
 from strategies.parallel.split import parts_of
+from strategies.run_directory.heartbeat import PULSE
 from tests.strategies.training_bodies import Recipe
 
 Kind = Literal["llama", "qwen3", "gpt2", "mixtral", "gpt", "numbered"]
@@ -332,6 +333,14 @@ def refused_sequences(kind: Unfit) -> str:
     return _refused(lambda: initialize(model, optimizer=_optimizer, plan=step.plan())[0](**given))
 
 
+def refused_in_stages(composition: Composition) -> str:
+    """What a pipeline of ranks that share sequences says to padded samples."""
+    engine, *_ = initialize(build("llama"), optimizer=_optimizer, plan=composition.plan())
+    batch = {**batch_of(0), "attention_mask": torch.ones(SAMPLES, LENGTH, dtype=torch.long)}
+    batch["attention_mask"][-1, -1] = 0
+    return _refused(lambda: engine.train_batch(batch))
+
+
 def _with_positions(block: Any, x: torch.Tensor) -> torch.Tensor:
     """Rows are turned by their number in what the block sees, as rotary embeddings are inside attention."""
     made: torch.Tensor = type(block).forward(block, x.roll(1, -1) * torch.arange(x.shape[1]).cos().unsqueeze(-1) + x)
@@ -447,3 +456,13 @@ def skips_together(composition: Composition) -> Skipped:
         found.moved.append(max(float((after[name] - value).abs().max()) for name, value in before.items()))
         before = after
     return found
+
+
+def meetings_of_a_step(composition: Composition) -> list[tuple[str, int]]:
+    """What a step and an evaluation count as calls that all ranks make alike, by kind and number."""
+    engine, *_ = initialize(build("llama"), _optimizer, plan=composition.plan())
+    rows = {name: ids.chunk(engine.data_parallel_size)[engine.data_parallel_rank] for name, ids in batch_of(0).items()}
+    before = PULSE.number
+    engine.train_batch(rows)
+    engine.eval_batch(rows)
+    return [(each.kind, each.last - before) for each in PULSE.meetings if each.last > before]

@@ -126,6 +126,11 @@ def test_what_would_train_wrong_in_silence_is_refused(ranks: RankPool, kind: Unf
         assert reason in said
 
 
+def test_every_stage_refuses_padding_before_it_waits_for_another(four_ranks: RankPool) -> None:
+    for said in four_ranks.run(parallel_bodies.refused_in_stages, replace(CP, pp=2, accumulation=4)):
+        assert "attention_mask has zeros" in said
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_loss_of_the_scripts_own_is_of_whole_sequences_and_ranks_drop_out_apart(ranks: RankPool, kind: Kind) -> None:
     first, second = ranks.run(parallel_bodies.own_loss, kind)

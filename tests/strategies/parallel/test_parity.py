@@ -41,7 +41,7 @@ from scripts.measure.parity import (
     with_options,
 )
 from tests.strategies import parallel_bodies
-from tests.strategies.parallel_bodies import Composition
+from tests.strategies.parallel_bodies import Composition, Kind
 
 _Layout = tuple[object, ...]
 
@@ -199,7 +199,7 @@ def test_the_page_counts_what_is_the_same_and_says_what_is_not() -> None:
     assert f"| llama | 2 | {rows[0].name} | failed: Refused: no \\| such thing |" in written
     assert "## What is not the same" not in page(rows[1:])
     assert "not trained yet" not in written
-    assert " 7 more were not trained yet." in page(rows, left=7)
+    assert " 7 more were not trained yet, which `--missing` does." in page(rows, left=7)
 
 
 # Real ranks.
@@ -214,7 +214,7 @@ def test_the_page_counts_what_is_the_same_and_says_what_is_not() -> None:
         Composition(cp=2, steps=2, strategy="fsdp"),
     ],
 )
-def test_a_loss_without_logits_goes_with_every_split(ranks: RankPool, kind: str, composition: Composition) -> None:
+def test_a_loss_without_logits_goes_with_every_split(ranks: RankPool, kind: Kind, composition: Composition) -> None:
     for found in ranks.run(parallel_bodies.train, kind, composition, None, {"linear_cross_entropy": "chunked"}):
         assert max(found.loss, found.parameter) < 1e-5, found
 

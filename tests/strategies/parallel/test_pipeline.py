@@ -97,6 +97,11 @@ def test_evaluation_and_what_is_refused(ranks: RankPool) -> None:
         assert found.groups == 2
 
 
+def test_a_step_of_stages_is_one_call_that_all_ranks_make_alike(four_ranks: RankPool) -> None:
+    found = four_ranks.run(parallel_bodies.meetings_of_a_step, replace(PP, strategy="fsdp", dp_shard=2, accumulation=2))
+    assert found == 4 * [[("train_batch", 1), ("step", 2), ("eval_batch", 3)]]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_train_batch_is_the_loop_of_calls(ranks: RankPool, strategy: str) -> None:
     parts = {"dp_replicate": 2} if strategy == "ddp" else {"dp_shard": 2}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 
 from hardware_db.spawn import RankError, RankPool
 from strategies.run_directory.heartbeat import Meeting, Pulse
-from strategies.supervision.hang_detection import Heartbeat, parted, read_heartbeat
+from strategies.supervision import hang_detection
+from strategies.supervision.hang_detection import Heartbeat, Watchdog, parted, read_heartbeat
+from strategies.supervision.stopping import FileBoard
 from tests.strategies.integrations import ddp_script_bodies as bodies
 from tests.strategies.launch.command import run
 
@@ -63,6 +67,30 @@ def test_the_same_calls_at_other_lines_are_no_parting() -> None:
 
 def test_a_heartbeat_with_meetings_survives_the_board() -> None:
     assert read_heartbeat(beat(1, ALONE, inside=True).text()) == beat(1, ALONE, inside=True)
+
+
+@pytest.mark.parametrize("speaks_on", [False, True])
+def test_where_a_rank_stood_that_says_nothing_any_more_counts_for_nothing(
+    speaks_on: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank fails in the call behind the one in which another one was heard of last: it was killed, or waits there."""
+    other = beat(1, TRAINED, **WAITS)
+    board, shown = FileBoard(tmp_path), itertools.count()
+    monkeypatch.setattr(hang_detection, "_ASIDE_SECONDS", 0.6)
+    monkeypatch.setattr(hang_detection, "_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(hang_detection, "PULSE", pulse := Pulse())
+    pulse.meetings.extend(ALONE)
+    watchdog = Watchdog(tmp_path, 0, 900.0)
+    monkeypatch.setattr(watchdog, "_board", board)
+    monkeypatch.setattr(watchdog, "_world_size", 2)
+
+    def heartbeats(_: Any) -> dict[int, Heartbeat]:
+        return {0: beat(0, ALONE), 1: replace(other, number=next(shown)) if speaks_on else other}
+
+    monkeypatch.setattr(watchdog, "_heartbeats", heartbeats)
+    verdict = watchdog.parted_at_once()
+    assert (verdict is not None) is speaks_on
+    assert verdict is None or "rank 1 waits at t.py, line 20" in verdict.sentence
 
 
 def test_nested_calls_are_one_meeting_and_none_counts_where_weights_are_whole() -> None:

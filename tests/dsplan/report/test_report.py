@@ -1,0 +1,137 @@
+"""`dsplan report`: what its pictures show is what the JSON says, and the file asks for nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsplan.__main__ import main
+from dsplan.question import Question
+from planner.search.scaling import over_devices, over_lengths, over_micro_batches
+from planner.search.search import recommend
+from tests.dsplan.browser import NARROW, OpenPage
+from tests.dsplan.cli import Cli
+
+pytest.importorskip("plotly", reason="needs plotly (extra report)")
+
+ASKED = "--model facebook/opt-1.3b --gpus 4 --gpu A100-SXM4-80GB"
+HOSTILE = "<script>alert(1)</script>\x1b[31m&\"'"
+
+
+def figures(page: str) -> dict[str, Any]:
+    """What plotly draws on a page, by picture."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found[1])["figures"])
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a question."""
+    path = tmp_path_factory.mktemp("report") / "page.html"
+    assert main(["report", *ASKED.split(), "--out", str(path)]) == 0
+    return path
+
+
+def test_the_numbers_of_the_pictures_are_those_of_the_json(cli: Cli, page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    drawn = figures(text)
+    answer = cli(f"recommend {ASKED} --pareto --json").json
+    plans, first = answer["plans"], answer["plans"][0]
+    used = [sum(bar["x"][index] for bar in drawn["memory"]["data"]) for index in range(len(plans))]
+    assert used == pytest.approx([plan["memory"]["device_used_bytes"] / 2**30 for plan in plans], rel=0.01)
+    assert drawn["phases"]["data"][0]["x"] == pytest.approx(
+        [size / 2**30 for size in first["memory"]["phases"].values()]
+    )
+    steps = drawn["seconds"]["data"][-1]["x"]
+    assert steps == [plan["time"]["step_seconds"] for plan in plans]
+    ends = [
+        base + length for bar in drawn["timeline"]["data"] for base, length in zip(bar["base"], bar["x"], strict=True)
+    ]
+    assert max(ends) == pytest.approx(first["time"]["step_seconds"])
+    exposed = next(bar for bar in drawn["timeline"]["data"] if bar["y"] and bar["y"][0] == "exposed")
+    assert sum(exposed["x"]) == pytest.approx(first["time"]["exposed_communication_seconds"])
+    assert sum(len(group["x"]) for group in drawn["pareto"]["data"]) == len(answer["front"])
+    for rejected in answer["rejected"]:
+        assert rejected["strategy"] in text
+
+
+def test_the_file_asks_for_nothing_and_runs_nothing_but_its_own_scripts(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    assert policy[1].startswith("default-src 'none'; script-src 'sha256-")
+    assert len(scripts) == 2
+    for script in scripts:
+        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy[1]
+    for script in scripts:
+        text = text.replace(script, "")
+    assert not re.findall(r"""(?:src|href)=["'](?!#)""", text)
+    assert not re.findall(r"\son[a-z]+=", text)
+
+
+def test_a_hostile_name_is_text(cli: Cli, tmp_path: Path, page: Path) -> None:
+    assert cli(f"recommend {ASKED} --out", tmp_path / "plans").status == 0
+    plan = tmp_path / "plans" / "plan-1.yaml"
+    document = json.loads(cli("explain", plan, "--json").out)
+    for name in (HOSTILE, HOSTILE + "A" * 2**20):
+        document["model"]["name"] = name
+        document["cluster"]["device"] = name
+        plan.write_text(json.dumps(document))
+        assert cli("report", plan, "--out", tmp_path / "hostile.html").status == 0
+        text = (tmp_path / "hostile.html").read_text(encoding="utf-8")
+        assert "<script>alert" not in text
+        assert "\x1b" not in text
+        assert "&lt;script&gt;alert(1)" in text
+        assert len(text) < page.stat().st_size + 2**17
+
+
+def test_one_line_says_what_cannot_be_reported(cli: Cli, tmp_path: Path) -> None:
+    out = f"--out {tmp_path / 'page.html'}"
+    assert "holds neither a plan nor a run" in cli.refuses(f"report {out}", tmp_path)
+    assert "cannot be read" in cli.refuses(f"report {out}", tmp_path / "none.yaml")
+    assert "--gpus ask a question of their own" in cli.refuses(f"report --gpus 4 {out}", tmp_path)
+    assert "--out is missing" in cli.refuses(f"report {ASKED}")
+    assert "cannot be written" in cli.refuses(f"report {ASKED} --out", tmp_path / "none" / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_what_does_not_fit_is_a_page_with_the_closest_miss(cli: Cli, tmp_path: Path) -> None:
+    printed = cli("report --model llama-3-70b --gpus 1 --gpu V100-SXM2-16GB --json --out", tmp_path / "page.html")
+    assert printed.status == 1
+    assert printed.json["pictures"] == ["memory", "phases", "seconds"]
+    assert printed.json["bytes"] == (tmp_path / "page.html").stat().st_size
+    assert "No plan fits" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_scaling_keeps_what_it_does_not_vary() -> None:
+    request = Question(model="facebook/opt-1.3b", gpus=4, gpu="A100-SXM4-80GB").request()
+    first = recommend(request).plans[0]
+    devices = over_devices(request, first)
+    assert [plan.configuration.world_size for plan in devices] == [1, 2, 4, 8, 16]
+    assert first in devices
+    micro = over_micro_batches(request, first)
+    assert first.configuration in [plan.configuration for plan in micro]
+    assert {plan.configuration.global_batch_size for plan in micro} == {first.configuration.global_batch_size}
+    used = [plan.memory.device_used_bytes for plan in micro]
+    assert used == sorted(used)
+    lengths = [plan.configuration.sequence_length for plan in over_lengths(request, first)]
+    assert lengths == [512, 1024, 2048]  # as far as OPT's positions go
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_in_a_browser(page: Path, open_page: OpenPage, dark: bool) -> None:
+    opened = open_page(page.as_uri(), width=NARROW, dark=dark)
+    assert opened.problems() == []
+    drawn = opened.pictures()
+    assert len(drawn) == len(figures(page.read_text(encoding="utf-8")))
+    assert min(drawn.values()) > 0
+    if dark:
+        assert opened.not_reached_by_tab() == []

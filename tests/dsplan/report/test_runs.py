@@ -1,0 +1,140 @@
+"""Pictures of runs and of what was learnt from them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("plotly", reason="needs plotly (extra report)")
+
+from dsplan.report.calibration import calibration_pictures
+from dsplan.report.run_data import MOST_POINTS, read_run
+from dsplan.report.runs import compared, course, predicted_and_measured
+from hardware_db.errors import BrokenFile
+from hardware_db.store import MemoryStore
+from planner.calibration.learn import checks, refresh
+from tests.dsplan.browser import OpenPage
+from tests.dsplan.cli import Cli
+from tests.planner.calibration.runs import HERE, User
+
+BEGAN = 1.7e9
+
+
+def _step(step: int, seconds: float = 2.0, **more: Any) -> dict[str, Any]:
+    row = {"event": "step", "step": step - 1, "global_step": step, "loss": 10.0 / step, "seconds": seconds}
+    return {**row, "samples": 4, "tokens": 400, "peak_bytes": 2**30, "rss_bytes": 2**28, **more}
+
+
+def _run(directory: Path, steps: int = 10) -> Path:
+    """Two attempts of two ranks: the first is killed after step `steps`, the second goes on from step 6."""
+    journal = [
+        {"event": "attempt", "attempt": 0, "time": BEGAN, "ranks": 2},
+        {"event": "saved", "attempt": 0, "time": BEGAN + 30 + 10.5, "step": 5, "path": "x"},
+        {
+            "event": "ending", "attempt": 0, "time": BEGAN + 100, "kind": "killed", "rank": 1, "host": "",
+            "step": steps,
+            "reason": "killed by signal 9", "first_step": 1, "last_step": steps,
+        },
+        {"event": "decision", "attempt": 0, "time": BEGAN + 100, "action": "restart", "why": "starts again"},
+        {"event": "attempt", "attempt": 1, "time": BEGAN + 110, "ranks": 2},
+        {
+            "event": "alert", "attempt": 1, "time": BEGAN + 140, "kind": "slowdown", "metric": "seconds", "rank": 1,
+            "step": 8, "message": "slow <script>alert(1)</script>\x1b[31m",
+        },
+        {"event": "end", "attempt": 1, "time": BEGAN + 160, "outcome": "completed", "first_step": 6, "last_step": 12},
+    ]  # fmt: skip
+    directory.mkdir()
+    (directory / "run.jsonl").write_text("".join(json.dumps(row) + "\n" for row in journal))
+    for rank in range(2):
+        peak = {"peak_bytes": 2**30 * (rank + 1)}
+        rows = [
+            {"event": "attempt", "attempt": 0},
+            *(_step(step, **peak) for step in range(1, steps + 1)),
+            {"event": "attempt", "attempt": 1},
+            *(_step(step, **peak) for step in range(6, 13)),
+        ]
+        (directory / f"metrics-rank{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def test_steps_restarts_and_alerts_are_on_one_axis_of_time(tmp_path: Path) -> None:
+    run = read_run(_run(tmp_path / "run"))
+    first, second = run.attempts
+    # The checkpoint of step 5 was complete at 40.5 s, five steps of 2 s after the first began.
+    assert [point.at for point in first.points][:2] == pytest.approx([32.5, 34.5])
+    assert second.points[-1].at == pytest.approx(160)
+    assert (second.began, run.seconds) == (110, 160)
+    assert [(item.at, item.kind) for item in run.happenings] == [
+        (pytest.approx(40.5), "checkpoint"),
+        (100, "ending"),
+        (140, "slowdown"),
+    ]
+    assert {point.tokens_per_second for point in run.points} == {400}  # 2 x 400 in 2 s
+    assert {point.peak_bytes for point in run.points} == {2**31}
+    picture = course(run)
+    assert picture is not None
+    assert "1 restart, 1 checkpoint, 1 alert" in picture.caption
+    assert "<script>" not in json.dumps(picture.figure)
+    assert any("starts again" in str(row[-1]) for row in picture.table.rows)
+
+
+def test_steps_that_a_restart_undid_are_not_compared(tmp_path: Path) -> None:
+    picture = compared([read_run(_run(tmp_path / "a")), read_run(_run(tmp_path / "b"))])
+    assert picture is not None
+    assert list(picture.figure["data"][0]["x"]) == [*range(1, 6), *range(6, 13)]
+
+
+def test_a_long_run_is_few_points_and_keeps_its_peak(tmp_path: Path) -> None:
+    directory = _run(tmp_path / "run", steps=10 * MOST_POINTS)
+    lines = (directory / "metrics-rank0.jsonl").read_text().splitlines()
+    lines[5000] = json.dumps(_step(5000, peak_bytes=2**33))
+    (directory / "metrics-rank0.jsonl").write_text("\n".join(lines) + "\n")
+    points = read_run(directory).attempts[0].points
+    assert len(points) == MOST_POINTS
+    assert max(point.peak_bytes or 0 for point in points) == 2**33
+    assert points[-1].step == 10 * MOST_POINTS
+
+
+def test_a_directory_that_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(BrokenFile, match="is no run directory"):
+        read_run(tmp_path)
+    directory = _run(tmp_path / "run")
+    (directory / "metrics-rank0.jsonl").write_text('{"event": "step", "step": 0, "seconds": "soon"}\n')
+    with pytest.raises(BrokenFile, match="rows that dsplan did not write"):
+        read_run(directory)
+
+
+def test_a_run_without_a_plan_has_only_what_was_measured(tmp_path: Path) -> None:
+    picture = predicted_and_measured([read_run(_run(tmp_path / "run"))])
+    assert picture is not None
+    assert {row[2] for row in picture.table.rows} == {"-"}
+    assert ["time of a step", "run", "-", "2 s (2 s to 2 s)", "-"] in [list(row) for row in picture.table.rows]
+
+
+def test_what_is_shown_of_a_calibration_is_what_was_learnt() -> None:
+    store = MemoryStore()
+    store.add(*User().runs(8))
+    refreshed = refresh(store, HERE, keep=False)
+    (kind,) = refreshed.kinds
+    found = checks(kind)
+    for word, error in (("shipped", kind.lesson.error_before), ("left_out", kind.lesson.error_after)):
+        errors = [abs(getattr(check, word)[1] / check.row.seconds - 1) for check in found]
+        assert statistics.median(errors) == pytest.approx(error)
+    predictions, factors = calibration_pictures(refreshed)
+    assert [len(trace["x"]) for trace in predictions.figure["data"]] == [8, 8]
+    assert kind.lesson.calibration is not None
+    assert list(factors.figure["data"][0]["y"]) == [name.replace("_", " ") for name in kind.lesson.calibration.names]
+
+
+def test_runs_in_a_browser(cli: Cli, tmp_path: Path, open_page: OpenPage) -> None:
+    runs = [_run(tmp_path / "first"), _run(tmp_path / "<script>second")]
+    printed = cli("report", *runs, "--json", "--out", tmp_path / "page.html")
+    assert printed.json["pictures"] == ["predicted-measured", "runs", "course-1", "course-2"]
+    opened = open_page((tmp_path / "page.html").as_uri(), width=390)
+    assert opened.problems() == []
+    assert len(opened.pictures()) == 4
+    assert min(opened.pictures().values()) > 0
