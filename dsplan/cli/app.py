@@ -51,6 +51,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "max": ("dsplan max --model mistral-7b --gpus 4 --gpu A100-SXM4-40GB --strategy fsdp",),
     "explain": ("dsplan explain plans/plan-1.yaml",),
     "emit": ("dsplan emit plans/plan-1.yaml --format accelerate --out configs",),
+    "report": (
+        "dsplan report --model opt-6.7b --gpus 8 --gpu A100-SXM4-80GB --out report.html",
+        "dsplan report runs/2026-11-23 runs/2026-11-24 --out runs.html",
+    ),
     "ui": ("dsplan ui", "dsplan ui --port 8080"),
     "run": (
         "dsplan run train.py --epochs 3",

@@ -111,13 +111,21 @@ def predicted_and_measured(runs: Sequence[RunData]) -> Picture | None:
     if not shown:
         return None
     names = titles(runs)
-    figure = make_subplots(rows=len(shown), cols=1, vertical_spacing=0.12 / max(1, len(shown) - 1))
+    several = len(runs) > 1
+    # One run has its figure's name above the bars, several have their own there.
+    figure = make_subplots(
+        rows=len(shown),
+        cols=1,
+        vertical_spacing=0.16 / max(1, len(shown) - 1),
+        subplot_titles=[item.title if several else "" for item in shown],
+    )
+    figure.update_annotations(x=0, xanchor="left", yshift=6, font={"size": 14})
     for row, item in enumerate(shown, start=1):
         for kind in ("measured", "predicted"):
             figure.add_trace(_bars(item, runs, names, kind, legend=row == 1), row=row, col=1)
         for run, name in zip(runs, names, strict=True):
             figure.add_annotation(
-                x=0, y=name, text=_above(item, run, name if len(runs) > 1 else ""), showarrow=False, xanchor="left",
+                x=0, y=name, text=_above(item, run, name if several else item.title), showarrow=False, xanchor="left",
                 yanchor="bottom", yshift=16, font={"size": 12}, row=row, col=1,
             )  # fmt: skip
         figure.update_xaxes(rangemode="tozero", visible=False, fixedrange=True, row=row, col=1)
@@ -126,8 +134,8 @@ def predicted_and_measured(runs: Sequence[RunData]) -> Picture | None:
     figure.update_layout(
         barmode="group",
         bargap=0.5,
-        height=60 + len(shown) * (24 + 62 * len(runs)),
-        margin={"l": 10, "r": 10, "t": 40, "b": 10},
+        height=80 + len(shown) * (24 + 62 * len(runs)),
+        margin={"l": 10, "r": 10, "t": 60, "b": 10},
         legend={"orientation": "h", "y": 1, "yanchor": "top", "yref": "container", "x": 0, "itemclick": False},
     )
     return Picture(
@@ -162,7 +170,7 @@ def _bars(item: _Figure, runs: Sequence[RunData], names: Sequence[str], kind: st
         showlegend=legend,
         marker={
             "color": COLOURS[0] if kind == "measured" else QUIET,
-            "pattern": {"shape": "" if kind == "measured" else "/", "solidity": 0.15},
+            "pattern": {"shape": "" if kind == "measured" else "/", "solidity": 0.15, "fillmode": "overlay"},
         },
         error_x={
             "type": "data",
@@ -181,7 +189,7 @@ def _above(item: _Figure, run: RunData, name: str) -> str:
     predicted, measured = (
         _MISSING if value is None else item.spell(value) for value in (item.predicted(run), item.measured(run))
     )
-    return f"{name + ': ' if name else ''}{item.title} {measured}, predicted {predicted}"
+    return f"{name}: {measured}, predicted {predicted}"
 
 
 def _beside_table(shown: Sequence[_Figure], runs: Sequence[RunData]) -> Table:
