@@ -48,7 +48,6 @@ LLAMA = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 RUN_SECONDS = 90.0
 
 
@@ -66,7 +65,7 @@ def grid() -> Iterator[TermRun]:
 
 
 def _splits() -> Iterator[TermRun]:
-    """What four ranks share, by dsplan's own engine; of each way one that recomputes."""
+    """Layers that four ranks share, by dsplan's own engine; `scripts.measure.compositions` has all other splits."""
     for term, changes in (("tp", {}), ("sp", {"sequence_parallel": True})):
         for checkpointing, degrees in product(
             ("none", "full"),
@@ -77,22 +76,6 @@ def _splits() -> Iterator[TermRun]:
             ),
         ):
             yield _case(term, activation_checkpointing=checkpointing, **degrees, **changes)
-    steps = {"micro_batch_size": 2, "gradient_accumulation_steps": 8}
-    for schedule, checkpointing in product(("1f1b", "gpipe", "interleaved"), ("none", "full")):
-        if (schedule, checkpointing) == ("interleaved", "full"):
-            continue
-        pieces = 2 if schedule == "interleaved" else 1
-        way = {"pp_schedule": schedule, "virtual_stages": pieces, "activation_checkpointing": checkpointing, **steps}
-        for degrees in (
-            {"strategy": "ddp", "dp_replicate": 2, "pp": 2},
-            {"strategy": "fsdp", "dp_shard": 2, "pp": 2},
-            {"strategy": "ddp", "tp": 2, "pp": 2},
-        ):
-            yield _case(f"stages {schedule}", **degrees, **way)
-    for degrees in ({"dp_shard": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"cp": 4}):
-        yield _case("cp", strategy="fsdp", **degrees)
-    for degrees in ({"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4}):
-        yield _case("ep", strategy="fsdp", model="mixtral", config=json.dumps(MIXTRAL), **degrees)
 
 
 def _case(term: str, **chosen: Any) -> TermRun:

@@ -150,9 +150,13 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
 
 
 def _fuses_heads(job: Job) -> bool:
-    """Whether one weight of three times the hidden width makes queries, keys and values, as GPT-2's does."""
-    hidden = job.facts.hidden_size
-    return any(sorted(shape) == [hidden, 3 * hidden] for block in job.counts.blocks for shape in block.shapes)
+    """Whether one weight of three times the hidden width makes queries, keys and values, as GPT-2's does, in a form
+    that was traced; those that are written tell them from hidden states."""
+    hidden, code = job.facts.hidden_size, code_base(job.workload.code)
+    is_traced = code.traits(compiled=job.workload.compile).block is None
+    return is_traced and any(
+        sorted(shape) == [hidden, 3 * hidden] for block in job.counts.blocks for shape in block.shapes
+    )
 
 
 def _numbers(job: Job, recipe: Recipe) -> Numbers:
