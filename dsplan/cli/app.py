@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "report": "dsplan.cli.report:report",
     "ui": "dsplan.cli.ui:ui",
     "run": "dsplan.cli.run:run",
+    "watch": "dsplan.cli.watch:watch",
     "bench": "dsplan.cli.bench:bench",
     "db": "dsplan.cli.db:app",
 }
@@ -62,6 +63,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dsplan run --strategy fsdp --tp 2 --nproc 4 train.py",
         "dsplan run --resume runs/2026-11-23",
     ),
+    "watch": ("dsplan watch runs/2026-11-23", "dsplan watch runs/2026-11-23 --once --json"),
     "bench": ("dsplan bench --minutes 5",),
     "db list": ("dsplan db list",),
 }

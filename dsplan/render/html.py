@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from dsplan.render.show import Bar, Block, Cell, Column, Table, Text
-
-MOST_LETTERS = 4000
-"""Of one text; a longer one is cut, as nobody reads on."""
+from dsplan.render.show import MOST_LETTERS, Bar, Block, Cell, Column, Table, Text
 
 
 def blocks_html(blocks: Iterable[Block]) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from dsplan.render.charts import sparkline
 from hardware_db.notices import labelled
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.vocabulary import DEGREES
 from strategies.launch.attempt import AttemptEnded, Event, OutputLine, PlanMade, RunIsBack, StepDone
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.live import Live
 
     from strategies.launch.failure_causes import Ending
@@ -21,6 +24,8 @@ _REFUSAL = "error: "
 """What a rank's refusal begins with, which the rank also leaves for the supervisor."""
 # A pipe gets a line for the first step and then at most one in this many seconds.
 _LINE_SECONDS = 5.0
+_CURVE_STEPS = 500
+"""Steps that the curves under the live line go back."""
 
 
 class RunView:
@@ -35,6 +40,8 @@ class RunView:
         self._live: Live | None = None
         self._last_line = float("-inf")
         self._refusals: list[OutputLine] = []
+        self._losses: deque[float | None] = deque(maxlen=_CURVE_STEPS)
+        self._rates: deque[float | None] = deque(maxlen=_CURVE_STEPS)
 
     def __enter__(self) -> RunView:
         if self._out.isatty():
@@ -93,10 +100,21 @@ class RunView:
         if self._live is not None:
             from rich.text import Text as RichText
 
-            self._live.update(RichText(text, style="bold cyan"))
+            self._losses.append(step.loss)
+            self._rates.append(step.tokens / step.seconds if step.tokens and step.seconds > 0 else None)
+            self._live.update(RichText("\n".join([text, *self._curves(self._live.console)]), style="bold cyan"))
         elif time.monotonic() - self._last_line >= _LINE_SECONDS:
             self._last_line = time.monotonic()
             self._line(text)
+
+    def _curves(self, console: Console) -> list[str]:
+        """Loss and speed of the last steps in one line; nothing before there are some."""
+        if len(self._losses) < 3:
+            return []
+        unicode, width = console.encoding.startswith("utf"), max(8, console.width // 2 - 8)
+        named = (("loss", self._losses), ("speed", self._rates))
+        drawn = ((name, sparkline(tuple(values), width, unicode=unicode)) for name, values in named)
+        return ["  ".join(f"{name} {line}" for name, line in drawn if line)]
 
     def _line(self, text: str, *, stderr: bool = False) -> None:
         if self._live is not None:

@@ -74,12 +74,26 @@ class Table:
 Block: TypeAlias = "Text | Table"
 
 
+MOST_LETTERS = 4000
+"""Of one text; a longer one is cut, as nobody reads on."""
+
+
+def printable(text: str) -> str:
+    """A text whose control characters (a terminal would obey them) are left out, cut after `MOST_LETTERS`."""
+    if len(text) <= MOST_LETTERS and text.isprintable():
+        return text
+    kept = "".join(letter for letter in text[:MOST_LETTERS] if letter.isprintable() or letter == "\n")
+    return kept + ("…" if len(text) > MOST_LETTERS else "")
+
+
 # Blocks as plain ASCII-framed text, for pipes and files.
 
 
 def plain_text(blocks: Iterable[Block]) -> str:
     """The blocks as text that ends in a newline; tables are as wide as their content."""
-    return "".join(f"{_plain_table(block) if isinstance(block, Table) else block.text}\n" for block in blocks)
+    return "".join(
+        f"{_plain_table(block) if isinstance(block, Table) else printable(block.text)}\n" for block in blocks
+    )
 
 
 def _plain_table(table: Table) -> str:
@@ -87,7 +101,7 @@ def _plain_table(table: Table) -> str:
     widths = [max(len(row[index]) for row in cells) for index in range(len(table.columns))]
     lines = [_line(row, widths, table) for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(["", table.title, *lines] if table.title else lines)
+    return "\n".join(["", printable(table.title), *lines] if table.title else lines)
 
 
 def _line(row: Sequence[str], widths: Sequence[int], table: Table) -> str:
@@ -99,7 +113,7 @@ def _line(row: Sequence[str], widths: Sequence[int], table: Table) -> str:
 
 
 def _plain_cell(cell: Cell) -> str:
-    return "#" * cell.filled + "." * (cell.width - cell.filled) if isinstance(cell, Bar) else cell
+    return "#" * cell.filled + "." * (cell.width - cell.filled) if isinstance(cell, Bar) else printable(cell)
 
 
 # Progress on a terminal; nothing elsewhere.
@@ -155,19 +169,26 @@ _PROSE = 24
 def print_blocks(blocks: Iterable[Block]) -> None:
     """Print to stdout, folded to the terminal's width."""
     from rich.console import Console
-    from rich.text import Text as RichText
 
     console = Console(highlight=False, markup=False, emoji=False)
+    for drawn in renderables(blocks, console):
+        console.print(drawn)
+
+
+def renderables(blocks: Iterable[Block], console: Console) -> Iterator[RichTable | RichText]:
+    """What rich prints of blocks, one under the other."""
+    from rich.text import Text as RichText
+
     for block in blocks:
-        if isinstance(block, Table):
-            if block.title:
-                console.print()
-            shown, left_out = _narrowed(block, console.width)
-            console.print(_rich_table(shown, console))
-            if left_out:
-                console.print(RichText(f"a wider terminal also shows {', '.join(left_out)}", style="dim"))
-        else:
-            console.print(RichText(block.text, style=_STYLES[block.style]))
+        if not isinstance(block, Table):
+            yield RichText(printable(block.text), style=_STYLES[block.style])
+            continue
+        if block.title:
+            yield RichText("")
+        shown, left_out = _narrowed(block, console.width)
+        yield _rich_table(shown, console)
+        if left_out:
+            yield RichText(f"a wider terminal also shows {', '.join(left_out)}", style="dim")
 
 
 def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
@@ -204,7 +225,7 @@ def _rich_table(table: Table, console: Console) -> RichTable:
 
     unicode = console.encoding.startswith("utf")
     drawn = RichTable(
-        title=table.title or None,
+        title=printable(table.title) or None,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -230,7 +251,7 @@ def _rich_cell(cell: Cell, *, unicode: bool) -> RichText:
     from rich.text import Text as RichText
 
     if not isinstance(cell, Bar):
-        return RichText(cell)
+        return RichText(printable(cell))
     full, empty = ("█", "░") if unicode else ("#", ".")
     colour = "red" if cell.share > 1 else "yellow" if cell.share > 0.9 else "green"
     return RichText(full * cell.filled, style=colour) + RichText(empty * (cell.width - cell.filled), style="dim")

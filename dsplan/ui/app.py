@@ -33,6 +33,7 @@ from dsplan.ui.gate import Gate
 from dsplan.ui.workers import Answers
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import shown
+from hardware_db.notices import labelled
 
 _HERE = Path(__file__).parent
 _AT_ONCE = 32
@@ -380,7 +381,7 @@ def _found(answers: Answers, query: str, kind: str) -> Answer:
 
 
 def _refusal(error: DsplanError) -> fastapi.Response:
-    return fastapi.responses.PlainTextResponse(f"dsplan: {error}\n", status_code=400)
+    return fastapi.responses.PlainTextResponse(f"{labelled(str(error))}\n", status_code=400)
 
 
 def _download(rank: int, files: Mapping[str, str], wanted: str) -> fastapi.Response:

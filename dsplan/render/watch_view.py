@@ -1,0 +1,267 @@
+"""One frame of a run that goes on: what each rank does, loss and speed so far, and what happened."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsplan.render.charts import sparkline
+from dsplan.render.plan_view import dims_text
+from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
+from dsplan.report.run_data import RunData, read_run
+from hardware_db.records import dataclass
+from hardware_db.units import format_bytes, format_count, format_seconds
+from planner.types.plan import Plan
+from strategies.run_directory.spec import heartbeat_path
+from strategies.telemetry.metrics import Row, metrics_path, parse_row
+
+_TAIL_BYTES = 65536
+_STEPS_FLAG = re.compile(r"--(?:max[-_]|train[-_]|num[-_]|total[-_])?(?:steps|iters)(?:=(\d+))?")
+_RECENT = 20
+_ROOM_FOR_SPANS = 60
+_HAPPENINGS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankNow:
+    """What a rank wrote last. `heard_seconds` is how long ago, None where it has written nothing."""
+
+    rank: int
+    host: str = ""
+    step: int | None = None
+    step_seconds: float | None = None
+    loss: float | None = None
+    peak_bytes: int | None = None
+    gpu_percent: float | None = None
+    gpu_bytes: int | None = None
+    section: str = ""
+    heard_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """A run at one moment. `steps` is how many it shall have, None where nobody said."""
+
+    run: RunData
+    ranks: tuple[RankNow, ...]
+    steps: int | None
+
+    @property
+    def step(self) -> int:
+        return max((point.step for point in self.run.points), default=0)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of the last steps."""
+        recent = [point.seconds for point in self.run.points][-_RECENT:]
+        return statistics.median(recent) if recent else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the last step, at the pace of the last ones; None where the number of steps is not known."""
+        if self.steps is None or self.step_seconds is None or not self.run.is_running:
+            return None
+        return max(0, self.steps - self.step) * self.step_seconds
+
+
+def frame_of(directory: Path, steps: int | None = None) -> Frame:
+    """The run of a directory as it is now.
+
+    Raises:
+        BrokenFile: it is no run directory.
+    """
+    run = read_run(directory)
+    ranks = run.report.attempts[-1].ranks if run.report.attempts else 0
+    now = time.time()
+    return Frame(
+        run=run,
+        ranks=tuple(_rank_now(directory, rank, now) for rank in range(ranks)),
+        steps=steps or _asked_steps(run.report.spec.arguments),
+    )
+
+
+def _asked_steps(arguments: Sequence[str]) -> int | None:
+    """What the script was told by a flag such as `--max-steps`."""
+    for flag, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        if match := _STEPS_FLAG.fullmatch(flag):
+            given = match[1] or following
+            return int(given) if given.isdecimal() and int(given) else None
+    return None
+
+
+def _rank_now(directory: Path, rank: int, now: float) -> RankNow:
+    rows = _last_rows(metrics_path(directory, rank))
+    step, machine = rows.get("step", {}), rows.get("machine", {})
+    beat = _heartbeat(heartbeat_path(directory, rank))
+    peak = step.get("most_bytes")
+    heard = beat.get("time")
+    return RankNow(
+        rank=rank,
+        host=str(beat.get("host", "")),
+        step=int(step["global_step"]) if "global_step" in step else None,
+        step_seconds=step.get("seconds"),
+        loss=step.get("loss"),
+        peak_bytes=int(peak) if peak else None,
+        gpu_percent=machine.get("gpu_utilization_percent"),
+        gpu_bytes=machine.get("gpu_memory_used_bytes"),
+        section="ended" if beat.get("has_ended") else str(beat.get("section", "")),
+        heard_seconds=max(0.0, now - heard) if isinstance(heard, (int, float)) else None,
+    )
+
+
+def _last_rows(path: Path) -> dict[str, Row]:
+    """The last row of each event in the end of a file; that of the steps has the `most_bytes` of any of them."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            size = file.tell()
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return {}
+    parsed = (parse_row(line.decode(errors="replace")) for line in (lines if size <= _TAIL_BYTES else lines[1:]))
+    rows = [row for row in parsed if row is not None]
+    last: dict[str, Row] = {str(row.get("event")): row for row in rows}
+    if "step" in last:
+        last["step"] = {**last["step"], "most_bytes": max(row.get("peak_bytes") or 0 for row in rows)}
+    return last
+
+
+def _heartbeat(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# Frames as blocks and as JSON.
+
+
+def frame_blocks(frame: Frame, width: int, *, unicode: bool = True) -> list[Block]:
+    """The frame for a terminal of so many characters."""
+    run = frame.run
+    style: Style = "good" if run.is_running or run.outcome == "completed" else "warning"
+    blocks: list[Block] = [Text(text=f"{run.name}: {_state(frame)}", style=style)]
+    if run.plan is not None:
+        blocks.append(Text(text=_plan_text(run.plan), style="faint"))
+    blocks += _curves(frame, width, unicode=unicode)
+    blocks.append(_ranks_table(frame))
+    recent = run.happenings[-_HAPPENINGS:]
+    if recent:
+        rows = [
+            [format_seconds(event.at), "" if event.step is None else str(event.step), event.text] for event in recent
+        ]
+        blocks.append(Table(title="what happened last", columns=columns(">after", ">step", "what"), rows=rows))
+    return blocks
+
+
+def _state(frame: Frame) -> str:
+    run = frame.run
+    steps = f"step {frame.step:,}" + (f" of {frame.steps:,}" if frame.steps else "")
+    parts = [
+        run.outcome,
+        steps,
+        f"{format_seconds(run.seconds)} so far" if run.is_running else format_seconds(run.seconds),
+    ]
+    if frame.seconds_left is not None:
+        parts.append(f"{format_seconds(frame.seconds_left)} left")
+    if len(run.attempts) > 1:
+        parts.append(f"attempt {len(run.attempts)}")
+    return ", ".join(parts)
+
+
+def _plan_text(plan: Plan) -> str:
+    chosen = plan.configuration
+    return (
+        f"{plan.model['name']}: {chosen.strategy} ({chosen.backend}), {dims_text(chosen)}, micro-batch"
+        f" {chosen.micro_batch_size} x {chosen.gradient_accumulation_steps}, {chosen.precision}"
+    )
+
+
+def _curves(frame: Frame, width: int, *, unicode: bool) -> list[Block]:
+    points = list(frame.run.points)
+    counted = frame.run.counted
+    series: dict[str, tuple[list[float | None], Callable[[float], str]]] = {
+        "loss": ([point.loss for point in points], lambda value: f"{value:.4f}"),
+        f"{counted}/s": ([point.tokens_per_second for point in points], format_count),
+        "step": ([point.seconds for point in points], format_seconds),
+    }
+    found: list[Block] = []
+    for name, (values, written) in series.items():
+        known = [value for value in values if value is not None]
+        if known:
+            line = sparkline(values, max(8, min(60, width - 50)), unicode=unicode)
+            span = f" ({written(min(known))} to {written(max(known))})" if width >= _ROOM_FOR_SPANS else ""
+            found.append(Text(text=f"{name:9} {line} {written(known[-1])}{span}"))
+    return found
+
+
+def _ranks_table(frame: Frame) -> Table:
+    plan, several = frame.run.plan, len({rank.host for rank in frame.ranks}) > 1
+    predicted = plan.memory.peak_allocated_bytes if plan is not None else 0
+    names = [">rank", ">step", "???host", ">time", "?>loss", ">memory", "?predicted", "??>GPU", "??doing", ">heard"]
+    kept = [name for name in names if (several or name != "???host") and (predicted or name != "?predicted")]
+    if not any(rank.gpu_percent is not None for rank in frame.ranks):
+        kept.remove("??>GPU")
+    if not frame.run.is_running:
+        kept = [name for name in kept if name not in ("??doing", ">heard")]
+    rows = []
+    for rank in frame.ranks:
+        share: Cell = Bar(share=rank.peak_bytes / predicted) if rank.peak_bytes and predicted else "-"
+        cells: dict[str, Cell] = {
+            ">rank": str(rank.rank),
+            ">step": "-" if rank.step is None else str(rank.step),
+            "???host": rank.host,
+            ">time": "-" if rank.step_seconds is None else format_seconds(rank.step_seconds),
+            "?>loss": "-" if rank.loss is None else f"{rank.loss:.4f}",
+            ">memory": format_bytes(rank.peak_bytes) if rank.peak_bytes else "-",
+            "?predicted": share,
+            "??>GPU": "-" if rank.gpu_percent is None else f"{rank.gpu_percent:.0f}%",
+            "??doing": rank.section or "-",
+            ">heard": "-" if rank.heard_seconds is None else f"{format_seconds(rank.heard_seconds)} ago",
+        }
+        rows.append([cells[name] for name in kept])
+    return Table(columns=columns(*kept), rows=rows)
+
+
+def frame_to_dict(frame: Frame) -> dict[str, Any]:
+    """What `watch --json` prints."""
+    run = frame.run
+    return {
+        "schema_version": 1,
+        "run": run.name,
+        "outcome": run.outcome,
+        "is_running": run.is_running,
+        "attempts": len(run.attempts),
+        "seconds": run.seconds,
+        "step": frame.step,
+        "steps": frame.steps,
+        "step_seconds": frame.step_seconds,
+        "seconds_left": frame.seconds_left,
+        "loss": next((point.loss for point in reversed(list(run.points)) if point.loss is not None), None),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "host": rank.host,
+                "step": rank.step,
+                "step_seconds": rank.step_seconds,
+                "loss": rank.loss,
+                "peak_bytes": rank.peak_bytes,
+                "gpu_utilization_percent": rank.gpu_percent,
+                "gpu_memory_used_bytes": rank.gpu_bytes,
+                "section": rank.section,
+                "heard_seconds": rank.heard_seconds,
+            }
+            for rank in frame.ranks
+        ],
+        "happenings": [
+            {"seconds": event.at, "kind": event.kind, "step": event.step, "rank": event.rank, "text": event.text}
+            for event in run.happenings
+        ],
+    }
