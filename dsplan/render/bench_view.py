@@ -35,9 +35,12 @@ class BenchView:
         if self._out.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.table import Column as RichColumn
 
-            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
             console = Console(file=self._out, highlight=False, markup=False, emoji=False)
+            bar = BarColumn(bar_width=console.width // 5)
+            words = TextColumn("{task.description}", markup=False, table_column=RichColumn(overflow="fold"))
+            columns = (bar, MofNCompleteColumn(), TimeElapsedColumn(), words)
             self._progress = Progress(*columns, console=console, transient=True)
             self._progress.start()
         return self
@@ -138,12 +141,12 @@ def _rate_table(rates: Iterable[RateMeasurement]) -> Table:
         spread = statistics.median(rate.spread or 0.0 for rate in found)
         lowest, highest = (rate_words(rate.value, rate.unit) for rate in (low, high))
         rows.append([operation, dtype or "-", str(ranks), str(len(found)), lowest, highest, f"{spread:.0%}"])
-    headings = columns("operation", "dtype", ">ranks", ">points", ">lowest", ">highest", ">spread")
+    headings = columns("operation", "dtype", "?>ranks", "??>points", ">lowest", ">highest", "??>spread")
     return Table(columns=headings, rows=rows, title="rates")
 
 
 def _run_table(runs: Iterable[Measurement]) -> Table:
-    headings = columns("model", "strategy", ">ranks", ">step", ">predicted", ">ratio")
+    headings = columns("model", "strategy", "??>ranks", ">step", "?>predicted", "?>ratio")
     return Table(columns=headings, rows=[_run_row(run) for run in runs], title="training")
 
 

@@ -32,26 +32,26 @@ def show_listing(rows: Iterable[Row], table: Callable[[Sequence[Row]], list[Bloc
 
 def models_table(rows: Sequence[ModelFacts]) -> list[Block]:
     headings = columns(
-        "model", "?family", "?kind", ">parameters", ">active", ">layers", ">hidden", "?>positions", "?>vocabulary"
+        "model", "??family", "??kind", ">parameters", "?>active", ">layers", ">hidden", "??>positions", "??>vocabulary"
     )
     return _counted(Table(columns=headings, rows=[_model_row(row) for row in rows]), "models")
 
 
 def devices_table(rows: Sequence[Device]) -> list[Block]:
     headings = columns(
-        "device", "?vendor", "family", ">memory", ">GB/s", ">fp32", ">bf16 TFLOP/s", "?>NVLink GB/s", "?>watts"
+        "device", "??vendor", "?family", ">memory", ">GB/s", "?>fp32", ">bf16 TFLOP/s", "?>NVLink GB/s", "??>watts"
     )
     return _counted(Table(columns=headings, rows=[_device_row(row) for row in rows]), "devices")
 
 
 def links_table(rows: Sequence[Link]) -> list[Block]:
-    headings = columns("link", "scope", "per", ">GB/s peak", ">GB/s p2p", ">all-reduce bus GB/s", ">Gbit/s")
+    headings = columns("link", "??scope", "???per", ">GB/s peak", "?>GB/s p2p", "?>all-reduce bus GB/s", "??>Gbit/s")
     return _counted(Table(columns=headings, rows=[_link_row(row) for row in rows]), "links")
 
 
 def nodes_table(rows: Sequence[NodeType]) -> list[Block]:
     headings = columns(
-        "node type", "?provider", "GPUs", "?inside", "between", "?>Gbit/s", "?>cores", ">RAM GiB", "?>NVMe GB"
+        "node type", "??provider", "GPUs", "?inside", "?between", "?>Gbit/s", "??>cores", ">RAM GiB", "??>NVMe GB"
     )
     return _counted(Table(columns=headings, rows=[_node_row(row) for row in rows]), "machine types")
 
@@ -129,7 +129,7 @@ def machine_blocks(machine: Machine) -> list[Block]:
 
 def _gpu_table(gpus: Iterable[Gpu]) -> Table:
     headings = columns(
-        ">GPU", "name", "in use", ">free", ">total", ">processes", ">SM MHz", ">watts", "PCIe", ">NVLinks"
+        ">GPU", "name", "?in use", ">free", ">total", "?>processes", "??>SM MHz", "??>watts", "???PCIe", "???>NVLinks"
     )
     return Table(columns=headings, rows=[_gpu_row(gpu) for gpu in gpus])
 

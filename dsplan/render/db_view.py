@@ -20,9 +20,8 @@ _MISSING = "-"
 
 def measurement_table(measurements: Iterable[Measurement]) -> Table:
     """One row a run, in the order given; percentages say how far the prediction was from what was measured."""
-    words = (Column(name) for name in ("id", "UTC", "model", "strategy", "outcome"))
-    figures = (Column(name, right=True) for name in ("peak, error", "step, error"))
-    return Table(columns=(*words, *figures), rows=[_row(measurement) for measurement in measurements])
+    headings = columns("id", "??UTC", "model", "?strategy", "???outcome", "?>peak, error", ">step, error")
+    return Table(columns=headings, rows=[_row(measurement) for measurement in measurements])
 
 
 def measurement_blocks(measurement: Measurement) -> list[Block]:
@@ -126,7 +125,7 @@ _MOVED = 0.005
 def calibration_blocks(refreshed: Refreshed, *, stored: bool) -> list[Block]:
     """One table of the kinds of hardware, one of the factors of each, and what was not learnt and why."""
     table = Table(
-        columns=columns("hardware", ">runs", ">models", ">error before", ">error after", "outcome"),
+        columns=columns("hardware", "?>runs", "??>models", "?>error before", ">error after", "outcome"),
         rows=[_learnt_row(kind, stored=stored) for kind in refreshed.kinds],
     )
     reasons = [

@@ -54,7 +54,7 @@ def _line(finding: Finding, hosts: tuple[str, ...]) -> str:
 def _link_table(links: tuple[LinkTime, ...]) -> Table:
     slowest = sorted(links, key=lambda link: link.bandwidth_bytes_per_s or 0.0)[:_MOST_LINKS]
     title = "all-reduce between two ranks" + (f", the slowest {_MOST_LINKS}" if len(slowest) < len(links) else "")
-    headings = columns("ranks", "link", "over", ">latency", ">4 MiB")
+    headings = columns("ranks", "link", "??over", "?>latency", ">4 MiB")
     rows = [
         [
             f"{link.ranks[0]}-{link.ranks[1]}",

@@ -218,7 +218,7 @@ def maxima_blocks(request: Request, rows: Sequence[Maximum]) -> list[Block]:
     ]
     assumed = _assumed(request)
     blocks += [Text(text=f"assumed: {'; '.join(assumed)}", style="warning")] if assumed else []
-    names = columns("strategy", "degrees", "recompute", "offload", ">micro-batch", ">sequence", ">model")
+    names = columns("strategy", "???degrees", "?recompute", "??offload", ">micro-batch", ">sequence", ">model")
     blocks += [Text(text=""), Table(title="", columns=names, rows=[_maximum_row(row) for row in rows])]
     at = f"{workload.precision}, {workload.optimizer}, {workload.attention} attention"
     blocks.append(Text(text=f"every figure is the largest that fits by itself, as `dsplan estimate` judges it; {at}"))

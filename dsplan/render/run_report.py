@@ -126,12 +126,13 @@ def _what_ran(report: RunReport) -> Table:
         ]
         for attempt in report.attempts
     ]
-    return Table(columns=columns("attempt", "began", ">took", ">ranks", ">steps", "plan"), rows=rows, title="what ran")
+    heading = columns("attempt", "??began", "?>took", "?>ranks", ">steps", "plan")
+    return Table(columns=heading, rows=rows, title="what ran")
 
 
 def _what_happened(report: RunReport) -> Table:
     rows = [row for attempt in report.attempts if (row := _ending_row(attempt))]
-    heading = columns("when", ">step", "where", "what", "then", ">lost")
+    heading = columns("??when", ">step", "?where", "what", "then", "???>lost")
     return Table(columns=heading, rows=rows, title="what happened")
 
 

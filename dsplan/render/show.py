@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from hardware_db.records import dataclass
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions
+    from rich.measure import Measurement
     from rich.table import Table as RichTable
     from rich.text import Text as RichText
 
@@ -20,14 +21,15 @@ Style: TypeAlias = Literal["", "heading", "good", "warning", "bad", "faint"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A share between 0 and 1, drawn `width` characters wide; above 1 it is drawn full."""
+    """A share between 0 and 1, drawn `width` characters wide, or fewer where a terminal is narrow; above 1 it is drawn
+    full."""
 
     share: float
     width: int = 10
 
-    @property
-    def filled(self) -> int:
-        return round(min(max(self.share, 0.0), 1.0) * self.width)
+    def filled(self, width: int) -> int:
+        """How many of so many characters are full."""
+        return round(min(max(self.share, 0.0), 1.0) * width)
 
 
 Cell: TypeAlias = "str | Bar"
@@ -44,7 +46,8 @@ class Text:
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column's heading; figures are aligned on the right. A terminal that is too narrow leaves out the columns of the
-    highest `rank` first, the last one of a rank first; those of rank 0 only where nothing else is left to leave out."""
+    highest `rank` first, the last one of a rank first; those of rank 0 only where nothing else is left to leave out.
+    The first column always stays, and the second where its rank is 0: they say what a row is."""
 
     name: str
     right: bool = False
@@ -113,7 +116,10 @@ def _line(row: Sequence[str], widths: Sequence[int], table: Table) -> str:
 
 
 def _plain_cell(cell: Cell) -> str:
-    return "#" * cell.filled + "." * (cell.width - cell.filled) if isinstance(cell, Bar) else printable(cell)
+    if not isinstance(cell, Bar):
+        return printable(cell)
+    full = cell.filled(cell.width)
+    return "#" * full + "." * (cell.width - full)
 
 
 # Progress on a terminal; nothing elsewhere.
@@ -164,6 +170,9 @@ _STYLES = {"": "", "heading": "bold", "good": "green", "warning": "yellow", "bad
 _WIDE = 100
 _PROSE = 24
 """A column with longer cells is prose, and folded between its words."""
+_LONGEST_WORD = 0.55
+"""Of the terminal's width, within which a longer word, such as a model's name, is not folded."""
+_LEAST_BAR = 5
 
 
 def print_blocks(blocks: Iterable[Block]) -> None:
@@ -192,14 +201,12 @@ def renderables(blocks: Iterable[Block], console: Console) -> Iterator[RichTable
 
 
 def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
-    """The table without the columns that it has no room for, those first that matter least, and their names.
-
-    The first two stay: they say what a row is.
-    """
-    widths = [_least_width(table, index) for index in range(len(table.columns))]
+    """The table without the columns that it has no room for, those first that matter least, and their names."""
+    widths = [_least_width(table, index, width) for index in range(len(table.columns))]
     gap = 2 if width >= _WIDE else 1
     kept = list(range(len(table.columns)))
-    for index in sorted(kept[2:], key=lambda index: (table.columns[index].rank, index), reverse=True):
+    stays = 2 if len(kept) > 1 and not table.columns[1].rank else 1
+    for index in sorted(kept[stays:], key=lambda index: (table.columns[index].rank, index), reverse=True):
         if sum(widths[column] + gap for column in kept) - gap <= width:
             break
         kept.remove(index)
@@ -208,15 +215,18 @@ def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
     return Table(columns=[table.columns[index] for index in kept], rows=rows, title=table.title), left_out
 
 
-def _least_width(table: Table, index: int) -> int:
-    """The characters that a column cannot do without: all of its cells, or the longest word of one that is prose."""
+def _least_width(table: Table, index: int, width: int) -> int:
+    """The characters that a column cannot do without on a terminal of so many: all of its cells, or the longest word of
+    one that is prose."""
     name = table.columns[index].name
     cells = [row[index] for row in table.rows]
-    whole = max([len(name), *map(_width, cells)])
+    bars = [min(cell.width, _LEAST_BAR) for cell in cells if isinstance(cell, Bar)]
+    texts = [printable(cell) for cell in cells if not isinstance(cell, Bar)]
+    whole = max([len(name), *bars, *map(len, texts)])
     if whole <= _PROSE:
         return whole
-    words = [len(word) for cell in cells if not isinstance(cell, Bar) for word in cell.split()]
-    return min(whole, max([len(name), min(_PROSE, max(words, default=0))]))
+    word = max((len(word) for text in texts for word in text.split()), default=0)
+    return min(whole, max([len(name), *bars, min(max(_PROSE, int(_LONGEST_WORD * width)), word)]))
 
 
 def _rich_table(table: Table, console: Console) -> RichTable:
@@ -233,7 +243,7 @@ def _rich_table(table: Table, console: Console) -> RichTable:
         pad_edge=False,
         show_edge=False,
     )
-    least = [_least_width(table, index) for index in range(len(table.columns))]
+    least = [_least_width(table, index, console.width) for index in range(len(table.columns))]
     for index, column in enumerate(table.columns):
         drawn.add_column(
             column.name, justify="right" if column.right else "left", overflow="fold", min_width=least[index]
@@ -243,15 +253,28 @@ def _rich_table(table: Table, console: Console) -> RichTable:
     return drawn
 
 
-def _width(cell: Cell) -> int:
-    return cell.width if isinstance(cell, Bar) else len(cell)
-
-
-def _rich_cell(cell: Cell, *, unicode: bool) -> RichText:
+def _rich_cell(cell: Cell, *, unicode: bool) -> RichText | _DrawnBar:
     from rich.text import Text as RichText
 
-    if not isinstance(cell, Bar):
-        return RichText(printable(cell))
-    full, empty = ("█", "░") if unicode else ("#", ".")
-    colour = "red" if cell.share > 1 else "yellow" if cell.share > 0.9 else "green"
-    return RichText(full * cell.filled, style=colour) + RichText(empty * (cell.width - cell.filled), style="dim")
+    return _DrawnBar(cell, unicode) if isinstance(cell, Bar) else RichText(printable(cell))
+
+
+class _DrawnBar:
+    """A bar as wide as its column, and no wider than it would be."""
+
+    def __init__(self, bar: Bar, unicode: bool) -> None:
+        self._bar, self._unicode = bar, unicode
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        return Measurement(min(self._bar.width, _LEAST_BAR), self._bar.width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RichText]:
+        from rich.text import Text as RichText
+
+        bar, width = self._bar, min(self._bar.width, options.max_width)
+        full, empty = ("█", "░") if self._unicode else ("#", ".")
+        colour = "red" if bar.share > 1 else "yellow" if bar.share > 0.9 else "green"
+        filled = bar.filled(width)
+        yield RichText(full * filled, style=colour) + RichText(empty * (width - filled), style="dim")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from itertools import pairwise
 from typing import get_args
 
 import pytest
@@ -15,6 +16,7 @@ from dsplan.render.show import Bar, Block, Table, Text, columns, plain_text, pri
 from hardware_db.datasheets import devices, node_types
 from planner import vocabulary
 from planner.models.catalogue import models
+from tests.dsplan.cli import Cli
 
 BLOCKS: list[Block] = [
     Text(text="opt-6.7b: 6.66B parameters", style="heading"),
@@ -40,7 +42,7 @@ def test_plain_text_is_aligned_ascii_apart_from_the_words() -> None:
 
 @pytest.mark.parametrize("share", [-1.0, 0.0, 0.04, 0.5, 1.0, 7.0])
 def test_a_bar_never_leaves_its_width(share: float) -> None:
-    assert 0 <= Bar(share=share).filled <= 10
+    assert 0 <= Bar(share=share).filled(10) <= 10
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -82,6 +84,33 @@ def test_a_narrow_terminal_leaves_columns_out_rather_than_cut_figures(
     out = capsys.readouterr().out
     assert "…" not in out
     assert "a wider terminal also shows" in out
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize(
+    ("line", "answers"),
+    [
+        ("models DeepSeek-R1", {"model", "parameters"}),
+        ("devices H100", {"device", "memory", "GB/s"}),
+        ("devices --links nvlink4", {"link", "peak"}),
+        ("devices --nodes p4d", {"node", "type", "GPUs"}),
+        ("max --model mistral-7b --gpus 4 --gpu A100-SXM4-40GB --strategy fsdp", {"micro-batch", "sequence", "model"}),
+        ("estimate --model opt-6.7b --gpu A100-SXM4-80GB --gpus 8 --strategy fsdp", {"category", "share", "size"}),
+    ],
+)
+def test_tables_keep_their_answer_at_any_width(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, line: str, answers: set[str], width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("dsplan.render.show.show", print_blocks)
+    monkeypatch.setattr("dsplan.render.catalogues.show", print_blocks)
+    out = cli(line).out
+    assert "…" not in out
+    assert all(len(row) <= width for row in out.splitlines())
+    headings = [set(before.split()) for before, rule in pairwise(out.splitlines()) if set(rule) == {"─"}]
+    assert answers <= headings[0]
+    bars = [row for row in out.splitlines() if "░" in row]
+    assert all(any(letter.isdigit() for letter in row) for row in bars)  # beside its figure, none on a line of its own
 
 
 @pytest.mark.parametrize("objective", get_args(vocabulary.Objective))
